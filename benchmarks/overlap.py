@@ -1,12 +1,14 @@
-"""What sampling ahead of training wins: a step's wall time against its two sides, with and without a lag.
+"""What sampling ahead of training wins: a step's wall time against its two sides, with and without
+a lag.
 
     python -m benchmarks.overlap --steps 12 --rounds 3               the demo's model
     python -m benchmarks.overlap --size 9M --steps 12 --rounds 3
 
-The demo against stock vLLM in float32, without its warm-up: most completions are of full length. Real verifier. The
-trainer has one core and the sidecar, with one thread, another. Runs with each lag take turns. The wall time of
-each step after the first few is divided by the larger of its sides, sampling with rewards and packing on one, push and
-training on the other, and by their sum. 1 in the first column is a perfect overlap, 1 in the second none.
+The demo against stock vLLM in float32, without its warm-up: most completions are of full length.
+Real verifier. The trainer has one core and the sidecar, with one thread, another. Runs with each
+lag take turns. The wall time of each step after the first few is divided by the larger of its
+sides, sampling with rewards and packing on one, push and training on the other, and by their sum. 1
+in the first column is a perfect overlap, 1 in the second none.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ _WARM = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=("demo", "9M"), default="demo")
     parser.add_argument("--steps", type=at_least_one, default=12)
     parser.add_argument("--rounds", type=at_least_one, default=3)
-    parser.add_argument("--lags", type=_lags, default="0,1", metavar="N,N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--lags", type=_lags, default="0,1", metavar="N,N", help="(default: %(default)s)"
+    )
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if usable_cores() > 1:
@@ -55,25 +61,39 @@ def main() -> None:
                         config.model.architecture[name] = getattr(model(arguments.size), name)
                 config.warmup.steps = config.evaluation.every_steps = 0
                 config.run_dir = f"{scratch}/run_{number}_{lag}"
-                config.training.steps, config.checkpoint.every_steps = arguments.steps + _WARM, 10**6
+                config.training.steps, config.checkpoint.every_steps = (
+                    arguments.steps + _WARM,
+                    10**6,
+                )
                 config.rollout.lag, config.mesh.cpu_devices = int(lag), 1
                 with _sidecars_on(cores[-1]):
                     run = Run.check(from_config_dict(config))
                     train(run.task, run.placement, run.weights, run.start, show=lambda line: None)
-                lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+                lines = (
+                    (Path(config.run_dir) / "metrics.jsonl")
+                    .read_text(encoding="utf-8")
+                    .splitlines()
+                )
                 records = [record for record in map(json.loads, lines) if "time/step" in record]
                 steps[lag] += [record for record in records if record["step"] > _WARM]
-    print("| lag | seconds of a step | sampling side | training side | step / larger side | step / sum |")
+    print(
+        "| lag | seconds of a step | sampling side | training side | step / larger side | step / "
+        "sum |"
+    )
     print("|---|---|---|---|---|---|")
     for lag, records in steps.items():
-        sides = [(_sum(record, "generate", "verify", "pack"), _sum(record, "push", "step")) for record in records]
+        sides = [
+            (_sum(record, "generate", "verify", "pack"), _sum(record, "push", "step"))
+            for record in records
+        ]
         walls = [record["time/total"] for record in records]
         larger = [wall / max(side) for wall, side in zip(walls, sides, strict=True)]
         both = [wall / sum(side) for wall, side in zip(walls, sides, strict=True)]
         print(
-            f"| {lag} | {median_and_spread(walls)} | {statistics.median(side[0] for side in sides):.3f} | "
-            f"{statistics.median(side[1] for side in sides):.3f} | {median_and_spread(larger, '.2f')} | "
-            f"{median_and_spread(both, '.2f')} |"
+            f"| {lag} | {median_and_spread(walls)} | "
+            f"{statistics.median(side[0] for side in sides):.3f} | "
+            f"{statistics.median(side[1] for side in sides):.3f} | "
+            f"{median_and_spread(larger, '.2f')} | {median_and_spread(both, '.2f')} |"
         )
 
 
@@ -113,7 +133,10 @@ def _sidecars_on(core: int) -> Iterator[None]:
 def _is_sidecar(entry: Path) -> bool:
     try:
         parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-        return int(parent) == os.getpid() and b"engines/vllm/sidecar.py" in (entry / "cmdline").read_bytes()
+        return (
+            int(parent) == os.getpid()
+            and b"engines/vllm/sidecar.py" in (entry / "cmdline").read_bytes()
+        )
     except OSError:
         return False
 

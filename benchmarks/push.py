@@ -1,20 +1,22 @@
-"""Time and memory of a push to the embedded engine on simulated devices of a CPU, and of one to vLLM beside another's.
+"""Time and memory of a push to the embedded engine on simulated devices of a CPU, and of one to
+vLLM beside another's.
 
     python -m benchmarks.push --size 0.6B --devices 1,2,8 --repeats 3
     python -m benchmarks.push --beside CHECKOUT --repeats 3
 
-Parameters in float32 are split over fsdp, the engine's weights in bfloat16 over tensor, both over all devices. For each
-number of devices a process of its own prints a table row:
+Parameters in float32 are split over fsdp, the engine's weights in bfloat16 over tensor, both over
+all devices. For each number of devices a process of its own prints a table row:
 
 - seconds of a push: conversion, checksums on both sides, median and spread;
-- growth of the process's resident memory at its peak in a push, beside parameters that are there already; the engine's
-  weights, which stay, are part of it;
-- temporary memory on a device of the largest program of a push, by the compiler, and what of the engine's weights the
-  device keeps.
+- growth of the process's resident memory at its peak in a push, beside parameters that are there
+  already; the engine's weights, which stay, are part of it;
+- temporary memory on a device of the largest program of a push, by the compiler, and what of the
+  engine's weights the device keeps.
 
-The second command takes turns with another checkout of this project: runs of configs/demo_vllm.py without its warm-up,
-of which it reads `time/push`: conversion, checksums, vLLM's load and the proof. The first two pushes of a run are left
-out, as vLLM's own reload learns what later ones repeat.
+The second command takes turns with another checkout of this project: runs of configs/demo_vllm.py
+without its warm-up, of which it reads `time/push`: conversion, checksums, vLLM's load and the
+proof. The first two pushes of a run are left out, as vLLM's own reload learns what later ones
+repeat.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ _PRECISION = "bfloat16"
 _MIB = 2**20
 SIZES = {
     "toy": ModelConfig("qwen3", 256, 64, 128, 2, 8, 8, 8, tie_word_embeddings=True),
-    "0.6B": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True),
+    "0.6B": ModelConfig(
+        "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True
+    ),
 }
 
 
@@ -67,7 +71,9 @@ def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> 
         programs.layer[""].lower(params["layers"], np.int32(0)),
         programs.outside.lower(rest),
         programs.source_checksums.lower(params, mesh.size == 1),
-        programs.layer_checksums[""].lower(jax.eval_shape(programs.layer[""], params["layers"], np.int32(0))),
+        programs.layer_checksums[""].lower(
+            jax.eval_shape(programs.layer[""], params["layers"], np.int32(0))
+        ),
     )
     return max(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)
 
@@ -80,7 +86,10 @@ def measure(size: str, repeats: int) -> str:
     shapes = param_shapes(config)
     shardings = param_shardings(logical_axes(config), shapes, training)
     # Time and memory do not depend on the values.
-    filled = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01), shapes), out_shardings=shardings)
+    filled = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01), shapes),
+        out_shardings=shardings,
+    )
     params = jax.block_until_ready(filled())
     engine = LocalEngine(EngineArguments(_PRECISION, model=config, max_total_tokens=64), mesh=mesh)
     times, grown = [], []
@@ -95,24 +104,41 @@ def measure(size: str, repeats: int) -> str:
             times.append(time.perf_counter() - began)
             grown.append((_resident("VmHWM") - before) / _MIB)
     leaves = jax.tree.leaves(engine.weights)
-    kept = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    kept = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
     return (
         f"| {size} | {num_params(config):,} | {devices} | {median_and_spread(times, '.2f')} | "
-        f"{median_and_spread(grown, ',.0f')} | {_temporary(config, params, mesh) / _MIB:,.0f} | {kept / _MIB:,.0f} |"
+        f"{median_and_spread(grown, ',.0f')} | {_temporary(config, params, mesh) / _MIB:,.0f} | "
+        f"{kept / _MIB:,.0f} |"
     )
 
 
 def pushed_in_run(tree: Path) -> float:
-    """Median seconds of a push to vLLM in a run of `tree`, a checkout; the program is that of this environment."""
+    """Median seconds of a push to vLLM in a run of `tree`, a checkout; the program is that of this
+    environment.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        short = ("training.steps=22", "warmup.steps=1", "evaluation.every_steps=0", f"run_dir={directory}/run")
+        short = (
+            "training.steps=22",
+            "warmup.steps=1",
+            "evaluation.every_steps=0",
+            f"run_dir={directory}/run",
+        )
         settings = [f"--config.{each}" for each in short]
         command = [sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py", *settings]
         done = subprocess.run(
-            command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False
+            command,
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
-            raise SystemExit(f"{tree}: the run ended with {done.returncode}: {done.stderr.strip()[-600:]}")
+            raise SystemExit(
+                f"{tree}: the run ended with {done.returncode}: {done.stderr.strip()[-600:]}"
+            )
         lines = Path(directory, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     pushes = [record["time/push"] for record in map(json.loads, lines) if "time/push" in record]
     return statistics.median(pushes[2:])
@@ -127,29 +153,45 @@ def beside(other: Path, repeats: int) -> str:
             times[name].append(1e3 * pushed_in_run(tree))
     mine, theirs = times.values()
     rows = [f"| {name} | {median_and_spread(values, '.1f')} |" for name, values in times.items()]
-    return "\n".join(["| push to vLLM | ms |", "|---|---|", *rows, f"| ratio | {ratio(mine, theirs)} |"])
+    return "\n".join(
+        ["| push to vLLM | ms |", "|---|---|", *rows, f"| ratio | {ratio(mine, theirs)} |"]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="0.6B")
     parser.add_argument("--devices", default="1,2,8", help="numbers of devices, each divides 8")
     parser.add_argument("--repeats", type=at_least_one, default=3)
-    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="a push to vLLM by this tree and by that one")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="CHECKOUT",
+        help="a push to vLLM by this tree and by that one",
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.beside:
         if not (arguments.beside / "bin" / "train.py").is_file():
-            parser.error(f"--beside {arguments.beside}: no checkout of this project, it has no bin/train.py")
+            parser.error(
+                f"--beside {arguments.beside}: no checkout of this project, it has no bin/train.py"
+            )
         print(beside(arguments.beside, arguments.repeats))
         return
     if arguments.here:
         print(measure(arguments.size, arguments.repeats), flush=True)
         return
-    print("| size | parameters | devices | push, s | peak growth, MiB | temporary a device, MiB | kept a device, MiB |")
+    print(
+        "| size | parameters | devices | push, s | peak growth, MiB | temporary a device, MiB | "
+        "kept a device, MiB |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     for count in arguments.devices.split(","):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={int(count)}".strip()
+        flags = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={int(count)}"
+        ).strip()
         command = [sys.executable, "-m", "benchmarks.push", "--here", "--size", arguments.size]
         subprocess.run(
             [*command, "--repeats", str(arguments.repeats)],

@@ -1,11 +1,12 @@
-"""Seconds of a push to vLLM replicas: sidecars beside actors on two Ray nodes of this machine, in the CPU build.
+"""Seconds of a push to vLLM replicas: sidecars beside actors on two Ray nodes of this machine, in
+the CPU build.
 
     python -m benchmarks.ray_push --replicas 1,2,4 --repeats 5
 
-Parameters and weights in bfloat16, without the probe. A row for each number of replicas: median and spread of pushes
-after the first, and sampled tokens a second of 64 prompts. A bandwidth between hosts is not measured.
-67 MB on two busy cores: 0.108 s by sidecars and 0.189 s by Ray with one replica, 0.175 and 0.333 s with two,
-0.178 and 0.357 s with four.
+Parameters and weights in bfloat16, without the probe. A row for each number of replicas: median and
+spread of pushes after the first, and sampled tokens a second of 64 prompts. A bandwidth between
+hosts is not measured. 67 MB on two busy cores: 0.108 s by sidecars and 0.189 s by Ray with one
+replica, 0.175 and 0.333 s with two, 0.178 and 0.357 s with four.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _SAMPLED = SamplingParams(group_size=1, max_completion_tokens=32, stop_token_ids
 def _engine(settings: VllmSettings) -> Iterator[VllmEngine]:
     with tempfile.TemporaryDirectory() as directory:
         sizes = {"max_total_tokens": _TOTAL, "max_rows": 64, "directory": Path(directory)}
-        engine = VllmEngine(EngineArguments("bfloat16", "bfloat16", model=_MODEL, settings=settings, **sizes))
+        engine = VllmEngine(
+            EngineArguments("bfloat16", "bfloat16", model=_MODEL, settings=settings, **sizes)
+        )
         try:
             yield engine
         finally:
@@ -51,9 +54,13 @@ def _engine(settings: VllmSettings) -> Iterator[VllmEngine]:
 def _two_nodes(replicas: int) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 1 << 28})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 1 << 28}
+    )
     for _ in range(2):
-        cluster.add_node(num_cpus=0, resources={"vllm": -(-replicas // 2)}, object_store_memory=1 << 28)
+        cluster.add_node(
+            num_cpus=0, resources={"vllm": -(-replicas // 2)}, object_store_memory=1 << 28
+        )
     try:
         yield cluster.address
     finally:
@@ -69,7 +76,11 @@ def _measure(settings: VllmSettings, params: object, repeats: int) -> str:
             began = time.perf_counter()
             engine.push_weights(params, version)
             pushed = time.perf_counter()
-            found = [episode for group in engine.generate(prompts, _SAMPLED, seed=0, step=version) for episode in group]
+            found = [
+                episode
+                for group in engine.generate(prompts, _SAMPLED, seed=0, step=version)
+                for episode in group
+            ]
             sampled = sum(int(episode.sampled_mask.sum()) for episode in found)
             if version:
                 pushes.append(pushed - began)
@@ -78,19 +89,26 @@ def _measure(settings: VllmSettings, params: object, repeats: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--repeats", type=at_least_one, default=5)
     arguments = parser.parse_args()
     params = jax.block_until_ready(init_params(_MODEL, jax.random.key(0)))
     print(f"{num_params(_MODEL):,} parameters\n")
-    print("| replicas | sidecars: push, s | tokens / s | Ray, two nodes: push, s | tokens / s |\n|---|---|---|---|---|")
+    print(
+        "| replicas | sidecars: push, s | tokens / s | Ray, two nodes: push, s | tokens / s "
+        "|\n|---|---|---|---|---|"
+    )
     for count in map(int, arguments.replicas.split(",")):
         settings = VllmSettings(replicas=count)
         local = _measure(settings, params, arguments.repeats)
         with _two_nodes(count) as address:
             there = dataclasses.replace(settings, placement="ray", address=address)
-            print(f"| {count} | {local} | {_measure(there, params, arguments.repeats)} |", flush=True)
+            print(
+                f"| {count} | {local} | {_measure(there, params, arguments.repeats)} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The gated delta rule in chunks and token by token: time of both, and how far each is from float64.
+"""The gated delta rule in chunks and token by token: time of both, and how far each is from
+float64.
 
     python -m benchmarks.recurrence --tokens 2048 --repeats 5
     python -m benchmarks.recurrence --legs
 
-A layer of Qwen3.5-0.8B: 16 heads, keys and values of 128; random inputs, decays as a fresh layer has them. "bfloat16
-state" rounds the state after each token, as an engine that keeps it so. `--legs` samples 256 tokens each of 4 rows with
-the embedded engine and 8 layers of that model, random weights and 512 tokens to choose from, and compares the log-probs
-it sampled with, token by token, with its own of one pass, in chunks, and those with a float32 engine's of one pass.
+A layer of Qwen3.5-0.8B: 16 heads, keys and values of 128; random inputs, decays as a fresh layer
+has them. "bfloat16 state" rounds the state after each token, as an engine that keeps it so.
+`--legs` samples 256 tokens each of 4 rows with the embedded engine and 8 layers of that model,
+random weights and 512 tokens to choose from, and compares the log-probs it sampled with, token by
+token, with its own of one pass, in chunks, and those with a float32 engine's of one pass.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from dcmdp_jax.models.params import init_params
 from dcmdp_jax.plan.published import PUBLISHED
 
 
-def token_by_token(tokens: Heads, segment_ids: jax.Array, state_dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
-    """`gated_delta.in_chunks` by `gated_delta.step`, the state rounded to `state_dtype` after each token, if narrower.
+def token_by_token(
+    tokens: Heads, segment_ids: jax.Array, state_dtype: str = "float32"
+) -> tuple[jax.Array, jax.Array]:
+    """`gated_delta.in_chunks` by `gated_delta.step`, the state rounded to `state_dtype` after each
+    token, if narrower.
 
     Args:
         tokens, segment_ids: as of `in_chunks`.
@@ -41,7 +46,9 @@ def token_by_token(tokens: Heads, segment_ids: jax.Array, state_dtype: str = "fl
 
     def advance(memory: jax.Array, part: tuple[Heads, jax.Array]) -> tuple[jax.Array, jax.Array]:
         memory, y = step(jnp.where(part[1][:, None, None, None], 0, memory), part[0])
-        return (memory.astype(state_dtype).astype(memory.dtype) if state_dtype != "float32" else memory), y
+        return (
+            memory.astype(state_dtype).astype(memory.dtype) if state_dtype != "float32" else memory
+        ), y
 
     along = jax.tree.map(lambda x: x.swapaxes(0, 1), (tokens, first))
     batch, _, count, size = tokens.key.shape
@@ -56,7 +63,13 @@ def inputs(length: int, heads: int = 16, size: int = 128) -> tuple[Heads, jax.Ar
     query, key, value = draw.normal(size=(3, 1, length, heads, size))
     query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
     wait, speed = draw.normal(size=(1, length, heads)) + 1, draw.uniform(0.01, 16, heads)
-    parts = query / np.sqrt(size), key, value, -speed * np.log1p(np.exp(wait)), draw.uniform(size=wait.shape)
+    parts = (
+        query / np.sqrt(size),
+        key,
+        value,
+        -speed * np.log1p(np.exp(wait)),
+        draw.uniform(size=wait.shape),
+    )
     return Heads(*map(jnp.asarray, parts)), jnp.ones((1, length), jnp.int32)
 
 
@@ -67,7 +80,9 @@ def legs(precision: str, state_dtype: str) -> str:
     params = init_params(config, jax.random.key(0))
 
     def engine(name: str) -> LocalEngine:
-        made = LocalEngine(EngineArguments(name, name, model=config, max_total_tokens=288, min_rows=4))
+        made = LocalEngine(
+            EngineArguments(name, name, model=config, max_total_tokens=288, min_rows=4)
+        )
         made.push_weights(params, 0)
         return made
 
@@ -78,8 +93,15 @@ def legs(precision: str, state_dtype: str) -> str:
 
     gated_delta.step = rounded if state_dtype == "bfloat16" else step
     jax.clear_caches()
-    prompts, own = [np.random.default_rng(n).integers(0, 512, 32).astype(np.int32) for n in range(4)], engine(precision)
-    sampled = [each for group in own.generate(prompts, SamplingParams(1, 256), seed=0, step=0) for each in group]
+    prompts, own = (
+        [np.random.default_rng(n).integers(0, 512, 32).astype(np.int32) for n in range(4)],
+        engine(precision),
+    )
+    sampled = [
+        each
+        for group in own.generate(prompts, SamplingParams(1, 256), seed=0, step=0)
+        for each in group
+    ]
     sampled = sorted(sampled, key=lambda each: each.group)
     asked = prompts, [each.token_ids[32:] for each in sampled]
     decoded = np.concatenate([each.rollout_logprobs[each.sampled_mask] for each in sampled])
@@ -88,20 +110,27 @@ def legs(precision: str, state_dtype: str) -> str:
     pairs = (decoded, passed), (passed, exact)
     sizes = [(np.abs(np.exp(a) - np.exp(b)).mean(), np.abs(a - b).max()) for a, b in pairs]
     return (
-        f"| {precision}, {state_dtype} state | " + " | ".join(f"{each:.2g}" for size in sizes for each in size) + " |"
+        f"| {precision}, {state_dtype} state | "
+        + " | ".join(f"{each:.2g}" for size in sizes for each in size)
+        + " |"
     )
 
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=at_least_one, default=2048)
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--legs", action="store_true")
     arguments = parser.parse_args()
     print(machine() + "\n")
     if arguments.legs:
-        print("| engine | decoding - one pass: mean |dp| | largest, nats | one pass - float32: mean |dp| | largest |")
+        print(
+            "| engine | decoding - one pass: mean |dp| | largest, nats | one pass - float32: mean "
+            "|dp| | largest |"
+        )
         print("|---|---|---|---|---|")
         for precision in ("float32", "bfloat16"):
             for state_dtype in ("float32", "bfloat16"):
@@ -119,7 +148,10 @@ def main() -> None:
         tokens = jax.tree.map(lambda x: x.astype(jnp.float32), tokens)
     calls = {name: functools.partial(form, tokens, segments) for name, form in compiled.items()}
     times = interleave(calls, arguments.repeats)
-    print("| form | s | token by token / this | largest difference from float64, of the largest value |")
+    print(
+        "| form | s | token by token / this | largest difference from float64, of the largest "
+        "value |"
+    )
     print("|---|---|---|---|")
     for name, call in calls.items():
         wrong = np.abs(np.asarray(call()[0]) - exact).max() / np.abs(exact).max()

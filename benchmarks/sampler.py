@@ -1,10 +1,12 @@
 """Tokens per second of the embedded engine against model size and precision.
 
-    python -m benchmarks.sampler --sizes 0.6M,9M,60M --precisions float32,bfloat16,int8,fp8 --repeats 7
+    python -m benchmarks.sampler --sizes 0.6M,9M,60M --precisions float32,bfloat16,int8,fp8
+    --repeats 7
 
-16 prompts x 8 completions, 16-token prompts, 64 new tokens, no stop token: every row runs to the end. Random Qwen3
-weights, tied embeddings, float32 compute, temperature 1. Prints a markdown table: the median over repeats, slowest and
-fastest, the time of a weight push and of the first call, which compiles.
+16 prompts x 8 completions, 16-token prompts, 64 new tokens, no stop token: every row runs to the
+end. Random Qwen3 weights, tied embeddings, float32 compute, temperature 1. Prints a markdown table:
+the median over repeats, slowest and fastest, the time of a weight push and of the first call, which
+compiles.
 """
 
 from __future__ import annotations
@@ -44,15 +46,21 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
-    """One table row for each precision; repeats take turns, so that a busy minute hits all alike."""
+    """One table row for each precision; repeats take turns, so that a busy minute hits all
+    alike.
+    """
     config = model(size)
     params = init_params(config, jax.random.key(0))
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
+    prompts = [
+        rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)
+    ]
     sampling = SamplingParams(group_size=GROUP, max_completion_tokens=NEW_TOKENS)
     engines = {
         precision: LocalEngine(
-            EngineArguments(precision, model=config, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS, min_rows=32),
+            EngineArguments(
+                precision, model=config, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS, min_rows=32
+            ),
             mesh=_mesh(config),
         )
         for precision in precisions
@@ -61,23 +69,32 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     for precision, engine in engines.items():
         engine.push_weights(params, 0)
         push[precision] = _seconds(lambda engine=engine: engine.push_weights(params, 1))
-        first[precision] = _seconds(lambda engine=engine: collect(engine.generate(prompts, sampling, seed=0, step=0)))
+        first[precision] = _seconds(
+            lambda engine=engine: collect(engine.generate(prompts, sampling, seed=0, step=0))
+        )
     for step in range(repeats):
         for precision, engine in engines.items():
             seconds = _seconds(
-                lambda engine=engine, step=step: collect(engine.generate(prompts, sampling, seed=1, step=step))
+                lambda engine=engine, step=step: collect(
+                    engine.generate(prompts, sampling, seed=1, step=step)
+                )
             )
             times[precision].append(PROMPTS * GROUP * NEW_TOKENS / seconds)
     return [
-        f"| {size} | {num_params(config):,} | {precision} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - "
-        f"{max(rates):,.0f} | {push[precision] * 1e3:.0f} | {first[precision]:.1f} |"
+        f"| {size} | {num_params(config):,} | {precision} | {statistics.median(rates):,.0f} | "
+        f"{min(rates):,.0f} - {max(rates):,.0f} | {push[precision] * 1e3:.0f} | "
+        f"{first[precision]:.1f} |"
         for precision, rates in times.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=names_of(SIZES), default=list(SIZES), help="of " + ", ".join(SIZES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=names_of(SIZES), default=list(SIZES), help="of " + ", ".join(SIZES)
+    )
     parser.add_argument(
         "--precisions",
         type=names_of(ENGINES["local"].precisions),
@@ -88,7 +105,9 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare_jax()
     print(machine() + "\n")
-    print("| size | parameters | precision | tokens/s, median | spread | push, ms | first call, s |")
+    print(
+        "| size | parameters | precision | tokens/s, median | spread | push, ms | first call, s |"
+    )
     print("|---|---|---|---|---|---|---|")
     for size in arguments.sizes:
         for row in measure(size, arguments.precisions, arguments.repeats):

@@ -11,7 +11,9 @@ import jax
 
 
 def interleave(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, taken in turn (A B A B ...) after one round that compiles and is not counted."""
+    """Seconds of each call, taken in turn (A B A B ...) after one round that compiles and is not
+    counted.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
@@ -39,7 +41,9 @@ def matmul_gflops(size: int = 1024, dtype: str = "float32") -> float:
 
 
 def matmul_gflop_per_cpu_second(size: int = 1024, repeats: int = 20) -> float:
-    """The rate of a square float32 product per second of a core, the best of five; other work hardly changes it."""
+    """The rate of a square float32 product per second of a core, the best of five; other work
+    hardly changes it.
+    """
     x, rates = jax.numpy.ones((size, size), "float32"), []
     for _ in range(5):
         began = time.process_time()
@@ -52,6 +56,7 @@ def machine() -> str:
     """A line about where the numbers come from."""
     device = jax.devices()[0]
     return (
-        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"float32 matmul {matmul_gflops():.0f} GFLOP/s, jax {jax.__version__}"
+        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[0]:.1f}, float32 matmul {matmul_gflops():.0f} GFLOP/s, jax "
+        f"{jax.__version__}"
     )

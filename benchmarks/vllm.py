@@ -1,4 +1,5 @@
-"""Cost of the vLLM sidecar: the same requests through its client and by `LLM.generate` in a process of its own.
+"""Cost of the vLLM sidecar: the same requests through its client and by `LLM.generate` in a process
+of its own.
 
     python -m benchmarks.vllm --repeats 9
 
@@ -46,9 +47,16 @@ def measure(name: str, repeats: int) -> None:
     """Print a row of the client and one of `LLM.generate`."""
     config = ModelConfig("qwen3", *MODELS[name], tie_word_embeddings=True)
     rng = np.random.default_rng(0)
-    asked = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
+    asked = [
+        rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)
+    ]
     with tempfile.TemporaryDirectory() as directory:
-        sizes = {"max_total_tokens": TOTAL, "max_rows": ROWS, "settings": SETTINGS, "directory": Path(directory)}
+        sizes = {
+            "max_total_tokens": TOTAL,
+            "max_rows": ROWS,
+            "settings": SETTINGS,
+            "directory": Path(directory),
+        }
         engine = VllmEngine(EngineArguments("bfloat16", "bfloat16", model=config, **sizes))
         engine.push_weights(init_params(config, jax.random.key(0)), 0)
         arguments = EngineArguments("bfloat16", "bfloat16", model=config, platform="cpu", **sizes)
@@ -85,7 +93,11 @@ def measure(name: str, repeats: int) -> None:
         direct.wait()
         engine.close()
     for way, values in times.items():
-        print(f"| {name} | {way} | {median_and_spread(values)} | {ratio(values, times['LLM.generate'])} |", flush=True)
+        print(
+            f"| {name} | {way} | {median_and_spread(values)} | "
+            f"{ratio(values, times['LLM.generate'])} |",
+            flush=True,
+        )
 
 
 def _answer(process: subprocess.Popen, word: str) -> str:
@@ -97,10 +109,15 @@ def _answer(process: subprocess.Popen, word: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=at_least_one, default=9)
     arguments = parser.parse_args()
-    print(f"{machine()}\n\n| model | way | seconds | against LLM.generate |\n|---|---|---|---|", flush=True)
+    print(
+        f"{machine()}\n\n| model | way | seconds | against LLM.generate |\n|---|---|---|---|",
+        flush=True,
+    )
     for name in MODELS:
         measure(name, arguments.repeats)
 

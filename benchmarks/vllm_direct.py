@@ -1,4 +1,5 @@
-"""Stock `LLM.generate` on random weights, for benchmarks/vllm.py: a line in, a call, its seconds out.
+"""Stock `LLM.generate` on random weights, for benchmarks/vllm.py: a line in, a call, its seconds
+out.
 
 python -m benchmarks.vllm_direct REQUEST.json
 """
@@ -24,7 +25,12 @@ def main() -> None:
     llm = LLM(**REQUEST["llm"])
     params = [
         SamplingParams(
-            max_tokens=REQUEST["tokens"], seed=seed, logprobs=0, flat_logprobs=True, ignore_eos=True, detokenize=False
+            max_tokens=REQUEST["tokens"],
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            ignore_eos=True,
+            detokenize=False,
         )
         for seed in REQUEST["seeds"]
     ]

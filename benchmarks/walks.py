@@ -1,9 +1,11 @@
-"""How many files and functions a batch, a weight and a setting pass: `python -m benchmarks.walks [--json FILE]`.
+"""How many files and functions a batch, a weight and a setting pass: `python -m benchmarks.walks
+[--json FILE]`.
 
-Runs configs/demo.py:debug for two steps in this process and looks at every call of a function of the package. A batch
-passes it if an argument is a `Batch` or its rows, a weight if one is the training state or a dict of parameters, and
-the setting `algorithm.tolerance` if one is its value, or the settings or the config that hold it.
-The phases count all functions that are entered. Those of `commands` are left out.
+Runs configs/demo.py:debug for two steps in this process and looks at every call of a function of
+the package. A batch passes it if an argument is a `Batch` or its rows, a weight if one is the
+training state or a dict of parameters, and the setting `algorithm.tolerance` if one is its value,
+or the settings or the config that hold it. The phases count all functions that are entered. Those
+of `commands` are left out.
 """
 
 from __future__ import annotations
@@ -82,12 +84,18 @@ class Walks:
 
 def main() -> None:
     """Run, count, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every file and function")
     arguments = parser.parse_args()
     walks = Walks()
     with tempfile.TemporaryDirectory() as directory:
-        words = ["--config=configs/demo.py:debug", f"--config.run_dir={directory}/run", "--config.mesh.cpu_devices=1"]
+        words = [
+            "--config=configs/demo.py:debug",
+            f"--config.run_dir={directory}/run",
+            "--config.mesh.cpu_devices=1",
+        ]
         threading.setprofile(walks)
         sys.setprofile(walks)
         try:
@@ -100,7 +108,9 @@ def main() -> None:
         places = walks.passed[name]
         print(f"| {name} | {len({file for file, _ in places})} | {len(places)} |")
     if arguments.json:
-        arguments.json.write_text(json.dumps({name: sorted(places) for name, places in walks.passed.items()}, indent=1))
+        arguments.json.write_text(
+            json.dumps({name: sorted(places) for name, places in walks.passed.items()}, indent=1)
+        )
 
 
 if __name__ == "__main__":

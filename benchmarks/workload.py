@@ -41,7 +41,8 @@ SIZES = {
 }
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
-# Of all devices together: one group on each of two cores. More at a time take more memory and no less time.
+# Of all devices together: one group on each of two cores. More at a time take more memory and no
+# less time.
 LORA = Lora(16, 32.0)
 _MICRO_BATCH_TOKENS = 16 * (PROMPT_TOKENS + NEW_TOKENS)
 
@@ -63,7 +64,9 @@ def rollout(
     logprobs = [rng.normal(-3.0, 0.5, n).clip(-9, -0.01).astype(np.float32) for n in lengths]
     places = [{"group": i // group_size, "member": i % group_size} for i in range(count)]
     return [
-        single_turn(prompts[place["group"]], *sampled, policy_version=0, finish_reason="stop", **place)
+        single_turn(
+            prompts[place["group"]], *sampled, policy_version=0, finish_reason="stop", **place
+        )
         for *sampled, place in zip(completions, logprobs, places, strict=True)
     ]
 
@@ -76,8 +79,12 @@ def batch_of(sampled: list[Episode], plan: RowShapes, config: ModelConfig) -> tu
     return jax.device_put(batch, shardings), 1 - tokens / computed
 
 
-def step_layout(config: ModelConfig, mini_batches: int, prompts: int = PROMPTS) -> tuple[Compute, RowShapes]:
-    """Settings and shapes of a step on `prompts` x 8 completions of 64 tokens: rows of one length, no padding."""
+def step_layout(
+    config: ModelConfig, mini_batches: int, prompts: int = PROMPTS
+) -> tuple[Compute, RowShapes]:
+    """Settings and shapes of a step on `prompts` x 8 completions of 64 tokens: rows of one length,
+    no padding.
+    """
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_row_shapes(
         row_lengths=(PROMPT_TOKENS + NEW_TOKENS,),
@@ -112,7 +119,8 @@ def stepper(
     corrections: str = "",
     lora: Lora | None = None,
 ) -> Callable[[], object]:
-    """A call that trains one more step on the batch, or on what it makes of it each time, from fresh parameters.
+    """A call that trains one more step on the batch, or on what it makes of it each time, from
+    fresh parameters.
 
     With `lora` it trains fresh adapters over them.
     """
@@ -125,7 +133,9 @@ def stepper(
     create = lambda: new_state(draw_params(trained(config, lora), key, "float32"), optimizer, dual)  # noqa: E731
     shardings = train_state_shardings(jax.eval_shape(create), config, mesh, lora)
     parts = StepParts(
-        row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh, top_gradient=algorithm.centers),
+        row_logprobs=make_row_logprobs(
+            config, compute, temperature=1.0, mesh=mesh, top_gradient=algorithm.centers
+        ),
         compute_dtype=compute.dtype,
         settings=algorithm,
         max_completion_tokens=max_completion_tokens,

@@ -1,7 +1,7 @@
 """The defaults of every setting, as a ConfigDict that experiment files change.
 
-The settings are declared in `dcmdp_jax/config/`; `docs/settings.md` lists them with unit, source and what is
-allowed.
+The settings are declared in `dcmdp_jax/config/`; `docs/settings.md` lists them with unit, source
+and what is allowed.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) ->
     config.rollout.max_rows = 512
     options = [option for option in arg.split(",") if option]
     if "local" in options and "fp8" in options:
-        raise ValueError("config argument 'local,fp8': FP8 weights and activations are vLLM's; choose one of the two")
+        raise ValueError(
+            "config argument 'local,fp8': FP8 weights and activations are vLLM's; choose one of "
+            "the two"
+        )
     if "local" in options:
         config.run_dir += "_local"
         config.rollout = get_config().rollout
@@ -71,7 +74,9 @@ def with_options(config: ConfigDict, arg: str, own: Iterable[str] = ()) -> Confi
     """
     options, known = [option for option in arg.split(",") if option], (*OPTIONS, *own)
     if unknown := [option for option in options if option not in known]:
-        raise ValueError(f"config argument {unknown[0]!r}: allowed are {', '.join(known)}, joined by commas")
+        raise ValueError(
+            f"config argument {unknown[0]!r}: allowed are {', '.join(known)}, joined by commas"
+        )
     if "grpo" in options:
         config.algorithm.method = "grpo"
         config.run_dir += "_grpo"

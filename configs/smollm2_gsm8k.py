@@ -4,9 +4,10 @@
     dcmdp convert export runs/solutions models/solutions
     dcmdp train --config=configs/smollm2_gsm8k.py --config.model.path=models/solutions
 
-GSM8K is read from the Hub, or from a copy of its train.jsonl: --config.task.train=FILE --config.evaluation.task=FILE.
-Its solutions end with "#### 72", which the reward reads (answer_extraction=flexible). On two cores this is a check of
-the mechanism: 135M parameters learn the form of a solution, not to reason.
+GSM8K is read from the Hub, or from a copy of its train.jsonl: --config.task.train=FILE
+--config.evaluation.task=FILE. Its solutions end with "#### 72", which the reward reads
+(answer_extraction=flexible). On two cores this is a check of the mechanism: 135M parameters learn
+the form of a solution, not to reason.
 """
 
 from ml_collections import ConfigDict

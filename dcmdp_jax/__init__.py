@@ -1,15 +1,17 @@
-"""DC-GRPO in JAX: reinforcement learning of language models under a training-inference discrepancy constraint.
+"""DC-GRPO in JAX: reinforcement learning of language models under a training-inference discrepancy
+constraint.
 
-    dc_grpo_loss            the loss of a batch (Eq. 9, 10), the next multiplier, and more as a `DcGrpoAux`
-    token_discrepancy       delta = |p^Train - p^Inf| of each token (Eq. 3)
+    dc_grpo_loss            the loss of a batch (Eq. 9, 10), the next multiplier, and more as a
+    `DcGrpoAux` token_discrepancy       delta = |p^Train - p^Inf| of each token (Eq. 3)
     group_advantages        A, rewards relative to their group's (Eq. 8)
     penalized_advantages    A - lambda delta (Eq. 8)
     importance_ratio        gamma = pi_theta / p^Train (below Eq. 1)
     clipped_surrogate       min(gamma A, clip(gamma) A) (Eq. 10)
     dual_update             lambda_{k+1} = clip(lambda_k + eta (mean delta - c)) (Eq. 11)
 
-The first composes the others. `train` runs the whole training of a config (`load_config`); `write_report` and
-`read_metrics` read what it wrote. Each name is imported at its first use, and JAX with it.
+The first composes the others. `train` runs the whole training of a config (`load_config`);
+`write_report` and `read_metrics` read what it wrote. Each name is imported at its first use, and
+JAX with it.
 """
 
 import difflib
@@ -41,19 +43,28 @@ _PLACES = MappingProxyType(
         "UserError": ("errors", ""),
     }
 )
-"""Public name -> its module, and parts of names that are tried for it; the first that occurs counts."""
+"""Public name -> its module, and parts of names that are tried for it; the first that occurs
+counts.
+"""
 __all__ = ["__version__", *sorted(_PLACES)]
 
-# transformers advises at import that PyTorch is missing; only its tokenizers are used here, and they need none.
+# transformers advises at import that PyTorch is missing; only its tokenizers are used here, and
+# they need none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
-        words = (ours for ours, (_, tried) in _PLACES.items() if any(word in name.lower() for word in tried.split()))
+        words = (
+            ours
+            for ours, (_, tried) in _PLACES.items()
+            if any(word in name.lower() for word in tried.split())
+        )
         near = [*words, *difflib.get_close_matches(name, _PLACES, n=1)]
         hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(_PLACES))}"
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}"
+        )
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name][0]}"), name)
 
 

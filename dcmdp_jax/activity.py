@@ -1,14 +1,16 @@
-"""Status of the program for people: one painter writes it, and nothing that takes more than a few seconds is silent.
+"""Status of the program for people: one painter writes it, and nothing that takes more than a few
+seconds is silent.
 
     with activity("sampling", total=64, unit="completions") as doing:
         ...
         doing.done += 1
 
-On a terminal the painter owns the last lines: a scroll region keeps whatever else is written, by print, a logger, C
-code or a child process, above them, where it stays. They show the innermost activity of the main thread once it has
-taken more than three seconds, with time left where the total is known, and above it what `stays`, as the progress of a
-run. In a log an activity is a line when it is done, and one every ten seconds while it runs, with date and time.
-DCMDP_ACTIVITY=off in the environment shows none.
+On a terminal the painter owns the last lines: a scroll region keeps whatever else is written, by
+print, a logger, C code or a child process, above them, where it stays. They show the innermost
+activity of the main thread once it has taken more than three seconds, with time left where the
+total is known, and above it what `stays`, as the progress of a run. In a log an activity is a line
+when it is done, and one every ten seconds while it runs, with date and time. DCMDP_ACTIVITY=off in
+the environment shows none.
 """
 
 import atexit
@@ -21,7 +23,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 COMPILING = "compiling "
-"""The name of a thread that compiles for later calls begins so; a process that ends need not wait for it."""
+"""The name of a thread that compiles for later calls begins so; a process that ends need not wait
+for it.
+"""
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
 _REDRAW_S = 0.5
@@ -55,17 +59,29 @@ class Activity:
         """`sampling: 12 of 64 completions, 8 s, 35 s left`."""
         seconds = now - self.began
         counted = f"{self.done:,} of {self.total:,} {self.unit}, " if self.total else ""
-        left = f", {seconds * (self.total - self.done) / self.done:.0f} s left" if 0 < self.done < self.total else ""
+        left = (
+            f", {seconds * (self.total - self.done) / self.done:.0f} s left"
+            if 0 < self.done < self.total
+            else ""
+        )
         return f"{self.what}: {counted}{seconds:.0f} s{left}"
 
     def lines(self, columns: int, now: float) -> list[str]:
         """What a terminal of so many columns shows; nothing for the first three seconds."""
-        return [_DIM + (self.text(now) + _compiling())[:columns] + _PLAIN] if now - self.began >= _SHOWN_AFTER_S else []
+        return (
+            [_DIM + (self.text(now) + _compiling())[:columns] + _PLAIN]
+            if now - self.began >= _SHOWN_AFTER_S
+            else []
+        )
 
 
 def _compiling() -> str:
     """The programs that threads are compiling: `; compiling beside: the step, decode`."""
-    names = [each.name.removeprefix(COMPILING) for each in threading.enumerate() if each.name.startswith(COMPILING)]
+    names = [
+        each.name.removeprefix(COMPILING)
+        for each in threading.enumerate()
+        if each.name.startswith(COMPILING)
+    ]
     return f"; compiling beside: {', '.join(names)}" if names else ""
 
 
@@ -95,7 +111,9 @@ class _Painter:
         with self._lock:
             if size := terminal_size():
                 shown = [*(each for each in self.running if each.stays), *inner]
-                self._paint([line for each in shown for line in each.lines(size.columns - 1, now)], size)
+                self._paint(
+                    [line for each in shown for line in each.lines(size.columns - 1, now)], size
+                )
             elif inner and now >= max(inner[0].began + _SHOWN_AFTER_S, self._next_line):
                 text = inner[0].text(now)
                 say(f"{text}{'' if text.endswith(' left') else ' so far'}{_compiling()}")
@@ -123,12 +141,15 @@ class _Painter:
         first = size.lines - self._owned + 1
         padded = [*lines, *[""] * (self._owned - len(lines))]
         rows = [f"\x1b[{first + row};1H\x1b[2K{line}" for row, line in enumerate(padded)]
-        # In one call: what another process writes comes before or after. The region again: programs reset it.
+        # In one call: what another process writes comes before or after. The region again: programs
+        # reset it.
         _write(f"{made}{_SAVE}\x1b[1;{first - 1}r{''.join(rows)}{_RESTORE}")
 
     def give_back(self) -> None:
         """Erase the painter's lines, and let the terminal scroll as a whole again."""
-        if self._lock.acquire(timeout=1):  # a terminal that is stopped (Ctrl-S) keeps no process from leaving
+        if self._lock.acquire(
+            timeout=1
+        ):  # a terminal that is stopped (Ctrl-S) keeps no process from leaving
             if self._owned:
                 first = self._size.lines - self._owned + 1
                 _write(f"{_SAVE}\x1b[{first};1H{_ERASE_BELOW}{_WHOLE_SCREEN}{_RESTORE}")
@@ -137,7 +158,8 @@ class _Painter:
 
 
 def terminal_size() -> os.terminal_size | None:
-    """Size of the terminal that standard error is; None for a log, or without room for lines of our own.
+    """Size of the terminal that standard error is; None for a log, or without room for lines of our
+    own.
 
     A notebook's `!command` has a pseudo-terminal, but what it prints is kept as text: a log.
     """
@@ -160,7 +182,9 @@ def _write(text: str) -> None:
 def say(line: str) -> None:
     """Write a line on standard error, in a log with date and time."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{'' if terminal_size() else time.strftime('%Y-%m-%d %H:%M:%S  ')}{line}\n")
+        sys.stderr.write(
+            f"{'' if terminal_size() else time.strftime('%Y-%m-%d %H:%M:%S  ')}{line}\n"
+        )
         sys.stderr.flush()
 
 
@@ -172,7 +196,10 @@ _starting = Activity("starting")
 
 def register(doing: Activity) -> bool:
     """Have an activity shown until `end`; whether it is: another thread's is not."""
-    shown = threading.current_thread() is threading.main_thread() and os.environ.get("DCMDP_ACTIVITY") != "off"
+    shown = (
+        threading.current_thread() is threading.main_thread()
+        and os.environ.get("DCMDP_ACTIVITY") != "off"
+    )
     if shown:
         _PAINTER.start()
         _PAINTER.running.append(doing)
@@ -206,10 +233,11 @@ def activity(what: str, total: int = 0, unit: str = "") -> Iterator[Activity]:
 
 
 def command_starts() -> None:
-    """Say that a command imports its libraries, until `command_started`. Call it before anything heavy is imported.
+    """Say that a command imports its libraries, until `command_started`. Call it before anything
+    heavy is imported.
 
-    XLA's own messages are left out below fatal ones: it calls a compilation of two minutes a bug of its own, and its
-    errors are raised as exceptions besides.
+    XLA's own messages are left out below fatal ones: it calls a compilation of two minutes a bug of
+    its own, and its errors are raised as exceptions besides.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     register(_starting)

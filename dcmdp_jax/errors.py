@@ -12,9 +12,11 @@ _REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
 
 
 class UserError(ValueError):
-    """Bad input: a setting, a file, an argument. Its message is one line that says what is wrong and what to do.
+    """Bad input: a setting, a file, an argument. Its message is one line that says what is wrong
+    and what to do.
 
-    Commands print the message alone. Every other exception is taken for a defect, whose traceback is kept.
+    Commands print the message alone. Every other exception is taken for a defect, whose traceback
+    is kept.
     """
 
 
@@ -58,13 +60,16 @@ def one_line(text: object, limit: int | None = None) -> str:
 
 
 def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
-    """The `repr` of a value from a file or a command line, cut to about `limit` characters for one line of an error.
+    """The `repr` of a value from a file or a command line, cut to about `limit` characters for one
+    line of an error.
 
     A cut text states its length: `'aaa'... (1,000,000 characters)`.
     """
     if isinstance(value, str | bytes):
         unit = "characters" if isinstance(value, str) else "bytes"
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value):,} {unit})"
+        return (
+            repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value):,} {unit})"
+        )
     text = _REPR.repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -75,7 +80,9 @@ def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
 
 
 def suggestion(name: str, allowed: Collection[str]) -> str:
-    """The end of an error about a name that is none of `allowed`: the nearest one, whatever its case; "" without."""
+    """The end of an error about a name that is none of `allowed`: the nearest one, whatever its
+    case; "" without.
+    """
     lowered = {other.lower(): other for other in allowed}
     near = [other for other in lowered if name and other.startswith(name.lower())]
     near = near or difflib.get_close_matches(name.lower(), lowered, n=1)

@@ -33,10 +33,11 @@ class Setting:
         unit: unit of its value; empty for names and pure numbers.
         source: where the default comes from: the paper with its section, or this project.
         choices: allowed values; empty for any.
-        minimum, maximum: range, ends included; None: the number is at most 2^31 - 1, a time at most a week.
+        minimum, maximum: range, ends included; None: the number is at most 2^31 - 1, a time at most
+            a week.
         why: told with a refused choice or a value below `minimum`.
-        free: a resumed run may change it: it alters what is recorded, where the run is computed and in what portions,
-            or what happens to broken input, not what is learned.
+        free: a resumed run may change it: it alters what is recorded, where the run is computed and
+            in what portions, or what happens to broken input, not what is learned.
     """
 
     doc: str
@@ -68,7 +69,8 @@ class Declared:
 def setting(default: Any, doc: str = "", **about: Any) -> Any:
     """Declare a setting as a dataclass field. `about` are further attributes of `Setting`.
 
-    Without `doc` the docstring of the class describes it, under "Attributes:", as `name: What it does. Source: ours.`
+    Without `doc` the docstring of the class describes it, under "Attributes:", as `name: What it
+    does. Source: ours.`
     """
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **about)})
 
@@ -119,13 +121,16 @@ def replace_value(values: dict[str, Any], name: str, value: Any) -> None:
     *sections, last = name.split(".")
     for section in sections:
         if not isinstance(values.setdefault(section, {}), dict):
-            raise UserError(f"config.{name}: {section} is {shorten(values[section])}, must be a section")
+            raise UserError(
+                f"config.{name}: {section} is {shorten(values[section])}, must be a section"
+            )
         values = values[section]
     values[last] = value
 
 
 def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: str = "") -> Any:
-    """Make a dataclass of settings from nested mappings. A setting that is not there has its default.
+    """Make a dataclass of settings from nested mappings. A setting that is not there has its
+    default.
 
     Args:
         kind: the dataclass.
@@ -137,7 +142,9 @@ def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: 
         UserError: in one line, for a value of a wrong type.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"config.{prefix[:-1]}: got {shorten(values)}, must be a section with named settings")
+        raise UserError(
+            f"config.{prefix[:-1]}: got {shorten(values)}, must be a section with named settings"
+        )
     hints = typing.get_type_hints(kind)
     made = {}
     for name, value in values.items():
@@ -145,7 +152,9 @@ def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: 
             raise unknown(f"{prefix}{name}")
         hint, dotted = hints[name], f"{prefix}{name}"
         is_section = dataclasses.is_dataclass(hint)
-        made[name] = build(hint, value, unknown, f"{dotted}.") if is_section else _typed(hint, value, dotted)
+        made[name] = (
+            build(hint, value, unknown, f"{dotted}.") if is_section else _typed(hint, value, dotted)
+        )
     return kind(**made)
 
 
@@ -159,18 +168,25 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         # What was one number in an earlier version.
         value = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
         allowed = (int, float) if element is float else (int,)
-        if isinstance(value, list | tuple) and all(isinstance(v, allowed) and not isinstance(v, bool) for v in value):
+        if isinstance(value, list | tuple) and all(
+            isinstance(v, allowed) and not isinstance(v, bool) for v in value
+        ):
             return tuple(_typed(element, v, dotted) for v in value)
-        raise UserError(f"config.{dotted}: got {shorten(value)}, must be a tuple of {element.__name__}")
+        raise UserError(
+            f"config.{dotted}: got {shorten(value)}, must be a tuple of {element.__name__}"
+        )
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"config.{dotted}: got {shorten(value)}, must be a finite number")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise UserError(f"config.{dotted}: got {shorten(value)} ({type(value).__name__}), must be {hint.__name__}")
+    raise UserError(
+        f"config.{dotted}: got {shorten(value)} ({type(value).__name__}), must be {hint.__name__}"
+    )
 
 
 def parse_text(one: Declared, text: str) -> Any:
-    """Parse the text of a setting, as a command line has it: `true`, `1e-6`, `(64,128)`; digits are 0-9.
+    """Parse the text of a setting, as a command line has it: `true`, `1e-6`, `(64,128)`; digits are
+    0-9.
 
     Raises:
         UserError: in one line, for text of another type.
@@ -204,20 +220,39 @@ def check_range(one: Declared, value: Any, name: str) -> None:
             raise UserError(f"config.{name}: got {number}, must be {bound}{reason}")
 
 
-def check_choice(name: str, value: object, allowed: tuple[str, ...], why: str = "", when: str = "") -> None:
+def check_choice(
+    name: str, value: object, allowed: tuple[str, ...], why: str = "", when: str = ""
+) -> None:
     """Refuse a value that is none of `allowed`; empty allows any."""
     if allowed and value not in allowed:
         end = (f" ({why})" if why else "") + suggestion(str(value), allowed)
-        raise UserError(f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{end}")
+        raise UserError(
+            f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{end}"
+        )
 
 
-_WORDS = {"true": True, "t": True, "1": True, "yes": True, "false": False, "f": False, "0": False, "no": False}
+_WORDS = {
+    "true": True,
+    "t": True,
+    "1": True,
+    "yes": True,
+    "false": False,
+    "f": False,
+    "0": False,
+    "no": False,
+}
 _PARSERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("a whole number in digits 0-9", int),
     float: ("a number in digits 0-9, such as 0.001 or 1e-6", float),
     bool: ("true or false", lambda text: _WORDS[text.lower()]),
-    tuple[int, ...]: ("whole numbers in digits 0-9, such as (64,128)", functools.partial(_parse_tuple, int)),
-    tuple[float, ...]: ("numbers in digits 0-9, such as (1,0.1)", functools.partial(_parse_tuple, float)),
+    tuple[int, ...]: (
+        "whole numbers in digits 0-9, such as (64,128)",
+        functools.partial(_parse_tuple, int),
+    ),
+    tuple[float, ...]: (
+        "numbers in digits 0-9, such as (1,0.1)",
+        functools.partial(_parse_tuple, float),
+    ),
 }
 
 
@@ -251,9 +286,17 @@ def load_object(text: str, what: str = "object") -> Any:
     module = _import(text, place)
     loaded = getattr(module, name, None)
     if loaded is None or (what != "object" and not callable(loaded)):
-        is_there = {"function": inspect.isfunction, "class": inspect.isclass}.get(what, lambda value: True)
-        there = [key for key, value in vars(module).items() if is_there(value) and not key.startswith("_")]
-        raise UserError(f"{text}: {place} has no {what} {name!r}; it has {', '.join(there[:10]) or 'none'}")
+        is_there = {"function": inspect.isfunction, "class": inspect.isclass}.get(
+            what, lambda value: True
+        )
+        there = [
+            key
+            for key, value in vars(module).items()
+            if is_there(value) and not key.startswith("_")
+        ]
+        raise UserError(
+            f"{text}: {place} has no {what} {name!r}; it has {', '.join(there[:10]) or 'none'}"
+        )
     return loaded
 
 
@@ -264,7 +307,9 @@ def _import(text: str, place: str) -> Any:
         path = Path(place).resolve()
         return _load_file(path, path.stat().st_mtime_ns)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise UserError(f"{text}: can't import {place}: {one_line(describe_error(error, place))}") from error
+        raise UserError(
+            f"{text}: can't import {place}: {one_line(describe_error(error, place))}"
+        ) from error
 
 
 @functools.cache
@@ -292,16 +337,24 @@ def describe_error(error: BaseException, place: str) -> str:
 
 
 def error_place(error: BaseException, place: str) -> str:
-    """` (length_reward.py, line 12)`, the last line of the user's file that ran; empty if none did."""
+    """` (length_reward.py, line 12)`, the last line of the user's file that ran; empty if none
+    did.
+    """
     module = sys.modules.get(place)
     file = place if place.endswith(".py") else getattr(module, "__file__", None)
     own = Path(file).resolve() if file else None
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == own]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve() == own
+    ]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def callback_error(error: BaseException) -> str:
-    """`KeyError: 'x' (mine.py, line 3)` of an error within `jax.pure_callback`, whose text XLA gives; else empty."""
+    """`KeyError: 'x' (mine.py, line 3)` of an error within `jax.pure_callback`, whose text XLA
+    gives; else empty.
+    """
     frames = re.findall(r'^  File "(.+)", line (\d+)', str(error), re.MULTILINE)
     if "callback: Traceback (most recent call last)" not in str(error) or not frames:
         return ""

@@ -19,8 +19,8 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if it does not exist.
-        UserError: naming the file, if it is a FIFO, which would be waited for, not UTF-8, not JSON, nested too deeply,
-            or no object.
+        UserError: naming the file, if it is a FIFO, which would be waited for, not UTF-8, not JSON,
+            nested too deeply, or no object.
     """
     if Path(path).is_fifo():
         raise UserError(f"{path}: is a FIFO, must be a file")
@@ -29,7 +29,9 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
+        kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(
+            type(value), "a number"
+        )
         raise UserError(f"{path}: holds {kind}, must hold a JSON object {{...}}")
     return value
 
@@ -58,7 +60,9 @@ _HOST_AND_PORT = re.compile(r"(\[[^\[\]\s/]+\]|[^\[\]\s/:]+)(?::([0-9]{1,5}))?")
 
 
 def is_address(text: str, *, port_needed: bool = True) -> bool:
-    """Whether a text is HOST:PORT: a port of 1 to 65535, and brackets around the colons of an IPv6 host."""
+    """Whether a text is HOST:PORT: a port of 1 to 65535, and brackets around the colons of an IPv6
+    host.
+    """
     match = _HOST_AND_PORT.fullmatch(text)
     if match is None:
         return False
@@ -67,7 +71,9 @@ def is_address(text: str, *, port_needed: bool = True) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is http(s)://HOST or http(s)://HOST:PORT, see `is_address`; what follows is not looked at."""
+    """Whether a text is http(s)://HOST or http(s)://HOST:PORT, see `is_address`; what follows is
+    not looked at.
+    """
     scheme, mark, rest = text.partition("://")
     host = rest.partition("/")[0].partition("?")[0].rpartition("@")[2]
     return scheme in ("http", "https") and bool(mark) and is_address(host, port_needed=False)

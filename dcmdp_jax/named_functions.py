@@ -1,7 +1,8 @@
-"""Functions that a setting names with parameters: `name(parameter=value,...)`, of ours or from a user's file.
+"""Functions that a setting names with parameters: `name(parameter=value,...)`, of ours or from a
+user's file.
 
-`tis(high=2),veto` are built in, `my_remedies.py:huber(knee=0.01)` is in a file, relative to the working directory, and
-`package.module:huber` in a module that can be imported.
+`tis(high=2),veto` are built in, `my_remedies.py:huber(knee=0.01)` is in a file, relative to the
+working directory, and `package.module:huber` in a module that can be imported.
 """
 
 import difflib
@@ -45,11 +46,15 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         values = self.parameters.items()
-        written = ",".join(f"{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values)
+        written = ",".join(
+            f"{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values
+        )
         return f"{self.function}({written})" if written else self.function
 
 
-def parse_calls(text: str, built_in: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> list[Call]:
+def parse_calls(
+    text: str, built_in: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> list[Call]:
     """`tis(high=2),veto` as [Call("tis", {"high": 2.0}), Call("veto", {})].
 
     Args:
@@ -57,24 +62,34 @@ def parse_calls(text: str, built_in: Mapping[str, Callable[..., Any]] = MappingP
         built_in: the functions of ours, for the example in an error.
 
     Raises:
-        UserError: in one line that begins with "got", for text of another form, or a function that is named twice (ours
-            may be, with other words).
+        UserError: in one line that begins with "got", for text of another form, or a function that
+            is named twice (ours may be, with other words).
     """
     found, position = [], 0
     while position < len(text):
         part = _CALL.match(text, position)
         if part is None:
-            hint = "write name, or name(parameter=value,...), joined by commas; a function of yours is path.py:function"
+            hint = (
+                "write name, or name(parameter=value,...), joined by commas; a function of "
+                "yours is path.py:function"
+            )
             raise UserError(f"got {shorten(text[position:])}; {hint}")
         position = part.end()
-        found.append(Call(part[1], _parse_parameters(part[1], part[2] or "", built_in.get(part[1]))))
-    kinds = [(call.name, *(value for value in call.parameters.values() if isinstance(value, str))) for call in found]
+        found.append(
+            Call(part[1], _parse_parameters(part[1], part[2] or "", built_in.get(part[1])))
+        )
+    kinds = [
+        (call.name, *(value for value in call.parameters.values() if isinstance(value, str)))
+        for call in found
+    ]
     if twice := [name for name, *words in kinds if kinds.count((name, *words)) > 1]:
         raise UserError(f"got {twice[0]} twice; name it once")
     return found
 
 
-def _parse_parameters(name: str, text: str, function: Callable[..., Any] | None) -> dict[str, Parameter]:
+def _parse_parameters(
+    name: str, text: str, function: Callable[..., Any] | None
+) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for word in text.split(",") if text.strip() else []:
         key, equals, value = (piece.strip() for piece in word.partition("="))
@@ -92,8 +107,12 @@ def _parse_parameters(name: str, text: str, function: Callable[..., Any] | None)
 
 def _example(name: str, function: Callable[..., Any]) -> Call:
     """A call that is accepted: each parameter with its default, or 0.1 without one."""
-    values = {one.name: 0.1 if one.default is one.empty else one.default for one in _parameters(function)}
-    return Call(name, {key: value for key, value in values.items() if isinstance(value, int | float | str)})
+    values = {
+        one.name: 0.1 if one.default is one.empty else one.default for one in _parameters(function)
+    }
+    return Call(
+        name, {key: value for key, value in values.items() if isinstance(value, int | float | str)}
+    )
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -112,7 +131,8 @@ def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
     """Check the name of a function, and the parameters of one of ours. Nothing is imported.
 
     Raises:
-        UserError: in one line that begins with "got", or with the function's name for its parameters.
+        UserError: in one line that begins with "got", or with the function's name for its
+            parameters.
     """
     if not call.own:
         if call.function not in built_in:
@@ -120,11 +140,16 @@ def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
             near = [name for name in built_in if name.startswith(word)]
             near = near or difflib.get_close_matches(word, built_in, n=3)
             hint = f"did you mean {' or '.join(near[:3])}? " if near else ""
-            allowed = f"allowed are {', '.join(built_in)}, and functions of yours as path.py:function"
+            allowed = (
+                f"allowed are {', '.join(built_in)}, and functions of yours as path.py:function"
+            )
             raise UserError(f"got {shorten(call.function)}; {hint}{allowed}")
         check_parameters(call, built_in[call.function])
     elif not call.name.isidentifier() or call.function.startswith(":"):
-        raise UserError(f"got {shorten(call.function)}; a function of yours is path.py:function or module:function")
+        raise UserError(
+            f"got {shorten(call.function)}; a function of yours is path.py:function or "
+            "module:function"
+        )
 
 
 def check_parameters(call: Call, function: Callable[..., Any]) -> None:
@@ -139,17 +164,27 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
         return
     first, *known = signature.parameters.values() or [None]
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-        raise UserError(f"{call.function}{signature} takes no token arrays; its first argument must be `tokens`")
+        raise UserError(
+            f"{call.function}{signature} takes no token arrays; its first argument must be `tokens`"
+        )
     names = [one.name for one in _parameters(function)]
     anything = any(one.kind is one.VAR_KEYWORD for one in known)
     if unknown := [name for name in call.parameters if name not in names and not anything]:
         said = f"it has {', '.join(names)}" if names else "it has none"
         raise UserError(f"{call.function} has no parameter {unknown[0]!r}; {said}")
     words = [one.name for one in known if isinstance(one.default, str)]
-    numbers = [one.name for one in known if one.annotation in (float, "float") or type(one.default) in (int, float)]
+    numbers = [
+        one.name
+        for one in known
+        if one.annotation in (float, "float") or type(one.default) in (int, float)
+    ]
     for name, value in call.parameters.items():
-        if (isinstance(value, str) and name not in words) or (isinstance(value, bool) and name in numbers):
+        if (isinstance(value, str) and name not in words) or (
+            isinstance(value, bool) and name in numbers
+        ):
             raise UserError(f"{call}: {name} must be a number")
     needed = [one.name for one in known if one.name in names and one.default is one.empty]
     if missing := [name for name in needed if name not in call.parameters]:
-        raise UserError(f"{call.function} needs {missing[0]}, such as {_example(call.function, function)}")
+        raise UserError(
+            f"{call.function} needs {missing[0]}, such as {_example(call.function, function)}"
+        )

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 
 
 def number(value: float, form: str = "") -> str:
-    """Format by a format specification; by default a whole number without decimals, others with 4 digits."""
+    """Format by a format specification; by default a whole number without decimals, others with 4
+    digits.
+    """
     if math.isnan(value):
         return "-"
     if not form:
-        form = ".0f" if math.isfinite(value) and value == round(value) and abs(value) < 1e9 else ".4g"
+        form = (
+            ".0f" if math.isfinite(value) and value == round(value) and abs(value) < 1e9 else ".4g"
+        )
     return format(value, form)
 
 
@@ -30,7 +34,10 @@ def duration(seconds: float) -> str:
 def text_table(rows: Sequence[Sequence[str]], between: str = "  ") -> list[str]:
     """Return aligned lines of a table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [between.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return [
+        between.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
 
 
 def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

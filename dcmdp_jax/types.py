@@ -1,7 +1,8 @@
 """The structs that cross module borders. No logic lives here.
 
-Letters: `N` completions of a mini-batch, `M` mini-batches, `A` micro-batches, `R` rows of one, `L` row length.
-Every token array is aligned to the token it describes: `logprobs[t] = log pi(token t | tokens before t)`.
+Letters: `N` completions of a mini-batch, `M` mini-batches, `A` micro-batches, `R` rows of one, `L`
+row length. Every token array is aligned to the token it describes: `logprobs[t] = log pi(token t |
+tokens before t)`.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ class LossScale(NamedTuple):
     """Dynamic loss scale of float16.
 
     Attributes:
-        scale: [] float32, a power of two that the loss is multiplied by before its gradient is taken.
+        scale: [] float32, a power of two that the loss is multiplied by before its gradient is
+            taken.
         finite_updates: [] int32, updates with a finite gradient since it changed.
     """
 
@@ -44,8 +46,9 @@ class LossScale(NamedTuple):
 class TrainState(NamedTuple):
     """Everything that learns, one pure state.
 
-    A field that is added gets None as its default here, and what `training.state.new_state` gives it: an earlier
-    version's checkpoint, which lacks it, is read, and the field begins as in a new run.
+    A field that is added gets None as its default here, and what `training.state.new_state` gives
+    it: an earlier version's checkpoint, which lacks it, is read, and the field begins as in a new
+    run.
 
     Attributes:
         step: [] int32, finished training steps.
@@ -76,8 +79,10 @@ class Rows(NamedTuple):
         position_ids: int32, restart at 0 with every segment.
         segment_ids: int32, 1, 2, ... within a row; 0 is padding.
         completion_mask: bool, true on sampled tokens, end-of-sequence included.
-        completion_index: int32, which completion of the mini-batch a token belongs to; 0 where the mask is false.
-        columns: name -> [M, A, R, L, ...], the columns of `data.episode.COLUMNS` that the completions have.
+        completion_index: int32, which completion of the mini-batch a token belongs to; 0 where the
+            mask is false.
+        columns: name -> [M, A, R, L, ...], the columns of `data.episode.COLUMNS` that the
+            completions have.
     """
 
     input_ids: Array
@@ -102,12 +107,14 @@ class Batch(NamedTuple):
 
     Attributes:
         rows: one `Rows` for each bucket, shortest first; `[M, A_b, R_b, L_b]`.
-        micro_batches: [M, buckets] int32, how many of the A_b micro-batches hold any row; the step runs only those.
+        micro_batches: [M, buckets] int32, how many of the A_b micro-batches hold any row; the step
+            runs only those.
         rewards: [M, N] float32.
         group_ids: [M, N] int32 in 0 .. N-1, which prompt a completion answers.
         completion_lengths: [M, N] int32 sampled tokens.
-        loss_mask: [M, N] bool; false: the completion takes no part in the loss (padding, dropped, or truncated when a
-            setting says so). Group statistics and discrepancy still see it where `valid` is true.
+        loss_mask: [M, N] bool; false: the completion takes no part in the loss (padding, dropped,
+            or truncated when a setting says so). Group statistics and discrepancy still see it
+            where `valid` is true.
         valid: [M, N] bool; false on padding and on dropped completions.
     """
 

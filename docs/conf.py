@@ -1,4 +1,6 @@
-"""The site: `make docs` builds it from docs/*.md, README.md and the docstrings, and runs the notebooks."""
+"""The site: `make docs` builds it from docs/*.md, README.md and the docstrings, and runs the
+notebooks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 pygments_style = "friendly"
 
-# Notebooks run at each build, without network and without the cell that installs the package (tagged skip-execution).
+# Notebooks run at each build, without network and without the cell that installs the package
+# (tagged skip-execution).
 nb_execution_mode = os.environ.get("DCMDP_NOTEBOOKS", "force")
 nb_execution_timeout = 1800
 nb_execution_raise_on_error = True
@@ -47,11 +50,15 @@ nb_merge_streams = True
 nb_output_stderr = "remove"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PIP_NO_INDEX", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")])
+)
 
 
 def _on_the_site(text: str, folder: Path) -> str:
-    """Links to files that are no pages lead to the repository, or name the file; BUILD.md and README.md are pages."""
+    """Links to files that are no pages lead to the repository, or name the file; BUILD.md and
+    README.md are pages.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         target, _, anchor = match[2].partition("#")
@@ -81,13 +88,18 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = _on_the_site(source[0], path.parent)
 
 
-def _plain_docstring(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
+def _plain_docstring(
+    app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]
+) -> None:
     """Docstrings are plain English with equations: outside backticks no character is markup."""
     del app, what, name, of, options
 
     def plain(line: str) -> str:
         parts = re.split(r"(``?[^`]+``?)", line)
-        return "".join(part if part.startswith("`") else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part) for part in parts)
+        return "".join(
+            part if part.startswith("`") else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part)
+            for part in parts
+        )
 
     lines[:] = [plain(line) for line in lines]
 

@@ -1,4 +1,6 @@
-"""The page of metrics, from the table of the package: `python -m docs.metrics` writes docs/metrics.md."""
+"""The page of metrics, from the table of the package: `python -m docs.metrics` writes
+docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def page() -> str:
         [f"`{name}`", metric.unit, metric.description.replace("|", r"\|"), f"`{metric.made_by}`"]
         for name, metric in METRICS.items()
     ]
-    return f"{_INTRO}\n" + "\n".join(markdown_table(["metric", "unit", "meaning", "made by"], rows)) + "\n"
+    return (
+        f"{_INTRO}\n"
+        + "\n".join(markdown_table(["metric", "unit", "meaning", "made by"], rows))
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

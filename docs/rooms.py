@@ -1,6 +1,8 @@
-"""The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of architecture.md.
+"""The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of
+architecture.md.
 
-It also writes the sizes of the rooms, and for the page's walks the line numbers, the lines to read and the minutes.
+It also writes the sizes of the rooms, and for the page's walks the line numbers, the lines to read
+and the minutes.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ PAGE, DRAWING = _ROOT / "docs" / "architecture.md", _ROOT / "docs" / "images" / 
 _BEGIN, _END = "<!-- rooms: written by python -m docs.rooms -->\n", "<!-- end of rooms -->\n"
 _SIZE = re.compile(r"^(\| `(\w+)` \|.*\|) [\d,]+ \|$", re.MULTILINE)
 _WALK = re.compile(
-    r"^(\*\*[^*]+\*\*) \((\d+) places, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )", re.MULTILINE | re.DOTALL
+    r"^(\*\*[^*]+\*\*) \((\d+) places, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )",
+    re.MULTILINE | re.DOTALL,
 )
-_NO_CODE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
+_NO_CODE = {
+    getattr(tokenize, name)
+    for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()
+}
 LINES_A_MINUTE = 25
 """Lines of this code, docstrings included, that a newcomer reads in a minute."""
 _PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
@@ -31,11 +37,20 @@ Rooms = Mapping[str, frozenset[str]]
 
 def rooms() -> Rooms:
     """Room -> the rooms that its modules import, in any function."""
-    names = sorted(path.parent.name for path in _PACKAGE.glob("*/__init__.py") if not path.parent.is_symlink())
+    names = sorted(
+        path.parent.name for path in _PACKAGE.glob("*/__init__.py") if not path.parent.is_symlink()
+    )
     found = {}
     for name in names:
-        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (_PACKAGE / name).rglob("*.py")]
-        imported = {words[1] for tree in trees for words in _imports(tree) if words[0] == "dcmdp_jax" and words[1:]}
+        trees = [
+            ast.parse(path.read_text(encoding="utf-8")) for path in (_PACKAGE / name).rglob("*.py")
+        ]
+        imported = {
+            words[1]
+            for tree in trees
+            for words in _imports(tree)
+            if words[0] == "dcmdp_jax" and words[1:]
+        }
         found[name] = frozenset(imported & set(names) - {name})
     return found
 
@@ -47,7 +62,9 @@ def code_lines(text: str) -> int:
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        documented = isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        )
         if documented and ast.get_docstring(node, clean=False) is not None:
             lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return len(lines)
@@ -66,7 +83,9 @@ def without_sizes(page: str) -> str:
 
 def sizes(page: str) -> dict[str, int]:
     """Room -> the size that the page has."""
-    return {match[2]: int(match[0].split("|")[-2].replace(",", "")) for match in _SIZE.finditer(page)}
+    return {
+        match[2]: int(match[0].split("|")[-2].replace(",", "")) for match in _SIZE.finditer(page)
+    }
 
 
 def _imports(tree: ast.AST) -> Iterator[list[str]]:
@@ -93,7 +112,10 @@ def floors(table: Rooms) -> list[list[str]]:
         return max((1 + height(other) for other in table[room]), default=0)
 
     heights = {room: height(room) for room in table}
-    return [[room for room in table if heights[room] == level] for level in range(max(heights.values()), -1, -1)]
+    return [
+        [room for room in table if heights[room] == level]
+        for level in range(max(heights.values()), -1, -1)
+    ]
 
 
 def page_block(table: Rooms) -> str:
@@ -102,10 +124,16 @@ def page_block(table: Rooms) -> str:
     lines = [f"{image}\n\n| room | what it has | code lines |\n|---|---|---|\n"]
     for floor in floors(table):
         for room in floor:
-            about = ast.get_docstring(ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
+            about = ast.get_docstring(
+                ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
+            )
             lines.append(f"| `{room}` | {about} | {size_of(room):,} |\n")
-    beside = sorted(f"`{path.stem}`" for path in _PACKAGE.glob("*.py") if not path.stem.startswith("__"))
-    return "".join(lines) + f"\nModules beside the rooms, which all may import: {', '.join(beside)}.\n"
+    beside = sorted(
+        f"`{path.stem}`" for path in _PACKAGE.glob("*.py") if not path.stem.startswith("__")
+    )
+    return (
+        "".join(lines) + f"\nModules beside the rooms, which all may import: {', '.join(beside)}.\n"
+    )
 
 
 def drawing(table: Rooms) -> str:
@@ -117,21 +145,31 @@ def drawing(table: Rooms) -> str:
         for place, room in enumerate(floor)
     }
     shapes = [
-        f'<line x1="{middle[room][0]}" y1="{middle[room][1] + height // 2}" x2="{middle[other][0]}" '
-        f'y2="{middle[other][1] - height // 2 - 3}" stroke="#8a8a8a" marker-end="url(#head)"/>'
+        f'<line x1="{middle[room][0]}" y1="{middle[room][1] + height // 2}" '
+        f'x2="{middle[other][0]}" y2="{middle[other][1] - height // 2 - 3}" stroke="#8a8a8a" '
+        'marker-end="url(#head)"/>'
         for room, to in direct(table).items()
         for other in sorted(to)
     ]
     for room, (x, y) in middle.items():
         shapes.append(
-            f'<rect x="{x - width // 2}" y="{y - height // 2}" width="{width}" height="{height}" rx="5" fill="#eef3f8" '
-            f'stroke="#0072B2"/>\n<text x="{x}" y="{y + 5}" text-anchor="middle">{room}</text>'
+            f'<rect x="{x - width // 2}" y="{y - height // 2}" width="{width}" height="{height}" '
+            f'rx="5" fill="#eef3f8" stroke="#0072B2"/>\n<text x="{x}" y="{y + 5}" '
+            f'text-anchor="middle">{room}</text>'
         )
-    head = '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    head = (
+        '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto">'
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {60 + (len(rows) - 1) * _FLOOR}" '
-        'font-family="sans-serif" font-size="15">\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
-        f'<defs>{head}<path d="M0 0 L8 4 L0 8 z" fill="#8a8a8a"/></marker></defs>\n' + "\n".join(shapes) + "\n</svg>\n"
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} '
+            f'{60 + (len(rows) - 1) * _FLOOR}" font-family="sans-serif" font-size="15">\n<rect '
+            f'width="100%" height="100%" fill="#ffffff"/>\n<defs>{head}<path d="M0 0 L8 4 L0 8 z" '
+            'fill="#8a8a8a"/></marker></defs>\n'
+        )
+        + "\n".join(shapes)
+        + "\n</svg>\n"
     )
 
 
@@ -159,7 +197,9 @@ def walk_of(text: str) -> tuple[int, int]:
 
 
 def line_of(file: str, name: str) -> int:
-    """The line that defines a function, a class, a method, a constant or a field of a module of the package."""
+    """The line that defines a function, a class, a method, a constant or a field of a module of the
+    package.
+    """
     return _definition(file, name).lineno
 
 
@@ -185,7 +225,10 @@ def with_lines(page: str) -> str:
 
     def walk(match: re.Match[str]) -> str:
         count, lines = walk_of(match[5])
-        return f"{match[1]} ({count} places, {lines} lines, {-(-lines // LINES_A_MINUTE)} minutes){match[5]}"
+        return (
+            f"{match[1]} ({count} places, {lines} lines, {-(-lines // LINES_A_MINUTE)} "
+            f"minutes){match[5]}"
+        )
 
     return _WALK.sub(walk, _PLACE.sub(place, page))
 

@@ -2,9 +2,9 @@
 
     python -m docs.translations           # writes docs/translations.md
 
-A row has the framework, its option, our settings, the slope of the objective in a token's log-prob as the source has
-it, commit and date of the reading, and a note. `tests/translations_test.py` computes each slope in float64 and compares
-it with that of our settings.
+A row has the framework, its option, our settings, the slope of the objective in a token's log-prob
+as the source has it, commit and date of the reading, and a note. `tests/translations_test.py`
+computes each slope in float64 and compares it with that of our settings.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ compares it with the settings'. Rows without a slope are no matter of a token's 
 """
 _CLIP = "where((A>0)&(g>1.24)|(A<0)&(g<0.8), 0, g)"
 _AFTER = {
-    "verl": "verl divides each completion's loss by the tokens kept in it, then by completions. With ours a completion "
-    "that lost\nhalf its tokens counts half.",
-    "TRL": "In TRL all dropped tokens count: `correction_denominator=all` gives its numbers, those with a KL term "
-    "(`beta`) too,\nwhich corrections do not touch there either. TRL's log-ratio is not clamped.",
-    "NeMo-RL": "NeMo-RL gives a token with a ratio that is not finite weight 0. Here -inf is clamped, and NaN skips "
-    "the update.",
+    "verl": "verl divides each completion's loss by the tokens kept in it, then by completions. "
+    "With ours a completion that lost\nhalf its tokens counts half.",
+    "TRL": "In TRL all dropped tokens count: `correction_denominator=all` gives its numbers, "
+    "those with a KL term (`beta`) too,\nwhich corrections do not touch there either. "
+    "TRL's log-ratio is not clamped.",
+    "NeMo-RL": "NeMo-RL gives a token with a ratio that is not finite weight 0. Here -inf is "
+    "clamped, and NaN skips the update.",
 }
 
 
@@ -52,7 +53,9 @@ def rows() -> list[dict[str, str]]:
 def is_old(row: dict[str, str]) -> bool:
     """Whether a row was read more than 60 days before the newest."""
     newest = max(one["read"] for one in rows())
-    return datetime.date.fromisoformat(newest) - datetime.date.fromisoformat(row["read"]) > datetime.timedelta(60)
+    return datetime.date.fromisoformat(newest) - datetime.date.fromisoformat(
+        row["read"]
+    ) > datetime.timedelta(60)
 
 
 def page() -> str:
@@ -64,9 +67,14 @@ def _sections(table: list[dict[str, str]]) -> Iterator[str]:
     for framework in dict.fromkeys(row["framework"] for row in table):
         own = [row for row in table if row["framework"] == framework]
         ((most, _),) = Counter(map(_read, own)).most_common(1)
-        yield f"## {framework}\n\nRead at {most}.\n\n| option | ours | slope | note |\n|---|---|---|---|"
+        yield (
+            f"## {framework}\n\nRead at {most}.\n\n| option | ours | slope | note "
+            "|\n|---|---|---|---|"
+        )
         for row in own:
-            note = "; ".join(part for part in (f"at {_read(row)}" * (_read(row) != most), row["note"]) if part)
+            note = "; ".join(
+                part for part in (f"at {_read(row)}" * (_read(row) != most), row["note"]) if part
+            )
             cells = row["option"], _code(row["ours"]), _code(row["slope"].replace(_CLIP, "C")), note
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield f"\n{_AFTER[framework]}\n" if framework in _AFTER else ""

@@ -1,17 +1,20 @@
-"""DC-GRPO on one page: Algorithm 1 in the open, with a tiny model and a sampler that rounds its weights.
+"""DC-GRPO on one page: Algorithm 1 in the open, with a tiny model and a sampler that rounds its
+weights.
 
     python examples/dc_grpo_minimal.py
 
-The policy learns to repeat three symbols and then to stop. One engine trains, in float32. Another samples, with the
-same weights rounded to 4 bits, so that the probabilities of the two differ on every token: the discrepancy that DC-GRPO
-(Liu et al., "Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy") charges.
-It takes less than a minute on a CPU. The reward goes from about 0.2 to 1 in 50 steps. lambda rises while the mean of
-|p - q| is above c, and falls after. That mean falls as the policy becomes sure of its tokens, with or without a charge:
+The policy learns to repeat three symbols and then to stop. One engine trains, in float32. Another
+samples, with the same weights rounded to 4 bits, so that the probabilities of the two differ on
+every token: the discrepancy that DC-GRPO (Liu et al., "Reformulate LLM Reinforcement Learning for
+Efficient Training under Black-box Discrepancy") charges. It takes less than a minute on a CPU. The
+reward goes from about 0.2 to 1 in 50 steps. lambda rises while the mean of |p - q| is above c, and
+falls after. That mean falls as the policy becomes sure of its tokens, with or without a charge:
 where p and q are near 1 there is little to differ in.
 
-Nothing of dcmdp_jax is used. There the functions of this page are `dcmdp_jax.token_discrepancy`, `group_advantages`,
-`penalized_advantages`, `clipped_surrogate`, `dual_update` and, all in one call, `dc_grpo_loss` (docs/losses.md); a test
-holds this page against its training step. Equation numbers count the displayed equations of the paper.
+Nothing of dcmdp_jax is used. There the functions of this page are `dcmdp_jax.token_discrepancy`,
+`group_advantages`, `penalized_advantages`, `clipped_surrogate`, `dual_update` and, all in one call,
+`dc_grpo_loss` (docs/losses.md); a test holds this page against its training step. Equation numbers
+count the displayed equations of the paper.
 """
 
 import sys
@@ -23,7 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-SYMBOLS, END, PROMPT, LIMIT = 6, 6, 3, 6  # ids 0 .. 5 and END; tokens of a prompt, and of a completion at most
+SYMBOLS, END, PROMPT, LIMIT = (
+    6,
+    6,
+    3,
+    6,
+)  # ids 0 .. 5 and END; tokens of a prompt, and of a completion at most
 PROMPTS, GROUP, MINI_BATCHES = 16, 16, 2  # B and G of the paper; updates of the policy in a step
 CLIP_LOW, CLIP_HIGH = 0.2, 0.24
 MULTIPLIER, TOLERANCE, DUAL_RATE = 0.1, 0.01, 1.0  # lambda_0, c, eta
@@ -31,13 +39,17 @@ STEPS, LEARNING_RATE = 100, 3e-3
 
 
 class Policy(nn.Module):
-    """One layer of attention over the tokens so far; logits [N, L, SYMBOLS + 1] of the token after each."""
+    """One layer of attention over the tokens so far; logits [N, L, SYMBOLS + 1] of the token after
+    each.
+    """
 
     width: int = 64
 
     @nn.compact
     def __call__(self, tokens):
-        positions = self.param("positions", nn.initializers.normal(0.3), (PROMPT + LIMIT, self.width))
+        positions = self.param(
+            "positions", nn.initializers.normal(0.3), (PROMPT + LIMIT, self.width)
+        )
         x = nn.Embed(SYMBOLS + 1, self.width)(tokens) + positions[: tokens.shape[1]]
         attention = nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False)
         x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens))
@@ -69,7 +81,9 @@ def logprobs(params, tokens):
 
 
 def rounded(params, levels=7):
-    """Each weight as one of 15 multiples of a step, which is the matrix's largest weight over 7: 4 bits."""
+    """Each weight as one of 15 multiples of a step, which is the matrix's largest weight over 7: 4
+    bits.
+    """
 
     def nearest(weight):
         step = jnp.max(jnp.abs(weight)) / levels
@@ -94,7 +108,9 @@ def sample(params, prompts, key):
 
 
 def verify(tokens):
-    """The share of the four right tokens, the prompt's three and END, that a completion has in their places: [N]."""
+    """The share of the four right tokens, the prompt's three and END, that a completion has in
+    their places: [N].
+    """
     answer = np.concatenate([tokens[:, :PROMPT], np.full((len(tokens), 1), END)], axis=1)
     return (tokens[:, PROMPT : 2 * PROMPT + 1] == answer).mean(axis=1).astype(np.float32)
 
@@ -108,7 +124,9 @@ def discrepancy(old, rollout, mask):
 
 
 def group_advantage(rewards):
-    """A_i = (r_i - mean) / std within the group, Eq. 8; 0 where all rewards of a group are equal."""
+    """A_i = (r_i - mean) / std within the group, Eq. 8; 0 where all rewards of a group are
+    equal.
+    """
     groups = rewards.reshape(-1, GROUP)
     centered = groups - groups.mean(axis=1, keepdims=True)
     return (centered / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)
@@ -146,7 +164,9 @@ def train_step(params, opt_state, multiplier, tokens, mask, rollout, rewards):
         mini = jax.tree.map(lambda x, rows=rows: x[rows], batch)
         params, opt_state, value = update(params, opt_state, mini, multiplier)
         losses.append(float(value))
-    mean = float(discrepancy(old, rollout, mask).sum() / mask.sum())  # over the tokens of the whole batch
+    mean = float(
+        discrepancy(old, rollout, mask).sum() / mask.sum()
+    )  # over the tokens of the whole batch
     return params, opt_state, dual_ascent(multiplier, mean), mean, losses  # dual: the multiplier
 
 
@@ -156,7 +176,8 @@ def main(steps=STEPS, seed=0):
     params = policy.init(key, jnp.zeros((1, PROMPT + LIMIT), jnp.int32))
     opt_state, multiplier, history = optimizer.init(params), MULTIPLIER, []
     print(
-        f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters; the sampler has them in 4 bits, c = {TOLERANCE}"
+        f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters; the sampler has them in 4 "
+        f"bits, c = {TOLERANCE}"
     )
     for step in range(steps):
         prompts = np.repeat(rng.integers(0, SYMBOLS, (PROMPTS, PROMPT)), GROUP, axis=0)
@@ -168,8 +189,14 @@ def main(steps=STEPS, seed=0):
         )
         history.append((float(rewards.mean()), mean, float(before)))
         if step % 10 == 0 or step == steps - 1:
-            print(f"step {step:3d}   reward {rewards.mean():.3f}   mean |p - q| {mean:.4f}   lambda {before:.4f}")
-    wrote = [" ".join(map(str, row[PROMPT : PROMPT + int(n)])) for row, n in zip(tokens, mask.sum(axis=1), strict=True)]
+            print(
+                f"step {step:3d}   reward {rewards.mean():.3f}   mean |p - q| {mean:.4f}   lambda "
+                f"{before:.4f}"
+            )
+    wrote = [
+        " ".join(map(str, row[PROMPT : PROMPT + int(n)]))
+        for row, n in zip(tokens, mask.sum(axis=1), strict=True)
+    ]
     print("the last step's first completions (6 ends one):")
     for prompt, text in list(zip(prompts, wrote, strict=True))[::GROUP][:5]:
         print(f"  {' '.join(map(str, prompt))} -> {text}")

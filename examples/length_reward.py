@@ -2,10 +2,12 @@
 
     dcmdp train --config=configs/demo.py --config.rewards.functions=examples/length_reward.py:score
 
-trains for short completions and nothing else. Beside the reward for right answers, with a weight each:
+trains for short completions and nothing else. Beside the reward for right answers, with a weight
+each:
 
     dcmdp train --config=configs/demo.py \
-        --config.rewards.functions=math,examples/length_reward.py:score --config.rewards.weights=1,0.2
+        --config.rewards.functions=math,examples/length_reward.py:score
+        --config.rewards.weights=1,0.2
 """
 
 _LONGEST = 36  # rollout.max_completion_tokens of configs/demo.py

@@ -2,8 +2,8 @@
 
     dcmdp train --config=configs/smollm2.py:sentence
 
-SmolLM2-135M-Instruct is asked what things are (examples/questions.jsonl). It likes to go on; where it says one sentence
-of at most twenty words, and ends it, the reward is 1.
+SmolLM2-135M-Instruct is asked what things are (examples/questions.jsonl). It likes to go on; where
+it says one sentence of at most twenty words, and ends it, the reward is 1.
 """
 
 import re
@@ -16,10 +16,15 @@ def one_sentence(completions: list[str], **columns: object) -> list[float]:
 
     Args:
         completions: the texts that the model wrote.
-        columns: `prompts`, `completion_ids` and the data's columns, which this reward does not need.
+        columns: `prompts`, `completion_ids` and the data's columns, which this reward does not
+            need.
     """
     return [float(_is_one_sentence(text.strip())) for text in completions]
 
 
 def _is_one_sentence(text: str) -> bool:
-    return text.endswith(".") and not re.search(r"[.!?\n]", text[:-1]) and 3 <= len(text.split()) <= _MOST_WORDS
+    return (
+        text.endswith(".")
+        and not re.search(r"[.!?\n]", text[:-1])
+        and 3 <= len(text.split()) <= _MOST_WORDS
+    )

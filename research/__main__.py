@@ -1,6 +1,8 @@
-"""Every table and figure of research/, from the kept metrics: `python -m research`, or `python -m research NAME ...`.
+"""Every table and figure of research/, from the kept metrics: `python -m research`, or `python -m
+research NAME ...`.
 
-Writes tables/NAME.txt and images/NAME.png. What made the metrics stands at the head of each study and page.
+Writes tables/NAME.txt and images/NAME.png. What made the metrics stands at the head of each study
+and page.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ from research.oracle import table as oracle
 HERE = Path(__file__).resolve().parent
 TABLES, IMAGES = HERE / "tables", HERE / "images"
 _BY_ENTROPY = [name for name in STUDIES if name.startswith(("dose_response", "map_"))]
-_BY_ARM = ("planted", "embedded", "int4", "vllm", "methods", "dual_learning_rate", "multiplier", "tolerance")
+_BY_ARM = (
+    "planted",
+    "embedded",
+    "int4",
+    "vllm",
+    "methods",
+    "dual_learning_rate",
+    "multiplier",
+    "tolerance",
+)
 _BY_ARM += ("lag", "lag_corrections")
 
 
@@ -46,7 +57,11 @@ def _kept(name: str) -> Path:
 def _by_arm(name: str) -> str:
     """Means of every arm and differences to the baseline, as `dcmdp sweep` writes them."""
     study = load_study(str(HERE.parent / STUDIES[name]))
-    runs = {arm: seeds for arm, seeds in read_kept_metrics(_kept(name), list(study.arms)).items() if seeds}
+    runs = {
+        arm: seeds
+        for arm, seeds in read_kept_metrics(_kept(name), list(study.arms)).items()
+        if seeds
+    }
     return tables(study.title, runs, study.baseline, [])
 
 
@@ -64,11 +79,16 @@ def _dose(name: str) -> str:
 
 
 def _frozen() -> str:
-    return "\n\n".join(f"{name}\n\n{text}" for name, text in frozen_tables.tables(frozen_tables.read_kept()).items())
+    return "\n\n".join(
+        f"{name}\n\n{text}"
+        for name, text in frozen_tables.tables(frozen_tables.read_kept()).items()
+    )
 
 
 def _charge_in_a_real_model() -> str:
-    return charge_in_a_real_model.table(json.loads(charge_in_a_real_model.KEPT.read_text(encoding="utf-8")))
+    return charge_in_a_real_model.table(
+        json.loads(charge_in_a_real_model.KEPT.read_text(encoding="utf-8"))
+    )
 
 
 def _regime(name: str) -> str:
@@ -76,7 +96,9 @@ def _regime(name: str) -> str:
 
 
 def _charge_gradients() -> str:
-    return charge_gradients.gradient_table(json.loads((KEPT / "charge_gradients.json").read_text(encoding="utf-8")))
+    return charge_gradients.gradient_table(
+        json.loads((KEPT / "charge_gradients.json").read_text(encoding="utf-8"))
+    )
 
 
 _DOSES = doses.read_complete()
@@ -93,7 +115,11 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "certificates": certificates.text,
     "theory": theory_tables.text,
     "charge_gradients": _charge_gradients,
-    **({"charge_in_a_real_model": _charge_in_a_real_model} if charge_in_a_real_model.KEPT.exists() else {}),
+    **(
+        {"charge_in_a_real_model": _charge_in_a_real_model}
+        if charge_in_a_real_model.KEPT.exists()
+        else {}
+    ),
     **{name: functools.partial(_regime, name) for name in _REGIMES},
     **({"doses": functools.partial(doses.text, _DOSES)} if _DOSES else {}),
 }
@@ -101,8 +127,12 @@ TEXTS: Mapping[str, Callable[[], str]] = {
 _STEMS = {name: "smollm2_int4" if name == "smollm2" else name for name in long_tables.STUDIES}
 FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
     **{name: functools.partial(_drawn, name, stem) for name, stem in _STEMS.items()},
-    "dose_response_vllm": lambda: dose_tables.figures(long_tables.read(_kept("dose_response_vllm"))),
-    "dose_response": lambda: dose_tables.figures(long_tables.read(_kept("dose_response")), KEPT / "oracle.json"),
+    "dose_response_vllm": lambda: dose_tables.figures(
+        long_tables.read(_kept("dose_response_vllm"))
+    ),
+    "dose_response": lambda: dose_tables.figures(
+        long_tables.read(_kept("dose_response")), KEPT / "oracle.json"
+    ),
     "paper_regime": lambda: paper_regime.figures(paper_regime.read_kept("paper_regime")),
     "frozen": lambda: {"frozen": frozen_tables.draw(frozen_tables.read_kept())},
     **({"doses": lambda: {"small_doses": doses.draw(_DOSES)}} if _DOSES else {}),
@@ -112,8 +142,12 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
 
 def main() -> None:
     """Write the tables and figures of these names, else of all."""
-    parser = argparse.ArgumentParser(prog="python -m research", description="Remake tables and figures.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(TEXTS)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m research", description="Remake tables and figures."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(TEXTS)}"
+    )
     names = parser.parse_args().names or list(TEXTS)
     for name in names:
         if name not in TEXTS:

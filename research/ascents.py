@@ -1,4 +1,6 @@
-"""The first tables of docs/evidence.md: what each dual ascent did, and what fixed lambdas did on long completions."""
+"""The first tables of docs/evidence.md: what each dual ascent did, and what fixed lambdas did on
+long completions.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,17 @@ def _countdown(name: str) -> Callable[[Table], Table]:
 
 ASCENTS: Sequence[Ascent] = (
     Ascent("SmolLM2-135M, int4", "smollm2", "dc_grpo", "dc_grpo", lambda kept: kept),
-    Ascent("Countdown, stale engine", "countdown", "stale64_dc_grpo", "dc_grpo", _countdown("stale64")),
-    Ascent("Countdown, noise of 5%", "countdown", "noise5_dc_grpo", "dc_grpo", _countdown("noise5")),
+    Ascent(
+        "Countdown, stale engine", "countdown", "stale64_dc_grpo", "dc_grpo", _countdown("stale64")
+    ),
+    Ascent(
+        "Countdown, noise of 5%", "countdown", "noise5_dc_grpo", "dc_grpo", _countdown("noise5")
+    ),
     Ascent("Countdown, int4", "countdown", "int4_dc_grpo", "dc_grpo", _countdown("int4")),
     Ascent("Countdown, int8", "countdown", "int8_dc_grpo", "dc_grpo", _countdown("int8")),
-    Ascent("200 tokens, int4, late collapse", "paper_regime", "dc_grpo", "dc_grpo", lambda kept: kept),
+    Ascent(
+        "200 tokens, int4, late collapse", "paper_regime", "dc_grpo", "dc_grpo", lambda kept: kept
+    ),
     Ascent(
         "200 tokens, int4, late collapse",
         "paper_regime",
@@ -63,7 +71,13 @@ ASCENTS: Sequence[Ascent] = (
         "dc_grpo_1.25",
         lambda kept: kept,
     ),
-    Ascent("200 tokens, int3", "regimes", "int3_dc_grpo", "dc_grpo", lambda kept: parted(kept, "int3", {})),
+    Ascent(
+        "200 tokens, int3",
+        "regimes",
+        "int3_dc_grpo",
+        "dc_grpo",
+        lambda kept: parted(kept, "int3", {}),
+    ),
     Ascent("200 tokens, int4", "long_completions", "dc_grpo", "dc_grpo", lambda kept: kept),
 )
 """Arms with lambda_0 = 0.1, eta = 1 and a cap of 1, on what is scored by an exact engine too."""
@@ -72,7 +86,9 @@ _FALL = 0.25
 
 
 def before_a_fall(series: Series) -> np.ndarray:
-    """Discrepancies of the steps before the reward has fallen by `_FALL`; of all if it never does."""
+    """Discrepancies of the steps before the reward has fallen by `_FALL`; of all if it never
+    does.
+    """
     means = smoothed(series)
     fallen = np.maximum.accumulate(means) - means > _FALL
     discrepancies = series["discrepancy/mean"][1]
@@ -83,7 +99,9 @@ def before_a_fall(series: Series) -> np.ndarray:
 
 
 def ascents() -> str:
-    """Markdown: c, delta over c of GRPO, lambda reached and score of each, by the resolved settings and kept runs."""
+    """Markdown: c, delta over c of GRPO, lambda reached and score of each, by the resolved settings
+    and kept runs.
+    """
     rows = []
     for one in ASCENTS:
         kept = read(KEPT / f"{one.kept}.jsonl.gz") if one.kept in STUDIES else {}
@@ -135,9 +153,20 @@ def fixed() -> str:
         three = f"{len(ended(int3)[arm])} of {len(int3[arm])}" if arm in int3 else "-"
         rows.append([strength, f"{lost} of {count}", f"{p:.2g}", three])
     rows.insert(
-        0, ["0", f"{without - none} of {without}", "-", f"{len(ended(int3)[BASELINE])} of {len(int3[BASELINE])}"]
+        0,
+        [
+            "0",
+            f"{without - none} of {without}",
+            "-",
+            f"{len(ended(int3)[BASELINE])} of {len(int3[BASELINE])}",
+        ],
     )
-    return "\n".join(markdown_table(["lambda", "collapsed, int4", "p against 0", "collapsed, int3"], rows)) + "\n"
+    return (
+        "\n".join(
+            markdown_table(["lambda", "collapsed, int4", "p against 0", "collapsed, int3"], rows)
+        )
+        + "\n"
+    )
 
 
 def text() -> str:

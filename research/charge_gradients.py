@@ -1,11 +1,14 @@
-"""Gradient norms of the advantages alone and of the charge alone while a run trains (research/long.md).
+"""Gradient norms of the advantages alone and of the charge alone while a run trains
+(research/long.md).
 
-    python -m research.charge_gradients --study=configs/studies/long_completions.py --arms=token_1,signed_1 --seeds=4 \
+    python -m research.charge_gradients --study=configs/studies/long_completions.py
+    --arms=token_1,signed_1 --seeds=4 \
         --out=research/kept/charge_gradients.json --config.model.path=runs/evidence/policy_long
 
-The run's own compiled step is called twice more on a copy of the state: with lambda = 0, and with equal rewards, whose
-advantages are 0. Its `optimizer/grad_norm` is then that of the one part; the loss is linear in the two, so that the
-whole's squared norm gives their cosine. Only charges on a token (`algorithm.level=token`) in one update a step.
+The run's own compiled step is called twice more on a copy of the state: with lambda = 0, and with
+equal rewards, whose advantages are 0. Its `optimizer/grad_norm` is then that of the one part; the
+loss is linear in the two, so that the whole's squared norm gives their cosine. Only charges on a
+token (`algorithm.level=token`) in one update a step.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
             return float(step(copy, given, frozen)[1]["optimizer/grad_norm"])
 
         with jax.transfer_guard("allow"):
-            uncharged = state._replace(dual=state.dual._replace(multiplier=jnp.zeros_like(state.dual.multiplier)))
+            uncharged = state._replace(
+                dual=state.dual._replace(multiplier=jnp.zeros_like(state.dual.multiplier))
+            )
             equal = batch._replace(rewards=jnp.zeros_like(batch.rewards))
             row = {"advantage": norm(uncharged, batch), "charge": norm(state, equal)}
         state, metrics = step(state, batch, frozen)
@@ -51,7 +56,10 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
         square = whole**2 - row["advantage"] ** 2 - row["charge"] ** 2
         product = 2 * row["advantage"] * row["charge"]
         row |= {"whole": whole, "cosine": square / product if product else 0.0}
-        row |= {name: float(metrics[name]) for name in ("reward/mean", "discrepancy/mean", "policy/entropy")}
+        row |= {
+            name: float(metrics[name])
+            for name in ("reward/mean", "discrepancy/mean", "policy/entropy")
+        }
         rows.append({"step": number} | {name: float(f"{value:.4g}") for name, value in row.items()})
         return state, metrics
 
@@ -62,7 +70,9 @@ def gradient_table(found: dict[str, list[dict[str, float]]]) -> str:
     """Markdown: norms and cosine of every arm and step."""
     names = ("advantage", "charge", "cosine", "reward/mean", "discrepancy/mean")
     rows = [
-        [f"`{arm}`", str(row["step"]), *(f"{row[n]:.3g}" for n in names)] for arm, of in found.items() for row in of
+        [f"`{arm}`", str(row["step"]), *(f"{row[n]:.3g}" for n in names)]
+        for arm, of in found.items()
+        for row in of
     ]
     heading = ["arm", "step", "norm of advantages", "norm of charge", "cosine", "reward", "delta"]
     return "\n".join(markdown_table(heading, rows)) + "\n"
@@ -88,7 +98,14 @@ def main(argv: list[str] | None = None) -> None:
         run = Run.check(config)
         programs = make_step_programs(config, run.task.model, run.placement)
         watched = programs._replace(train_step=measured(programs.train_step, rows))
-        train(run.task, run.placement, run.weights, run.start, show=lambda line: None, programs=watched)
+        train(
+            run.task,
+            run.placement,
+            run.weights,
+            run.start,
+            show=lambda line: None,
+            programs=watched,
+        )
         shutil.rmtree(one.directory)
         found[label] = rows
         atomic_write(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -1,16 +1,20 @@
-"""How large is the charge's gradient beside the advantages', on a published model that nobody trains?
+"""How large is the charge's gradient beside the advantages', on a published model that nobody
+trains?
 
-    python -m research.charge_in_a_real_model --samples=DIR --engine=vllm:bfloat16          samples, then gradients
-    python -m research.charge_in_a_real_model --samples=DIR --table                         the kept table
+    python -m research.charge_in_a_real_model --samples=DIR --engine=vllm:bfloat16          samples,
+    then gradients python -m research.charge_in_a_real_model --samples=DIR --table
+    the kept table
 
-SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py: real groups (8
-prompts of 8 completions a batch), normalized advantages. The first gradient of a push is linear in advantages and
-charge (gamma = 1, nothing is clipped), so both parts come from one forward pass in float32:
+SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py:
+real groups (8 prompts of 8 completions a batch), normalized advantages. The first gradient of a
+push is linear in advantages and charge (gamma = 1, nothing is clipped), so both parts come from one
+forward pass in float32:
 
-    g_A = d/dtheta [-sum_t w_t A_i log p_t],    g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log p_t],  lambda = 0.1,
+    g_A = d/dtheta [-sum_t w_t A_i log p_t],    g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log
+    p_t],  lambda = 0.1,
 
-with w_t = 1 / (N |o_i|) (the paper's mean over completions) and 1 / (all tokens) (token mean). Each batch's ratio
-|g_C| / |g_A| and cosine are kept.
+with w_t = 1 / (N |o_i|) (the paper's mean over completions) and 1 / (all tokens) (token mean). Each
+batch's ratio |g_C| / |g_A| and cosine are kept.
 """
 
 from __future__ import annotations
@@ -57,11 +61,17 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
 
     spec, saved = parse_spec(engine), find_model(Path(MODEL))
     settings = {
-        "rollout.engine": spec.kind, "rollout.precision": spec.precision, "rollout.compute_dtype": spec.compute,
-        "rollout.kv_cache_dtype": spec.cache, "rollout.group_size": GROUP, "rollout.max_rows": PROMPTS * GROUP,
-        "rollout.max_completion_tokens": TOKENS, "task.train": "examples/questions.jsonl",
-        "task.prompt_suffix": SUFFIX, "training.seed": 0,
-    }  # fmt: skip
+        "rollout.engine": spec.kind,
+        "rollout.precision": spec.precision,
+        "rollout.compute_dtype": spec.compute,
+        "rollout.kv_cache_dtype": spec.cache,
+        "rollout.group_size": GROUP,
+        "rollout.max_rows": PROMPTS * GROUP,
+        "rollout.max_completion_tokens": TOKENS,
+        "task.train": "examples/questions.jsonl",
+        "task.prompt_suffix": SUFFIX,
+        "training.seed": 0,
+    }
     run = Policy.of(saved, for_sampling(saved.settings, settings))
     problems = load_problems("examples/questions.jsonl", answers="optional")
     session = Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print)
@@ -69,20 +79,30 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     sampling = dataclasses.replace(session.sampling, stop_token_ids=run.stop_token_ids)
     total, found = session.total_tokens(prompts, [run]), []
     with tempfile.TemporaryDirectory() as directory:
-        built = engines.build(spec, run, directory=Path(directory) / "engine", max_total_tokens=total)
+        built = engines.build(
+            spec, run, directory=Path(directory) / "engine", max_total_tokens=total
+        )
         with contextlib.closing(built):
             for batch in range(batches):
-                asked = [prompts[(batch * PROMPTS + place) % len(prompts)] for place in range(PROMPTS)]
+                asked = [
+                    prompts[(batch * PROMPTS + place) % len(prompts)] for place in range(PROMPTS)
+                ]
                 episodes = collect(built.generate(asked, sampling, seed=0, step=batch))
-                texts = run.tokenizer.batch_decode([one.completion_ids for one in episodes], skip_special_tokens=True)
-                found.append({
-                    "prompts": [asked[one.group] for one in episodes],
-                    "completions": [one.completion_ids for one in episodes],
-                    "rollout": [one.rollout_logprobs[one.sampled_mask] for one in episodes],
-                    "groups": np.array([one.group for one in episodes], np.int32),
-                    "rewards": np.array(one_sentence(texts), np.float32),
-                })  # fmt: skip
-                print(f"{engine}: batch {batch}, reward {found[-1]['rewards'].mean():.3f}", flush=True)
+                texts = run.tokenizer.batch_decode(
+                    [one.completion_ids for one in episodes], skip_special_tokens=True
+                )
+                found.append(
+                    {
+                        "prompts": [asked[one.group] for one in episodes],
+                        "completions": [one.completion_ids for one in episodes],
+                        "rollout": [one.rollout_logprobs[one.sampled_mask] for one in episodes],
+                        "groups": np.array([one.group for one in episodes], np.int32),
+                        "rewards": np.array(one_sentence(texts), np.float32),
+                    }
+                )
+                print(
+                    f"{engine}: batch {batch}, reward {found[-1]['rewards'].mean():.3f}", flush=True
+                )
     return found
 
 
@@ -103,7 +123,9 @@ def slopes_of(
     return -weights * advantages[:, None], weights * LAMBDA * delta
 
 
-def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> Iterator[dict[str, float]]:
+def measure(
+    batches: list[dict[str, Any]], done: int, rows_at_a_time: int
+) -> Iterator[dict[str, float]]:
     """Norms and cosine of the two parts in each batch after the first `done`."""
     import jax
 
@@ -127,18 +149,27 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
         parts = list(by_length(one, rows_at_a_time))
         advantages = np.asarray(
             group_advantages(
-                one["rewards"], one["groups"], np.ones(len(one["groups"]), bool),
-                epsilon=usual.std_epsilon, normalize_std=True,
+                one["rewards"],
+                one["groups"],
+                np.ones(len(one["groups"]), bool),
+                epsilon=usual.std_epsilon,
+                normalize_std=True,
             )
-        )  # fmt: skip
+        )
         lengths = np.array([len(each) for each in one["completions"]])
-        total = jax.tree.map(lambda leaf: np.zeros((2 * len(MEANS), *leaf.shape), np.float32), run.params)
+        total = jax.tree.map(
+            lambda leaf: np.zeros((2 * len(MEANS), *leaf.shape), np.float32), run.params
+        )
         charged = 0.0
         for rows, chosen, rollout in parts:
             mask = rows.completion_mask
             delta = np.where(mask, np.abs(np.exp(np.asarray(score(rows))) - np.exp(rollout)), 0.0)
             charged += float(delta.sum())
-            slopes = [part for mean in MEANS for part in slopes_of(advantages[chosen], delta, mask, lengths, mean)]
+            slopes = [
+                part
+                for mean in MEANS
+                for part in slopes_of(advantages[chosen], delta, mask, lengths, mean)
+            ]
             total = pull_back(total, run.params, rows, np.stack(slopes).astype(np.float32))
         products = grams(total)
         row = {
@@ -155,14 +186,20 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
         yield {name: float(f"{value:.5g}") for name, value in row.items()}
 
 
-def by_length(batch: dict[str, Any], rows_at_a_time: int) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
-    """Rows of like lengths, one completion each: the rows, which completions they are, the engine's log-probs."""
+def by_length(
+    batch: dict[str, Any], rows_at_a_time: int
+) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
+    """Rows of like lengths, one completion each: the rows, which completions they are, the engine's
+    log-probs.
+    """
     from dcmdp_jax.data.packing import one_a_row
 
     lengths = [len(p) + len(c) for p, c in zip(batch["prompts"], batch["completions"], strict=True)]
     order = np.argsort(lengths, kind="stable")
     for chosen in np.split(order, range(rows_at_a_time, len(order), rows_at_a_time)):
-        picked = [[batch[name][each] for each in chosen] for name in ("prompts", "completions", "rollout")]
+        picked = [
+            [batch[name][each] for each in chosen] for name in ("prompts", "completions", "rollout")
+        ]
         rows = one_a_row(*picked[:2], -(-lengths[chosen[-1]] // 16) * 16)
         rollout = np.zeros(rows.completion_mask.shape, np.float32)
         rollout[rows.completion_mask] = np.concatenate(picked[2])
@@ -170,7 +207,11 @@ def by_length(batch: dict[str, Any], rows_at_a_time: int) -> Iterator[tuple[Rows
 
 
 def add_gradients(
-    logprobs: Callable[[Params, Rows], jax.Array], total: Params, params: Params, rows: Rows, slopes: Array
+    logprobs: Callable[[Params, Rows], jax.Array],
+    total: Params,
+    params: Params,
+    rows: Rows,
+    slopes: Array,
 ) -> Params:
     """Add to `total` the gradient of sum(slopes[k] * logprobs) for each k; leaves [K, ...]."""
     import jax
@@ -179,7 +220,9 @@ def add_gradients(
 
     def add(total: Params, one: tuple[Array, Array]) -> tuple[Params, None]:
         place, slope = one
-        return jax.tree.map(lambda leaf, more: leaf.at[place].add(more), total, pull(slope)[0]), None
+        return jax.tree.map(
+            lambda leaf, more: leaf.at[place].add(more), total, pull(slope)[0]
+        ), None
 
     # In place, one gradient after the other: K of 135M parameters stand beside one more.
     return jax.lax.scan(add, total, (np.arange(len(slopes)), slopes))[0]
@@ -189,12 +232,16 @@ def grams(gradients: Params) -> np.ndarray:
     """Inner products [K, K] of gradients with leaves [K, ...], summed in float64."""
     import jax
 
-    flat = (np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(gradients))
+    flat = (
+        np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(gradients)
+    )
     return sum(each @ each.T for each in flat)
 
 
 def table(kept: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: geometric mean of the ratios with its 95% interval, and mean cosine, of each engine and mean."""
+    """Markdown: geometric mean of the ratios with its 95% interval, and mean cosine, of each engine
+    and mean.
+    """
     rows = []
     for engine, batches in kept.items():
         for mean in MEANS:
@@ -202,20 +249,46 @@ def table(kept: dict[str, list[dict[str, float]]]) -> str:
             half = t_half_width(logs)
             interval = f"{math.exp(logs.mean() - half):.3g} to {math.exp(logs.mean() + half):.3g}"
             cosine = np.mean([one[f"{mean} cosine"] for one in batches])
-            delta, tokens = (np.mean([one[name] for one in batches]) for name in ("delta", "tokens"))
+            delta, tokens = (
+                np.mean([one[name] for one in batches]) for name in ("delta", "tokens")
+            )
             rows.append(
-                [f"`{engine}`", str(len(batches)), f"{tokens / PROMPTS / GROUP:.0f}", f"{1e3 * delta:.3g}", mean,
-                 f"{math.exp(logs.mean()):.3g}", interval, f"{cosine:+.2f}"]
-            )  # fmt: skip
-    heads = ["engine", "batches", "tokens", "delta, 1e-3", "mean", "charge / advantages", "95%", "cosine"]
+                [
+                    f"`{engine}`",
+                    str(len(batches)),
+                    f"{tokens / PROMPTS / GROUP:.0f}",
+                    f"{1e3 * delta:.3g}",
+                    mean,
+                    f"{math.exp(logs.mean()):.3g}",
+                    interval,
+                    f"{cosine:+.2f}",
+                ]
+            )
+    heads = [
+        "engine",
+        "batches",
+        "tokens",
+        "delta, 1e-3",
+        "mean",
+        "charge / advantages",
+        "95%",
+        "cosine",
+    ]
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
 
 def main() -> None:
     """Sample what is missing, measure it, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--samples", type=Path, default=Path("runs/charge"), help="where samples are kept (default: %(default)s)")
+    add(
+        "--samples",
+        type=Path,
+        default=Path("runs/charge"),
+        help="where samples are kept (default: %(default)s)",
+    )
     add("--engine", action="append", choices=ENGINES, help="default: all")
     add("--batches", type=int, default=16)
     add("--rows", type=int, default=8, help="completions computed at a time (default: %(default)s)")
@@ -224,7 +297,10 @@ def main() -> None:
     arguments = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for engine in [] if arguments.table else arguments.engine or ENGINES:
-        path = arguments.samples / f"{engine.replace(':', '_').replace(',', '_').replace('=', '_')}.npz"
+        path = (
+            arguments.samples
+            / f"{engine.replace(':', '_').replace(',', '_').replace('=', '_')}.npz"
+        )
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             save(path, sample(engine, arguments.batches))

@@ -1,12 +1,15 @@
-"""The tables and figures of appendix.md: what a fixed lambda does, charge by charge, at equal entropy.
+"""The tables and figures of appendix.md: what a fixed lambda does, charge by charge, at equal
+entropy.
 
-`python -m research dose_response`, and the other studies of fixed lambdas. Two estimators stand beside each other,
-since delta follows the policy's entropy H and nobody knows how exactly:
+`python -m research dose_response`, and the other studies of fixed lambdas. Two estimators stand
+beside each other, since delta follows the policy's entropy H and nobody knows how exactly:
 
-    delta at equal entropy   log delta over what the baseline's runs have at that H, by a regression of log delta on
-                             log H over all their steps; in training H falls while the weights sharpen, so its slope
-                             is the one along a run
-    delta per nat            log (delta / H), the regression with slope 1, as delta goes with H over tokens and over
+    delta at equal entropy   log delta over what the baseline's runs have at that H, by a regression
+    of log delta on
+                             log H over all their steps; in training H falls while the weights
+                             sharpen, so its slope is the one along a run
+    delta per nat            log (delta / H), the regression with slope 1, as delta goes with H over
+    tokens and over
                              policies of one age
 """
 
@@ -71,15 +74,20 @@ class Relation:
 def fit_relation(runs: Mapping[int, Series]) -> Relation:
     """Fit delta against entropy over every step of these runs."""
     delta, entropy = (
-        np.concatenate([series[name][1] for series in runs.values()]) for name in ("discrepancy/mean", "policy/entropy")
+        np.concatenate([series[name][1] for series in runs.values()])
+        for name in ("discrepancy/mean", "policy/entropy")
     )
     used = (delta > 0) & (entropy > 0)
     slope, intercept = np.polyfit(np.log(entropy[used]), np.log(delta[used]), 1)
-    return Relation(float(intercept), float(slope), float(entropy[used].min()), float(entropy[used].max()))
+    return Relation(
+        float(intercept), float(slope), float(entropy[used].min()), float(entropy[used].max())
+    )
 
 
 def responses(relation: Relation) -> dict[str, tuple[str, object]]:
-    """Name -> heading, and the function from a run's metrics to its number. All but one look at the last half."""
+    """Name -> heading, and the function from a run's metrics to its number. All but one look at the
+    last half.
+    """
 
     def late(series: Series, name: str) -> np.ndarray:
         values = series[name][1]
@@ -90,18 +98,29 @@ def responses(relation: Relation) -> dict[str, tuple[str, object]]:
         used = (delta > 0) & (entropy > 0)
         if not used.any():
             return math.nan
-        return float(np.mean(np.log(delta[used]) - relation.intercept - relation.slope * np.log(entropy[used])))
+        return float(
+            np.mean(
+                np.log(delta[used]) - relation.intercept - relation.slope * np.log(entropy[used])
+            )
+        )
 
     def per_nat(series: Series) -> float:
         delta, entropy = late(series, "discrepancy/mean"), late(series, "policy/entropy")
-        return math.log(delta.mean() / entropy.mean()) if min(delta.mean(), entropy.mean()) > 0 else math.nan
+        return (
+            math.log(delta.mean() / entropy.mean())
+            if min(delta.mean(), entropy.mean()) > 0
+            else math.nan
+        )
 
     def score(series: Series) -> float:
         values = held_out(series)[1]
         return 100 * float(values[-1]) if len(values) else math.nan
 
     return {
-        "discrepancy": ("delta, 1e-3", lambda series: 1e3 * float(late(series, "discrepancy/mean").mean())),
+        "discrepancy": (
+            "delta, 1e-3",
+            lambda series: 1e3 * float(late(series, "discrepancy/mean").mean()),
+        ),
         "excess": ("delta at equal entropy, %", excess),
         "per_nat": ("delta per nat, %", per_nat),
         "entropy": ("entropy, nats", lambda series: float(late(series, "policy/entropy").mean())),
@@ -117,34 +136,59 @@ def measure_doses(runs: Table, baseline: str) -> dict[str, dict[str, tuple[Estim
     """
     relation, found = fit_relation(runs[baseline]), {}
     for name, (_, value) in responses(relation).items():
-        values = {arm: {seed: value(series) for seed, series in seeds.items()} for arm, seeds in runs.items()}
+        values = {
+            arm: {seed: value(series) for seed, series in seeds.items()}
+            for arm, seeds in runs.items()
+        }
         found[name] = {}
         for arm, of_arm in values.items():
-            paired = {seed: each - values[baseline][seed] for seed, each in of_arm.items() if seed in values[baseline]}
+            paired = {
+                seed: each - values[baseline][seed]
+                for seed, each in of_arm.items()
+                if seed in values[baseline]
+            }
             found[name][arm] = estimate(of_arm), estimate(paired)
     for name in _LOGARITHMS:
-        found[name] = {arm: (_percent(own), _percent(paired)) for arm, (own, paired) in found[name].items()}
+        found[name] = {
+            arm: (_percent(own), _percent(paired)) for arm, (own, paired) in found[name].items()
+        }
     return found
 
 
 def dose_table(runs: Table, baseline: str) -> str:
-    """Markdown: every arm's responses as differences to the baseline, whose own values are in the first row."""
+    """Markdown: every arm's responses as differences to the baseline, whose own values are in the
+    first row.
+    """
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found, relation = measure_doses(present, baseline), fit_relation(present[baseline])
     names = responses(relation)
     entropies = found["entropy"]
-    rows = [[baseline, str(len(present[baseline])), *(_own(found[name][baseline][0], name) for name in names)]]
+    rows = [
+        [
+            baseline,
+            str(len(present[baseline])),
+            *(_own(found[name][baseline][0], name) for name in names),
+        ]
+    ]
     for arm in present:
         if arm != baseline:
             cells = [_difference(found[name][arm][1]) for name in names]
             if not relation.lowest <= entropies[arm][0].mean <= relation.highest:
                 cells[list(names).index("excess")] += " (extrapolated)"
             rows.append([arm, str(len(present[arm])), *cells])
-    return "\n".join(markdown_table(["arm", "runs", *(heading for heading, _ in names.values())], rows)) + "\n"
+    return (
+        "\n".join(
+            markdown_table(["arm", "runs", *(heading for heading, _ in names.values())], rows)
+        )
+        + "\n"
+    )
 
 
-def p_values(found: Mapping[str, Mapping[str, tuple[Estimate, Estimate]]], others: Sequence[str]) -> dict:
-    """(response, arm) -> two-sided p of the difference to the baseline, of `measure_doses`; only where there is one.
+def p_values(
+    found: Mapping[str, Mapping[str, tuple[Estimate, Estimate]]], others: Sequence[str]
+) -> dict:
+    """(response, arm) -> two-sided p of the difference to the baseline, of `measure_doses`; only
+    where there is one.
 
     Args:
         found: of `measure_doses`.
@@ -157,17 +201,23 @@ def p_values(found: Mapping[str, Mapping[str, tuple[Estimate, Estimate]]], other
             if name in _LOGARITHMS and mean > -100:
                 mean, half = math.log1p(mean / 100), half / (100 + mean)  # back from `_percent`
             if arm not in others and math.isfinite(half) and (half > 0 or mean):
-                result[name, arm] = t_p_value(len(difference.values), mean / half if half > 0 else math.inf)
+                result[name, arm] = t_p_value(
+                    len(difference.values), mean / half if half > 0 else math.inf
+                )
     return result
 
 
 def t_p_value(count: int, half_widths: float) -> float:
-    """Two-sided p of a mean of `count` independent values that is this many half widths of its 95% interval from 0."""
+    """Two-sided p of a mean of `count` independent values that is this many half widths of its 95%
+    interval from 0.
+    """
     return float(2 * stdtr(count - 1, -abs(half_widths) * t_quantile(count)))
 
 
 def holm(p: Mapping[Any, float], level: float = 0.05) -> set:
-    """Those of several tests that hold together: with probability 1 - `level` none of them is chance (Holm 1979)."""
+    """Those of several tests that hold together: with probability 1 - `level` none of them is
+    chance (Holm 1979).
+    """
     held = set()
     for place, name in enumerate(sorted(p, key=p.__getitem__)):
         if p[name] * (len(p) - place) > level:
@@ -179,10 +229,11 @@ def holm(p: Mapping[Any, float], level: float = 0.05) -> set:
 def dose_claims(runs: Table, baseline: str, control: str) -> list[str]:
     """Lines of Markdown: the differences to the baseline that the runs carry.
 
-    A difference is claimed if it is more than twice its 95% half width, more than three times what the perturbation
-    alone does, its half width included, and of at least five runs. Twice the half width is p = 0.0051 with five runs,
-    0.0014 with ten, 0.0005 with twenty, and sees an effect of 2.5 half widths in 80% of studies. Each has its p, and
-    "not by Holm" where it does not hold at 5% over all differences of all arms.
+    A difference is claimed if it is more than twice its 95% half width, more than three times what
+    the perturbation alone does, its half width included, and of at least five runs. Twice the half
+    width is p = 0.0051 with five runs, 0.0014 with ten, 0.0005 with twenty, and sees an effect of
+    2.5 half widths in 80% of studies. Each has its p, and "not by Holm" where it does not hold at
+    5% over all differences of all arms.
 
     Args:
         runs: of the study.
@@ -197,11 +248,17 @@ def dose_claims(runs: Table, baseline: str, control: str) -> list[str]:
         parts = []
         for name, (heading, _) in responses(fit_relation(present[baseline])).items():
             difference, chance = found[name][arm][1], found[name][control][1]
-            enough = len(difference.values) >= _FEWEST_RUNS and abs(difference.mean) > 2 * difference.half_width
+            enough = (
+                len(difference.values) >= _FEWEST_RUNS
+                and abs(difference.mean) > 2 * difference.half_width
+            )
             if enough and abs(difference.mean) > 3 * (abs(chance.mean) + chance.half_width):
                 note = "" if (name, arm) in held else ", not by Holm"
                 parts.append(f"{heading} {_difference(difference)} (p {p[name, arm]:.1g}{note})")
-        lines.append(f"- `{arm}` ({len(present[arm])} runs): {'; '.join(parts) or 'no difference that they carry'}.")
+        lines.append(
+            f"- `{arm}` ({len(present[arm])} runs): "
+            f"{'; '.join(parts) or 'no difference that they carry'}."
+        )
     return lines
 
 
@@ -209,14 +266,18 @@ def ascending(runs: Table) -> list[str]:
     """Arms whose lambda moves."""
     name = "dual/multiplier"
     return [
-        arm for arm, seeds in runs.items() if any(name in run and np.ptp(run[name][1]) > 0 for run in seeds.values())
+        arm
+        for arm, seeds in runs.items()
+        if any(name in run and np.ptp(run[name][1]) > 0 for run in seeds.values())
     ]
 
 
 def ascent_table(runs: Table, baseline: str) -> str:
-    """Markdown: where lambda goes under dual ascent, and whether the discrepancy follows its budget c.
+    """Markdown: where lambda goes under dual ascent, and whether the discrepancy follows its budget
+    c.
 
-    Against each arm stands the baseline with the same c: what the share of steps above it is without a charge.
+    Against each arm stands the baseline with the same c: what the share of steps above it is
+    without a charge.
     """
     rows = []
     for arm in ascending(runs):
@@ -226,8 +287,13 @@ def ascent_table(runs: Table, baseline: str) -> str:
             return 100 * float(np.mean(series["discrepancy/mean"][1] > c))
 
         multipliers = {seed: run["dual/multiplier"][1] for seed, run in runs[arm].items()}
-        late = {name: {seed: _late_mean(run) for seed, run in runs[name].items()} for name in (arm, baseline)}
-        changed = estimate({seed: value - late[baseline][seed] for seed, value in late[arm].items()})
+        late = {
+            name: {seed: _late_mean(run) for seed, run in runs[name].items()}
+            for name in (arm, baseline)
+        }
+        changed = estimate(
+            {seed: value - late[baseline][seed] for seed, value in late[arm].items()}
+        )
         columns = (
             estimate({seed: values[-1] for seed, values in multipliers.items()}),
             estimate({seed: values.max() for seed, values in multipliers.items()}),
@@ -246,7 +312,9 @@ def _late_mean(series: Series) -> float:
     return 1e3 * float(values[len(values) // 2 :].mean())
 
 
-def dose_panels(runs: Table, baseline: str, doses: Doses) -> dict[str, tuple[float, float, dict[str, np.ndarray]]]:
+def dose_panels(
+    runs: Table, baseline: str, doses: Doses
+) -> dict[str, tuple[float, float, dict[str, np.ndarray]]]:
     """What `draw_doses` draws: values of each charge by lambda; logarithms as a difference to 0."""
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found, panels = measure_doses(present, baseline), {}
@@ -258,7 +326,11 @@ def dose_panels(runs: Table, baseline: str, doses: Doses) -> dict[str, tuple[flo
                 shown = paired if name in _LOGARITHMS else own
                 charges.setdefault(charge, []).append((strength, shown.mean, shown.half_width))
         level = found[name][baseline][1 if name in _LOGARITHMS else 0]
-        panels[heading] = level.mean, level.half_width, {charge: np.array(each) for charge, each in charges.items()}
+        panels[heading] = (
+            level.mean,
+            level.half_width,
+            {charge: np.array(each) for charge, each in charges.items()},
+        )
     return panels
 
 
@@ -288,7 +360,8 @@ _ENDS = {"reward": "reward", "held_out": "held-out score", "discrepancy": "delta
 
 
 def rank_correlation(first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Spearman's: the correlation of the ranks of two numbers over the names that both have; equal ones share a rank.
+    """Spearman's: the correlation of the ranks of two numbers over the names that both have; equal
+    ones share a rank.
 
     Raises:
         ValueError: with fewer than three names, or where one of the two is constant.
@@ -301,11 +374,14 @@ def rank_correlation(first: Mapping[str, float], second: Mapping[str, float]) ->
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    return np.array([np.sum(values < value) + (np.sum(values == value) - 1) / 2 for value in values])
+    return np.array(
+        [np.sum(values < value) + (np.sum(values == value) - 1) / 2 for value in values]
+    )
 
 
 def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
-    """Lines of Markdown: an oracle's table, and the rank correlation of its errors with training results.
+    """Lines of Markdown: an oracle's table, and the rank correlation of its errors with training
+    results.
 
     Args:
         path: remedies.json of `python -m research.oracle --study`.
@@ -318,12 +394,18 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
     try:
         oracles = json.loads(path.read_text(encoding="utf-8"))
         errors = [
-            {one["name"]: one["quality"]["error"] for one in oracle["remedies"] if one["quality"]["error"] is not None}
+            {
+                one["name"]: one["quality"]["error"]
+                for one in oracle["remedies"]
+                if one["quality"]["error"] is not None
+            }
             for oracle in oracles
         ]
         lines = [*_table(oracles), ""]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--oracle: {path}: can't be read as remedies.json of the oracle ({error})") from error
+        raise UserError(
+            f"--oracle: {path}: can't be read as remedies.json of the oracle ({error})"
+        ) from error
     found = measure_doses({arm: seeds for arm, seeds in runs.items() if seeds}, baseline)
     for oracle, squared in zip(oracles, errors, strict=True):
         squared = {baseline if name == NOTHING else name: value for name, value in squared.items()}
@@ -333,9 +415,17 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
         }
         count = len(ends["reward"])
         if count < 3:
-            raise UserError(f"--oracle: {path} has {count} of the study's arms, needs three; give the oracle --study")
-        words = ", ".join(f"{label} {rank_correlation(squared, values):+.2f}" for label, values in ends.items())
-        lines.append(f"- `{oracle['engine']}` on {oracle['model']}, {count} arms: rank correlation with {words}.")
+            raise UserError(
+                f"--oracle: {path} has {count} of the study's arms, needs three; give the oracle "
+                "--study"
+            )
+        words = ", ".join(
+            f"{label} {rank_correlation(squared, values):+.2f}" for label, values in ends.items()
+        )
+        lines.append(
+            f"- `{oracle['engine']}` on {oracle['model']}, {count} arms: rank correlation with "
+            f"{words}."
+        )
     return lines
 
 
@@ -348,34 +438,50 @@ def oracle_panels(path: Path) -> dict[str, dict[str, tuple[float | None, ...]]]:
 
 
 def _judged(one: Mapping[str, Any]) -> tuple[float | None, ...]:
-    """error, half of its interval, bias^2, half of its interval, variance of a remedy in remedies.json."""
+    """error, half of its interval, bias^2, half of its interval, variance of a remedy in
+    remedies.json.
+    """
     found, width = one["quality"], one["half_width"]
-    return found["error"], width["error"], found["squared_bias"], width["squared_bias"], found["variance"]
+    return (
+        found["error"],
+        width["error"],
+        found["squared_bias"],
+        width["squared_bias"],
+        found["variance"],
+    )
 
 
 def _table(oracles: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each remedy in the order of the first engine: error and bias^2 with their 95% intervals, of each."""
+    """A row for each remedy in the order of the first engine: error and bias^2 with their 95%
+    intervals, of each.
+    """
     rows = []
     for first in oracles[0]["remedies"]:
         cells = []
         for oracle in oracles:
             (one,) = (one for one in oracle["remedies"] if one["name"] == first["name"])
-            error, width, squared, spread = ("-" if value is None else f"{value:.2f}" for value in _judged(one)[:4])
+            error, width, squared, spread = (
+                "-" if value is None else f"{value:.2f}" for value in _judged(one)[:4]
+            )
             cells += [f"{error} ± {width}", f"{squared} ± {spread}"]
         rows.append([f"`{first['name']}`", *cells])
-    engines = [heading for oracle in oracles for heading in (f"{oracle['engine']}: error", "bias^2")]
+    engines = [
+        heading for oracle in oracles for heading in (f"{oracle['engine']}: error", "bias^2")
+    ]
     return markdown_table(["charge", *engines], rows)
 
 
 def draw_doses(
     title: str, baseline: str, panels: Mapping[str, tuple[float, float, Mapping[str, np.ndarray]]]
 ) -> Figure:
-    """Plot what a fixed lambda does: a panel for each response, a line for each charge, the baseline in gray.
+    """Plot what a fixed lambda does: a panel for each response, a line for each charge, the
+    baseline in gray.
 
     Args:
         title: heading.
         baseline: label of the runs without a charge.
-        panels: heading -> the baseline's mean and half width, and charge -> [n, 3]: lambda, mean, half width.
+        panels: heading -> the baseline's mean and half width, and charge -> [n, 3]: lambda, mean,
+            half width.
     """
     columns = math.ceil(len(panels) / 2)
     figure, places = make_figure(3.2 * columns + 0.4, 5.8, title, rows=2, columns=columns)
@@ -385,7 +491,9 @@ def draw_doses(
     return figure
 
 
-def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, Mapping[str, np.ndarray]]) -> None:
+def _doses(
+    axes: Axes, heading: str, baseline: str, panel: tuple[float, float, Mapping[str, np.ndarray]]
+) -> None:
     """One response by fixed lambda."""
     mean, half, charges = panel
     axes.axhline(mean, color=BASELINE_COLOR, linewidth=1.5, label=baseline)
@@ -394,8 +502,14 @@ def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, M
     for charge, points in charges.items():
         strength, values, widths = points.T
         widths = np.where(np.isfinite(widths), widths, 0)
-        line = {"color": color_of(charge), "linestyle": "--" if charge.endswith("_one") else "-", "linewidth": 1.5}
-        axes.errorbar(strength, values, yerr=widths, marker="o", markersize=4, capsize=3, label=charge, **line)
+        line = {
+            "color": color_of(charge),
+            "linestyle": "--" if charge.endswith("_one") else "-",
+            "linewidth": 1.5,
+        }
+        axes.errorbar(
+            strength, values, yerr=widths, marker="o", markersize=4, capsize=3, label=charge, **line
+        )
     axes.set_xscale("log")
     style_axes(axes, heading, x="lambda, fixed")
 
@@ -414,15 +528,18 @@ def draw_answer(
         title: heading.
         baseline: label of the runs without a charge.
         panels: two of `draw_doses`.
-        multipliers, discrepancies: label -> [n, 3]: step, mean, half width, of arms with dual ascent; the second has
-            the baseline too.
+        multipliers, discrepancies: label -> [n, 3]: step, mean, half width, of arms with dual
+            ascent; the second has the baseline too.
         budget: c of these arms.
     """
     figure, places = make_figure(8.6, 6.2, title, rows=2, columns=2)
     for axes, (heading, panel) in zip(places[:2], panels.items(), strict=True):
         _doses(axes, heading, baseline, panel)
     places[0].legend(**LEGEND)
-    headings = {"lambda by dual ascent": multipliers, "delta under dual ascent; dashed: c": discrepancies}
+    headings = {
+        "lambda by dual ascent": multipliers,
+        "delta under dual ascent; dashed: c": discrepancies,
+    }
     for axes, (heading, found) in zip(places[2:], headings.items(), strict=True):
         for label, curve in found.items():
             plot_curve(axes, curve, BASELINE_COLOR if label == baseline else color_of(label))
@@ -433,8 +550,13 @@ def draw_answer(
 
 
 def text(runs: Table, oracle: Path | None = None) -> str:
-    """Tables of a study, what its runs carry and, with its remedies.json, the oracle's order against theirs."""
-    parts = [f"Differences to {BASELINE}, seed by seed, over the last half of the steps.", dose_table(runs, BASELINE)]
+    """Tables of a study, what its runs carry and, with its remedies.json, the oracle's order
+    against theirs.
+    """
+    parts = [
+        f"Differences to {BASELINE}, seed by seed, over the last half of the steps.",
+        dose_table(runs, BASELINE),
+    ]
     if _moving(runs):
         parts += ["Dual ascent.", ascent_table(runs, BASELINE)]
     if CONTROL in runs:
@@ -466,5 +588,7 @@ def figures(runs: Table, oracle: Path | None = None) -> dict[str, Figure]:
     return {
         "doses": draw_doses(title, BASELINE, panels),
         "answer": draw_answer(title, BASELINE, first, multipliers, discrepancies, budget),
-        "oracle": draw_oracle("Each charge's gradient against the exact one", oracle_panels(oracle)),
+        "oracle": draw_oracle(
+            "Each charge's gradient against the exact one", oracle_panels(oracle)
+        ),
     }

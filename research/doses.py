@@ -1,10 +1,12 @@
 """The study of doses: `python -m research.doses` runs what is not kept; doses.md has the rules.
 
-All arms of a seed run one after another on one machine, then those of the next seed. A seed that was cut is run again
-from its first arm. `python -m research doses` makes the table and the figure, once every seed is there.
+All arms of a seed run one after another on one machine, then those of the next seed. A seed that
+was cut is run again from its first arm. `python -m research doses` makes the table and the figure,
+once every seed is there.
 
     python -m research.doses --seeds=20,21        these seeds alone
-    python -m research.doses --keep=FILE          copy the whole seeds of another checkout's FILE into the kept metrics
+    python -m research.doses --keep=FILE          copy the whole seeds of another checkout's FILE
+    into the kept metrics
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from matplotlib.figure import Figure
 
 from dcmdp_jax.commands.cli import each_once, run_main, whole
 from dcmdp_jax.commands.sweep import check_evaluation, load_study, resolve
-from dcmdp_jax.lab.studies.results import Estimate, Table, estimate, read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import (
+    Estimate,
+    Table,
+    estimate,
+    read_kept_metrics,
+    write_kept_metrics,
+)
 from dcmdp_jax.lab.studies.study import Study
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.page_kit import LEGEND, make_figure, style_axes
@@ -75,9 +83,15 @@ def differences(runs: Table) -> dict[tuple[str, str], DoseDifference]:
                 baseline_scores = [value(runs[baseline][seed]) for baseline in _BASELINES]
                 by_seed[seed] = value(series) - float(np.mean(baseline_scores))
             estimates[arm, heading] = estimate(by_seed)
-    p = {name: t_p_value(len(one.values), one.mean / one.half_width) for name, one in estimates.items()}
+    p = {
+        name: t_p_value(len(one.values), one.mean / one.half_width)
+        for name, one in estimates.items()
+    }
     held = holm(p)
-    return {name: DoseDifference(points=one, p=p[name], holds=name in held) for name, one in estimates.items()}
+    return {
+        name: DoseDifference(points=one, p=p[name], holds=name in held)
+        for name, one in estimates.items()
+    }
 
 
 def text(runs: Table) -> str:
@@ -87,7 +101,11 @@ def text(runs: Table) -> str:
         cells = [f"`{arm}`", str(len(runs[arm]))]
         for heading in PRIMARY:
             one = by_name[arm, heading]
-            cells += [f"{one.points.mean:+.1f} ± {one.points.half_width:.1f}", f"{one.p:.2g}", one.verdict]
+            cells += [
+                f"{one.points.mean:+.1f} ± {one.points.half_width:.1f}",
+                f"{one.p:.2g}",
+                one.verdict,
+            ]
         rows.append(cells)
     heads = ["arm", "seeds", "exact engine, points", "p", "", "own engine, points", "p", ""]
     return "\n".join(markdown_table(heads, rows)) + "\n"

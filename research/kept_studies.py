@@ -1,7 +1,8 @@
-"""The studies whose metrics are kept, and what each arm was: `python -m research.kept_studies` writes arms.txt.
+"""The studies whose metrics are kept, and what each arm was: `python -m research.kept_studies`
+writes arms.txt.
 
-An arm is what its settings resolve to today. That the kept runs had these, research/tests/kept_studies_test.py replays
-from each run's own discrepancy and multiplier.
+An arm is what its settings resolve to today. That the kept runs had these,
+research/tests/kept_studies_test.py replays from each run's own discrepancy and multiplier.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ WITHOUT_A_STUDY: Mapping[str, Mapping[str, Arm]] = {
         (name := f"{engine}_{rate}"): Arm(
             "demo",
             _GRPO
-            | {"optimizer.learning_rate": float(rate), "training.steps": 120 if name in _LONGER else 80}
+            | {
+                "optimizer.learning_rate": float(rate),
+                "training.steps": 120 if name in _LONGER else 80,
+            }
             | {"rollout.precision": precision},
         )
         for engine, precision in (("grpo", "fp8"), ("int4", "int4"), ("exact", "exact"))

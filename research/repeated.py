@@ -1,7 +1,8 @@
 """Runs that two kept studies have: the table of research/README.md, `tables/repeated.txt`.
 
-Such a run is one run, whatever number of studies it stands in. Two runs are the same if their rewards, discrepancies
-and entropies are equal to the bit in each of their first `STEPS` steps; chance separates others within a few.
+Such a run is one run, whatever number of studies it stands in. Two runs are the same if their
+rewards, discrepancies and entropies are equal to the bit in each of their first `STEPS` steps;
+chance separates others within a few.
 """
 
 from __future__ import annotations
@@ -78,4 +79,6 @@ def summary() -> str:
     counts: dict[tuple[str, str], set[RunName]] = defaultdict(set)
     for first, second in repeated_runs(kept_studies()):
         counts[first.study, second.study].add(second)
-    return ", ".join(f"`{first}` and `{second}` {len(runs)}" for (first, second), runs in counts.items())
+    return ", ".join(
+        f"`{first}` and `{second}` {len(runs)}" for (first, second), runs in counts.items()
+    )

@@ -1,4 +1,6 @@
-"""A run's multiplier computed again from its own metrics: an arm whose settings are others than it says is found."""
+"""A run's multiplier computed again from its own metrics: an arm whose settings are others than it
+says is found.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ def broken_rule(series: Series, values: Mapping[str, Any]) -> Iterator[str]:
 
         lambda_1 = lambda_0,    lambda_{k+1} = clip(lambda_k + eta (delta_k - c), 0, cap)
 
-    from each step's own lambda_k and delta_k, in float32 as a run computes it: up to two roundings of the largest term,
-    since a compiler may fuse the product with the sum. While c is measured lambda rests; then c is `tolerance_factor`
-    times the median of max(delta, latest noise floor). A method without ascent has a constant lambda.
+    from each step's own lambda_k and delta_k, in float32 as a run computes it: up to two roundings
+    of the largest term, since a compiler may fuse the product with the sum. While c is measured
+    lambda rests; then c is `tolerance_factor` times the median of max(delta, latest noise floor). A
+    method without ascent has a constant lambda.
 
     Args:
         series: metrics of a run.
@@ -40,10 +43,15 @@ def broken_rule(series: Series, values: Mapping[str, Any]) -> Iterator[str]:
         return
     names = "dual_learning_rate", "multiplier_max", "tolerance_factor", "multiplier"
     eta, cap, factor, first = (np.float32(algorithm[name]) for name in names)
-    measured, budget = algorithm["tolerance_steps"], np.full(len(c), algorithm["tolerance"], np.float32)
+    measured, budget = (
+        algorithm["tolerance_steps"],
+        np.full(len(c), algorithm["tolerance"], np.float32),
+    )
     if 0 < measured < len(c):
         at, floors = series.get(_FLOOR, (np.zeros(1), np.zeros(1)))
-        latest = [max(delta[step], np.float32(floors[at <= step + 1][-1])) for step in range(measured)]
+        latest = [
+            max(delta[step], np.float32(floors[at <= step + 1][-1])) for step in range(measured)
+        ]
         budget[measured:] = factor * np.median(np.array(latest, np.float32))
     for step in np.flatnonzero(~np.isclose(c, budget, rtol=1e-6, atol=0))[:1]:
         yield f"c is {c[step]} at step {step + 1}, the settings give {budget[step]}"
@@ -73,7 +81,9 @@ def check_replay(runs: Table, values: Mapping[str, Mapping[str, Any]]) -> None:
             except UserError as error:
                 raise UserError(f"arm {arm!r}, seed {seed}: {error}") from None
             if found:
-                raise UserError(f"arm {arm!r}, seed {seed}: {found}; another run has this name, rename one")
+                raise UserError(
+                    f"arm {arm!r}, seed {seed}: {found}; another run has this name, rename one"
+                )
 
 
 def _every_step(series: Series, name: str) -> np.ndarray:

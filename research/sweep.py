@@ -1,10 +1,12 @@
 """Runs of a study in one process: the real trainer, whose compiled step and engine like runs share.
 
     python -m research.sweep --study=configs/studies/lag.py --kept=research/kept/lag.jsonl.gz
-    python -m research.sweep --study=... --kept=... --seeds=0,1 --arms=grpo,exact --config.training.steps=20
+    python -m research.sweep --study=... --kept=... --seeds=0,1 --arms=grpo,exact
+    --config.training.steps=20
 
-Like `dcmdp sweep`, but of a finished run only its metrics stay, in the file of --kept. Runs that the file has are
-skipped; kept runs whose multiplier is not what their arm's settings give are refused.
+Like `dcmdp sweep`, but of a finished run only its metrics stay, in the file of --kept. Runs that
+the file has are skipped; kept runs whose multiplier is not what their arm's settings give are
+refused.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from dcmdp_jax.evaluation.table import read_scores
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.lab.studies.study import Study, StudyRun
-from dcmdp_jax.lab.studies.study_runs import EVALUATION, evaluate_run, evaluation_words, write_results
+from dcmdp_jax.lab.studies.study_runs import (
+    EVALUATION,
+    evaluate_run,
+    evaluation_words,
+    write_results,
+)
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services, start_services
@@ -39,11 +46,15 @@ from research.replay import check_replay
 _FREE = ("run_dir", "training.seed", "algorithm.multiplier")
 """Settings that are in no compiled program: runs that differ in nothing else share their parts."""
 _OF_THE_STEP = ("algorithm.", "optimizer.")
-"""Sections that the engine does not see: runs that differ in these alone share it, and each has a step of its own."""
+"""Sections that the engine does not see: runs that differ in these alone share it, and each has a
+step of its own.
+"""
 
 
 class Shared(contextlib.ExitStack):
-    """The parts of the last kind of run. Another kind makes its own step, and its own engine if it needs another."""
+    """The parts of the last kind of run. Another kind makes its own step, and its own engine if it
+    needs another.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +70,15 @@ class Shared(contextlib.ExitStack):
             self._services = None
         run = Run.check(config)
         if kind != before:
-            self._programs = make_step_programs(config, run.task.model, run.placement, run.task.lora)
+            self._programs = make_step_programs(
+                config, run.task.model, run.placement, run.task.lora
+            )
             self._kind = kind
 
         def start() -> Services:
             if self._services is None:
-                # What rewards print is discarded: the directory of the first run is removed before the next.
+                # What rewards print is discarded: the directory of the first run is removed before
+                # the next.
                 self._services = self.enter_context(start_services(run.task, run.placement.engine))
             # Rewards are no setting of the algorithm: they are the same wherever the engine is.
             return dataclasses.replace(self._services, closing=contextlib.ExitStack())
@@ -79,12 +93,14 @@ def run_in_one_process(
     show: Callable[[str], None],
     evaluate: Callable[[StudyRun], Mapping[str, float]],
 ) -> None:
-    """Train the runs that `kept` has not, one after another; append each one's metrics and remove its directory.
+    """Train the runs that `kept` has not, one after another; append each one's metrics and remove
+    its directory.
 
     Args:
         runs: a study's runs. They are run kind by kind, so that each step is compiled once.
         configs: theirs, checked.
-        kept: the study's metrics, written after each run: a study that is stopped goes on with the next run.
+        kept: the study's metrics, written after each run: a study that is stopped goes on with the
+            next run.
         show: gets a line for each finished run.
         evaluate: gives metrics of a run's last policy, while its directory is there.
 
@@ -129,13 +145,21 @@ def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
     if kept.exists():
         try:
             runs = read_kept_metrics(kept, list(study.arms))
-            check_replay(runs, {arm: arm_values(study.arms[arm], overrides) for arm, seeds in runs.items() if seeds})
+            check_replay(
+                runs,
+                {
+                    arm: arm_values(study.arms[arm], overrides)
+                    for arm, seeds in runs.items()
+                    if seeds
+                },
+            )
         except UserError as error:
             raise UserError(f"--kept: {kept}: {error}") from None
 
 
 def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
-    """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a study without one.
+    """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a
+    study without one.
 
     Raises:
         UserError: if the evaluation fails.
@@ -146,13 +170,22 @@ def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
     if code := evaluate_run(run, evaluation_words(study, run), log):
         raise UserError(f"{run.label}: its evaluation ended with exit code {code} (log: {log})")
     scores = read_scores(run.directory / EVALUATION)
-    return {f"evaluation/{task}/avg@{scores.samples[task]}": value for task, value in scores.averages.items()}
+    return {
+        f"evaluation/{task}/avg@{scores.samples[task]}": value
+        for task, value in scores.averages.items()
+    }
 
 
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), check every run, run what is not kept, compare."""
     parser = study_parser("Run a study in one process; keep the metrics of each finished run.")
-    parser.add_argument("--kept", required=True, type=Path, metavar="FILE", help="metrics of finished runs (.jsonl.gz)")
+    parser.add_argument(
+        "--kept",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="metrics of finished runs (.jsonl.gz)",
+    )
     arguments, study, out, overrides = chosen(parser, argv)
     runs, configs = resolve(study, out, overrides, arguments.arms)
     check_evaluation(study, runs, configs)

@@ -1,40 +1,49 @@
-"""The tables behind docs/theory.md: the direction of the token's charge, two steps with a way out, budgets.
+"""The tables behind docs/theory.md: the direction of the token's charge, two steps with a way out,
+budgets.
 
     python -m research theory          # writes tables/theory.txt
 
-**Does the token's charge descend the discrepancy? One state, every action, exact sums and derivatives in float64.**
+**Does the token's charge descend the discrepancy? One state, every action, exact sums and
+derivatives in float64.**
 
-Logits z, trainer p = softmax(z), engine q, delta_a = |p_a - q_a|. What the discrepancy is, and where it falls fastest:
+Logits z, trainer p = softmax(z), engine q, delta_a = |p_a - q_a|. What the discrepancy is, and
+where it falls fastest:
 
     D = sum_a q_a delta_a = E_{a~q}[delta_a]
 
-The charge moves z by its expected score-function term over the engine's samples, delta being a constant:
+The charge moves z by its expected score-function term over the engine's samples, delta being a
+constant:
 
     v = E_{a~q}[-delta_a grad_z log p_a] = -(q delta - (sum_b q_b delta_b) p)
       = -sum_a (q_a / p_a) delta_a grad_z p_a
 
-v is the gradient of -sum_a [q_a delta_a] log p_a with the bracket held, and not that of -D: it leaves out what delta_a
-itself does as p moves, and weighs by q / p what the policy does. (Over several tokens it leaves out, too, what a token
-does to the discrepancy of those after it; see `way_out`.) Along a direction u of the logits
+v is the gradient of -sum_a [q_a delta_a] log p_a with the bracket held, and not that of -D: it
+leaves out what delta_a itself does as p moves, and weighs by q / p what the policy does. (Over
+several tokens it leaves out, too, what a token does to the discrepancy of those after it; see
+`way_out`.) Along a direction u of the logits
 
-    dp = p (u - <p, u>),    dq = 0 (the engine stays) or q (u - <q, u>) (its logits stay z + a constant)
-    dD = sum_a dq_a delta_a + q_a sign(p_a - q_a) (dp_a - dq_a)
+    dp = p (u - <p, u>),    dq = 0 (the engine stays) or q (u - <q, u>) (its logits stay z + a
+    constant) dD = sum_a dq_a delta_a + q_a sign(p_a - q_a) (dp_a - dq_a)
 
-Two actions, the engine stays: delta_1 = delta_2 = |y - x| with y = p_1 and x = q_1, v_1 - v_2 = -2 delta (x - y), and y
-moves by y (1 - y) (v_1 - v_2), away from x, whatever x and y: D never falls.
+Two actions, the engine stays: delta_1 = delta_2 = |y - x| with y = p_1 and x = q_1, v_1 - v_2 = -2
+delta (x - y), and y moves by y (1 - y) (v_1 - v_2), away from x, whatever x and y: D never falls.
 
-**Two steps with a way around the mismatch: which charge makes a policy take it, in closed form and by simulation.**
+**Two steps with a way around the mismatch: which charge makes a policy take it, in closed form and
+by simulation.**
 
-The first token chooses a way, clean (logit theta) or noisy (0); the second has two actions, equally right. On the clean
-way the engine computes as the trainer does. On the noisy way the trainer's logits are (phi, 0) and the engine's
-(phi + d, 0). The noisy way earns 1, the clean one 1 - g: g is the price of the way out. With
+The first token chooses a way, clean (logit theta) or noisy (0); the second has two actions, equally
+right. On the clean way the engine computes as the trainer does. On the noisy way the trainer's
+logits are (phi, 0) and the engine's (phi + d, 0). The noisy way earns 1, the clean one 1 - g: g is
+the price of the way out. With
 
     x = sigma(theta),    y = sigma(phi),    z = sigma(phi + d),    delta = |y - z|,
 
-both actions of the noisy way have the same discrepancy delta, and the first token has none. A step samples groups of G
-completions of the ENGINE's policy and moves by gradient ascent of the mean over completions of
+both actions of the noisy way have the same discrepancy delta, and the first token has none. A step
+samples groups of G completions of the ENGINE's policy and moves by gradient ascent of the mean over
+completions of
 
-    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),    A of a charge as in `CHARGES`, not divided by a deviation
+    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),    A of a charge as in `CHARGES`, not divided by a
+    deviation
 
 (`reward_std` divides). Its expectation, for one unit of step size:
 
@@ -47,25 +56,28 @@ completions of the ENGINE's policy and moves by gradient ascent of the mean over
     reward           b (lambda delta / 2 - g)   -b x (lambda delta / 2 - g)
     state            -b g                       b x g
 
-`token` never moves theta: what is charged after a choice reaches the choice only by the completion's advantage. `token`
-and `sequence` push phi away from what the engine samples, since a negative advantage on samples of z lowers y where z
-is above it: a charge that is equal for all actions has expected gradient 0 only if they are sampled from the policy.
-While delta stays as it is, theta follows
+`token` never moves theta: what is charged after a choice reaches the choice only by the
+completion's advantage. `token` and `sequence` push phi away from what the engine samples, since a
+negative advantage on samples of z lowers y where z is above it: a charge that is equal for all
+actions has expected gradient 0 only if they are sampled from the policy. While delta stays as it
+is, theta follows
 
     theta + sinh theta = theta_0 + sinh theta_0 + u s / 4    after steps of summed size s.
 
-**Which budget can be met by growing sure?** The same two ways, but only the first action of the noisy way is right, so
-that it earns 1 or 0: reward alone leads there and makes phi grow. Both actions have |eps| = |logit y - logit z| = d
-whatever phi is, and delta = |y - z| -> 0. Each completion is charged its mean (`sequence`), its tokens being the first,
-which has no discrepancy, and the second. With V = x (1 - g) + (1 - x) z, h = lambda m / 2 and m = delta or d,
+**Which budget can be met by growing sure?** The same two ways, but only the first action of the
+noisy way is right, so that it earns 1 or 0: reward alone leads there and makes phi grow. Both
+actions have |eps| = |logit y - logit z| = d whatever phi is, and delta = |y - z| -> 0. Each
+completion is charged its mean (`sequence`), its tokens being the first, which has no discrepancy,
+and the second. With V = x (1 - g) + (1 - x) z, h = lambda m / 2 and m = delta or d,
 
     E[d theta] = 1/2 x (1 - x) (1 - g - z + h)
     E[d phi]   = 1/2 (1 - x) (z (1 - y) (1 - V - h) + (1 - z) y (V + h))
     lambda'    = max(lambda + eta (spent - c), 0)
 
-with spent = (1 - x) m / 2, the mean over tokens, or their 95th percentile: m where (1 - x) / 2 > 0.05, else 0. At rest
-spent = c and h = z - (1 - g) -> g, so lambda = 2 g / m: for m = d that is 2 g / d at x = 1 - 2 c / d, and with the
-percentile at x = 0.9. For m = delta the mean is below c for every x once phi is large: lambda is 0, and x -> 0.
+with spent = (1 - x) m / 2, the mean over tokens, or their 95th percentile: m where (1 - x) / 2 >
+0.05, else 0. At rest spent = c and h = z - (1 - g) -> g, so lambda = 2 g / m: for m = d that is 2 g
+/ d at x = 1 - 2 c / d, and with the percentile at x = 0.9. For m = delta the mean is below c for
+every x once phi is large: lambda is 0, and x -> 0.
 """
 
 from __future__ import annotations
@@ -80,7 +92,9 @@ import numpy as np
 from scipy.special import comb, expit, ndtri, softmax
 
 ACTIONS, SPREAD = 8, 2.0
-"""Of a random state: its actions, and the standard deviation of its logits, which leaves it an entropy of 1.2 nats."""
+"""Of a random state: its actions, and the standard deviation of its logits, which leaves it an
+entropy of 1.2 nats.
+"""
 
 
 def charge_direction(policy: np.ndarray, engine: np.ndarray) -> np.ndarray:
@@ -89,8 +103,12 @@ def charge_direction(policy: np.ndarray, engine: np.ndarray) -> np.ndarray:
     return charged.sum(axis=-1, keepdims=True) * policy - charged
 
 
-def discrepancy_slope(policy: np.ndarray, engine: np.ndarray, direction: np.ndarray, *, follows: bool) -> np.ndarray:
-    """dD along a direction of the trainer's logits, [...]; `follows`: the engine's logits move with them."""
+def discrepancy_slope(
+    policy: np.ndarray, engine: np.ndarray, direction: np.ndarray, *, follows: bool
+) -> np.ndarray:
+    """dD along a direction of the trainer's logits, [...]; `follows`: the engine's logits move with
+    them.
+    """
 
     def moved(p: np.ndarray) -> np.ndarray:
         return p * (direction - np.sum(p * direction, axis=-1, keepdims=True))
@@ -100,15 +118,21 @@ def discrepancy_slope(policy: np.ndarray, engine: np.ndarray, direction: np.ndar
     return np.sum(dq * np.abs(apart) + engine * np.sign(apart) * (moved(policy) - dq), axis=-1)
 
 
-def random_states(noise: float, *, states: int, actions: int = ACTIONS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """p and q [states, actions]: logits SPREAD N(0, 1), the engine's with noise N(0, 1) more on each."""
+def random_states(
+    noise: float, *, states: int, actions: int = ACTIONS, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """p and q [states, actions]: logits SPREAD N(0, 1), the engine's with noise N(0, 1) more on
+    each.
+    """
     rng = np.random.default_rng(seed)
     logits, shift = rng.normal(size=(2, states, actions))
     return softmax(SPREAD * logits, axis=-1), softmax(SPREAD * logits + noise * shift, axis=-1)
 
 
 def state_direction(policy: np.ndarray, engine: np.ndarray, charge: str) -> np.ndarray:
-    """-grad_z of a state's charge in the loss (`dcmdp_jax.algorithm.penalties`), [..., K] of p and q [..., K]."""
+    """-grad_z of a state's charge in the loss (`dcmdp_jax.algorithm.penalties`), [..., K] of p and
+    q [..., K].
+    """
     if charge == "state_kl":
         return engine - policy
     slope = np.sign(policy - engine) * (engine if charge == "state_delta" else 0.5)
@@ -116,12 +140,21 @@ def state_direction(policy: np.ndarray, engine: np.ndarray, charge: str) -> np.n
 
 
 def falling_share(
-    noise: float, *, follows: bool, states: int = 4000, actions: int = ACTIONS, charge: str = "token"
+    noise: float,
+    *,
+    follows: bool,
+    states: int = 4000,
+    actions: int = ACTIONS,
+    charge: str = "token",
 ) -> float:
-    """Share of random states in which the token's charge, or one in the loss, lowers D, to first order."""
+    """Share of random states in which the token's charge, or one in the loss, lowers D, to first
+    order.
+    """
     policy, engine = random_states(noise, states=states, actions=actions)
     token = charge == "token"
-    direction = charge_direction(policy, engine) if token else state_direction(policy, engine, charge)
+    direction = (
+        charge_direction(policy, engine) if token else state_direction(policy, engine, charge)
+    )
     return float(np.mean(discrepancy_slope(policy, engine, direction, follows=follows) < 0))
 
 
@@ -151,7 +184,9 @@ class TwoSteps:
         return float(abs(expit(self.phi) - expit(self.phi + self.shift)))
 
 
-def _none(noisy: np.ndarray, delta: np.ndarray, multiplier: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _none(
+    noisy: np.ndarray, delta: np.ndarray, multiplier: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     zero = np.zeros(noisy.shape)
     return zero, zero, zero
 
@@ -159,19 +194,33 @@ def _none(noisy: np.ndarray, delta: np.ndarray, multiplier: float) -> tuple[np.n
 CHARGES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]] = MappingProxyType(
     {
         "grpo": _none,
-        "token": lambda noisy, delta, multiplier: (0.0 * noisy, multiplier * delta * noisy, 0.0 * noisy),
+        "token": lambda noisy, delta, multiplier: (
+            0.0 * noisy,
+            multiplier * delta * noisy,
+            0.0 * noisy,
+        ),
         "sequence": lambda noisy, delta, multiplier: (
             multiplier * delta * noisy / 2,
             multiplier * delta * noisy / 2,
             0.0 * noisy,
         ),
-        "reward": lambda noisy, delta, multiplier: (0.0 * noisy, 0.0 * noisy, multiplier * delta * noisy / 2),
-        "reward_std": lambda noisy, delta, multiplier: (0.0 * noisy, 0.0 * noisy, multiplier * delta * noisy / 2),
+        "reward": lambda noisy, delta, multiplier: (
+            0.0 * noisy,
+            0.0 * noisy,
+            multiplier * delta * noisy / 2,
+        ),
+        "reward_std": lambda noisy, delta, multiplier: (
+            0.0 * noisy,
+            0.0 * noisy,
+            multiplier * delta * noisy / 2,
+        ),
         # The state's expected discrepancy is the action's own: both have the same.
         "state": _none,
     }
 )
-"""Charge: (on the noisy way?, delta, lambda) -> what is taken from the first token, the second, and the reward."""
+"""Charge: (on the noisy way?, delta, lambda) -> what is taken from the first token, the second, and
+the reward.
+"""
 
 
 def expected_update(start: TwoSteps, charge: str, multiplier: float) -> tuple[float, float]:
@@ -199,16 +248,19 @@ def expected_update(start: TwoSteps, charge: str, multiplier: float) -> tuple[fl
 
 
 def _normalized(start: TwoSteps, half: float) -> tuple[float, float]:
-    """u and v where the group's deviation divides: a sum over the number k of clean completions in a group.
+    """u and v where the group's deviation divides: a sum over the number k of clean completions in
+    a group.
 
-    Rewards take two values, lead apart; with k clean ones of G the deviation (ddof 1) is |lead| sqrt(k (G - k) / (G (G
+    Rewards take two values, lead apart; with k clean ones of G the deviation (ddof 1) is |lead|
+    sqrt(k (G - k) / (G (G
     - 1))), so that lead cancels but for its sign: lambda sets no scale.
     """
     lead, size, x = half - start.price, start.group_size, expit(start.theta)
     k = np.arange(1, size)
     deviation = abs(lead) * np.sqrt(k * (size - k) / (size * (size - 1)))
     mass = comb(size, k) * x**k * (1 - x) ** (size - k) / (deviation + _EPSILON)
-    # Mean over completions of A (1[clean] - x): A of a clean one is lead (G - k) / G, of a noisy one -lead k / G.
+    # Mean over completions of A (1[clean] - x): A of a clean one is lead (G - k) / G, of a noisy
+    # one -lead k / G.
     spread = lead * float(np.sum(mass * k * (size - k))) / size**2
     return spread / (x * (1 - x)), -spread / (1 - x)
 
@@ -233,13 +285,17 @@ def _sampled(
     if charge == "reward_std":
         deviation = rewards.std(axis=-1, ddof=1, keepdims=True)
         # Equal rewards: 0 and not rounding over rounding.
-        advantages = np.where(np.ptp(rewards, axis=-1, keepdims=True) > 1e-12, advantages / (deviation + _EPSILON), 0)
+        advantages = np.where(
+            np.ptp(rewards, axis=-1, keepdims=True) > 1e-12, advantages / (deviation + _EPSILON), 0
+        )
     d_theta = (advantages - on_first) * ((1 - noisy) - x) / 2
     d_phi = (advantages - on_second) * noisy * (first - y) / 2
     return d_theta.mean(axis=(1, 2)), d_phi.mean(axis=(1, 2))
 
 
-def expected_path(start: TwoSteps, charge: str, multiplier: float, *, steps: int, size: float) -> np.ndarray:
+def expected_path(
+    start: TwoSteps, charge: str, multiplier: float, *, steps: int, size: float
+) -> np.ndarray:
     """theta and phi after 0, 1, ... `steps` expected updates of `size`, [steps + 1, 2] float64."""
     path = [(start.theta, start.phi)]
     for _ in range(steps):
@@ -250,9 +306,16 @@ def expected_path(start: TwoSteps, charge: str, multiplier: float, *, steps: int
 
 
 def simulated_paths(
-    start: TwoSteps, charge: str, multiplier: float, *, steps: int, size: float, runs: int, prompts: int,
+    start: TwoSteps,
+    charge: str,
+    multiplier: float,
+    *,
+    steps: int,
+    size: float,
+    runs: int,
+    prompts: int,
     rng: np.random.Generator,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """theta and phi at the end of many runs, [runs, 2]; each step samples `prompts` groups."""
     _check(charge)
     theta, phi = np.full(runs, start.theta), np.full(runs, start.phi)
@@ -263,7 +326,9 @@ def simulated_paths(
 
 
 def least_multiplier(start: TwoSteps, charge: str) -> float:
-    """lambda above which the charge moves the policy to the clean way; infinite where none does, 0 where any does."""
+    """lambda above which the charge moves the policy to the clean way; infinite where none does, 0
+    where any does.
+    """
     _check(charge)
     if charge not in ("sequence", "reward", "reward_std"):
         return math.inf
@@ -272,9 +337,17 @@ def least_multiplier(start: TwoSteps, charge: str) -> float:
 
 
 def way_out_table(
-    start: TwoSteps, multiplier: float, *, steps: int, size: float, runs: int, prompts: int, seed: int = 0
+    start: TwoSteps,
+    multiplier: float,
+    *,
+    steps: int,
+    size: float,
+    runs: int,
+    prompts: int,
+    seed: int = 0,
 ) -> list[list[str]]:
-    """Rows of a table: each charge, its least lambda, and where theta and phi end by theory and by simulation.
+    """Rows of a table: each charge, its least lambda, and where theta and phi end by theory and by
+    simulation.
 
     Args:
         start: problem and first policy.
@@ -284,15 +357,18 @@ def way_out_table(
         seed: of the simulation.
 
     Returns:
-        Per charge: name, yes or no, least lambda, theta expected, theta simulated with its 95% interval, the same of
-        phi, the discrepancy per completion's token that is expected at the end.
+        Per charge: name, yes or no, least lambda, theta expected, theta simulated with its 95%
+        interval, the same of phi, the discrepancy per completion's token that is expected at the
+        end.
     """
     rows = []
     for charge in CHARGES:
         least = least_multiplier(start, charge)
         theta, phi = expected_path(start, charge, multiplier, steps=steps, size=size)[-1]
         rng = np.random.default_rng(seed)
-        ends = simulated_paths(start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng)
+        ends = simulated_paths(
+            start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng
+        )
         half = ndtri(0.975) * ends.std(axis=0, ddof=1) / math.sqrt(runs)
         here = dataclasses.replace(start, theta=theta, phi=phi)
         rows.append(
@@ -326,9 +402,17 @@ def way_out_page() -> list[str]:
 
 
 def budget_path(
-    start: TwoSteps, measure: str, budget: str, tolerance: float, *, rate: float, steps: int, size: float = 1.0
+    start: TwoSteps,
+    measure: str,
+    budget: str,
+    tolerance: float,
+    *,
+    rate: float,
+    steps: int,
+    size: float = 1.0,
 ) -> np.ndarray:
-    """lambda, x, phi, mean delta and mean |eps| per token before each of `steps` expected updates, [steps, 5] float64.
+    """lambda, x, phi, mean delta and mean |eps| per token before each of `steps` expected updates,
+    [steps, 5] float64.
 
     Args:
         start: problem and first policy; the group's size is not used.
@@ -345,7 +429,9 @@ def budget_path(
         path.append((multiplier, x, phi, (1 - x) * abs(y - z) / 2, (1 - x) * abs(start.shift) / 2))
         value, half = x * (1 - start.price) + (1 - x) * z, multiplier * charged / 2
         theta += size * x * (1 - x) * (1 - start.price - z + half) / 2
-        phi += size * (1 - x) * (z * (1 - y) * (1 - value - half) + (1 - z) * y * (value + half)) / 2
+        phi += (
+            size * (1 - x) * (z * (1 - y) * (1 - value - half) + (1 - z) * y * (value + half)) / 2
+        )
         spent = (1 - x) * charged / 2 if budget == "mean" else charged * ((1 - x) / 2 > 0.05)
         multiplier = max(multiplier + rate * (spent - tolerance), 0.0)
     return np.array(path)
@@ -393,5 +479,9 @@ def state_page() -> list[str]:
 
 def text() -> str:
     """The three tables."""
-    pages = ("lowers E_q[delta]", state_page()), ("a way out", way_out_page()), ("budgets", budget_page())
+    pages = (
+        ("lowers E_q[delta]", state_page()),
+        ("a way out", way_out_page()),
+        ("budgets", budget_page()),
+    )
     return "\n\n".join("\n".join((title, "", *page)) for title, page in pages) + "\n"

@@ -13,7 +13,9 @@ from tests.support.terminal import Screen, run_in_terminal
 
 @pytest.fixture
 def shown(capsys):
-    """Show an activity that began at 100 s in a log, at given times; the lines without their date and time."""
+    """Show an activity that began at 100 s in a log, at given times; the lines without their date
+    and time.
+    """
 
     def show(*times, ended=None, **fields):
         painter, doing = activity._Painter(), Activity("sampling", began=100.0, **fields)
@@ -32,7 +34,10 @@ def test_a_log_has_one_line_when_it_is_done_and_a_sign_of_life_every_ten_seconds
     assert shown(101.0, 102.9, ended=102.9) == []
     assert shown(102.0, 103.5, ended=104.2) == ["sampling: 4 s so far", "sampling: 4 s"]
     times = [100.0 + 0.5 * tick for tick in range(60)]  # to 129.5
-    assert shown(*times, ended=130.0) == [*(f"sampling: {s} s so far" for s in (3, 13, 23)), "sampling: 30 s"]
+    assert shown(*times, ended=130.0) == [
+        *(f"sampling: {s} s so far" for s in (3, 13, 23)),
+        "sampling: 30 s",
+    ]
 
 
 def test_what_is_counted_says_how_much_is_left(shown):
@@ -90,11 +95,20 @@ def test_lines_of_all_writers_stay_above_the_display(lines):
         during.extend(screen.text()[-3:])
         return "\n"
 
-    screen, code = run_in_terminal(_BESIDE_THE_DISPLAY.replace("LINES", str(lines)), at={"during": look})
+    screen, code = run_in_terminal(
+        _BESIDE_THE_DISPLAY.replace("LINES", str(lines)), at={"during": look}
+    )
     assert code == 0
     assert [line[:9] for line in during] == ["step 3/10", "reward 0.", "sampling:"]
     written = [line for line in screen.text() if line]
-    ways = ["by print", "WARNING:root:by a logger", "by the system", "by the system again", "by a child", "during"]
+    ways = [
+        "by print",
+        "WARNING:root:by a logger",
+        "by the system",
+        "by the system again",
+        "by a child",
+        "during",
+    ]
     assert written[:-2] == [*(f"filled {line}" for line in range(lines)), *ways]
     assert written[-2].startswith("step 3/10") and written[-1].startswith("reward 0.500")
 
@@ -140,12 +154,15 @@ def test_the_answer_to_ctrl_c_stays_and_a_second_one_leaves_a_clean_terminal():
         process.send_signal(signal.SIGINT)
 
     screen, code = run_in_terminal(
-        _INTERRUPTED, at={"ready": lambda process, _: process.send_signal(signal.SIGINT), answer: again}
+        _INTERRUPTED,
+        at={"ready": lambda process, _: process.send_signal(signal.SIGINT), answer: again},
     )
     assert code == 130
     assert [line for line in screen.text() if line] == [
-        "ready", answer, "SIGINT again: leaves at once; the same command resumes from the newest checkpoint"
-    ]  # fmt: skip
+        "ready",
+        answer,
+        "SIGINT again: leaves at once; the same command resumes from the newest checkpoint",
+    ]
     assert screen.region == (0, 23)
 
 

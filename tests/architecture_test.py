@@ -1,4 +1,6 @@
-"""docs/architecture.md: its table and drawing are those of the imports, and what its drawings name exists."""
+"""docs/architecture.md: its table and drawing are those of the imports, and what its drawings name
+exists.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +20,11 @@ def test_table_and_drawing_are_those_of_the_imports():
     assert rooms.without_sizes(written) == rooms.without_sizes(_PAGE), "python -m docs.rooms"
     now, said = rooms.sizes(written), rooms.sizes(_PAGE)
     assert now.keys() == said.keys() == table.keys()
-    stale = {room: (said[room], size) for room, size in now.items() if abs(said[room] - size) > 100 + size / 10}
+    stale = {
+        room: (said[room], size)
+        for room, size in now.items()
+        if abs(said[room] - size) > 100 + size / 10
+    }
     assert not stale, f"{stale}: python -m docs.rooms"
     assert rooms.DRAWING.read_text() == rooms.drawing(table), "python -m docs.rooms"
 
@@ -26,7 +32,12 @@ def test_table_and_drawing_are_those_of_the_imports():
 def test_floors_and_arrows_by_hand():
     # a imports b and c, b imports c: a's arrow to c has a longer way.
     table = {"a": frozenset("bc"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
-    assert rooms.direct(table) == {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
+    assert rooms.direct(table) == {
+        "a": frozenset("b"),
+        "b": frozenset("c"),
+        "c": frozenset(),
+        "d": frozenset(),
+    }
     assert rooms.floors(table) == [["a"], ["b"], ["c", "d"]]
     assert rooms.drawing(table).count("<line") == 2 and rooms.drawing(table).count("<rect x") == 4
 
@@ -39,13 +50,17 @@ def test_there_are_three_lives():
     assert [name for name, _ in _drawings()] == ["batch", "weight", "setting"]
 
 
-@pytest.mark.parametrize("drawing", [drawing for _, drawing in _drawings()], ids=[name for name, _ in _drawings()])
+@pytest.mark.parametrize(
+    "drawing", [drawing for _, drawing in _drawings()], ids=[name for name, _ in _drawings()]
+)
 def test_what_a_drawing_names_exists(drawing):
     files = re.findall(r"\b([\w/]+/\w+\.(?:py|md)|types\.py)", drawing)
     assert len(files) > 5
     for file in files:
         assert (_PACKAGE / file).exists() or (_ROOT / file).exists(), file
-    sources = "".join(path.read_text() for path in (*_PACKAGE.rglob("*.py"), _ROOT / "configs" / "base.py"))
+    sources = "".join(
+        path.read_text() for path in (*_PACKAGE.rglob("*.py"), _ROOT / "configs" / "base.py")
+    )
     functions = re.findall(r"(?:\||--|\+--) +([a-z]\w*_\w+|pack|[A-Z]\w+\.\w+)\b", drawing)
     assert functions
     for name in (function.rpartition(".")[2] for function in functions):
@@ -57,7 +72,9 @@ def test_walks_name_what_is_defined_there():
     assert len(found) > 15
     for file, name, line in found:
         at = rooms.line_of(file, name)
-        assert abs(at - line) <= 30, f"{file}: {name} is in line {at}, not {line}: python -m docs.rooms"
+        assert abs(at - line) <= 30, (
+            f"{file}: {name} is in line {at}, not {line}: python -m docs.rooms"
+        )
     assert {"clipped_surrogate", "row_signals", "PENALTIES"} <= {name for _, name, _ in found}
 
 
@@ -66,10 +83,15 @@ def test_walks_say_how_much_there_is_to_read():
     assert [question.split()[0] for question, *_ in found] == ["Where", "What", "How", "How", "Why"]
     for question, (places, lines), text in found:
         now = rooms.walk_of(text)
-        assert now[0] == places and abs(now[1] - lines) <= 30 + lines / 5, f"{question} {now}: python -m docs.rooms"
+        assert now[0] == places and abs(now[1] - lines) <= 30 + lines / 5, (
+            f"{question} {now}: python -m docs.rooms"
+        )
 
 
 def test_the_lines_of_a_walk_by_hand():
     # A constant on one line; a field of the settings, too.
-    places = ("algorithm/penalties.py:7    PENALTIES    a", "config/algorithm.py:9    AlgorithmSettings.method    b")
+    places = (
+        "algorithm/penalties.py:7    PENALTIES    a",
+        "config/algorithm.py:9    AlgorithmSettings.method    b",
+    )
     assert rooms.walk_of("".join(f"    {place}\n" for place in places)) == (2, 2)

@@ -1,4 +1,6 @@
-"""The ceilings of size, which a file beside the checkout states: no commit of this project can raise them."""
+"""The ceilings of size, which a file beside the checkout states: no commit of this project can
+raise them.
+"""
 
 import functools
 import json
@@ -28,14 +30,19 @@ def _sizes():
 
 def test_code_lines_by_hand():
     # The docstring, the comment and the blank line are none; a call over two lines is two.
-    text = '"""Docstring."""\n\n# comment\nx = f(\n    1)\ndef g():\n    """Of two\n    lines."""\n    return x\n'
+    text = (
+        '"""Docstring."""\n\n# comment\nx = f(\n    1)\ndef g():\n    """Of two\n    '
+        'lines."""\n    return x\n'
+    )
     assert code_lines(text) == 4
 
 
 def test_package_and_commands_stay_below_the_ceiling(ceilings):
     sizes = _sizes()
     total, allowed = sum(sizes.values()), ceilings["total"]
-    assert total <= allowed, f"{total} lines of code, {allowed} allowed: delete as many as are added"
+    assert total <= allowed, (
+        f"{total} lines of code, {allowed} allowed: delete as many as are added"
+    )
     for room, most in ceilings.get("rooms", {}).items():
         # `commands` has the scripts of bin/ too, `beside` the modules that are in no room.
         own = [size for path, size in sizes.items() if _room(path) == room]
@@ -55,7 +62,9 @@ def test_no_file_is_longer_than_the_ceiling(ceilings):
 
 def test_markdown_stays_below_the_ceiling(ceilings):
     words = sum(len(path.read_text(encoding="utf-8").split()) for path in _markdown())
-    assert words <= ceilings["markdown_words"], f"{words} words of Markdown: cut as many as are added"
+    assert words <= ceilings["markdown_words"], (
+        f"{words} words of Markdown: cut as many as are added"
+    )
 
 
 def _markdown():

@@ -54,7 +54,9 @@ def test_each_argument_builds_has_its_method_and_a_run_directory_of_its_own():
     def check(name):
         made = {argument: _config(name, argument) for argument in _ARGUMENTS}
         for argument, config in made.items():
-            assert config.algorithm.method == ("grpo" if "grpo" in argument else "dc_grpo"), argument
+            assert config.algorithm.method == ("grpo" if "grpo" in argument else "dc_grpo"), (
+                argument
+            )
         assert len({config.run_dir for config in made.values()}) == len(_ARGUMENTS)
 
     check_each(_FILES, check)
@@ -72,13 +74,22 @@ def test_grpo_changes_the_method_and_the_run_directory_alone():
 def test_debug_is_small_needs_no_files_and_keeps_every_prompt():
     def check(name):
         config = _config(name, "debug")
-        assert config.model.path == config.model.tokenizer == "" and config.task.train.startswith("arithmetic:")
+        assert config.model.path == config.model.tokenizer == "" and config.task.train.startswith(
+            "arithmetic:"
+        )
         assert config.training.steps == 2 and config.mini_batches == 2
         assert config.training.prompts_per_step * config.rollout.group_size == 16
         assert config.max_total_tokens == 80 and config.warmup.steps <= 20
-        # The built-in tokenizer has one token per character: with the prompt suffix for math prompts have 80 tokens.
-        limits = {"prompt_suffix": config.task.prompt_suffix, "max_prompt_tokens": config.task.max_prompt_tokens}
-        assert encode_prompts(load_problems(config.task.train), build_tokenizer(), **limits).dropped == 0
+        # The built-in tokenizer has one token per character: with the prompt suffix for math
+        # prompts have 80 tokens.
+        limits = {
+            "prompt_suffix": config.task.prompt_suffix,
+            "max_prompt_tokens": config.task.max_prompt_tokens,
+        }
+        assert (
+            encode_prompts(load_problems(config.task.train), build_tokenizer(), **limits).dropped
+            == 0
+        )
 
     check_each(_FILES, check)
 
@@ -86,8 +97,14 @@ def test_debug_is_small_needs_no_files_and_keeps_every_prompt():
 def test_debug_leaves_the_method_as_the_file_has_it():
     def check(name):
         # Two steps are too few to measure c on.
-        changed = [name for name in _changes(_config(name), _config(name, "debug")) if ".tolerance_" not in name]
-        assert not [setting for setting in changed if setting.startswith(("algorithm.", "optimizer."))]
+        changed = [
+            name
+            for name in _changes(_config(name), _config(name, "debug"))
+            if ".tolerance_" not in name
+        ]
+        assert not [
+            setting for setting in changed if setting.startswith(("algorithm.", "optimizer."))
+        ]
         assert "rollout.precision" not in changed
 
     check_each(_FILES, check)
@@ -96,7 +113,10 @@ def test_debug_leaves_the_method_as_the_file_has_it():
 def test_another_argument_is_refused():
     for argument in ("gpro", "grpo;debug", "grpo,small"):
         wrong = argument.split(",")[-1]
-        with pytest.raises(ValueError, match=f"config argument '{wrong}': allowed are grpo, debug, joined by commas"):
+        with pytest.raises(
+            ValueError,
+            match=f"config argument '{wrong}': allowed are grpo, debug, joined by commas",
+        ):
             base.get_config(argument)
 
 
@@ -113,7 +133,12 @@ def test_an_unknown_option_names_all_that_the_file_has():
     for name, options in own.items():
         with pytest.raises(ValueError, match="^config argument 'int9': allowed are ") as raised:
             _config(name, "debug,int9")
-        named = str(raised.value).partition("allowed are ")[2].removesuffix(", joined by commas").split(", ")
+        named = (
+            str(raised.value)
+            .partition("allowed are ")[2]
+            .removesuffix(", joined by commas")
+            .split(", ")
+        )
         assert named == ["grpo", "debug", *options], name
         for option in named:
             _config(name, option)
@@ -129,8 +154,15 @@ def test_the_papers_constants_of_the_8b_runs():
         "two",
         "token",
     )
-    assert (algorithm.multiplier, algorithm.tolerance, algorithm.dual_learning_rate) == (0.1, 0.0037, 1.0)
-    assert algorithm.trust_region == "clip" and inspect.signature(clip).parameters["high"].default == 0.24
+    assert (algorithm.multiplier, algorithm.tolerance, algorithm.dual_learning_rate) == (
+        0.1,
+        0.0037,
+        1.0,
+    )
+    assert (
+        algorithm.trust_region == "clip"
+        and inspect.signature(clip).parameters["high"].default == 0.24
+    )
     assert algorithm.kl_coefficient == 0.0
     assert algorithm.aggregation == "seq_mean_token_mean"
     rollout = config.rollout
@@ -140,30 +172,48 @@ def test_the_papers_constants_of_the_8b_runs():
     assert config.mini_batches == 4 and config.completions_per_mini_batch == 128
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (1e-6, 0.9, 0.95)
-    assert (optimizer.weight_decay, optimizer.epsilon, optimizer.schedule) == (0.0, 1e-15, "constant")
+    assert (optimizer.weight_decay, optimizer.epsilon, optimizer.schedule) == (
+        0.0,
+        1e-15,
+        "constant",
+    )
     assert (config.model.compute_dtype, rollout.precision) == ("bfloat16", "bfloat16")
     assert config.task.train == "BytedTsinghua-SIA/DAPO-Math-17k"
     assert config.evaluation.temperature == 0.7 and config.warmup.steps == 0
 
 
 def test_the_fp8_runs_of_the_8b_differ_by_the_engine_alone():
-    """Table 2 of the paper: vLLM with FP8 weights and activations. lambda_0 and c are those of the BF16 runs."""
+    """Table 2 of the paper: vLLM with FP8 weights and activations. lambda_0 and c are those of the
+    BF16 runs.
+    """
     changed = _changes(_config("qwen3_8b"), _config("qwen3_8b", "fp8"))
     assert {name: value for name, (_, value) in changed.items()} == {
         "run_dir": "runs/qwen3_8b_fp8",
         "rollout.precision": "fp8",
     }
-    assert set(_changes(_config("qwen3_8b", "fp8"), _config("qwen3_8b", "fp8,grpo"))) == {"run_dir", "algorithm.method"}
+    assert set(_changes(_config("qwen3_8b", "fp8"), _config("qwen3_8b", "fp8,grpo"))) == {
+        "run_dir",
+        "algorithm.method",
+    }
 
 
 def test_the_papers_runs_sample_with_vllm_on_all_gpus():
-    """Section 6.1: vLLM; a replica for each GPU, or each four with the 30B's tensor parallelism of 4."""
+    """Section 6.1: vLLM; a replica for each GPU, or each four with the 30B's tensor parallelism of
+    4.
+    """
 
     def check(name):
         config = _config(name)
-        assert (config.rollout.engine, config.rollout.vllm.replicas, config.rollout.max_rows) == ("vllm", 0, 512)
+        assert (config.rollout.engine, config.rollout.vllm.replicas, config.rollout.max_rows) == (
+            "vllm",
+            0,
+            512,
+        )
         assert config.rollout.vllm.tensor_parallel_size == (4 if name == "qwen3_30b_a3b" else 1)
-        assert {key for key in _changes(config, _config(name, "fp8"))} == {"run_dir", "rollout.precision"}
+        assert {key for key in _changes(config, _config(name, "fp8"))} == {
+            "run_dir",
+            "rollout.precision",
+        }
         local = _config(name, "local")
         assert local.rollout.engine == "local" and local.run_dir == f"{config.run_dir}_local"
         assert {key.split(".")[0] for key in _changes(config, local)} == {"run_dir", "rollout"}
@@ -215,7 +265,9 @@ def test_the_vllm_demo_has_its_regimes():
         assert (rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype) == expected
         assert config.run_dir == "runs/demo_vllm" + (f"_{option}" if option else "")
         changed = _changes(_config("demo"), config)
-        assert not [name for name in changed if name.startswith(("model.", "task.", "training.", "warmup."))]
+        assert not [
+            name for name in changed if name.startswith(("model.", "task.", "training.", "warmup."))
+        ]
 
     check_each(regimes.items(), check)
 
@@ -231,16 +283,29 @@ def test_the_demo_with_experts_is_the_demo_with_another_model():
     def check(option, expected):
         config, plain = _config("demo_moe", option), _config("demo")
         rollout = config.rollout
-        assert (rollout.engine, rollout.precision, rollout.compute_dtype, rollout.router_replay) == expected
-        assert config.run_dir == "runs/demo_moe" + "".join(f"_{name}" for name in ("vllm", "replay") if name in option)
-        changed = {name for name in _changes(plain, config) if not name.startswith(("rollout.", "model.architecture."))}
+        assert (
+            rollout.engine,
+            rollout.precision,
+            rollout.compute_dtype,
+            rollout.router_replay,
+        ) == expected
+        assert config.run_dir == "runs/demo_moe" + "".join(
+            f"_{name}" for name in ("vllm", "replay") if name in option
+        )
+        changed = {
+            name
+            for name in _changes(plain, config)
+            if not name.startswith(("rollout.", "model.architecture."))
+        }
         assert changed - {"run_dir", "algorithm.tolerance", "algorithm.dual_learning_rate"} == set()
 
     check_each(variants.items(), check)
 
 
 def test_lambda_has_one_default_cap_and_begins_below_it():
-    """Settings, the loss in one call, the dual update and the torch form; so the shipped ascent can rise."""
+    """Settings, the loss in one call, the dual update and the torch form; so the shipped ascent can
+    rise.
+    """
     algorithm = Config().algorithm
     caps = [inspect.signature(dual_update).parameters["maximum"].default]
     caps += [inspect.signature(dc_grpo_loss).parameters["multiplier_max"].default, DcGrpo.maximum]
@@ -248,7 +313,9 @@ def test_lambda_has_one_default_cap_and_begins_below_it():
     for name in ("demo", "demo_vllm", "smollm2", "qwen3_8b", "qwen3_30b_a3b"):
         assert not _config(name).algorithm.begins_at_cap, name
     assert dataclasses.replace(algorithm, multiplier_max=algorithm.multiplier).begins_at_cap
-    assert not dataclasses.replace(algorithm, multiplier_max=0.1, dual_learning_rate=0.0).begins_at_cap
+    assert not dataclasses.replace(
+        algorithm, multiplier_max=0.1, dual_learning_rate=0.0
+    ).begins_at_cap
 
 
 def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_to_move():
@@ -268,13 +335,18 @@ def test_the_published_models_sums_are_chats_whose_last_turn_is_begun_and_held_o
     for problem in (*train, *held_out):
         first, second = map(int, problem.prompt.split(" + "))
         assert 1 <= first < 30 and 1 <= second < 30 and problem.answer == str(first + second)
-        assert [message["content"] for message in problem.messages[1:]] == [problem.prompt, f"{problem.prompt} ="]
+        assert [message["content"] for message in problem.messages[1:]] == [
+            problem.prompt,
+            f"{problem.prompt} =",
+        ]
         assert problem.messages[-1]["role"] == "assistant"
     vllm = _changes(config, _config("smollm2", "vllm"))
     assert vllm["rollout.engine"][1] == "vllm" and vllm["rollout.precision"][1] == "bfloat16"
     own = _config("smollm2", "sentence")
     questions = load_problems(own.task.train, answers="unused")
-    assert not {p.prompt for p in questions} & {p.prompt for p in load_problems(own.evaluation.task, answers="unused")}
+    assert not {p.prompt for p in questions} & {
+        p.prompt for p in load_problems(own.evaluation.task, answers="unused")
+    }
 
 
 def test_debug_of_the_distilled_qwen2_5_builds_its_family():

@@ -1,9 +1,10 @@
 """Eight fake CPU devices for everything that is sharded; set before anything imports jax.
 
-Nearly all the time of these tests is compilation, so programs are kept from run to run (support/programs.py), and XLA's
-backend does not optimize here, nor in the whole runs that are processes of their own. The demos that `.ci/run` makes
-are optimized. XLA's newer code generator of fusions (MLIR) takes twice as long to compile as the older one, which is
-used here, and one thread is quicker than several on programs so small.
+Nearly all the time of these tests is compilation, so programs are kept from run to run
+(support/programs.py), and XLA's backend does not optimize here, nor in the whole runs that are
+processes of their own. The demos that `.ci/run` makes are optimized. XLA's newer code generator of
+fusions (MLIR) takes twice as long to compile as the older one, which is used here, and one thread
+is quicker than several on programs so small.
 """
 
 import gc
@@ -15,8 +16,11 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What a slow machine says while a command works is no part of what the tests compare.
 os.environ.setdefault("DCMDP_ACTIVITY", "off")
-# jaxlib 0.11 dropped the older generator with its flag, and ends the process at a flag that it does not know.
-_OLDER_GENERATOR = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) < (0, 11)
+# jaxlib 0.11 dropped the older generator with its flag, and ends the process at a flag that it does
+# not know.
+_OLDER_GENERATOR = tuple(
+    int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]
+) < (0, 11)
 _NOT_OPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1" + (
     " --xla_cpu_use_fusion_emitters=false" if _OLDER_GENERATOR else ""
 )
@@ -34,7 +38,8 @@ check_signatures()
 from dcmdp_jax.parallel.backend import program_directory  # noqa: E402 - after the check of signatures
 from tests.support.programs import drop_old_programs, keep_programs  # noqa: E402 - after the flags
 
-# Its own limit for an example is 200 ms, which a loaded machine exceeds. `make test-long` runs all its examples.
+# Its own limit for an example is 200 ms, which a loaded machine exceeds. `make test-long` runs all
+# its examples.
 hypothesis.settings.register_profile("short", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("full", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
@@ -54,9 +59,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files of tests/jobs.txt with their job, and put the slowest first, by tests/slow_files.txt: with several
-    workers none is left alone with a long one."""
-    lines = [line.split() for line in _SLOW_FILES.read_text(encoding="utf-8").splitlines() if line[:1].isdigit()]
+    """Mark the files of tests/jobs.txt with their job, and put the slowest first, by
+    tests/slow_files.txt: with several workers none is left alone with a long one.
+    """
+    lines = [
+        line.split()
+        for line in _SLOW_FILES.read_text(encoding="utf-8").splitlines()
+        if line[:1].isdigit()
+    ]
     seconds = {name: float(number) for number, name in lines}
     lines = [line.split() for line in _JOBS.read_text(encoding="utf-8").splitlines()[1:]]
     jobs = {name: job for job, name in lines if job != "first"}
@@ -67,8 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often: tracing a program makes objects by the thousand, and looking through them all, those
-    of the imported libraries too, is a sixth of the processor time of a test whose programs are compiled."""
+    """Collect garbage less often: tracing a program makes objects by the thousand, and looking
+    through them all, those of the imported libraries too, is a sixth of the processor time of a
+    test whose programs are compiled.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
@@ -98,7 +110,9 @@ def vllm_is_installed() -> None:
 
 @pytest.fixture(scope="session")
 def run_environment() -> dict[str, str]:
-    """Environment of a run in a process of its own: one device, and the programs that all tests share."""
+    """Environment of a run in a process of its own: one device, and the programs that all tests
+    share.
+    """
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _NOT_OPTIMIZED}
 
 
@@ -107,9 +121,10 @@ _tests_ended = 0
 
 @pytest.fixture(autouse=True)
 def _few_programs():
-    """Drop compiled programs before they are too many: each takes several mappings, of which Linux gives a process
-    65,530, and XLA ends with a segmentation fault when there are no more. They are
-    counted now and then: it takes as long as a short test."""
+    """Drop compiled programs before they are too many: each takes several mappings, of which Linux
+    gives a process 65,530, and XLA ends with a segmentation fault when there are no more. They are
+    counted now and then: it takes as long as a short test.
+    """
     global _tests_ended
     yield
     _tests_ended += 1

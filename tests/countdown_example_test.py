@@ -1,4 +1,6 @@
-"""examples/countdown: rewards by hand, solvable problems, SGD by AdamW, the planted sampler, the runs of the study."""
+"""examples/countdown: rewards by hand, solvable problems, SGD by AdamW, the planted sampler, the
+runs of the study.
+"""
 
 import dataclasses
 import json
@@ -80,13 +82,19 @@ def test_division_is_exact(task, answer, numbers, target, right):
 
 
 def test_the_last_answer_counts_and_a_chat_is_read(task):
-    texts = ["<answer>1+2</answer> no: <answer>3</answer>", "<answer>3</answer> or <answer>1+2</answer>", "1+2"]
+    texts = [
+        "<answer>1+2</answer> no: <answer>3</answer>",
+        "<answer>3</answer> or <answer>1+2</answer>",
+        "1+2",
+    ]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     given = [[1, 2]] * 3, [3] * 3
     assert task["countdown"](texts, *given) == task["countdown"](chats, *given) == [0, 1, 0]
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "(", "1+", "-", "<answer>(", "<answer>1</answer>", "9"])
+@pytest.mark.parametrize(
+    "piece", ["<answer>", "</answer>", "(", "1+", "-", "<answer>(", "<answer>1</answer>", "9"]
+)
 def test_much_garbage_is_no_answer(task, piece):
     text = piece * (_GARBAGE // len(piece))
     assert task["countdown"]([text, f"<answer>{text}</answer>"], [[1, 1]] * 2, [2] * 2) == [0, 0]
@@ -101,15 +109,24 @@ def test_problems_can_be_solved_and_held_out_ones_are_not_asked(task):
             assert task["solves"](one["answer"], one["numbers"], one["target"])
             assert all(1 <= number <= size.largest_number for number in one["numbers"])
             assert 1 <= one["target"] <= size.largest_target
-        keys = [{(*sorted(one["numbers"]), one["target"]) for one in part} for part in (train, held_out)]
+        keys = [
+            {(*sorted(one["numbers"]), one["target"]) for one in part} for part in (train, held_out)
+        ]
         assert not keys[0] & keys[1]
-    assert held_out[0]["prompt"] == f"{' '.join(map(str, held_out[0]['numbers']))}={held_out[0]['target']}?"
+    assert (
+        held_out[0]["prompt"]
+        == f"{' '.join(map(str, held_out[0]['numbers']))}={held_out[0]['target']}?"
+    )
 
 
 def test_the_published_optimizer_is_sgd_of_twice_the_rate():
     settings = parse(["train", f"--config={_STUDY}:0.6b"]).config.optimizer
     optimizer = make_optimizer(settings, optax.constant_schedule(settings.learning_rate))
-    gradients = [np.float32([0.3, -2e-4, 5e-8]), np.float32([-0.1, 3e-4, 0.0]), np.float32([0.2, 0.0, -1e-7])]
+    gradients = [
+        np.float32([0.3, -2e-4, 5e-8]),
+        np.float32([-0.1, 3e-4, 0.0]),
+        np.float32([0.2, 0.0, -1e-7]),
+    ]
     state = optimizer.init(gradients[0])
     for gradient in gradients:
         update, state = optimizer.update(gradient, state, gradient)
@@ -131,14 +148,18 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch, tmp_path, task):
     for size in ("0.6b", "small"):
         assert sweep(["sweep", f"--study={_STUDY}:{size}", "--seeds=0", "--dry_run"]) == 0
         runs = [line for line in capsys.readouterr().out.splitlines() if ": dcmdp train " in line]
-        # Eight mismatches of seven arms, exact engines with three lags, and in small a control for each mismatch.
+        # Eight mismatches of seven arms, exact engines with three lags, and in small a control for
+        # each mismatch.
         assert len(runs) == 8 * (8 if size == "small" else 7) + 3
-        assert any(line.startswith("stale64_dc_grpo, ") and '{"every": 65}' in line for line in runs)
+        assert any(
+            line.startswith("stale64_dc_grpo, ") and '{"every": 65}' in line for line in runs
+        )
     assert sweep(["sweep", f"--study={_STUDY}:small,noise2", "--seeds=0", "--dry_run"]) == 0
     assert capsys.readouterr().out.count("dcmdp train") == 8
     Path("runs/countdown/small_held_out.jsonl").unlink()
     with pytest.raises(
-        UserError, match=r"^study: evaluation of int8_grpo, seed 0: config.evaluation.task: data .*no such"
+        UserError,
+        match=r"^study: evaluation of int8_grpo, seed 0: config.evaluation.task: data .*no such",
     ):
         sweep(["sweep", f"--study={_STUDY}:small", "--seeds=0", "--dry_run"])
 
@@ -146,17 +167,23 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch, tmp_path, task):
 def _samplers(**settings):
     kind = runpy.run_path(str(_ROOT / "examples" / "countdown" / "sampler.py"))["SAMPLER"]
     model = dataclasses.replace(small_model(vocab_size=104), initializer_range=0.05)
-    arguments = EngineArguments("float32", "float32", "auto", 64, 64, 0, kind.settings(**settings), model=model)
+    arguments = EngineArguments(
+        "float32", "float32", "auto", 64, 64, 0, kind.settings(**settings), model=model
+    )
     return kind.build(arguments), local_engine(model, max_total_tokens=64), model
 
 
 def test_a_sampler_takes_the_memory_of_the_embedded_engine():
     """Its own settings have no place there; the "process" part grows from call to call."""
     mesh = make_mesh(1, 8, devices=jax.devices()[:8])
-    noise = {"rollout__engine": "examples/countdown/sampler.py:SAMPLER", "rollout__engine_args": '{"noise": 0.02}'}
+    noise = {
+        "rollout__engine": "examples/countdown/sampler.py:SAMPLER",
+        "rollout__engine_args": '{"noise": 0.02}',
+    }
     runs = [planned_run(small_config(**one), mesh) for one in ({"rollout__engine": "local"}, noise)]
     embedded, other = (
-        [part for part in run.placement.engine.memory.parts if "Python" not in part.name] for run in runs
+        [part for part in run.placement.engine.memory.parts if "Python" not in part.name]
+        for run in runs
     )
     assert embedded == other and any("cache" in part.name for part in embedded)
 
@@ -184,7 +211,9 @@ def test_the_noise_is_relative_and_the_same_at_every_push():
     first, second = (init_params(model, jax.random.key(seed)) for seed in (0, 1))
     ratios = []
     for params in (first, second):
-        found = jax.tree.map(lambda new, old: np.asarray(new / old - 1).ravel(), noisy(params, 0, 0.05), params)
+        found = jax.tree.map(
+            lambda new, old: np.asarray(new / old - 1).ravel(), noisy(params, 0, 0.05), params
+        )
         ratios.append(np.concatenate(jax.tree.leaves(found)))
     z = ratios[0][np.isfinite(ratios[0])] / 0.05
     assert abs(z.mean()) < 4 / np.sqrt(z.size) and abs(z.var() - 1) < 4 * np.sqrt(2 / z.size)

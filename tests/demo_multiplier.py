@@ -1,9 +1,11 @@
-"""What each demo promises of its multiplier, checked from the record of a run: the rule, and no false alarm.
+"""What each demo promises of its multiplier, checked from the record of a run: the rule, and no
+false alarm.
 
     python -m tests.demo_multiplier RUN_DIR [RUN_DIR ...]
 
-Prints the report's sentence for each run. The exit code is 1 if the record breaks the rule, or an alarm was raised.
-Where lambda goes is not promised: it follows the discrepancy, which depends on the processor.
+Prints the report's sentence for each run. The exit code is 1 if the record breaks the rule, or an
+alarm was raised. Where lambda goes is not promised: it follows the discrepancy, which depends on
+the processor.
 """
 
 import sys
@@ -19,7 +21,8 @@ from research.replay import broken_rule
 def false_alarms(series):
     """Names of the alarms that were raised at any step, where nothing is wrong.
 
-    Not `noise`: on some processors vLLM's BF16 disagrees with itself by as much as the demo's budget, and it says so.
+    Not `noise`: on some processors vLLM's BF16 disagrees with itself by as much as the demo's
+    budget, and it says so.
     """
     return [name for name in ALARMS if name != "noise" and np.any(series[f"alarm/{name}"][1])]
 
@@ -33,7 +36,10 @@ def main(run_dirs):
         wrong = list(broken_rule(read_metrics(run_dir), run.config))
         raised = false_alarms(run.series)
         print(f"{run_dir}: {describe_multiplier(run.series)}")
-        for line in [*wrong, *([f"alarms {', '.join(raised)} in a run where nothing is wrong"] if raised else [])]:
+        for line in [
+            *wrong,
+            *([f"alarms {', '.join(raised)} in a run where nothing is wrong"] if raised else []),
+        ]:
             print(f"{run_dir}: {line}")
         good &= not wrong and not raised
     return int(not good)

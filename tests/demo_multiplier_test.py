@@ -1,4 +1,6 @@
-"""The check of the demos' records sees each lie about lambda, and its sentence says what happened."""
+"""The check of the demos' records sees each lie about lambda, and its sentence says what
+happened.
+"""
 
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ from dcmdp_jax.observe.metrics_io import without_placeholder
 from dcmdp_jax.observe.report import describe_multiplier
 from research.replay import broken_rule
 
-# c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the third step on. lambda
-# rests for two steps, then 0.125 + 2 (1 - 0.78125) = 0.5625, + 2 (0.25 - 0.78125) = -0.5, cut to 0.
+# c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the
+# third step on. lambda rests for two steps, then 0.125 + 2 (1 - 0.78125) = 0.5625, + 2 (0.25 -
+# 0.78125) = -0.5, cut to 0.
 _CONFIG = {
     "algorithm.method": "dc_grpo",
     "algorithm.budget": "mean",
@@ -39,10 +42,20 @@ def test_a_record_that_follows_the_rule_passes():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        # Moved by eta (c - delta); not cut to 0; while c was measured; by one unit too much; another first value.
-        ({"dual__multiplier": [0.125, 0.125, 0.125, 0.0, 0.0]}, "lambda is 0.0 at step 4, the settings give 0.5625"),
-        ({"dual__multiplier": [0.125, 0.125, 0.125, 0.5625, -0.5]}, "lambda is -0.5 at step 5, the settings give 0.0"),
-        ({"dual__multiplier": [0.125, 0.0, 0.0, 0.4375, 0.0]}, "lambda is 0.0 at step 2, the settings give 0.125"),
+        # Moved by eta (c - delta); not cut to 0; while c was measured; by one unit too much;
+        # another first value.
+        (
+            {"dual__multiplier": [0.125, 0.125, 0.125, 0.0, 0.0]},
+            "lambda is 0.0 at step 4, the settings give 0.5625",
+        ),
+        (
+            {"dual__multiplier": [0.125, 0.125, 0.125, 0.5625, -0.5]},
+            "lambda is -0.5 at step 5, the settings give 0.0",
+        ),
+        (
+            {"dual__multiplier": [0.125, 0.0, 0.0, 0.4375, 0.0]},
+            "lambda is 0.0 at step 2, the settings give 0.125",
+        ),
         ({"dual__multiplier": [0.125, 0.125, 0.125, 0.562501, 0.0]}, "lambda is 0.5625010"),
         ({"dual__multiplier": [0.25, 0.25, 0.25, 0.6875, 0.0]}, "lambda begins at 0.25"),
         # The median without the floor.
@@ -56,8 +69,11 @@ def test_a_record_that_breaks_the_rule_is_found(changes, said):
 def test_the_sentence_says_where_lambda_went_and_whether_the_discrepancy_fell():
     # Over c = 0.78125 at step 3 alone, of the three that have it; c was measured on the first two.
     assert describe_multiplier(without_placeholder(_series(), 2)) == (
-        "lambda went from 0.125 to 0, with its peak of 0.5625 at step 4; the budget c was exceeded in 1 of 3 steps; "
-        "the discrepancy fell from 0.25 to 0.125 (first and last step)"
+        "lambda went from 0.125 to 0, with its peak of 0.5625 at step 4; the budget c was "
+        "exceeded in 1 of 3 steps; the discrepancy fell from 0.25 to 0.125 (first and last step)"
     )
-    assert describe_multiplier({"dual/multiplier": (np.arange(3), np.full(3, 0.5))}) == "lambda stayed at 0.5"
+    assert (
+        describe_multiplier({"dual/multiplier": (np.arange(3), np.full(3, 0.5))})
+        == "lambda stayed at 0.5"
+    )
     assert describe_multiplier({}) == ""

@@ -28,34 +28,56 @@ def contradictions(run_dir):
 
     if series["reward/mean"][0].tolist() != list(range(1, steps + 1)):
         yield f"not every one of {steps} steps is recorded"
-    # INT8 weights and activations of a trained network: far above a float32 engine's 1e-5, far below noise.
+    # INT8 weights and activations of a trained network: far above a float32 engine's 1e-5, far
+    # below noise.
     for step, delta in zip(*series["discrepancy/mean"], strict=True):
         if not 1e-3 < delta < 0.2:
             yield f"discrepancy {delta} at step {step}, an INT8 engine's is between 0.001 and 0.2"
     # It knows some sums, and not all: at random a number below 59 is right once in 58 times.
     if not 0.05 < values("reward/mean")[0] < 0.9:
-        yield f"training reward {values('reward/mean')[0]} at step 1, the published model's is 0.2 to 0.4"
+        yield (
+            f"training reward {values('reward/mean')[0]} at step 1, the published model's is "
+            "0.2 to 0.4"
+        )
     if not (np.abs(values("mismatch/probe")) < 0.2).all():
-        yield f"log-probs of the engine are {values('mismatch/probe').max()} nats from the trainer's: other weights"
+        yield (
+            f"log-probs of the engine are {values('mismatch/probe').max()} nats from the "
+            "trainer's: other weights"
+        )
     for name in ("optimizer/skipped_updates", "rollout/dropped_completions", "alarm/weight_sync"):
         if values(name).any():
             yield f"{name} is {values(name).max()}"
-    if series["eval/arithmetic/avg@1"][0].tolist()[:: len(values("eval/arithmetic/avg@1")) - 1] != [0, steps]:
+    if series["eval/arithmetic/avg@1"][0].tolist()[:: len(values("eval/arithmetic/avg@1")) - 1] != [
+        0,
+        steps,
+    ]:
         yield "no held-out score before and after"
     low, high = (values(f"eval_interval/arithmetic/{bound}") for bound in ("low", "high"))
     score = values("eval/arithmetic/avg@1")
     if not ((low <= score) & (score <= high)).all():
         yield f"held-out scores {score} outside their intervals {low} to {high}"
-    parts = sum(values(f"time/{name}") for name in ("push", "generate", "verify", "noise_floor", "pack", "step"))
+    parts = sum(
+        values(f"time/{name}")
+        for name in ("push", "generate", "verify", "noise_floor", "pack", "step")
+    )
     if not (parts >= 0.8 * values("time/total")).all():
         yield f"the named phases take {parts} of {values('time/total')} s"
-    written = [json.loads(line) for line in (run_dir / "held_out_samples.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in (run_dir / "held_out_samples.jsonl").read_text().splitlines()
+    ]
     for step in (0, steps):
         shown = [record for record in written if record["step"] == step]
         if len(shown) != 10 or not all(record["prompt"].endswith(" =") for record in shown):
-            yield f"{len(shown)} held-out completions of step {step}, 10 prompts that end within the assistant's turn"
+            yield (
+                f"{len(shown)} held-out completions of step {step}, 10 prompts that end within "
+                "the assistant's turn"
+            )
     said = verdict(read_run(run_dir))
-    if f"{steps} training steps of " not in said or "95% interval" not in said or "lambda" not in said:
+    if (
+        f"{steps} training steps of " not in said
+        or "95% interval" not in said
+        or "lambda" not in said
+    ):
         yield f"the report begins: {said}"
     if "before training" not in (run_dir / "report.html").read_text():
         yield "the report has no completions before and after"

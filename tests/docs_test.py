@@ -1,4 +1,6 @@
-"""README.md, BUILD.md, docs/ and benchmarks/README.md name existing settings, files, modules, metrics and links."""
+"""README.md, BUILD.md, docs/ and benchmarks/README.md name existing settings, files, modules,
+metrics and links.
+"""
 
 import json
 import re
@@ -38,7 +40,10 @@ def test_named_settings_exist():
 def test_the_pages_name_every_reward():
     text = " ".join(text for page, text in _TEXTS.items() if page.name != "settings.md")
     assert [name for name in BUILT_IN_REWARDS if not re.search(rf"(?<![\w.])`{name}`", text)] == []
-    assert all(re.search(rf"\b{name}\b", _TEXTS[_ROOT / "docs" / "settings.md"]) for name in BUILT_IN_REWARDS)
+    assert all(
+        re.search(rf"\b{name}\b", _TEXTS[_ROOT / "docs" / "settings.md"])
+        for name in BUILT_IN_REWARDS
+    )
 
 
 def test_named_files_modules_and_links_exist():
@@ -47,18 +52,27 @@ def test_named_files_modules_and_links_exist():
             assert (_ROOT / path).is_file(), (page, path)
         for module in re.findall(r"python -m ((?:bin|benchmarks|research)\.[a-z]\w*)", text):
             place = _ROOT / module.replace(".", "/")
-            assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), (page, module)
+            assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), (
+                page,
+                module,
+            )
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
             assert (page.parent / link).exists(), (page, link)
 
 
 def test_named_commands_and_their_options_exist():
-    rooms = "".join(path.read_text(encoding="utf-8") for path in (_ROOT / "dcmdp_jax/commands").glob("*.py"))
+    rooms = "".join(
+        path.read_text(encoding="utf-8") for path in (_ROOT / "dcmdp_jax/commands").glob("*.py")
+    )
     known, seen = set(re.findall(r"\"(--[a-z][\w-]*)\"", rooms)) | {"--help"}, 0
     for page, text in _TEXTS.items():
-        for name, words in re.findall(r"(?:`|^    )(?:dcmdp |python -m bin\.)([a-z_]+)\b([^\n`|]*)", text, re.M):
+        for name, words in re.findall(
+            r"(?:`|^    )(?:dcmdp |python -m bin\.)([a-z_]+)\b([^\n`|]*)", text, re.M
+        ):
             assert name in COMMANDS, (page, name)
-            options = {word for word in re.findall(r"(?<= )--[a-z][\w-]*", words) if word != "--config"}
+            options = {
+                word for word in re.findall(r"(?<= )--[a-z][\w-]*", words) if word != "--config"
+            }
             assert options - known == set(), (page, name)
             seen += 1
     assert seen > 50
@@ -71,7 +85,9 @@ def test_named_metrics_exist():
 
 
 def test_the_files_of_jobs_exist_and_the_slow_ones_slowest_first():
-    lines = [line.split() for line in (_ROOT / "tests" / "slow_files.txt").read_text().splitlines()[1:]]
+    lines = [
+        line.split() for line in (_ROOT / "tests" / "slow_files.txt").read_text().splitlines()[1:]
+    ]
     assert all((_ROOT / name).is_file() for _, name in lines)
     jobs = [line.split() for line in (_ROOT / "tests" / "jobs.txt").read_text().splitlines()[1:]]
     for job, name in jobs:
@@ -79,17 +95,27 @@ def test_the_files_of_jobs_exist_and_the_slow_ones_slowest_first():
         assert job in ("engines", "pages", "first") and (_ROOT / path).is_file(), name
         # `make test` names single tests of long files.
         assert f"def {test}" in (_ROOT / path).read_text() and (job == "first" or not test), name
-    assert [int(seconds) for seconds, _ in lines] == sorted((int(seconds) for seconds, _ in lines), reverse=True)
+    assert [int(seconds) for seconds, _ in lines] == sorted(
+        (int(seconds) for seconds, _ in lines), reverse=True
+    )
 
 
-@pytest.mark.parametrize("notebook", sorted((_ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted((_ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_one(
     notebook, tmp_path, monkeypatch, capsys
 ):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    [code] = ["".join(cell["source"]) for cell in cells if "skip-execution" in cell["metadata"].get("tags", [])]
+    [code] = [
+        "".join(cell["source"])
+        for cell in cells
+        if "skip-execution" in cell["metadata"].get("tags", [])
+    ]
     [installed] = re.findall(r"^ +%pip install --quiet (.*)$", code, re.M)
-    code = re.sub(r"%pip .*$", f"print({installed!r})", code, count=1, flags=re.M)  # a command of IPython
+    code = re.sub(
+        r"%pip .*$", f"print({installed!r})", code, count=1, flags=re.M
+    )  # a command of IPython
     monkeypatch.chdir(notebook.parent)
     exec(code, {})
     assert capsys.readouterr().out == f"{installed}\n" and Path(installed).resolve() == _ROOT
@@ -97,4 +123,7 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
     monkeypatch.chdir(tmp_path / "alone")
     exec(code, {})
     said = capsys.readouterr().out
-    assert said == "no checkout around this notebook: upload it whole, or run %pip install PATH_OF_A_CHECKOUT\n"
+    assert (
+        said == "no checkout around this notebook: upload it whole, or run %pip install "
+        "PATH_OF_A_CHECKOUT\n"
+    )

@@ -1,4 +1,6 @@
-"""The recipes of docs/extending.md and docs/checkpoints.md, and the commands of docs/start.md, work as written."""
+"""The recipes of docs/extending.md and docs/checkpoints.md, and the commands of docs/start.md, work
+as written.
+"""
 
 import os
 import re
@@ -19,12 +21,17 @@ from dcmdp_jax.rewards.reward_pool import RewardPool
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[1]
-_RECIPES = "".join((_ROOT / "docs" / page).read_text() for page in ("extending.md", "checkpoints.md"))
+_RECIPES = "".join(
+    (_ROOT / "docs" / page).read_text() for page in ("extending.md", "checkpoints.md")
+)
 
 
 def _commands(text):
     joined = text.replace("\\\n", " ")
-    return [shlex.split(line) for line in re.findall(r"^ {4}dcmdp (train .*rewards.*)$", joined, re.MULTILINE)]
+    return [
+        shlex.split(line)
+        for line in re.findall(r"^ {4}dcmdp (train .*rewards.*)$", joined, re.MULTILINE)
+    ]
 
 
 def _rewards(directory, monkeypatch, command, *completion_ids):
@@ -36,7 +43,9 @@ def _rewards(directory, monkeypatch, command, *completion_ids):
         pool.wait_until_loaded()
         texts = ["text"] * len(completion_ids)
         pool.begin(["1+1=?"] * len(texts), texts, completion_ids, {"answer": ["2"] * len(texts)})
-        return config.rewards.weighted, {name: found.rewards for name, found in pool.collect().items()}
+        return config.rewards.weighted, {
+            name: found.rewards for name, found in pool.collect().items()
+        }
 
 
 def test_the_recipe_of_a_reward(tmp_path, monkeypatch):
@@ -70,7 +79,10 @@ def test_the_command_of_a_remedy(tmp_path, monkeypatch):
     algorithm = parse(shlex.split(command)).config.algorithm
     check_own_remedies(algorithm)
     remedies = algorithm.remedies()
-    assert (remedies.penalty.name, remedies.corrections[1].parameters) == ("squared", {"floor": 1e-5})
+    assert (remedies.penalty.name, remedies.corrections[1].parameters) == (
+        "squared",
+        {"floor": 1e-5},
+    )
     one = np.ones((1, 1), np.float32)
     tokens = Tokens(advantages=2 * one, ratio=1.3 * one, completion_mask=one > 0)
     region, statistics = remedies.trust_region(tokens)
@@ -83,7 +95,8 @@ def _applied(diff, text):
     """The text after a diff: hunks between @@, whose context and removed lines stand in it once."""
     for hunk in re.split(r"^@@\n", diff, flags=re.MULTILINE):
         old, new = (
-            "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in kinds) for kinds in (" -", " +")
+            "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in kinds)
+            for kinds in (" -", " +")
         )
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -94,12 +107,25 @@ def test_all_recipes_of_code_together(tmp_path):
     edits = re.findall(r"```diff\n--- (\S+)\n(.*?)```", _RECIPES, re.DOTALL)
     tests = re.findall(r"```python\n# (\S+_test\.py)\n(.*?)```", _RECIPES, re.DOTALL)
     headings = re.findall(r"^## (?:A|An) (.*)", _RECIPES, re.MULTILINE)
-    names = ["reward", "remedy", "setting", "metric", "model parameter", "model family", "engine", "field of the state"]
+    names = [
+        "reward",
+        "remedy",
+        "setting",
+        "metric",
+        "model parameter",
+        "model family",
+        "engine",
+        "field of the state",
+    ]
     assert headings == names
-    assert len(tests) == len(headings) - 2  # a reward and an engine are files of a user's, tested elsewhere
+    assert (
+        len(tests) == len(headings) - 2
+    )  # a reward and an engine are files of a user's, tested elsewhere
     files = re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", _RECIPES, re.DOTALL)
     for package in ("dcmdp_jax", "configs"):
-        shutil.copytree(_ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            _ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for path, diff in edits:
         place = tmp_path / path
         place.write_text(_applied(diff, place.read_text()))
@@ -107,9 +133,21 @@ def test_all_recipes_of_code_together(tmp_path):
         place = tmp_path / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(code)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "tests",
+    ]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S
+    )
     count = sum(code.count("\ndef test_") for _, code in tests)
     assert done.returncode == 0 and f"{count} passed" in done.stdout, done.stdout + done.stderr
 

@@ -8,7 +8,16 @@ import pytest
 from dcmdp_jax.algorithm import discrepancy, losses, stats
 from dcmdp_jax.config.checks import validate
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.fields import Setting, build, check_range, declared, flatten, parse_text, replace_value, setting
+from dcmdp_jax.fields import (
+    Setting,
+    build,
+    check_range,
+    declared,
+    flatten,
+    parse_text,
+    replace_value,
+    setting,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +60,12 @@ def test_a_value_is_replaced_by_its_dotted_name():
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [("rate", "1e-3", 0.001), ("rate", "2", 2.0), ("inner.size", "-4", -4), ("inner.kind", "1", "1")],
+    [
+        ("rate", "1e-3", 0.001),
+        ("rate", "2", 2.0),
+        ("inner.size", "-4", -4),
+        ("inner.kind", "1", "1"),
+    ],
 )
 def test_text_becomes_a_value_of_the_type(name, text, value):
     made = parse_text(declared(_Outer)[name], text)
@@ -78,4 +92,6 @@ def test_every_default_keeps_its_own_rules():
     ],
 )
 def test_the_choices_are_those_of_the_functions(name, functions, refused):
-    assert sorted(declared(Config)[name].about.choices) == sorted(set(typing.get_args(functions)) - set(refused))
+    assert sorted(declared(Config)[name].about.choices) == sorted(
+        set(typing.get_args(functions)) - set(refused)
+    )

@@ -17,7 +17,9 @@ def test_a_quote_is_cut_and_says_how_long_it_was():
     assert shorten_name("lm_head.weight") == "lm_head.weight"
 
 
-@pytest.mark.parametrize("value", [list(range(10**6)), {str(i): i for i in range(10**5)}, [["x" * 10**6]], 10**4000])
+@pytest.mark.parametrize(
+    "value", [list(range(10**6)), {str(i): i for i in range(10**5)}, [["x" * 10**6]], 10**4000]
+)
 def test_a_quote_of_anything_is_short(value):
     assert len(shorten(value)) < 120
 
@@ -79,10 +81,26 @@ def test_an_address_has_a_port_that_exists():
         "host:80 ",
     ]
     assert [one for one in good + bad if is_address(one)] == good
-    assert not is_address("host:\N{ARABIC-INDIC DIGIT SEVEN}") and not is_address("host:" + "1" * 5000)
+    assert not is_address("host:\N{ARABIC-INDIC DIGIT SEVEN}") and not is_address(
+        "host:" + "1" * 5000
+    )
 
 
 def test_a_url_may_leave_its_port_out():
-    good = ["http://host", "https://host/v1", "http://host:8000/v1", "http://[::1]:8000", "http://host?a=b:c"]
-    bad = ["http://", "http://:80", "http://host:70000", "http://host:0/v1", "http:host", "ftp://host", "http://::1:80"]
+    good = [
+        "http://host",
+        "https://host/v1",
+        "http://host:8000/v1",
+        "http://[::1]:8000",
+        "http://host?a=b:c",
+    ]
+    bad = [
+        "http://",
+        "http://:80",
+        "http://host:70000",
+        "http://host:0/v1",
+        "http:host",
+        "ftp://host",
+        "http://::1:80",
+    ]
     assert [one for one in good + bad if is_url(one)] == good

@@ -1,4 +1,6 @@
-"""The programs that the tests keep: taken again by the next process, of the same processor alone, and bounded."""
+"""The programs that the tests keep: taken again by the next process, of the same processor alone,
+and bounded.
+"""
 
 import json
 import os
@@ -27,13 +29,23 @@ print(json.dumps([events["cache_hits"], events["cache_misses"]]))
 @pytest.fixture
 def run(tmp_path):
     """Hits and misses of a process whose user has an empty cache directory."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
 
     def count(**environment):
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
             cwd=ROOT,
-            env={**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "", **environment},
+            env={
+                **kept,
+                "JAX_PLATFORMS": "cpu",
+                "XDG_CACHE_HOME": str(tmp_path),
+                "XLA_FLAGS": "",
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=HANGS_S,
@@ -57,7 +69,11 @@ def test_a_variable_turns_it_off_or_moves_it(run, tmp_path):
     assert run(JAX_ENABLE_COMPILATION_CACHE="false") == [0, 0]
     assert not list(tmp_path.rglob("*-cache"))
     _, compiled = run(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "moved"))
-    assert len(list((tmp_path / "moved").glob("*-cache"))) == compiled == len(list(tmp_path.rglob("*-cache")))
+    assert (
+        len(list((tmp_path / "moved").glob("*-cache")))
+        == compiled
+        == len(list(tmp_path.rglob("*-cache")))
+    )
 
 
 def test_those_that_were_not_used_for_longest_go_first_and_torn_ones_at_once(tmp_path):

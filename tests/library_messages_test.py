@@ -1,4 +1,6 @@
-"""Library code names its own arguments in messages; `config/checks.py` alone says which settings those are."""
+"""Library code names its own arguments in messages; `config/checks.py` alone says which settings
+those are.
+"""
 
 import ast
 import re
@@ -13,7 +15,9 @@ from dcmdp_jax.errors import ArgumentError, UserError
 
 _ROOT = Path(__file__).resolve().parents[1] / "dcmdp_jax"
 _FILES = [
-    path for room in ("engines", "parallel", "models", "rewards", "data") for path in (_ROOT / room).rglob("*.py")
+    path
+    for room in ("engines", "parallel", "models", "rewards", "data")
+    for path in (_ROOT / room).rglob("*.py")
 ]
 _SECTIONS = sorted({name.partition(".")[0] for name in setting_names()})
 _SETTING = re.compile(
@@ -25,20 +29,36 @@ def _texts(path):
     """Every text of a module that is no docstring and no name of a module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     bodies = (node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list))
-    documented = {id(statement.value) for body in bodies for statement in body if isinstance(statement, ast.Expr)}
+    documented = {
+        id(statement.value)
+        for body in bodies
+        for statement in body
+        if isinstance(statement, ast.Expr)
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documented
+        ):
             yield node.lineno, node.value
 
 
 def test_the_walk_sees_what_it_forbids():
     assert _SETTING.search("config.rollout: got 3") and _SETTING.search("or raise hosts.timeout_s")
-    assert not _SETTING.search("config.json: not valid JSON") and not _SETTING.search("model.layers.0")
+    assert not _SETTING.search("config.json: not valid JSON") and not _SETTING.search(
+        "model.layers.0"
+    )
     assert any("must divide the model's" in text for path in _FILES for _, text in _texts(path))
 
 
 def test_library_code_names_no_setting():
-    found = [f"{path}:{line}: {text}" for path in _FILES for line, text in _texts(path) if _SETTING.search(text)]
+    found = [
+        f"{path}:{line}: {text}"
+        for path in _FILES
+        for line, text in _texts(path)
+        if _SETTING.search(text)
+    ]
     assert found == []
 
 
@@ -47,9 +67,10 @@ def test_library_code_names_no_setting():
     [
         (
             "vllm",
-            "replicas: got 3 of `tensor_parallel_size`=2 devices each, name more in `visible_devices`",
-            "config.rollout.vllm.replicas: got 3 of rollout.vllm.tensor_parallel_size=2 devices each, name more in "
-            "rollout.vllm.visible_devices",
+            "replicas: got 3 of `tensor_parallel_size`=2 devices each, name more in "
+            "`visible_devices`",
+            "config.rollout.vllm.replicas: got 3 of rollout.vllm.tensor_parallel_size=2 devices "
+            "each, name more in rollout.vllm.visible_devices",
         ),
         (
             "vllm",
@@ -78,7 +99,11 @@ def test_what_an_argument_holds_stays_behind_its_setting():
 
 
 def test_every_setting_that_an_argument_becomes_is_one():
-    known = set(setting_names()) | set(_SECTIONS) | {"rollout.local", "rollout.vllm", "rollout.engine_args"}
+    known = (
+        set(setting_names())
+        | set(_SECTIONS)
+        | {"rollout.local", "rollout.vllm", "rollout.engine_args"}
+    )
     for names in (
         checks.HOSTS,
         checks.MESH,
@@ -89,4 +114,6 @@ def test_every_setting_that_an_argument_becomes_is_one():
     ):
         for setting in names.values():
             for part in re.split(" and | or ", setting):
-                assert part.partition("=")[0] in known or part.startswith("rollout.engine_args."), part
+                assert part.partition("=")[0] in known or part.startswith("rollout.engine_args."), (
+                    part
+                )

@@ -1,10 +1,11 @@
-"""Fifty planted faults of the algorithm and the training step: the narrow tests must fail with each.
+"""Fifty planted faults of the algorithm and the training step: the narrow tests must fail with
+each.
 
     python -m tests.mutants                # all, half an hour on two idle cores
     python -m tests.mutants clip dual      # those whose file or text has one of these words
 
-Each fault of tests/mutants.txt is one edit of a copy of the checkout, in a temporary directory. Exit code 1 if a fault
-survives, or if its text is no longer in the source.
+Each fault of tests/mutants.txt is one edit of a copy of the checkout, in a temporary directory.
+Exit code 1 if a fault survives, or if its text is no longer in the source.
 """
 
 import os
@@ -46,11 +47,17 @@ def mutants() -> list[Mutant]:
 
 def main(words: list[str]) -> int:
     """Run the chosen mutants; print a line for each and the survivors."""
-    chosen = [mutant for mutant in mutants() if not words or any(word in " ".join(mutant) for word in words)]
+    chosen = [
+        mutant
+        for mutant in mutants()
+        if not words or any(word in " ".join(mutant) for word in words)
+    ]
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
-        names = subprocess.run(["git", "ls-files", "-z"], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
+        names = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=_ROOT, capture_output=True, text=True, check=True
+        ).stdout
         for name in filter(None, names.split("\0")):
             if (_ROOT / name).is_file():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,9 +81,22 @@ def _result(copy: Path, mutant: Mutant) -> str:
     file.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
     code = 0
     for tests in _tests(copy, mutant):
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
-        code = code or subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode
+        code = (
+            code
+            or subprocess.run(command, cwd=copy, env=environment, capture_output=True).returncode
+        )
     file.write_text(source, encoding="utf-8")
     return {0: "survived", 1: "killed"}.get(code, "broken")  # the edit has no meaning: no test ran
 
@@ -88,8 +108,15 @@ def _tests(copy: Path, mutant: Mutant) -> list[list[str]]:
     if room == "training":
         return [step[:1], [file for file in step[1:] if (copy / file).exists()]]
     own = f"tests/algorithm/{name if name != 'trust_regions' else 'losses'}_test.py"
-    rest = sorted(path.relative_to(copy).as_posix() for path in (copy / "tests" / "algorithm").glob("*_test.py"))
-    return [[own], [path for path in rest if path not in (own, "tests/algorithm/docs_test.py")], step[:1]]
+    rest = sorted(
+        path.relative_to(copy).as_posix()
+        for path in (copy / "tests" / "algorithm").glob("*_test.py")
+    )
+    return [
+        [own],
+        [path for path in rest if path not in (own, "tests/algorithm/docs_test.py")],
+        step[:1],
+    ]
 
 
 if __name__ == "__main__":

@@ -18,12 +18,21 @@ from dcmdp_jax.named_functions import Call, check_call, parse_calls
     [
         ("", []),
         ("tis", [Call("tis", {})]),
-        (" tis ( low=0.5 , high=2 ) , veto,", [Call("tis", {"low": 0.5, "high": 2.0}), Call("veto", {})]),
-        ("f(kind=k2,high=inf)", [Call("f", {"kind": "k2", "high": float("inf")})]),  # inf is a number, k2 a word
+        (
+            " tis ( low=0.5 , high=2 ) , veto,",
+            [Call("tis", {"low": 0.5, "high": 2.0}), Call("veto", {})],
+        ),
+        (
+            "f(kind=k2,high=inf)",
+            [Call("f", {"kind": "k2", "high": float("inf")})],
+        ),  # inf is a number, k2 a word
         ("f(kind=a,n=1),f(kind=b,n=1)", [Call("f", {"kind": kind, "n": 1.0}) for kind in "ab"]),
         ("a/b.py:f(k=1e-3)", [Call("a/b.py:f", {"k": 0.001})]),
         ("my files/b.py:f,tis", [Call("my files/b.py:f", {}), Call("tis", {})]),
-        ("package.module:f(on=true,off=false)", [Call("package.module:f", {"on": True, "off": False})]),
+        (
+            "package.module:f(on=true,off=false)",
+            [Call("package.module:f", {"on": True, "off": False})],
+        ),
     ],
 )
 def test_text_becomes_calls(text, calls):
@@ -37,7 +46,17 @@ def test_a_users_function_is_known_by_its_colon():
 
 
 @pytest.mark.parametrize(
-    "text", ["tis veto", "tis(high=2", "tis)", ",", "tis(2)", "tis(high=\u0662)", "tis,a.py:tis", "f(k=a),f(k=a,n=1)"]
+    "text",
+    [
+        "tis veto",
+        "tis(high=2",
+        "tis)",
+        ",",
+        "tis(2)",
+        "tis(high=\u0662)",
+        "tis,a.py:tis",
+        "f(k=a),f(k=a,n=1)",
+    ],
 )
 def test_other_text_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="^got ") as raised:
@@ -81,7 +100,12 @@ def test_the_advice_of_a_refusal_is_accepted(setting, name, positional):
 
 
 def test_a_missing_parameter_and_a_users_function_are_advised_of_what_they_take():
-    with pytest.raises(UserError, match=r"^kl_rejection needs high, such as kl_rejection\(high=0\.1,estimator=k3,over"):
+    with pytest.raises(
+        UserError,
+        match=r"^kl_rejection needs high, such as kl_rejection\(high=0\.1,estimator=k3,over",
+    ):
         check_call(Call("kl_rejection", {}), CORRECTIONS)
-    with pytest.raises(UserError, match=r"^got a\.py:f\('2'\); parameters are name=number .*, each once$"):
+    with pytest.raises(
+        UserError, match=r"^got a\.py:f\('2'\); parameters are name=number .*, each once$"
+    ):
         parse_calls("a.py:f(2)")

@@ -29,7 +29,8 @@ def test_percent():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (math.nan, "-"), (math.inf, "-")]
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (math.nan, "-"), (math.inf, "-")],
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text

@@ -1,4 +1,6 @@
-"""docs/paper.md names every equation, table and figure of the paper, and functions and commands that exist."""
+"""docs/paper.md names every equation, table and figure of the paper, and functions and commands
+that exist.
+"""
 
 import importlib
 import math
@@ -46,7 +48,8 @@ def test_the_counts_are_those_of_the_papers_source():
     bodies = re.findall(r"\\begin\{(equation|align)\}(.*?)\\end\{\1\}", tex, re.S)
     # An equation has one number; an align one for each line.
     numbers = [
-        1 if kind == "equation" else len(re.findall(r"\\\\(?:\s|\[)", f"{body.strip()}\n")) + 1 for kind, body in bodies
+        1 if kind == "equation" else len(re.findall(r"\\\\(?:\s|\[)", f"{body.strip()}\n")) + 1
+        for kind, body in bodies
     ]
     assert sum(numbers) == max(_numbers(r"Eq\."))
     assert len(re.findall(r"\\begin\{table\*?\}", tex)) == max(_numbers("Table"))
@@ -61,22 +64,42 @@ def test_named_functions_exist():
 
 def test_the_constants_are_those_of_the_configs():
     table = _PAGE[_PAGE.index("## Constants") : _PAGE.index("## Numbers the paper reports")]
-    cells = [[cell.strip() for cell in line.split("|")[2:5]] for line in table.splitlines() if line.startswith("| ")]
-    dense, experts = (to_saved(from_config_dict(file.get_config().to_dict())) for file in (qwen3_8b, qwen3_30b_a3b))
+    cells = [
+        [cell.strip() for cell in line.split("|")[2:5]]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ]
+    dense, experts = (
+        to_saved(from_config_dict(file.get_config().to_dict()))
+        for file in (qwen3_8b, qwen3_30b_a3b)
+    )
     checked = 0
     for names, *values in cells:
         names = re.findall(r"`([\w.]+)`", names)
-        full = [name if not name.startswith(".") else names[0].partition(".")[0] + name for name in names]
-        for saved, value in zip((dense, experts), (values[0], values[1].replace("the same", values[0])), strict=True):
+        full = [
+            name if not name.startswith(".") else names[0].partition(".")[0] + name
+            for name in names
+        ]
+        for saved, value in zip(
+            (dense, experts), (values[0], values[1].replace("the same", values[0])), strict=True
+        ):
             words = value.replace("none: ", "").replace(",", "" if len(names) == 1 else " ").split()
             for name, word in zip(full, words, strict=False):
                 section, _, setting = name.partition(".")
-                known = saved[section][setting] if section in ("algorithm", "training", "optimizer") else None
+                known = (
+                    saved[section][setting]
+                    if section in ("algorithm", "training", "optimizer")
+                    else None
+                )
                 known = saved["rollout"].get(setting) if section == "rollout" else known
                 if name == "algorithm.trust_region":
                     known = float(re.search(r"high=([\d.]+)", known)[1])
                 if known is not None:
-                    assert word == known if isinstance(known, str) else float(word) == known, (name, word, known)
+                    assert word == known if isinstance(known, str) else float(word) == known, (
+                        name,
+                        word,
+                        known,
+                    )
                     checked += 1
     assert checked >= 2 * 17
 
@@ -89,7 +112,9 @@ def test_named_commands_are_understood(monkeypatch):
         _, name, *words = shlex.split(re.split(r"\s{2,}", command)[0])
         if name == "sweep":
             overrides = [word for word in words if word.startswith("--config.")]
-            (study,) = [word.removeprefix("--study=") for word in words if word.startswith("--study=")]
+            (study,) = [
+                word.removeprefix("--study=") for word in words if word.startswith("--study=")
+            ]
             assert sweep.resolve(sweep.load_study(study), Path("runs/none"), overrides)[0]
         elif name == "evaluate":
             evaluate.parse(words)

@@ -1,4 +1,6 @@
-"""examples/planted: the engine is wrong after N alone, by 1.5 nats on the logit of A, and samples what it reports."""
+"""examples/planted: the engine is wrong after N alone, by 1.5 nats on the logit of A, and samples
+what it reports.
+"""
 
 import dataclasses
 import runpy
@@ -27,7 +29,9 @@ def engines():
     example = runpy.run_path(_FILE)
     model = dataclasses.replace(small_model(vocab_size=104), initializer_range=0.05)
     params = init_params(model, jax.random.key(3))
-    arguments = EngineArguments("float32", "float32", "auto", 64, 64, 0, example["Settings"](), model=model)
+    arguments = EngineArguments(
+        "float32", "float32", "auto", 64, 64, 0, example["Settings"](), model=model
+    )
     planted, exact = example["ENGINE"].build(arguments), local_engine(model, max_total_tokens=64)
     for engine in (planted, exact):
         engine.push_weights(params, 3)
@@ -42,9 +46,14 @@ def test_logprobs_differ_after_n_alone_and_by_what_is_planted(engines):
     planted, exact = engines
     texts = "NA", "NB", "CA", "CB", "AN", "NC"
     prompts = [np.array([9, 25, 40 + n], np.int32) for n in range(len(texts))]
-    [theirs, own] = ([*e.score(prompts, _completions(*texts), temperature=1.0)] for e in (planted, exact))
-    # log(p e^s / (1 - p_A + p_A e^s)) of A, and without e^s above of another token; p_A by the exact engine.
-    p_a = [float(np.exp(exact.score([p], _completions("NA"), temperature=1.0)[0][1])) for p in prompts]
+    [theirs, own] = (
+        [*e.score(prompts, _completions(*texts), temperature=1.0)] for e in (planted, exact)
+    )
+    # log(p e^s / (1 - p_A + p_A e^s)) of A, and without e^s above of another token; p_A by the
+    # exact engine.
+    p_a = [
+        float(np.exp(exact.score([p], _completions("NA"), temperature=1.0)[0][1])) for p in prompts
+    ]
     for n, text in enumerate(texts):
         expected = own[n].astype(np.float64)
         if text[0] == "N":
@@ -63,7 +72,9 @@ def test_it_samples_the_distribution_that_it_reports(engines):
     assert abs((first == _IDS["A"]).mean() - p) < 4 * np.sqrt(p * (1 - p) / count)
     row = int(np.argmax(first == _IDS["A"]))
     assert episodes[row].rollout_logprobs[-1] == pytest.approx(float(reported[0]), abs=1e-6)
-    [again] = collect(planted.generate([prompt], SamplingParams(1, 1), seed=1, step=0, first_prompt=row))
+    [again] = collect(
+        planted.generate([prompt], SamplingParams(1, 1), seed=1, step=0, first_prompt=row)
+    )
     assert again.completion_ids.tolist() == [_IDS["A"]]
 
 
@@ -71,7 +82,11 @@ def test_rewards_and_charges_are_those_of_the_task():
     example = runpy.run_path(_FILE)
     assert example["score"](["NA", "NB", "CA", "CB", "AC", "N"]) == [1.0, 1.0, 0.9, 0.9, 0.0, 0.0]
     config = parse(["train", f"--config={_FILE}:sequence,30"]).config
-    assert (config.algorithm.level, config.algorithm.multiplier, config.algorithm.dual_learning_rate) == (
+    assert (
+        config.algorithm.level,
+        config.algorithm.multiplier,
+        config.algorithm.dual_learning_rate,
+    ) == (
         "sequence",
         30.0,
         0.0,

@@ -24,7 +24,9 @@ _LIBRARIES = set(
 # Settings and modules of others whose first word is one of ours: verl's, and Qwen3.5's weights.
 _NAMES_OF_OTHERS = {"algorithm.rollout_correction", "model.language_model"}
 # Files of a reader, or of another framework, that pages and docstrings name.
-_FILES_OF_OTHERS = set("grpo.py my_engine.py my_remedies.py my_reward.py random.py resource.py x.toml".split())
+_FILES_OF_OTHERS = set(
+    "grpo.py my_engine.py my_remedies.py my_reward.py random.py resource.py x.toml".split()
+)
 
 
 @functools.cache
@@ -105,7 +107,9 @@ def _paths():
 
 
 def _resolves(name, local_names):
-    """Whether a dotted name is a file, a module, what a module or class has, a setting, or of a value in sight."""
+    """Whether a dotted name is a file, a module, what a module or class has, a setting, or of a
+    value in sight.
+    """
     if _FILE.search(name):
         return _is_file(name) or name in _FILES_OF_OTHERS
     dotted = name.replace("/", ".")
@@ -125,11 +129,16 @@ def _resolves(name, local_names):
     folders = "/".join(parts)
     if any(path == folders or path.endswith(f"/{folders}") for path in _paths()):
         return True
-    # A data file's name has a suffix that is no Python; an attribute belongs to a value of the same file.
-    return "/" in name or parts[-1].islower() and (parts[0] in local_names or parts[-1] in _SUFFIXES)
+    # A data file's name has a suffix that is no Python; an attribute belongs to a value of the same
+    # file.
+    return (
+        "/" in name or parts[-1].islower() and (parts[0] in local_names or parts[-1] in _SUFFIXES)
+    )
 
 
-_SUFFIXES = set("json jsonl html parquet safetensors csv txt log lock js gz yaml jinja previous".split())
+_SUFFIXES = set(
+    "json jsonl html parquet safetensors csv txt log lock js gz yaml jinja previous".split()
+)
 
 
 def _dead(text, local_names):
@@ -148,11 +157,16 @@ def _prose(path):
 
 
 def test_a_pointer_to_a_module_that_is_gone_is_found():
-    # There is no module `numerics`; `as_float` is defined in algorithm/stats.py, `stats.Mean` is a class of it.
-    assert _dead("see `numerics.as_float`, `stats.as_float`, `stats.Mean`", set()) == ["numerics.as_float"]
+    # There is no module `numerics`; `as_float` is defined in algorithm/stats.py, `stats.Mean` is a
+    # class of it.
+    assert _dead("see `numerics.as_float`, `stats.as_float`, `stats.Mean`", set()) == [
+        "numerics.as_float"
+    ]
     assert _dead("`gone_module.py`, `training/step.py`, `step.py`", set()) == ["gone_module.py"]
     # A setting, and an attribute of a value that the file has.
-    assert _dead("`rollout.precision`, `rollout.nothing`, `batch.rows`", {"batch"}) == ["rollout.nothing"]
+    assert _dead("`rollout.precision`, `rollout.nothing`, `batch.rows`", {"batch"}) == [
+        "rollout.nothing"
+    ]
 
 
 def test_docstrings_and_comments_name_what_exists():

@@ -88,7 +88,9 @@ def test_a_name_that_is_tried_first_leads_to_the_public_one(tried, meant):
 
 
 def test_a_name_near_none_is_told_all_and_a_private_one_nothing():
-    with pytest.raises(AttributeError, match="no attribute 'zzz'; it has Config, DcGrpoAux, .*, write_report$"):
+    with pytest.raises(
+        AttributeError, match="no attribute 'zzz'; it has Config, DcGrpoAux, .*, write_report$"
+    ):
         dcmdp_jax.zzz  # noqa: B018
     for name in ("__path_of_loss__", "_loss"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'$"):
@@ -125,11 +127,18 @@ def test_probabilities_are_refused_by_the_parts_as_by_the_whole():
 def test_a_user_s_lists_are_taken_as_arrays():
     """In a process of its own: the check of shapes, which the tests alone have, wants arrays."""
     given = "[[0.0, -1.0]]"
-    program = f"import dcmdp_jax; print(dcmdp_jax.token_discrepancy({given}, {given}, completion_mask=[[1, 0]]))"
+    program = (
+        f"import dcmdp_jax; print(dcmdp_jax.token_discrepancy({given}, {given}, "
+        "completion_mask=[[1, 0]]))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S,
-        cwd=Path(__file__).resolve().parents[1], env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        cwd=Path(__file__).resolve().parents[1],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
     assert done.stdout == "[[0. 0.]]\n", done.stderr
 
 

@@ -42,9 +42,10 @@ def test_the_algorithm_is_checked_here_and_not_in_a_run():
     with pytest.raises(jaxtyping.TypeCheckError, match="exp_minus_linear"):
         exp_minus_linear(np.ones(2, int))
     code = (
-        "import sys, numpy, dcmdp_jax, dcmdp_jax.training.step; from dcmdp_jax.algorithm import stats;"
-        "assert not [one for one in sys.meta_path if type(one).__module__.startswith('jaxtyping')];"
-        "assert 'beartype' not in sys.modules and not hasattr(stats.exp_minus_linear, '__wrapped__');"
-        "stats.exp_minus_linear(numpy.ones(2, int))"
+        "import sys, numpy, dcmdp_jax, dcmdp_jax.training.step; from dcmdp_jax.algorithm import "
+        "stats;assert not [one for one in sys.meta_path if "
+        "type(one).__module__.startswith('jaxtyping')];assert 'beartype' not in sys.modules and "
+        "not hasattr(stats.exp_minus_linear, '__wrapped__');stats.exp_minus_linear(numpy.ones(2, "
+        "int))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

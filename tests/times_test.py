@@ -1,11 +1,20 @@
-"""No test says how long anything takes: an assertion that compares seconds fails beside other work."""
+"""No test says how long anything takes: an assertion that compares seconds fails beside other
+work.
+"""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns"}
+CLOCKS = {
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "process_time_ns",
+}
 CLOCKS |= {"thread_time", "thread_time_ns", "time", "time_ns"}
 # Its assertion is the limit against hanging.
 ALLOWED = {"tests/support/waiting.py"}
@@ -18,12 +27,25 @@ def _names_of_seconds(tree: ast.AST) -> set[str]:
         before = len(names)
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and _has_seconds(node.value, names):
-                names |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+                names |= {
+                    name.id
+                    for target in node.targets
+                    for name in ast.walk(target)
+                    if isinstance(name, ast.Name)
+                }
             elif isinstance(node, ast.NamedExpr | ast.AnnAssign | ast.AugAssign):
-                if node.value is not None and _has_seconds(node.value, names) and isinstance(node.target, ast.Name):
+                if (
+                    node.value is not None
+                    and _has_seconds(node.value, names)
+                    and isinstance(node.target, ast.Name)
+                ):
                     names.add(node.target.id)
             elif isinstance(node, ast.FunctionDef):
-                returned = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return) and inner.value]
+                returned = [
+                    inner.value
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.Return) and inner.value
+                ]
                 if any(_has_seconds(value, names) for value in returned):
                     names.add(node.name)
         if len(names) == before:
@@ -37,7 +59,9 @@ def _has_seconds(expression: ast.AST, names: set[str]) -> bool:
             return True
         if isinstance(node, ast.Call):
             function = node.func
-            of_module = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "time"
+            of_module = (
+                isinstance(function, ast.Attribute) and ast.unparse(function.value) == "time"
+            )
             if of_module and function.attr in CLOCKS:
                 return True
             if isinstance(function, ast.Name) and function.id in CLOCKS:
@@ -50,7 +74,11 @@ def _modules(source: str) -> Iterator[ast.Module]:
     tree = ast.parse(source)
     yield tree
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import " in node.value:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and "import " in node.value
+        ):
             try:
                 yield ast.parse(node.value)
             except SyntaxError:
@@ -64,7 +92,9 @@ def compared_seconds(source: str) -> list[str]:
         names = _names_of_seconds(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Assert):
-                comparisons = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]
+                comparisons = [
+                    inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)
+                ]
                 if any(_has_seconds(comparison, names) for comparison in comparisons):
                     found.append(ast.unparse(node.test))
     return found
@@ -72,20 +102,35 @@ def compared_seconds(source: str) -> list[str]:
 
 def test_a_comparison_of_seconds_is_seen():
     """Written out, in a variable, by a helper, in a program of its own."""
-    of_a_helper = "def spent(f):\n    a = time.process_time()\n    f()\n    return time.process_time() - a\n"
+    of_a_helper = (
+        "def spent(f):\n    a = time.process_time()\n    f()\n    return time.process_time() - a\n"
+    )
     assert compared_seconds("assert x == 1 and time.monotonic() - began < 3") != []
     assert compared_seconds("took = perf_counter() - began\nassert took < 3") != []
-    assert compared_seconds(of_a_helper + "def test():\n    seconds = spent(len)\n    assert seconds < 0.05") != []
+    assert (
+        compared_seconds(
+            of_a_helper + "def test():\n    seconds = spent(len)\n    assert seconds < 0.05"
+        )
+        != []
+    )
     assert compared_seconds("PROGRAM = 'import time; assert time.time() < 5'") != []
-    assert compared_seconds("began = time.monotonic()\nassert doing.done == 3\ndone.wait(HANGS_S)") == []
+    assert (
+        compared_seconds("began = time.monotonic()\nassert doing.done == 3\ndone.wait(HANGS_S)")
+        == []
+    )
 
 
 def test_no_test_compares_seconds():
-    files = [path for folder in ("tests", "research/tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        path
+        for folder in ("tests", "research/tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     found = {
         name: assertions
         for path in files
-        if (name := path.relative_to(ROOT).as_posix()) not in ALLOWED and name != "tests/times_test.py"
+        if (name := path.relative_to(ROOT).as_posix()) not in ALLOWED
+        and name != "tests/times_test.py"
         if (assertions := compared_seconds(path.read_text(encoding="utf-8")))
     }
     assert len(files) > 300 and found == {}

@@ -1,4 +1,6 @@
-"""The attention kernels that `model.attention` offers here: their error and their time beside the plain version's."""
+"""The attention kernels that `model.attention` offers here: their error and their time beside the
+plain version's.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ PASSES = {"forward": 2, "forward and backward": 6}
 """Products of each pass: q k and p v; the gradients of both factors of each."""
 RESULTS = ("output", "query gradient", "key gradient", "value gradient")
 MOST_ERROR = 3.0
-"""The largest error of a kernel, in units of the plain version's in the same dtype; FlashAttention's own tests allow 2
-for outputs and 3 for gradients."""
+"""The largest error of a kernel, in units of the plain version's in the same dtype;
+FlashAttention's own tests allow 2 for outputs and 3 for gradients.
+"""
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(query [R, L, H, h], key [R, L, K, h], value) -> [R, L, H, h]."""
@@ -40,7 +43,9 @@ class Inputs(NamedTuple):
 
 
 def segments(rows: int, length: int, *, packed: bool) -> np.ndarray:
-    """[R, L] int32: one sequence and padding, or seven and padding, of 1 to 7 parts of the row each."""
+    """[R, L] int32: one sequence and padding, or seven and padding, of 1 to 7 parts of the row
+    each.
+    """
     real = length - length // 16
     ids = np.zeros((rows, length), np.int32)
     ids[:, :real] = 1
@@ -90,8 +95,12 @@ def exact_results(attend: Attention, inputs: Inputs) -> list[np.ndarray]:
         return [np.asarray(x) for x in exact(Inputs(*(x.astype(jnp.float32) for x in inputs)))]
 
 
-def largest_errors(results: tuple[jax.Array, ...], exact: list[np.ndarray], real: np.ndarray) -> dict[str, float]:
-    """max |x - exact| over max |exact| of each result, on real tokens [R, L]; NaN if there is any."""
+def largest_errors(
+    results: tuple[jax.Array, ...], exact: list[np.ndarray], real: np.ndarray
+) -> dict[str, float]:
+    """max |x - exact| over max |exact| of each result, on real tokens [R, L]; NaN if there is
+    any.
+    """
     errors = {}
     for name, ours, theirs in zip(RESULTS, results, exact, strict=True):
         difference = np.abs(np.asarray(ours.astype(jnp.float32)) - theirs)[real]
@@ -102,7 +111,8 @@ def largest_errors(results: tuple[jax.Array, ...], exact: list[np.ndarray], real
 def too_large(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each error that is no number or above `MOST_ERROR` times the plain version's."""
     return [
-        f"{kernel}: {name} is off by {error:.3g} of its largest value, the plain version by {errors[PLAIN][name]:.3g}"
+        f"{kernel}: {name} is off by {error:.3g} of its largest value, the plain version by "
+        f"{errors[PLAIN][name]:.3g}"
         for kernel, of_kernel in errors.items()
         for name, error in of_kernel.items()
         if not error <= MOST_ERROR * errors[PLAIN][name]
@@ -110,7 +120,9 @@ def too_large(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def product_flops(segment_ids: np.ndarray, heads: int, width: int) -> float:
-    """Operations of one of the two products of a forward pass: a token sees those of its segment up to itself."""
+    """Operations of one of the two products of a forward pass: a token sees those of its segment up
+    to itself.
+    """
     counts = [np.bincount(row)[1:].astype(float) for row in segment_ids]
     pairs = sum(float((count * (count + 1) / 2).sum()) for count in counts)
     return 2.0 * pairs * heads * width
@@ -128,10 +140,17 @@ def measure(size: Size, tell: Tell, *, packed: bool) -> None:
     inputs = random_inputs(model.num_heads, model.num_kv_heads, model.head_dim, ids)
     attends = contenders(jax.default_backend(), jnp.asarray(ids), packed=packed)
     found: dict[str, Any] = {
-        "kind": "attention", "rows": ids.shape[0], "length": ids.shape[1], "sequences_per_row": int(ids.max()),
-        "heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "chip_figures": source,
-        "errors": {}, "passes": {},
-    }  # fmt: skip
+        "kind": "attention",
+        "rows": ids.shape[0],
+        "length": ids.shape[1],
+        "sequences_per_row": int(ids.max()),
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "chip_figures": source,
+        "errors": {},
+        "passes": {},
+    }
     exact = exact_results(attends[PLAIN], inputs)
     for name, attend in attends.items():
         results = jax.jit(functools.partial(with_gradients, attend))(inputs)
@@ -140,9 +159,13 @@ def measure(size: Size, tell: Tell, *, packed: bool) -> None:
     for pass_name, products in PASSES.items():
         calls, compiled = {}, {}
         for name, attend in attends.items():
-            function = attend if pass_name == "forward" else functools.partial(with_gradients, attend)
+            function = (
+                attend if pass_name == "forward" else functools.partial(with_gradients, attend)
+            )
             arguments = inputs[:3] if pass_name == "forward" else (inputs,)
-            executable, compiled[name] = limits.compile_and_read(name, jax.jit(function), *arguments)
+            executable, compiled[name] = limits.compile_and_read(
+                name, jax.jit(function), *arguments
+            )
             calls[name] = functools.partial(executable, *arguments)
         times = interleave(calls, size.repeats)
         needed = products * product_flops(ids, model.num_heads, model.head_dim)

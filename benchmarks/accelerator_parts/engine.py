@@ -1,4 +1,6 @@
-"""The embedded engine: tokens a second in one precision, and its decode step beside the chip's bounds."""
+"""The embedded engine: tokens a second in one precision, and its decode step beside the chip's
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
         "max_completion_tokens": size.new_tokens,
     }
     settings["task"]["max_prompt_tokens"] = size.decode_prompt_tokens
-    settings["training"] |= {"prompts_per_step": size.decode_prompts, "prompts_per_mini_batch": size.decode_prompts}
+    settings["training"] |= {
+        "prompts_per_step": size.decode_prompts,
+        "prompts_per_mini_batch": size.decode_prompts,
+    }
     config, mesh = from_config_dict(settings), one_device_mesh()
     run = planned_run(config, mesh)
     model, rows = run.model, size.decode_prompts * size.decode_group
@@ -41,7 +46,11 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
         for _ in range(size.decode_prompts)
     ]
     arguments = EngineArguments(
-        precision, config.rollout.compute_dtype, model=model, max_rows=rows, max_total_tokens=config.max_total_tokens
+        precision,
+        config.rollout.compute_dtype,
+        model=model,
+        max_rows=rows,
+        max_total_tokens=config.max_total_tokens,
     )
     engine = LocalEngine(arguments, mesh=sampling_mesh(mesh))
     params = jax.block_until_ready(jax.jit(lambda key: init_params(model, key))(jax.random.key(0)))
@@ -58,17 +67,28 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
         tokens = sum(episode.num_sampled for episode in episodes)
     first, *seconds = seconds
     found: dict[str, Any] = {
-        "kind": "engine", "parameters": num_params(model), "precision": precision, "rows": rows,
-        "prompt_tokens": size.decode_prompt_tokens, "new_tokens": size.new_tokens, "tokens": tokens,
-        "push_seconds": pushed, "first_call_seconds": first, "seconds": seconds,
-        "tokens_per_second": [tokens / each for each in seconds], "peak_bytes": limits.memory_peak(),
-    }  # fmt: skip
+        "kind": "engine",
+        "parameters": num_params(model),
+        "precision": precision,
+        "rows": rows,
+        "prompt_tokens": size.decode_prompt_tokens,
+        "new_tokens": size.new_tokens,
+        "tokens": tokens,
+        "push_seconds": pushed,
+        "first_call_seconds": first,
+        "seconds": seconds,
+        "tokens_per_second": [tokens / each for each in seconds],
+        "peak_bytes": limits.memory_peak(),
+    }
     tell(found)
 
     plan = plan_engine(run, rows)
-    _, decode = limits.read(next(program for program in plan.programs if program.name == "decode"), one_token)
+    _, decode = limits.read(
+        next(program for program in plan.programs if program.name == "decode"), one_token
+    )
     chip, source = limits.chip_here(size)
-    # A call is the prefill and a decode step for each token: the prefill's time is counted as theirs.
+    # A call is the prefill and a decode step for each token: the prefill's time is counted as
+    # theirs.
     per_step = float(np.median(seconds)) / size.new_tokens
     needed = rows * forward_flops(model, size.decode_prompt_tokens * 2 + size.new_tokens)
     found |= {

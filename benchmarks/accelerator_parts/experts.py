@@ -1,4 +1,6 @@
-"""A layer of a mixture of experts beside a dense one with as many active parameters, as `benchmarks.moe` on a CPU."""
+"""A layer of a mixture of experts beside a dense one with as many active parameters, as
+`benchmarks.moe` on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from dcmdp_jax.models.ops import REFERENCE, choose_ops
 def measure(size: Size, tell: Tell) -> None:
     """Times of both layers and of the grouped products alone, forward and with the gradient.
 
-    Where the platform's grouped product is another one, also by `jax.lax.ragged_dot` as JAX compiles it, on an eighth
-    of the tokens: on a GPU it multiplies every row by every matrix, and takes 128 times the rows' memory.
+    Where the platform's grouped product is another one, also by `jax.lax.ragged_dot` as JAX
+    compiles it, on an eighth of the tokens: on a GPU it multiplies every row by every matrix, and
+    takes 128 times the rows' memory.
     """
     sizes, ops = size.expert_layer, choose_ops(jax.default_backend())
     chip, source = limits.chip_here(size)
@@ -47,13 +50,18 @@ def measure(size: Size, tell: Tell) -> None:
     for (name, wrap), passes in zip(moe.PASSES.items(), (1, 3), strict=True):
         calls, compiled = {}, {}
         for key, (function, arguments, tokens) in contenders.items():
-            executable, compiled[key] = limits.compile_and_read(key, jax.jit(wrap(function)), arguments, tokens)
+            executable, compiled[key] = limits.compile_and_read(
+                key, jax.jit(wrap(function)), arguments, tokens
+            )
             calls[key] = functools.partial(executable, arguments, tokens)
         times = interleave(calls, size.repeats)
         found["passes"][name] = {
             key: {"seconds": seconds, "temporary_bytes": compiled[key].temporary}
             | limits.limits(
-                compiled[key], chip, float(np.median(seconds)), passes * forward * len(contenders[key][2]) / len(x)
+                compiled[key],
+                chip,
+                float(np.median(seconds)),
+                passes * forward * len(contenders[key][2]) / len(x),
             )
             for key, seconds in times.items()
         }

@@ -1,4 +1,6 @@
-"""A program's time on this device beside the lower bounds of `benchmarks.compiled`: the nearer one limits it."""
+"""A program's time on this device beside the lower bounds of `benchmarks.compiled`: the nearer one
+limits it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def chip_name(device: jax.Device) -> str:
 
 
 def measured_rates(size: Size) -> tuple[float, float]:
-    """Operations a second of a large bfloat16 product, and bytes a second of a copy, read and written."""
+    """Operations a second of a large bfloat16 product, and bytes a second of a copy, read and
+    written.
+    """
     x = jnp.ones(size.copied_bytes // 4, jnp.float32)
     copy = jax.jit(jnp.negative)
     seconds = min(interleave({"copy": lambda: copy(x)}, size.repeats)["copy"])
@@ -49,15 +53,21 @@ def chip_here(size: Size) -> tuple[Chip, str]:
     return chip, "measured here, no data sheet"
 
 
-def compile_and_read(name: str, function: Any, *arguments: Any) -> tuple[jax.stages.Compiled, Compiled]:
-    """Compile a jitted function whose only loops that depend on data are those over blocks of rows."""
+def compile_and_read(
+    name: str, function: Any, *arguments: Any
+) -> tuple[jax.stages.Compiled, Compiled]:
+    """Compile a jitted function whose only loops that depend on data are those over blocks of
+    rows.
+    """
     return read(Lowerable(name, lambda: function.trace(*arguments), {}, (), 0), blocks_at_most)
 
 
 def read(program: Lowerable, trip_counts: TripCounts) -> tuple[jax.stages.Compiled, Compiled]:
     """Compile a program, to run it and to read it."""
     kept = []
-    compiled = compile_program(program, lambda executable: kept.append(executable) or account(executable, trip_counts))
+    compiled = compile_program(
+        program, lambda executable: kept.append(executable) or account(executable, trip_counts)
+    )
     return kept[0], compiled
 
 
@@ -71,8 +81,9 @@ def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) 
         needed_flops: operations that the result needs, however it is computed.
 
     Returns:
-        "bounds" are the least seconds for products and for memory traffic as compiled, "nearer" the larger one's name,
-        "share_of_bound" that bound over the measured time. A bound that is far from the time too means that neither
+        "bounds" are the least seconds for products and for memory traffic as compiled, "nearer" the
+        larger one's name, "share_of_bound" that bound over the measured time. A bound that is far
+        from the time too means that neither
         limits: waiting between kernels, small products, kernels that reach less.
     """
     bound = roofline(compiled.account, chip)
@@ -92,7 +103,9 @@ def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) 
 
 
 def memory_peak() -> int | None:
-    """The most bytes in use on the first device since the process started; None where the backend does not count."""
+    """The most bytes in use on the first device since the process started; None where the backend
+    does not count.
+    """
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

@@ -60,20 +60,60 @@ class Size(NamedTuple):
 SIZES = {
     # The mixture is a layer of Qwen3-30B-A3B.
     "1.7B": Size(
-        "models/Qwen3-1.7B", {}, row_length=8192, micro_batch_tokens=16384, prompts=4, group=8,
-        prompt_tokens=128, median_tokens=1536, decode_prompts=32, decode_group=8, decode_prompt_tokens=128,
-        new_tokens=256, expert_layer=moe.Sizes(2048, 768, 8, "bfloat16"), experts=128, expert_tokens=8192, product=8192,
-        copied_bytes=1 << 32, demo=(), repeats=5,
+        "models/Qwen3-1.7B",
+        {},
+        row_length=8192,
+        micro_batch_tokens=16384,
+        prompts=4,
+        group=8,
+        prompt_tokens=128,
+        median_tokens=1536,
+        decode_prompts=32,
+        decode_group=8,
+        decode_prompt_tokens=128,
+        new_tokens=256,
+        expert_layer=moe.Sizes(2048, 768, 8, "bfloat16"),
+        experts=128,
+        expert_tokens=8192,
+        product=8192,
+        copied_bytes=1 << 32,
+        demo=(),
+        repeats=5,
     ),
     "toy": Size(
-        "", {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-                 "head_dim": 16}, row_length=128, micro_batch_tokens=256, prompts=4, group=4, prompt_tokens=8,
-        median_tokens=24, decode_prompts=2, decode_group=2, decode_prompt_tokens=8, new_tokens=8,
-        expert_layer=moe.Sizes(32, 16, 2, "bfloat16"), experts=4, expert_tokens=64, product=256,
-        copied_bytes=1 << 22, repeats=2,
-        demo=(("training.steps", 5), ("warmup.steps", 1), ("evaluation.every_steps", 0), ("mesh.cpu_devices", 1)),
+        "",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+        },
+        row_length=128,
+        micro_batch_tokens=256,
+        prompts=4,
+        group=4,
+        prompt_tokens=8,
+        median_tokens=24,
+        decode_prompts=2,
+        decode_group=2,
+        decode_prompt_tokens=8,
+        new_tokens=8,
+        expert_layer=moe.Sizes(32, 16, 2, "bfloat16"),
+        experts=4,
+        expert_tokens=64,
+        product=256,
+        copied_bytes=1 << 22,
+        repeats=2,
+        demo=(
+            ("training.steps", 5),
+            ("warmup.steps", 1),
+            ("evaluation.every_steps", 0),
+            ("mesh.cpu_devices", 1),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def size_name(asked: str) -> str:
@@ -84,9 +124,15 @@ def size_name(asked: str) -> str:
 
 
 def run_settings(size: Size) -> dict[str, dict[str, Any]]:
-    """The settings of a run at this size: bfloat16 products, one update on all completions. The others are defaults."""
+    """The settings of a run at this size: bfloat16 products, one update on all completions. The
+    others are defaults.
+    """
     return {
-        "model": {"path": size.model_path, "architecture": dict(size.architecture), "compute_dtype": "bfloat16"},
+        "model": {
+            "path": size.model_path,
+            "architecture": dict(size.architecture),
+            "compute_dtype": "bfloat16",
+        },
         "task": {"train": "none", "max_prompt_tokens": size.prompt_tokens},
         "rollout": {
             "compute_dtype": "bfloat16",
@@ -106,5 +152,8 @@ def completions(size: Size, model: ModelConfig) -> list[Episode]:
     spread = np.random.default_rng(2).normal(0, 0.7, size.prompts * size.group)
     lengths = size.median_tokens * np.exp(spread)
     return rollout(
-        model, size.prompt_tokens, lengths.astype(int).clip(1, size.row_length - size.prompt_tokens), size.group
+        model,
+        size.prompt_tokens,
+        lengths.astype(int).clip(1, size.row_length - size.prompt_tokens),
+        size.group,
     )

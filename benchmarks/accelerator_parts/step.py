@@ -27,7 +27,9 @@ from dcmdp_jax.training.state import batch_shardings, initial_dual
 
 
 def step_config(size: Size, *, segments: int, remat: str) -> Config:
-    """The run whose step is measured, `segments` sequences a row at most, 0: its default; lengths are chosen."""
+    """The run whose step is measured, `segments` sequences a row at most, 0: its default; lengths
+    are chosen.
+    """
     config = run_settings(size)
     config["model"]["remat"] = remat
     config["training"]["segments_per_row"] = segments
@@ -35,7 +37,9 @@ def step_config(size: Size, *, segments: int, remat: str) -> Config:
 
 
 def needed_flops(model: ModelConfig, episodes: Sequence[Episode]) -> float:
-    """Products of an update on these sequences: each attends to itself alone, and only sampled tokens have logits."""
+    """Products of an update on these sequences: each attends to itself alone, and only sampled
+    tokens have logits.
+    """
     lengths = [len(episode.token_ids) for episode in episodes]
     whole = sum(step_flops(model, length=n, tokens=n, recomputed_tokens=0) for n in lengths)
     prompts = sum(lengths) - sum(episode.num_sampled for episode in episodes)
@@ -45,7 +49,8 @@ def needed_flops(model: ModelConfig, episodes: Sequence[Episode]) -> float:
 def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     """Train on one batch, `size.repeats` times after two steps that are not counted.
 
-    The program is the one that `bin.plan` compiles, and `bin.train` runs; parameters and tokens are random.
+    The program is the one that `bin.plan` compiles, and `bin.train` runs; parameters and tokens are
+    random.
     """
     mesh, config = one_device_mesh(), step_config(size, segments=segments, remat=remat)
     run = planned_run(config, mesh)
@@ -98,9 +103,13 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     tell(found)
     chip, source = limits.chip_here(size)
     needed = needed_flops(model, sampled)
-    found |= limits.limits(compiled, chip, float(np.median(seconds)), needed) | {"chip_figures": source}
+    found |= limits.limits(compiled, chip, float(np.median(seconds)), needed) | {
+        "chip_figures": source
+    }
     if goal := limits.GOAL_FLOPS.get(limits.chip_name(jax.local_devices()[0])):
         found["share_of_goal_rate"] = found["flops_per_second"] / goal
     tell(found)
     if not math.isfinite(found["loss"]) or found["skipped_updates"]:
-        raise FloatingPointError(f"the step's loss is {found['loss']}, {found['skipped_updates']:.0f} updates skipped")
+        raise FloatingPointError(
+            f"the step's loss is {found['loss']}, {found['skipped_updates']:.0f} updates skipped"
+        )

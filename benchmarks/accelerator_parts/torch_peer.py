@@ -21,10 +21,16 @@ def _model(size: Size, device: str) -> Any:
 
     fields = to_hf(model_of(from_config_dict(run_settings(size))), dtype="float32")
     config = Qwen3Config(
-        **{name: value for name, value in fields.items() if name not in ("architectures", "model_type")}
+        **{
+            name: value
+            for name, value in fields.items()
+            if name not in ("architectures", "model_type")
+        }
     )
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(device)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    ).to(device)
 
 
 def _device() -> str:
@@ -58,19 +64,26 @@ def sorted_micro_batches(lengths: np.ndarray, most: int) -> list[np.ndarray]:
 
 
 def measure_step(size: Size, tell: Tell) -> None:
-    """A clipped-ratio update of float32 parameters with bfloat16 autocast and AdamW, padded rows sorted by length."""
+    """A clipped-ratio update of float32 parameters with bfloat16 autocast and AdamW, padded rows
+    sorted by length.
+    """
     import torch
 
     episodes = completions(size, model_of(from_config_dict(run_settings(size))))
     lengths = np.array([len(episode.token_ids) for episode in episodes])
     device = _device()
     model = _model(size, device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=device == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-6, weight_decay=0.0, fused=device == "cuda"
+    )
     batches = sorted_micro_batches(lengths, size.micro_batch_tokens)
     found: dict[str, Any] = {
-        "kind": "torch", "versions": torch.__version__, "tokens": int(lengths.sum()), "micro_batches": len(batches),
+        "kind": "torch",
+        "versions": torch.__version__,
+        "tokens": int(lengths.sum()),
+        "micro_batches": len(batches),
         "contenders": {},
-    }  # fmt: skip
+    }
 
     def update() -> None:
         for rows in batches:
@@ -82,10 +95,15 @@ def measure_step(size: Size, tell: Tell) -> None:
             ids, real = ids.to(device), real.to(device)
             with torch.autocast(device, torch.bfloat16):
                 kept = longest - prompt + 1
-                logits = model(ids, attention_mask=real.long(), use_cache=False, logits_to_keep=kept).logits[:, :-1]
+                logits = model(
+                    ids, attention_mask=real.long(), use_cache=False, logits_to_keep=kept
+                ).logits[:, :-1]
             logits = logits.float()
             chosen = logits.gather(-1, ids[:, prompt:, None])[..., 0] - logits.logsumexp(-1)
-            ratio, advantage = (chosen - chosen.detach()).exp(), torch.ones(len(rows), 1, device=device)
+            ratio, advantage = (
+                (chosen - chosen.detach()).exp(),
+                torch.ones(len(rows), 1, device=device),
+            )
             clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.24) * advantage)
             mask = real[:, prompt:].float()
             (-((clipped * mask).sum(-1) / mask.sum(-1)).sum() / len(lengths)).backward()
@@ -96,7 +114,9 @@ def measure_step(size: Size, tell: Tell) -> None:
 
     for name in ("no recomputation", "gradient checkpointing"):
         if name == "gradient checkpointing":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         try:
             seconds = _timed(update, 2)
             found["contenders"][name] = {

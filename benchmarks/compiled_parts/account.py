@@ -47,5 +47,7 @@ def account(executable: jax.stages.Compiled, trip_counts: TripCounts) -> Account
         traffic=memory_traffic(module, trip_counts),
         again=read_again(module, trip_counts, L2_BYTES),
         copies=tuple(copies(module, trip_counts)),
-        unknown_loops=tuple(sorted({loop.op_name for visit in visits for loop in visit.loops if not loop.known})),
+        unknown_loops=tuple(
+            sorted({loop.op_name for visit in visits for loop in visit.loops if not loop.known})
+        ),
     )

@@ -1,4 +1,6 @@
-"""Collectives of a compiled program: how many, how many bytes, inside and outside the micro-batch loop."""
+"""Collectives of a compiled program: how many, how many bytes, inside and outside the micro-batch
+loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: one of `KINDS`.
-        array: what is gathered, reduced or exchanged, whole: the result of a gather, the operand of a reduction.
+        array: what is gathered, reduced or exchanged, whole: the result of a gather, the operand of
+            a reduction.
         devices: size of the group that takes part.
         count: executions in one run of the program.
         in_micro_batch: whether the loop over micro-batches surrounds it.
@@ -34,15 +37,17 @@ class Collective(NamedTuple):
     def received_bytes(self) -> float:
         """Bytes that each device receives in all executions, by the bandwidth-optimal algorithm.
 
-        (n - 1) / n of the whole array for a gather, a reduce-scatter or an all-to-all among n devices, twice that for
-        an all-reduce, all of it for a permute.
+        (n - 1) / n of the whole array for a gather, a reduce-scatter or an all-to-all among n
+        devices, twice that for an all-reduce, all of it for a permute.
         """
         share = (self.devices - 1) / self.devices
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
         return self.count * self.array.bytes * factor
 
 
-def collectives(module: Module, trip_counts: TripCounts, *, micro_batch_scope: str) -> list[Collective]:
+def collectives(
+    module: Module, trip_counts: TripCounts, *, micro_batch_scope: str
+) -> list[Collective]:
     """Every collective of the program with its executions.
 
     Args:
@@ -64,7 +69,12 @@ def collectives(module: Module, trip_counts: TripCounts, *, micro_batch_scope: s
             if devices > 1 and visit.count:
                 found.append(
                     Collective(
-                        kind, array, devices, visit.count, visit.inside(micro_batch_scope), visit.instruction.op_name
+                        kind,
+                        array,
+                        devices,
+                        visit.count,
+                        visit.inside(micro_batch_scope),
+                        visit.instruction.op_name,
                     )
                 )
     return found
@@ -73,7 +83,8 @@ def collectives(module: Module, trip_counts: TripCounts, *, micro_batch_scope: s
 def _kind(instruction: Instruction, computation: Computation) -> str | None:
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "all-reduce" and "all-reduce-scatter" in computation.name:
-        # TPU's fusion of an all-reduce and the slice that follows it: the devices exchange the slices only.
+        # TPU's fusion of an all-reduce and the slice that follows it: the devices exchange the
+        # slices only.
         return "reduce-scatter"
     return opcode if opcode in KINDS else None
 

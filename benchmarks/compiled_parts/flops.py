@@ -1,4 +1,5 @@
-"""Floating-point operations of the matrix products in a compiled program, and those that the model needs.
+"""Floating-point operations of the matrix products in a compiled program, and those that the model
+needs.
 
 A product of [m, k] and [k, n] has 2 m k n. Everything else is counted as nothing, as is usual.
 """
@@ -10,18 +11,34 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from benchmarks.compiled_parts.hlo import Array, Instruction, Module, TripCounts, Visit, in_scope, walk
+from benchmarks.compiled_parts.hlo import (
+    Array,
+    Instruction,
+    Module,
+    TripCounts,
+    Visit,
+    in_scope,
+    walk,
+)
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.logprobs import CHUNKS
 from dcmdp_jax.plan.plan_text import forward_flops
 
-# Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels compute q k again.
-# Splash has one kernel for the gradients of keys and values and one for those of queries, cuDNN one for all.
+# Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels
+# compute q k again. Splash has one kernel for the gradients of keys and values and one for those of
+# queries, cuDNN one for all.
 _KERNELS = {"dkv": 4, "dq": 3, "splash": 2}
 _KERNELS |= {f"fmha{kind}SoftmaxBackward": 5 for kind in ("", "ScaleBias")}
 _KERNELS |= {f"fmha{kind}Softmax": 2 for kind in ("", "ScaleBias")}
 
-PARTS = ("layers forward", "layers again", "layers backward", "head forward", "head backward", "unnamed")
+PARTS = (
+    "layers forward",
+    "layers again",
+    "layers backward",
+    "head forward",
+    "head backward",
+    "unnamed",
+)
 
 
 class CompiledFlops(NamedTuple):
@@ -29,8 +46,8 @@ class CompiledFlops(NamedTuple):
 
     Attributes:
         products: of the matrix products that the HLO shows.
-        attention: of attention kernels, which are custom calls, by the shapes of their operands: causal, so half of
-            the square of a row that holds one sequence.
+        attention: of attention kernels, which are custom calls, by the shapes of their operands:
+            causal, so half of the square of a row that holds one sequence.
         uncounted: names of other custom calls that may hold products.
         parts: all of them by what they are for, see `part_of`.
     """
@@ -64,30 +81,45 @@ def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
                 products[part] += visit.count * _library_product(visit)
             elif (kernel := _attention_kernel(name, instruction)) is not None:
                 attention[part] += visit.count * kernel * _one_attention_product(visit)
-            elif re.search(r"\bt?gmm\b", instruction.op_name) and (product := _grouped_product(visit)) is not None:
+            elif (
+                re.search(r"\bt?gmm\b", instruction.op_name)
+                and (product := _grouped_product(visit)) is not None
+            ):
                 products[part] += visit.count * product
             elif name in ("tpu_custom_call", "__triton", "xla.gpu.triton"):
                 uncounted.add(instruction.op_name.rsplit("/", 1)[-1] or instruction.name)
     parts = {part: products[part] + attention[part] for part in PARTS}
-    return CompiledFlops(sum(products.values()), sum(attention.values()), tuple(sorted(uncounted)), parts)
+    return CompiledFlops(
+        sum(products.values()), sum(attention.values()), tuple(sorted(uncounted)), parts
+    )
 
 
 def part_of(op_name: str) -> str:
     """The one of `PARTS` that a product is for, by its name scopes.
 
-    "layers again" are the products that a checkpoint computes a second time. The head's backward pass computes its
-    logits again under the names of its gradient: a third of its products. "unnamed" lost their name in the compiler.
+    "layers again" are the products that a checkpoint computes a second time. The head's backward
+    pass computes its logits again under the names of its gradient: a third of its products.
+    "unnamed" lost their name in the compiler.
     """
     if not op_name:
         return "unnamed"
     back = "transpose(" in op_name
     if in_scope(op_name, CHUNKS):
         return "head backward" if back else "head forward"
-    return "layers again" if "rematted_computation" in op_name else "layers backward" if back else "layers forward"
+    return (
+        "layers again"
+        if "rematted_computation" in op_name
+        else "layers backward"
+        if back
+        else "layers forward"
+    )
 
 
-def step_flops(model: ModelConfig, *, length: int, tokens: float, recomputed_tokens: float) -> float:
-    """Products of a training step: a gradient costs three forward passes; p^Train of later mini-batches one.
+def step_flops(
+    model: ModelConfig, *, length: int, tokens: float, recomputed_tokens: float
+) -> float:
+    """Products of a training step: a gradient costs three forward passes; p^Train of later
+    mini-batches one.
 
     Args:
         model: the model.
@@ -107,12 +139,15 @@ def _dot(visit: Visit) -> float:
 def _library_product(visit: Visit) -> float:
     left = visit.computation.operands(visit.instruction)[0]
     found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', visit.instruction.attributes)
-    contracted = [int(n) for n in re.findall(r"\d+", found.group(1))] if found else [len(left.dims) - 1]
+    contracted = (
+        [int(n) for n in re.findall(r"\d+", found.group(1))] if found else [len(left.dims) - 1]
+    )
     return 2.0 * visit.instruction.results[0].size * math.prod(left.dims[i] for i in contracted)
 
 
 def _grouped_product(visit: Visit) -> float | None:
-    """Megablox's product of [m, k] with one of the experts [E, k, n], or a gradient of it: the same three shapes.
+    """Megablox's product of [m, k] with one of the experts [E, k, n], or a gradient of it: the same
+    three shapes.
 
     None if they are not there: the compiler has calls of its own with the kernel's name.
     """
@@ -123,8 +158,13 @@ def _grouped_product(visit: Visit) -> float | None:
 
 
 def _convolution(visit: Visit) -> float:
-    """TPU writes products as convolutions; a batch axis becomes a dilated spatial one, of which most taps are holes."""
-    instruction, (left, right) = visit.instruction, visit.computation.operands(visit.instruction)[:2]
+    """TPU writes products as convolutions; a batch axis becomes a dilated spatial one, of which
+    most taps are holes.
+    """
+    instruction, (left, right) = (
+        visit.instruction,
+        visit.computation.operands(visit.instruction)[:2],
+    )
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
         return 0.0
@@ -155,11 +195,15 @@ def _window(attributes: str) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _taps(left: int, right: int, out: int, window: dict[str, tuple[int, ...]]) -> int:
-    """Pairs of an output and a kernel position that meet an element of the input, not padding or a hole."""
+    """Pairs of an output and a kernel position that meet an element of the input, not padding or a
+    hole.
+    """
     (stride,), (low, *_) = window.get("stride", (1,)), window.get("pad", (0, 0))
     (spread,), (apart,) = window.get("lhs_dilate", (1,)), window.get("rhs_dilate", (1,))
     places = (o * stride + k * apart - low for o in range(out) for k in range(right))
-    return sum(1 for place in places if place >= 0 and place % spread == 0 and place // spread < left)
+    return sum(
+        1 for place in places if place >= 0 and place % spread == 0 and place // spread < left
+    )
 
 
 def _attention_kernel(target: str, instruction: Instruction) -> int | None:
@@ -173,8 +217,11 @@ def _attention_kernel(target: str, instruction: Instruction) -> int | None:
 
 def _one_attention_product(visit: Visit) -> float:
     """Operations of one product of q and k: causal, over half of the square."""
-    operands = [array for array in visit.computation.operands(visit.instruction) if len(array.dims) >= 3]
-    # [.., heads, length, head_dim] in splash, [rows, length, heads, head_dim] in cuDNN: the longest axis is the row's.
+    operands = [
+        array for array in visit.computation.operands(visit.instruction) if len(array.dims) >= 3
+    ]
+    # [.., heads, length, head_dim] in splash, [rows, length, heads, head_dim] in cuDNN: the longest
+    # axis is the row's.
     length = max((size for array in operands for size in array.dims), default=0)
     # A mask [.., length, length] may be larger than the queries.
     heads = (array for array in operands if array.dims[-2:] != (length, length))

@@ -1,4 +1,6 @@
-"""Checks of compiled programs: arrays that a large model must not hold or gather, and the goals for their cost."""
+"""Checks of compiled programs: arrays that a large model must not hold or gather, and the goals for
+their cost.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class ModelShapes(NamedTuple):
     """Shapes of parameters on a mesh, by which arrays of a program are told apart.
 
     Attributes:
-        stacked: dimensions of every parameter of the layers with all layers, sorted, without 1s, whole or split.
+        stacked: dimensions of every parameter of the layers with all layers, sorted, without 1s,
+            whole or split.
         single: those of one layer, and of the parameters outside the layers.
         sizes: of every axis of those, and of a head.
         widths: sizes that stand beside the vocabulary in a parameter.
@@ -75,11 +78,18 @@ def check_goals(plan: CompiledRun) -> list[Check]:
         read = plan.programs[name].account
         found = (
             all_logits(read.arrays, program.tokens, shapes),
-            [array for length in program.row_lengths for array in attention_matrices(read.arrays, length, shapes)],
+            [
+                array
+                for length in program.row_lengths
+                for array in attention_matrices(read.arrays, length, shapes)
+            ],
             tree_gathers(read.collectives, shapes),
         )
         for arrays, texts in zip(found, wrong.values(), strict=True):
-            texts += [f"{array} in {name}" for array in sorted(arrays, key=lambda array: (-array.size, str(array)))[:1]]
+            texts += [
+                f"{array} in {name}"
+                for array in sorted(arrays, key=lambda array: (-array.size, str(array)))[:1]
+            ]
     checks = [Check(name, ", ".join(texts) or "none", not texts) for name, texts in wrong.items()]
     if is_compiled(plan, "step"):
         least = least_of(plan)
@@ -90,7 +100,9 @@ def check_goals(plan: CompiledRun) -> list[Check]:
             checks.append(Check(f"{name} at most {most}", f"{ratio:.2f}", ratio <= most))
     seconds = {name: one.seconds for name, one in plan.programs.items()}
     text = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-    checks.append(Check(f"compilation at most {MOST_SECONDS} s", text, max(seconds.values()) <= MOST_SECONDS))
+    checks.append(
+        Check(f"compilation at most {MOST_SECONDS} s", text, max(seconds.values()) <= MOST_SECONDS)
+    )
     return checks
 
 
@@ -123,8 +135,8 @@ def model_shapes(model: ModelConfig, mesh: Mesh) -> ModelShapes:
 def attention_matrices(arrays: Iterable[Array], length: int, shapes: ModelShapes) -> list[Array]:
     """Arrays with two axes along a row of `length` tokens: scores of attention, masks.
 
-    An axis of queries may hold those of a group of heads, as in `ops.cpu.attention`. A length that is the size of a
-    parameter's axis too says nothing: activations have both.
+    An axis of queries may hold those of a group of heads, as in `ops.cpu.attention`. A length that
+    is the size of a parameter's axis too says nothing: activations have both.
     """
     along = {length, length * shapes.query_group} - shapes.sizes
     return [array for array in arrays if sum(dim in along for dim in array.dims) >= 2]
@@ -146,7 +158,10 @@ def tree_gathers(collectives: Iterable[Collective], shapes: ModelShapes) -> list
         one.array
         for one in collectives
         if one.kind == "all-gather"
-        and (_sorted(one.array.dims) in shapes.stacked - shapes.single or 2 * one.array.size >= shapes.parameters)
+        and (
+            _sorted(one.array.dims) in shapes.stacked - shapes.single
+            or 2 * one.array.size >= shapes.parameters
+        )
     ]
 
 

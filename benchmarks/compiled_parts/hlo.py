@@ -1,7 +1,9 @@
-"""Reader of optimized HLO text: every instruction with the number of times that one execution of the program runs it.
+"""Reader of optimized HLO text: every instruction with the number of times that one execution of
+the program runs it.
 
-XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its loop runs: by the trip count
-that the compiler knows, or, for a loop whose end is data, by the count that the caller states for its name scope.
+XLA's own cost analysis counts the body of a loop once. Here a body counts as often as its loop
+runs: by the trip count that the compiler knows, or, for a loop whose end is data, by the count that
+the caller states for its name scope.
 """
 
 from __future__ import annotations
@@ -14,12 +16,21 @@ from typing import NamedTuple
 TripCounts = Callable[[str], float | None]
 """Iterations of a loop by its op_name; None for a loop that the caller does not know."""
 
-_TYPES = {0.5: "s4 u4", 1: "pred s8 u8", 2: "s16 u16 f16 bf16", 4: "s32 u32 f32", 8: "s64 u64 f64 c64", 16: "c128"}
+_TYPES = {
+    0.5: "s4 u4",
+    1: "pred s8 u8",
+    2: "s16 u16 f16 bf16",
+    4: "s32 u32 f32",
+    8: "s64 u64 f64 c64",
+    16: "c128",
+}
 _BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<= ]*)\]")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Applied to scalars, element by element: nothing in them is a product or a collective.
@@ -162,7 +173,9 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, current = "", None
     header = text.split("\n", 1)[0]
-    devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+    devices = math.prod(
+        int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+    )
     for line in text.splitlines():
         if not line.startswith(" "):
             opened = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
@@ -187,7 +200,9 @@ def walk(module: Module, trip_counts: TripCounts = lambda op_name: None) -> Iter
     return _walk(module, module.entry, 1.0, (), trip_counts)
 
 
-def _walk(module: Module, name: str, count: float, loops: tuple[Loop, ...], trip_counts: TripCounts) -> Iterator[Visit]:
+def _walk(
+    module: Module, name: str, count: float, loops: tuple[Loop, ...], trip_counts: TripCounts
+) -> Iterator[Visit]:
     computation = module.computations[name]
     for instruction in computation.instructions.values():
         yield Visit(instruction, computation, count, loops)
@@ -222,7 +237,9 @@ def _loop(module: Module, instruction: Instruction, trip_counts: TripCounts) -> 
 
 
 def _constant_bound(module: Module, instruction: Instruction) -> int | None:
-    """Trips of a loop `for (i = 0; i < n; i += d)` with constant n and d: JAX's, and the compiler's own, unrolled."""
+    """Trips of a loop `for (i = 0; i < n; i += d)` with constant n and d: JAX's, and the compiler's
+    own, unrolled.
+    """
     found = re.search(r"\bcondition=%?([\w.\-]+)", instruction.attributes)
     condition = module.computations.get(found.group(1)) if found else None
     if condition is None:
@@ -237,18 +254,26 @@ def _constant_bound(module: Module, instruction: Instruction) -> int | None:
 
 
 def _increment(module: Module, loop: Instruction, counter: Instruction | None) -> int:
-    """Increment of a loop's counter, 1 if it can't be read: the compiler unrolls the loops that it makes."""
+    """Increment of a loop's counter, 1 if it can't be read: the compiler unrolls the loops that it
+    makes.
+    """
     place = re.search(r"\bindex=(\d+)", counter.attributes) if counter is not None else None
     found = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
     body = module.computations.get(found.group(1)) if found else None
-    if place is None or body is None or (root := list(body.instructions.values())[-1]).opcode != "tuple":
+    if (
+        place is None
+        or body is None
+        or (root := list(body.instructions.values())[-1]).opcode != "tuple"
+    ):
         return 1
     following = body.instructions.get(root.operands[int(place.group(1))])
     while following is not None and following.opcode == "copy":
         following = body.instructions.get(following.operands[0])
     if following is None or following.opcode != "add":
         return 1
-    return next((n for name in following.operands if (n := _constant(body.instructions.get(name)))), 1)
+    return next(
+        (n for name in following.operands if (n := _constant(body.instructions.get(name)))), 1
+    )
 
 
 def _constant(instruction: Instruction | None) -> int | None:
@@ -262,12 +287,18 @@ def _lines(text: str) -> dict[str, str]:
     """The tables before the first computation: files, lines in them, and stack frames at these."""
 
     def table(name: str, entry: str) -> list[tuple[str, ...]]:
-        return re.findall(entry, text.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.MULTILINE)
+        return re.findall(
+            entry, text.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.MULTILINE
+        )
 
-    files = {key: "/".join(path.split("/")[-2:]) for key, path in table("FileNames", r'^(\d+) "(.*)"')}
+    files = {
+        key: "/".join(path.split("/")[-2:]) for key, path in table("FileNames", r'^(\d+) "(.*)"')
+    }
     places = table("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
     lines = {key: f"{files[file]}:{line}" for key, file, line in places}
-    return {key: lines[place] for key, place in table("StackFrames", r"^(\d+) \{file_location_id=(\d+)")}
+    return {
+        key: lines[place] for key, place in table("StackFrames", r"^(\d+) \{file_location_id=(\d+)")
+    }
 
 
 def _instruction(line: str) -> Instruction | None:

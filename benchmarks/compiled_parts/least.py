@@ -1,4 +1,6 @@
-"""What a step needs at least, by arithmetic: operations and received bytes; and what a token of decode must read."""
+"""What a step needs at least, by arithmetic: operations and received bytes; and what a token of
+decode must read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Least(NamedTuple):
         return plan.programs["step"].account.flops.total * plan.run.placement.mesh.size / self.flops
 
     def traffic_ratio(self, plan: CompiledRun) -> float:
-        """Received bytes of the step's collectives over the least; infinite where nothing has to be communicated."""
+        """Received bytes of the step's collectives over the least; infinite where nothing has to be
+        communicated.
+        """
         moved, least = (
             sum(one.received_bytes for one in plan.programs["step"].account.collectives),
             self.gathers + self.reductions,
@@ -53,7 +57,10 @@ def least_of(plan: CompiledRun) -> Least:
     recomputed = updates - packing.micro_batches[-1]
     tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
     flops = step_flops(
-        plan.run.model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
+        plan.run.model,
+        length=packing.row_lengths[-1],
+        tokens=updates * tokens,
+        recomputed_tokens=recomputed * tokens,
     )
     passes = tokens * (updates + recomputed)
     head = 2.0 * passes * plan.run.model.hidden_size * plan.run.model.vocab_size
@@ -74,27 +81,37 @@ def least_of(plan: CompiledRun) -> Least:
 
 
 def decode_bytes(plan: CompiledRun) -> float:
-    """Bytes that a token of all rows reads on a device: the engine's weights and the whole cache, once.
+    """Bytes that a token of all rows reads on a device: the engine's weights and the whole cache,
+    once.
 
     An embedding that is no output matrix is left out: a row of it is read for each token.
     """
     setup = plan.run.placement.engine
     shapes = engine_shapes(plan.run.model, setup.arguments.precision, setup.workload.param_dtype)
     sizes = {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for name, part in shapes.items()
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+        for name, part in shapes.items()
     }
     looked_up = sizes.get("embedding", 0) / sum(sizes.values())
     return plan.engine.weights_bytes * (1 - looked_up) + plan.engine.cache_bytes
 
 
 def _least_bytes(
-    model: ModelConfig, mesh: Mesh, *, compute_dtype: str, updates: float, recomputations: float, mini_batches: int
+    model: ModelConfig,
+    mesh: Mesh,
+    *,
+    compute_dtype: str,
+    updates: float,
+    recomputations: float,
+    mini_batches: int,
 ) -> tuple[float, float]:
-    """Every parameter gathered once a forward and once a backward pass of a micro-batch, its gradient reduced once.
+    """Every parameter gathered once a forward and once a backward pass of a micro-batch, its
+    gradient reduced once.
 
-    Among n devices along fsdp each receives (n - 1) / n of a parameter's part on them. The gradient is reduced in
-    float32, over fsdp (and expert, for parameters that it does not split) in each micro-batch and over data once a
-    mini-batch. Along tensor and expert activations travel too, which this does not count.
+    Among n devices along fsdp each receives (n - 1) / n of a parameter's part on them. The gradient
+    is reduced in float32, over fsdp (and expert, for parameters that it does not split) in each
+    micro-batch and over data once a mini-batch. Along tensor and expert activations travel too,
+    which this does not count.
 
     Args:
         model: the model.
@@ -110,12 +127,16 @@ def _least_bytes(
     gathered = reduced = 0.0
     data = mesh.shape["data"]
     for leaf, names in zip(shapes, axes, strict=True):
-        split = [PARAM_AXES[name] for name in names if name is not None and PARAM_AXES[name] is not None]
+        split = [
+            PARAM_AXES[name] for name in names if name is not None and PARAM_AXES[name] is not None
+        ]
         ways = math.prod(mesh.shape[axis] for axis in split if axis != "fsdp")
         part, fsdp = leaf.size / ways, mesh.shape["fsdp"] if "fsdp" in split else 1
         gathered += part * (fsdp - 1) / fsdp
         reduced += part * (fsdp - 1) / fsdp * updates
         # Devices whose rows differ and whose part of the parameter does not.
         same = math.prod(mesh.shape[axis] for axis in ("fsdp", "expert") if axis not in split)
-        reduced += 2 * part / fsdp * ((same - 1) / same * updates + (data - 1) / data * mini_batches)
+        reduced += (
+            2 * part / fsdp * ((same - 1) / same * updates + (data - 1) / data * mini_batches)
+        )
     return gathered * item * (2 * updates + recomputations), 4 * reduced

@@ -8,10 +8,13 @@ from benchmarks.compiled_parts.account import Account
 from dcmdp_jax.plan.topologies import Chip
 
 ASSUMPTIONS = (
-    "every product runs at the chip's dense bfloat16 peak; real kernels reach about half to two thirds of it",
+    "every product runs at the chip's dense bfloat16 peak; real kernels reach about half to two "
+    "thirds of it",
     "memory traffic is counted by fusion, without caches",
-    "a device receives at the full rate of its links; groups of more devices than one host has use the slower network",
-    "between `overlapped` (the slowest of the three hides the others) and `in turn` (nothing overlaps)",
+    "a device receives at the full rate of its links; groups of more devices than one host has "
+    "use the slower network",
+    "between `overlapped` (the slowest of the three hides the others) and `in turn` (nothing "
+    "overlaps)",
 )
 
 
@@ -47,7 +50,10 @@ class Roofline(NamedTuple):
 def roofline(account: Account, chip: Chip) -> Roofline:
     """The time that the data sheet allows, see `ASSUMPTIONS`."""
     communication = sum(
-        one.received_bytes / (chip.far_bandwidth if one.devices > chip.devices_near else chip.link_bandwidth)
+        one.received_bytes
+        / (chip.far_bandwidth if one.devices > chip.devices_near else chip.link_bandwidth)
         for one in account.collectives
     )
-    return Roofline(account.flops.total / chip.flops, account.traffic / chip.memory_bandwidth, communication)
+    return Roofline(
+        account.flops.total / chip.flops, account.traffic / chip.memory_bandwidth, communication
+    )

@@ -33,9 +33,9 @@ def memory_traffic(module: Module, trip_counts: TripCounts) -> float:
 def moves(module: Module, trip_counts: TripCounts) -> Iterator[tuple[Visit, float]]:
     """Every instruction that reads or writes memory, with the bytes of all its executions.
 
-    Each fusion reads its operands and writes its results once; what is inside it stays on the chip. A slice of a larger
-    array counts as the slice, an update in place as the update, in sectors of 32 bytes. Caches shared by instructions
-    are not modeled.
+    Each fusion reads its operands and writes its results once; what is inside it stays on the chip.
+    A slice of a larger array counts as the slice, an update in place as the update, in sectors of
+    32 bytes. Caches shared by instructions are not modeled.
     """
     fused = {
         name
@@ -45,7 +45,11 @@ def moves(module: Module, trip_counts: TripCounts) -> Iterator[tuple[Visit, floa
         for name in _CALLS.findall(instruction.attributes)
     }
     for visit in walk(module, trip_counts):
-        if visit.count and visit.computation.name not in fused and visit.instruction.opcode not in _FREE:
+        if (
+            visit.count
+            and visit.computation.name not in fused
+            and visit.instruction.opcode not in _FREE
+        ):
             reads, written = _reads_and_writes(module, visit.computation, visit.instruction)
             yield visit, visit.count * (sum(reads) + written)
 
@@ -53,15 +57,19 @@ def moves(module: Module, trip_counts: TripCounts) -> Iterator[tuple[Visit, floa
 def fused_computation(module: Module, instruction: Instruction) -> Computation | None:
     """The computation of a fusion; None for another instruction."""
     return (
-        module.computations.get(_CALLS.findall(instruction.attributes)[0]) if instruction.opcode == "fusion" else None
+        module.computations.get(_CALLS.findall(instruction.attributes)[0])
+        if instruction.opcode == "fusion"
+        else None
     )
 
 
 def read_again(module: Module, trip_counts: TripCounts, within: float) -> float:
-    """Bytes of `memory_traffic` that a cache of `within` bytes may give: of arrays that were touched so little before.
+    """Bytes of `memory_traffic` that a cache of `within` bytes may give: of arrays that were
+    touched so little before.
 
-    An array that instructions write or read whole, each in the same order, is read at a distance of the traffic in
-    between, its own included. Inside one iteration of a loop; arrays that are updated in place count as not touched.
+    An array that instructions write or read whole, each in the same order, is read at a distance of
+    the traffic in between, its own included. Inside one iteration of a loop; arrays that are
+    updated in place count as not touched.
     """
     place, again, touched = 0.0, 0.0, dict[tuple[str, str], tuple[float, float]]()
     for visit, moved in moves(module, trip_counts):
@@ -84,7 +92,9 @@ def read_again(module: Module, trip_counts: TripCounts, within: float) -> float:
 def _origin(computation: Computation, name: str) -> str:
     """The instruction whose array this one is, under another shape."""
     instruction = computation.instructions[name]
-    return _origin(computation, instruction.operands[0]) if instruction.opcode == "bitcast" else name
+    return (
+        _origin(computation, instruction.operands[0]) if instruction.opcode == "bitcast" else name
+    )
 
 
 def _bytes(computation: Computation, name: str) -> int:
@@ -92,7 +102,9 @@ def _bytes(computation: Computation, name: str) -> int:
     return sum(array.bytes for array in instruction.results) if instruction else 0
 
 
-def _reads_and_writes(module: Module, computation: Computation, instruction: Instruction) -> tuple[list[float], float]:
+def _reads_and_writes(
+    module: Module, computation: Computation, instruction: Instruction
+) -> tuple[list[float], float]:
     """Bytes read of each operand, and written."""
     sizes = [float(_bytes(computation, name)) for name in instruction.operands]
     written = float(_bytes(computation, instruction.name))
@@ -106,7 +118,9 @@ def _reads_and_writes(module: Module, computation: Computation, instruction: Ins
     return _of_fusion(called, sizes, written) if called else (sizes, written)
 
 
-def _of_fusion(called: Computation, sizes: list[float], written: float) -> tuple[list[float], float]:
+def _of_fusion(
+    called: Computation, sizes: list[float], written: float
+) -> tuple[list[float], float]:
     elements, reads = _elements_read(called), [0.0 for _ in sizes]
     for instruction in called.instructions.values():
         if instruction.opcode != "parameter" or not instruction.operands[0].isdigit():
@@ -124,7 +138,9 @@ def _of_fusion(called: Computation, sizes: list[float], written: float) -> tuple
 
 
 def _updated(computation: Computation, update: Instruction) -> float:
-    """Bytes that an update in place writes: whole sectors, where few of its elements lie side by side."""
+    """Bytes that an update in place writes: whole sectors, where few of its elements lie side by
+    side.
+    """
     part, [whole] = computation.instructions[update.operands[1]].results[0], update.results
     together = part.bytes / max(1, part.size)
     for size, of in zip(reversed(part.dims), reversed(whole.dims), strict=True):
@@ -135,7 +151,9 @@ def _updated(computation: Computation, update: Instruction) -> float:
 
 
 def _elements_read(called: Computation) -> dict[str, int]:
-    """Elements of each instruction of a fusion that its results need: those of a slice, also of what is elementwise."""
+    """Elements of each instruction of a fusion that its results need: those of a slice, also of
+    what is elementwise.
+    """
     read: dict[str, int] = {}
     for one in reversed(called.instructions.values()):
         whole = sum(array.size for array in one.results)
@@ -146,7 +164,9 @@ def _elements_read(called: Computation) -> dict[str, int]:
 
 
 def _part_read(user: Instruction, name: str, whole: int, read: dict[str, int]) -> int:
-    """Elements of `name`, which has `whole`, that one of its users reads; `read` has those of its users."""
+    """Elements of `name`, which has `whole`, that one of its users reads; `read` has those of its
+    users.
+    """
     if user.opcode in _SLICES and user.operands[0] == name:
         return read[user.name]
     if user.opcode == "dynamic-update-slice" and user.operands[0] == name:

@@ -1,4 +1,6 @@
-"""Lengths of our programs' loops whose end is data, in the worst case, by the name scopes that they have."""
+"""Lengths of our programs' loops whose end is data, in the worst case, by the name scopes that they
+have.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from dcmdp_jax.training.step import RECOMPUTE
 
 
 def attention_blocks(op_name: str) -> float | None:
-    """Iterations of blockwise attention's loops where each row is one segment; None for another loop.
+    """Iterations of blockwise attention's loops where each row is one segment; None for another
+    loop.
 
     A block of queries has half of its row's blocks of keys on average.
 
@@ -40,12 +43,15 @@ def expert_blocks(op_name: str) -> int | None:
 
 
 def one_token(op_name: str) -> float:
-    """Loops of the engine's programs: blocks of experts' rows, or tokens to decode, of which one is counted."""
+    """Loops of the engine's programs: blocks of experts' rows, or tokens to decode, of which one is
+    counted.
+    """
     return expert_blocks(op_name) or 1
 
 
 def blocks_at_most(op_name: str) -> float | None:
-    """Iterations of a loop over blocks of experts' rows, at most, or of blockwise attention; None for another loop.
+    """Iterations of a loop over blocks of experts' rows, at most, or of blockwise attention; None
+    for another loop.
 
     Args:
         op_name: of the loop.
@@ -60,8 +66,8 @@ def step_trip_counts(run: PlannedRun, micro_batches: Sequence[int] | None = None
 
     Args:
         run: what is planned.
-        micro_batches: of a mini-batch, in each bucket; by default those of the worst case, in which every completion
-            has the longest length, so that the bucket of the longest rows is full.
+        micro_batches: of a mini-batch, in each bucket; by default those of the worst case, in which
+            every completion has the longest length, so that the bucket of the longest rows is full.
     """
     model, mesh, packing = run.model, run.placement.mesh, run.placement.packing
     counts = micro_batches or (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
@@ -79,6 +85,8 @@ def step_trip_counts(run: PlannedRun, micro_batches: Sequence[int] | None = None
             return None
         # The first mini-batch's own update gives its p^Train.
         share = 1 - 1 / packing.mini_batches if in_scope(op_name, RECOMPUTE) else 1
-        return share * sum(count for bucket, count in enumerate(counts) if in_scope(op_name, bucket_scope(bucket)))
+        return share * sum(
+            count for bucket, count in enumerate(counts) if in_scope(op_name, bucket_scope(bucket))
+        )
 
     return trips

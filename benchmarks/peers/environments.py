@@ -12,14 +12,19 @@ from pathlib import Path
 
 _PYTORCH_CPU = ("--index-url", "https://download.pytorch.org/whl/cpu")
 
-# What pip is asked for, one call after another; the alternatives of a call are tried in turn until one succeeds.
+# What pip is asked for, one call after another; the alternatives of a call are tried in turn until
+# one succeeds.
 INSTALLS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
     "trl": (
         # The CPU build: from the index pip knows if it has it, else from PyTorch's own.
         (("torch==2.13.0+cpu",), (*_PYTORCH_CPU, "torch==2.13.0")),
         (
             (
-                "torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0",
+                "torch==2.13.0",
+                "trl==1.16.0",
+                "transformers==5.23.0",
+                "datasets==5.2.0",
+                "accelerate==1.15.0",
                 "peft==0.21.2",
             ),
         ),
@@ -27,12 +32,19 @@ INSTALLS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
     "tunix": (
         (
             (
-                "google-tunix==0.1.7", "jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8", "optax==0.2.8",
-                "orbax-checkpoint==0.12.8", "qwix==0.1.8", "transformers==5.12.1", "numpy==2.4.6",
+                "google-tunix==0.1.7",
+                "jax==0.10.2",
+                "jaxlib==0.10.2",
+                "flax==0.12.8",
+                "optax==0.2.8",
+                "orbax-checkpoint==0.12.8",
+                "qwix==0.1.8",
+                "transformers==5.12.1",
+                "numpy==2.4.6",
             ),
         ),
     ),
-}  # fmt: skip
+}
 _MARK = "installed.json"
 
 
@@ -41,7 +53,8 @@ class InstallationFailed(RuntimeError):
 
 
 def ready(name: str, directory: Path, show: Callable[[str], None]) -> Path:
-    """The interpreter of a peer's environment, made now unless it is there, whole, and of the versions wanted.
+    """The interpreter of a peer's environment, made now unless it is there, whole, and of the
+    versions wanted.
 
     What an interrupted installation left, or one of other versions, is deleted and made again.
 
@@ -87,5 +100,9 @@ def _run(command: list[str], name: str) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line for line in said if line.startswith("ERROR")] or said or [f"exit code {done.returncode}"]
+        errors = (
+            [line for line in said if line.startswith("ERROR")]
+            or said
+            or [f"exit code {done.returncode}"]
+        )
         raise InstallationFailed(f"{name} could not be installed: {' '.join(errors[-1].split())}")

@@ -1,4 +1,6 @@
-"""Inputs of all contenders: lengths, one random model as a Hugging Face directory, one file of problems."""
+"""Inputs of all contenders: lengths, one random model as a Hugging Face directory, one file of
+problems.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ from dcmdp_jax.types import Params
 _PROBLEMS = 512
 _PAD = "<pad>"
 _END = "<end>"
-# Characters of the plane of rare ideographs: there are enough of them for a vocabulary, one a token.
+# Characters of the plane of rare ideographs: there are enough of them for a vocabulary, one a
+# token.
 _FIRST_CHARACTER = 0x20000
-# Of the residual stream's first entry: so large that the layers' outputs hardly change a token's norm.
+# Of the residual stream's first entry: so large that the layers' outputs hardly change a token's
+# norm.
 _CONSTANT = 32.0
 
 
@@ -53,7 +57,11 @@ class Workload:
 
     def prompt_lengths(self, count: int) -> list[int]:
         """[count] lengths of prompts, uniform between the fewest and the most."""
-        return np.random.default_rng(0).integers(self.least_prompt, self.prompt_tokens + 1, count).tolist()
+        return (
+            np.random.default_rng(0)
+            .integers(self.least_prompt, self.prompt_tokens + 1, count)
+            .tolist()
+        )
 
     def lengths(self, count: int = PROMPTS * GROUP) -> list[int]:
         """Lengths of the completions of a train step."""
@@ -73,7 +81,8 @@ WORKLOADS = {
 def make_inputs(config: ModelConfig, directory: Path, workload: Workload) -> tuple[Path, Path]:
     """Write weights with a tokenizer, and problems whose prompts are random characters.
 
-    A character is a token. The end token has id 1; the weights give it the workload's probability at every position.
+    A character is a token. The end token has id 1; the weights give it the workload's probability
+    at every position.
 
     Returns:
         The Hugging Face directory and the problems, .jsonl.
@@ -85,7 +94,9 @@ def make_inputs(config: ModelConfig, directory: Path, workload: Workload) -> tup
     checkpoint = directory / "checkpoint"
     params = _ending(init_params(config, jax.random.key(0)), config, workload.end_probability)
     save_params(params, config, checkpoint, dtype="float32", tokenizer_dir=tokenizer)
-    drawn = np.random.default_rng(0).integers(0, len(characters), (_PROBLEMS, workload.prompt_tokens))
+    drawn = np.random.default_rng(0).integers(
+        0, len(characters), (_PROBLEMS, workload.prompt_tokens)
+    )
     lengths = workload.prompt_lengths(_PROBLEMS)
     problems = directory / "problems.jsonl"
     rows = [
@@ -97,10 +108,11 @@ def make_inputs(config: ModelConfig, directory: Path, workload: Workload) -> tup
 
 
 def _ending(params: Params, config: ModelConfig, probability: float) -> Params:
-    """Weights whose end token, id 1, has about this probability everywhere; the padding token has none.
+    """Weights whose end token, id 1, has about this probability everywhere; the padding token has
+    none.
 
-    One entry of all embeddings is the same and large, so that it is sqrt(hidden_size) after the final norm at every
-    position: what the end token's has more of it is a constant logit.
+    One entry of all embeddings is the same and large, so that it is sqrt(hidden_size) after the
+    final norm at every position: what the end token's has more of it is a constant logit.
     """
     embedding = np.array(params["embedding"])
     logit = math.log(probability * (config.vocab_size - 2) / (1 - probability))

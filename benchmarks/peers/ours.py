@@ -38,15 +38,21 @@ _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def train(job: Job, rounds: Rounds) -> None:
-    """The compiled step with one mini-batch or four, in the layout that a run chooses; of adapters where asked."""
+    """The compiled step with one mini-batch or four, in the layout that a run chooses; of adapters
+    where asked.
+    """
     model = _model(job)
     mesh = training_mesh(num_params=num_params(model))
     config = from_config_dict(_run_config(job, 4 if job.part == "train4" else 1))
     compute = compute_on(config, mesh)
     plan = packing_on(config, mesh, compute)
-    batch, _ = batch_of(rollout(model, job.prompt_lengths, np.asarray(job.lengths), job.group), plan, model)
+    batch, _ = batch_of(
+        rollout(model, job.prompt_lengths, np.asarray(job.lengths), job.group), plan, model
+    )
     lora = LORA if job.lora else None
-    step = stepper(model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens, lora=lora)
+    step = stepper(
+        model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens, lora=lora
+    )
     release_freed_memory()  # as a run does before its first step
     rounds.hello(_PACKAGES)
     rounds.repeat(lambda: jax.block_until_ready(step()))
@@ -58,10 +64,14 @@ def sampler(
     make: Callable[[EngineArguments], Engine] | None = None,
     packages: Sequence[str] = _PACKAGES,
 ) -> None:
-    """The embedded engine as an evaluation builds it: token ids in, token ids and their log-probs out. Or another."""
+    """The embedded engine as an evaluation builds it: token ids in, token ids and their log-probs
+    out. Or another.
+    """
     config = _model(job)
     tokenizer = load_tokenizer(job.checkpoint)
-    prompts = [np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]]
+    prompts = [
+        np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]
+    ]
     total, min_rows = job.prompt_tokens + job.new_tokens, get_config().rollout.min_rows
     dtypes = {"precision": job.dtype, "compute_dtype": job.dtype}
     arguments = EngineArguments(**dtypes, model=config, max_total_tokens=total, min_rows=min_rows)
@@ -69,7 +79,11 @@ def sampler(
     engine = make(arguments) if make else LocalEngine(arguments, mesh=mesh)
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     release_freed_memory()  # as bin.evaluate does
-    stops = tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size))) if job.ends else ()
+    stops = (
+        tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size)))
+        if job.ends
+        else ()
+    )
     sampling = SamplingParams(job.group, job.new_tokens, stop_token_ids=stops)
     rounds.hello(packages)
     step = 0
@@ -81,10 +95,15 @@ def sampler(
 def reinforce(job: Job, rounds: Rounds) -> None:
     """The training loop of bin/train.py, from one push of weights to the next."""
     config = _run_config(job, mini_batches=1)
-    # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
+    # More than are asked for, so that neither the last checkpoint nor one on the way is part of a
+    # round.
     config.training.steps = config.checkpoint.every_steps = 10**6
     if job.lora:
-        config.model.lora_rank, config.model.lora_alpha, config.model.lora_base = LORA.rank, LORA.alpha, "float32"
+        config.model.lora_rank, config.model.lora_alpha, config.model.lora_base = (
+            LORA.rank,
+            LORA.alpha,
+            "float32",
+        )
     run = Run.check(from_config_dict(config))
 
     def begin(params: Params) -> None:
@@ -110,7 +129,9 @@ def _check(job: Job, episodes: list[Episode]) -> None:
 
 
 class SteppedEngine:
-    """An engine that calls `begin` before a step, whose first act is to push the weights, and `check` on samples."""
+    """An engine that calls `begin` before a step, whose first act is to push the weights, and
+    `check` on samples.
+    """
 
     def __init__(
         self,
@@ -139,7 +160,9 @@ class SteppedEngine:
 
 
 def _run_config(job: Job, mini_batches: int) -> ConfigDict:
-    """The job as a run. The layout is left to the defaults; as in the peers' settings no activations are recomputed."""
+    """The job as a run. The layout is left to the defaults; as in the peers' settings no
+    activations are recomputed.
+    """
     config = get_config()
     config.run_dir = str(Path(job.scratch) / "run")
     config.model.path = job.checkpoint

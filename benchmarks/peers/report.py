@@ -5,10 +5,12 @@ The result is a dict, kept as JSON:
     date, command, machine   when, how and where
     versions                 of each contender
     prompts, group           completions of a batch are their product
-    parts                    for each part, size, dtype and workload `part`, `size`, `dtype`, `lengths`, `in_turn`,
-                             `matmul_gflops` before and after, `matmul_gflop_per_cpu_second`, `needed_flop`,
-                             `contenders`, by name `seconds` and `cpu_seconds` of the rounds, the same of the warm-up,
-                             `peak_mib`, and `error` if it did not come to its end
+    parts                    for each part, size, dtype and workload `part`, `size`, `dtype`,
+    `lengths`, `in_turn`,
+                             `matmul_gflops` before and after, `matmul_gflop_per_cpu_second`,
+                             `needed_flop`, `contenders`, by name `seconds` and `cpu_seconds` of the
+                             rounds, the same of the warm-up, `peak_mib`, and `error` if it did not
+                             come to its end
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ PARTS = {
     "train1": "a train step, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
     "train4": "old log-probs, then four updates of a quarter each",
     "rl": "a whole RL step in the trainer's own loop: sample, reward, one update",
-    "train_lora": "as train1, adapters of rank 16 on every linear layer over a float32 base; TRL: with PEFT",
+    "train_lora": "as train1, adapters of rank 16 on every linear layer over a float32 base; TRL: "
+    "with PEFT",
     "rl_lora": "as rl, with these adapters",
     "sampler": "as many completions by the trainer's own sampler",
 }
 
 
-WITHOUT = {part: ("tunix", "vllm") if part.endswith("_lora") else ("vllm",) for part in PARTS if part != "sampler"}
+WITHOUT = {
+    part: ("tunix", "vllm") if part.endswith("_lora") else ("vllm",)
+    for part in PARTS
+    if part != "sampler"
+}
 """Contenders that a part has not got."""
 FLOOR_PARTS = ("train1", "train4")
 
@@ -45,7 +52,9 @@ def complete(measured: Mapping[str, Any], name: str) -> Mapping[str, Any] | None
 
 
 def head(part: str, names: Sequence[str], apart: Sequence[str]) -> str:
-    """Caption and head of a part's table; `apart` are the sizes at which the contenders do not take turns."""
+    """Caption and head of a part's table; `apart` are the sizes at which the contenders do not take
+    turns.
+    """
     note = f". One after another, not in turn: {', '.join(apart)}" if apart else ""
     peers = [LABELS[name] for name in names if name != "ours"]
     columns = ["size, dtype", "lengths", *(f"{LABELS[name]}, CPU s" for name in names)]
@@ -86,15 +95,23 @@ def row(measured: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def foot(result: Mapping[str, Any]) -> str:
     """Where the numbers come from."""
-    machine, completions = result["machine"], f"{result['prompts']} prompts x {result['group']} completions"
+    machine, completions = (
+        result["machine"],
+        f"{result['prompts']} prompts x {result['group']} completions",
+    )
     waits = "" if machine["omp_wait"] == "default" else f", OMP_WAIT_POLICY={machine['omp_wait']}"
-    lines = [f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, {completions}{waits}."]
+    lines = [
+        f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, "
+        f"{completions}{waits}."
+    ]
     rates = [
         f"{measured['part']} {measured['size']} {measured['dtype']} {measured['lengths']} "
         + " to ".join(f"{rate:.0f}" for rate in measured["matmul_gflops"])
         for measured in result["parts"]
     ]
-    lines.append(f"GFLOP/s of a 1024^3 float32 product in JAX, before and after each: {', '.join(rates)}.")
+    lines.append(
+        f"GFLOP/s of a 1024^3 float32 product in JAX, before and after each: {', '.join(rates)}."
+    )
     for name, versions in result["versions"].items():
         listed = ", ".join(f"{package} {version}" for package, version in versions.items())
         lines.append(f"{LABELS[name]}: {listed}.")

@@ -1,4 +1,5 @@
-"""The worker's side of a comparison: a round of work for each line that comes in, a line of JSON for each round.
+"""The worker's side of a comparison: a round of work for each line that comes in, a line of JSON
+for each round.
 
 The standard library alone: every contender's interpreter imports this.
 """
@@ -35,7 +36,8 @@ class Job:
         lengths: [prompts x group] tokens of each completion of a train step.
         ends: whether sampled completions may end before their limit.
         cores: threads to compute with.
-        dtype: "float32" or "bfloat16": of matrix products and activations, and of a sampler's weights.
+        dtype: "float32" or "bfloat16": of matrix products and activations, and of a sampler's
+            weights.
     """
 
     part: str
@@ -60,27 +62,39 @@ class Job:
 
     @property
     def lora(self) -> bool:
-        """Whether adapters of rank 16 and alpha 32 on every linear layer are trained, over a float32 base."""
+        """Whether adapters of rank 16 and alpha 32 on every linear layer are trained, over a
+        float32 base.
+        """
         return self.part.endswith("_lora")
 
     @property
     def ragged(self) -> bool:
         """Whether rows have padding in a layout of one length."""
-        return len({*self.prompt_lengths, self.prompt_tokens}) > 1 or len({*self.lengths, self.new_tokens}) > 1
+        return (
+            len({*self.prompt_lengths, self.prompt_tokens}) > 1
+            or len({*self.lengths, self.new_tokens}) > 1
+        )
 
     def texts(self) -> list[str]:
         """The prompts of the problems file."""
-        return [json.loads(line)["problem"] for line in Path(self.problems).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)["problem"]
+            for line in Path(self.problems).read_text(encoding="utf-8").splitlines()
+        ]
 
     def check_parameters(self, count: int) -> None:
         """Raise RuntimeError unless the contender's model has as many parameters as the others'."""
         if count != self.parameters:
-            raise RuntimeError(f"the model has {count:,} parameters, the others' {self.parameters:,}")
+            raise RuntimeError(
+                f"the model has {count:,} parameters, the others' {self.parameters:,}"
+            )
 
     def check_completions(self, completions: Iterable[Any]) -> None:
-        """Raise RuntimeError unless there are as many completions as asked for, each of `new_tokens` tokens.
+        """Raise RuntimeError unless there are as many completions as asked for, each of
+        `new_tokens` tokens.
 
-        Where they may end each has at most `new_tokens`, and some have fewer. Tunix does not count the end token.
+        Where they may end each has at most `new_tokens`, and some have fewer. Tunix does not count
+        the end token.
         """
         lengths = [len(completion) for completion in completions]
         least, most = min(lengths, default=0), max(lengths, default=0)
@@ -95,12 +109,14 @@ class Job:
 class Rounds:
     """Waits, blocked on a read, until a round is asked for; says afterwards how long it took.
 
-    A contender whose loop is its own calls `boundary` between two steps; what is one call is given to `repeat`. Work
-    must be finished, not only dispatched, when `boundary` is reached.
+    A contender whose loop is its own calls `boundary` between two steps; what is one call is given
+    to `repeat`. Work must be finished, not only dispatched, when `boundary` is reached.
     """
 
     def __init__(self, answers: int) -> None:
-        """Answers go to the pipe `answers`, a file descriptor; libraries print to standard output."""
+        """Answers go to the pipe `answers`, a file descriptor; libraries print to standard
+        output.
+        """
         self._answers = os.fdopen(answers, "w", encoding="utf-8")
         self._began: tuple[float, float] | None = None
 
@@ -145,7 +161,9 @@ class Ended(Exception):
 
 
 def cpu_seconds() -> float:
-    """Processor time of all threads of this program and, on Linux, of the processes that it started and that live."""
+    """Processor time of all threads of this program and, on Linux, of the processes that it started
+    and that live.
+    """
     ticks = 0
     for process in _children():
         # The name, in parentheses, may hold spaces; utime and stime are the 14th and 15th field.
@@ -162,9 +180,11 @@ def _children() -> list[Path]:
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this program, MiB; on Linux the peaks of the processes that it started are added.
+    """Peak resident memory of this program, MiB; on Linux the peaks of the processes that it
+    started are added.
 
-    The kernel's VmHWM where there is one: Linux's ru_maxrss begins with the peak of the process that started this one.
+    The kernel's VmHWM where there is one: Linux's ru_maxrss begins with the peak of the process
+    that started this one.
     """
     if Path("/proc/self/status").exists():
         kib = 0
@@ -177,7 +197,9 @@ def peak_mib() -> float:
 
 
 def work(parts: Mapping[str, Callable[[Job, Rounds], None]]) -> None:
-    """The main function of a worker: its arguments are a job as JSON and the file descriptor of the answers."""
+    """The main function of a worker: its arguments are a job as JSON and the file descriptor of the
+    answers.
+    """
     # Should memory run out, the kernel ends this process and no other.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,7 +1,7 @@
 """TRL's side of the comparison; runs in TRL's own environment.
 
-A train step is plain torch and transformers with TRL's loss on the completion tokens' logits. TRL's own costs more: it
-scores the prompt as well and computes entropies.
+A train step is plain torch and transformers with TRL's loss on the completion tokens' logits. TRL's
+own costs more: it scores the prompt as well and computes entropies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _CLIP, _LEARNING_RATE, _MAX_GRAD_NORM = 0.2, 1e-6, 1.0
 
 
 def train(job: Job, rounds: Rounds) -> None:
-    """Forward, clipped surrogate, backward, clipping, AdamW on all rows; or old log-probs, then four such updates.
+    """Forward, clipped surrogate, backward, clipping, AdamW on all rows; or old log-probs, then
+    four such updates.
 
-    As its trainer lays them out: prompts padded on the left, completions on the right, to the longest of each. Rows
-    with padding are computed in four parts, as all at once take more memory and no less time.
+    As its trainer lays them out: prompts padded on the left, completions on the right, to the
+    longest of each. Rows with padding are computed in four parts, as all at once take more memory
+    and no less time.
     """
     model = _model(job).train()
     model = get_peft_model(model, _LORA) if job.lora else model
@@ -49,10 +51,14 @@ def train(job: Job, rounds: Rounds) -> None:
     def logprobs(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         attends = {"attention_mask": real.long()} if job.ragged else {}
         with torch.autocast("cpu", torch.bfloat16, enabled=job.dtype == "bfloat16"):
-            logits = model(input_ids=ids, **attends, use_cache=False, logits_to_keep=predicting).logits.float()
+            logits = model(
+                input_ids=ids, **attends, use_cache=False, logits_to_keep=predicting
+            ).logits.float()
         return logits.log_softmax(-1).gather(-1, ids[:, begin:, None])[..., 0]
 
-    def backward(ids: torch.Tensor, real: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor, share: float) -> None:
+    def backward(
+        ids: torch.Tensor, real: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor, share: float
+    ) -> None:
         old, advantages = rest
         ratio = torch.exp(logprobs(ids, real) - old)
         clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
@@ -67,7 +73,9 @@ def train(job: Job, rounds: Rounds) -> None:
 
     @torch.no_grad()
     def old_logprobs(size: int) -> torch.Tensor:
-        return torch.cat([logprobs(*part) for part in zip(ids.split(size), real.split(size), strict=True)])
+        return torch.cat(
+            [logprobs(*part) for part in zip(ids.split(size), real.split(size), strict=True)]
+        )
 
     def parts(old: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
         return zip(*(x.split(size) for x in (ids, real, mask, old, advantages)), strict=True)

@@ -29,18 +29,23 @@ _PACKAGES = ("google-tunix", "jax", "jaxlib", "flax", "optax", "qwix", "transfor
 def train(job: Job, rounds: Rounds) -> None:
     """The actor's update on all rows; or the old log-probs in four parts, then four updates.
 
-    As its learner lays them out: prompts padded on the left and completions on the right, to the limits. One update on
-    rows with padding accumulates four parts, as all at once take more memory and no less time.
+    As its learner lays them out: prompts padded on the left and completions on the right, to the
+    limits. One update on rows with padding accumulates four parts, as all at once take more memory
+    and no less time.
 
     The learner has no step of the second kind: its public pieces are called as it calls them.
     """
     cluster = _learner(job).rl_cluster
     rng = np.random.default_rng(0)
-    vocabulary = json.loads((Path(job.checkpoint) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocabulary = json.loads((Path(job.checkpoint) / "config.json").read_text(encoding="utf-8"))[
+        "vocab_size"
+    ]
     longest = job.prompt_tokens, job.new_tokens
     real = [np.arange(longest[0]) >= longest[0] - np.repeat(job.prompt_lengths, job.group)[:, None]]
     real.append(np.arange(longest[1]) < np.asarray(job.lengths)[:, None])
-    prompts, completions = (jnp.asarray(np.where(mask, rng.integers(2, vocabulary, mask.shape), 0)) for mask in real)
+    prompts, completions = (
+        jnp.asarray(np.where(mask, rng.integers(2, vocabulary, mask.shape), 0)) for mask in real
+    )
     prompt_mask, completion_mask = map(jnp.asarray, real)
     advantages = jnp.asarray(rng.normal(size=job.rows), jnp.float32)
 
@@ -68,7 +73,9 @@ def train(job: Job, rounds: Rounds) -> None:
     def four() -> None:
         old = cluster.get_old_per_token_logps(prompts, completions, micro_batch_size=size)
         pairs = zip(fixed, parts, strict=True)
-        cluster.update_actor([part.replace(old_per_token_logps=old[rows]) for part, rows in pairs], None)
+        cluster.update_actor(
+            [part.replace(old_per_token_logps=old[rows]) for part, rows in pairs], None
+        )
         _finish(cluster)
 
     rounds.hello(_PACKAGES)
@@ -199,7 +206,9 @@ def _learner(job: Job) -> GRPOLearner:
             role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
             rollout_engine="vanilla",
             training_config=RLTrainingConfig(
-                actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.0)),
+                actor_optimizer=optax.chain(
+                    optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.0)
+                ),
                 eval_every_n_steps=10**9,
                 max_steps=10**6,
                 rollout_micro_batch_size=job.prompts,

@@ -27,12 +27,19 @@ class WorkerFailed(RuntimeError):
 class Worker:
     """A process that does rounds of a job and is idle, blocked on a read, between them.
 
-    A context manager: at its end the process and its children are killed. Should this process be killed instead, the
-    worker reads the end of its input and leaves by itself.
+    A context manager: at its end the process and its children are killed. Should this process be
+    killed instead, the worker reads the end of its input and leaves by itself.
     """
 
     def __init__(
-        self, python: Path, module: str, job: Job, *, environment: dict[str, str], log: Path, timeout: float
+        self,
+        python: Path,
+        module: str,
+        job: Job,
+        *,
+        environment: dict[str, str],
+        log: Path,
+        timeout: float,
     ) -> None:
         """Start it.
 
@@ -68,7 +75,10 @@ class Worker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -92,7 +102,8 @@ class Worker:
         return self._answer()["versions"]
 
     def round(self) -> dict[str, float]:
-        """One round: `seconds`, `cpu_seconds` of all its threads, and `peak_mib`, the process's peak memory so far.
+        """One round: `seconds`, `cpu_seconds` of all its threads, and `peak_mib`, the process's
+        peak memory so far.
 
         Raises:
             WorkerFailed: if it fails, dies or takes too long.
@@ -121,6 +132,14 @@ class Worker:
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             return "closed its answers and went on"
-        said = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        said = [
+            line
+            for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
+        ended = (
+            f"killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         return f"{ended}; it last printed: {' '.join(said[-1].split())}" if said else ended

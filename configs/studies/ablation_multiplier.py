@@ -15,7 +15,13 @@ _VALUES = {"0.05": (0.05, 0.05), "0.1": (0.1, 0.1), "0.2": (0.2, 0.2)}
 
 
 def get_study(arg: str = "") -> Study:
-    demo, paper = ({label: {_SETTING: values[size]} for label, values in _VALUES.items()} for size in (0, 1))
+    demo, paper = (
+        {label: {_SETTING: values[size]} for label, values in _VALUES.items()} for size in (0, 1)
+    )
     return make_study(
-        arg, "Initial multiplier lambda_0", demo=arms(DEMO, demo), paper=arms(QWEN3_8B, paper), baseline="0.1"
+        arg,
+        "Initial multiplier lambda_0",
+        demo=arms(DEMO, demo),
+        paper=arms(QWEN3_8B, paper),
+        baseline="0.1",
     )

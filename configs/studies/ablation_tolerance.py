@@ -20,5 +20,9 @@ _VALUES = {
 
 
 def get_study(arg: str = "") -> Study:
-    demo, paper = ({label: {_SETTING: values[size]} for label, values in _VALUES.items()} for size in (0, 1))
-    return make_study(arg, "Budget c", demo=arms(DEMO, demo), paper=arms(QWEN3_8B, paper), baseline="0.0037")
+    demo, paper = (
+        {label: {_SETTING: values[size]} for label, values in _VALUES.items()} for size in (0, 1)
+    )
+    return make_study(
+        arg, "Budget c", demo=arms(DEMO, demo), paper=arms(QWEN3_8B, paper), baseline="0.0037"
+    )

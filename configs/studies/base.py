@@ -1,7 +1,7 @@
 """The two sizes that every study has.
 
-A study says every setting of the algorithm and the optimizer that is not that of configs/base.py: no arm inherits what
-a demo is tuned to.
+A study says every setting of the algorithm and the optimizer that is not that of configs/base.py:
+no arm inherits what a demo is tuned to.
 """
 
 from collections.abc import Mapping
@@ -19,21 +19,29 @@ SIZE = {
     "training.prompts_per_step": 48,
     "training.prompts_per_mini_batch": 24,
 }
-"""What arms of demo size take of the demo's training: two updates a push. c is not measured: it is the same in all."""
+"""What arms of demo size take of the demo's training: two updates a push. c is not measured: it is
+the same in all.
+"""
 ASCENT = {DEMO: (0.0012, 50.0), VLLM: (0.002, 30.0)}
-"""c and eta at demo size: fifty and thirty times the paper's eta, so that lambda moves within 40 steps."""
+"""c and eta at demo size: fifty and thirty times the paper's eta, so that lambda moves within 40
+steps.
+"""
 DIFFERS = ("tolerance", "dual_learning_rate")
 """So `dc_grpo` of demo size is not the paper's."""
 SEEDS = (0, 1, 2, 3, 4)
 PAPER_SEEDS = (0,)
 """The paper reports one run of each."""
 SIX_BENCHMARKS = ",".join(
-    f"data/{name}.jsonl" for name in ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
+    f"data/{name}.jsonl"
+    for name in ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 )
 
 
-def make_study(arg: str, title: str, *, demo: Mapping[str, Arm], paper: Mapping[str, Arm], baseline: str) -> Study:
-    """A study at demo size, or with `paper` as its argument at the paper's, evaluated on the six benchmarks.
+def make_study(
+    arg: str, title: str, *, demo: Mapping[str, Arm], paper: Mapping[str, Arm], baseline: str
+) -> Study:
+    """A study at demo size, or with `paper` as its argument at the paper's, evaluated on the six
+    benchmarks.
 
     Args:
         arg: "" or "paper".
@@ -57,7 +65,9 @@ def make_study(arg: str, title: str, *, demo: Mapping[str, Arm], paper: Mapping[
 
 
 EVALUATED = {"evaluation.task": SIX_BENCHMARKS, "evaluation.every_steps": 20}
-"""Figures 2 and 3 are curves: held-out scores on the six benchmarks while training, each with the paper's K."""
+"""Figures 2 and 3 are curves: held-out scores on the six benchmarks while training, each with the
+paper's K.
+"""
 
 
 def evaluated_arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
@@ -66,13 +76,19 @@ def evaluated_arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
-    """One config, and label -> what it changes; at demo size with `SIZE`, and `ASCENT` where the method uses it."""
+    """One config, and label -> what it changes; at demo size with `SIZE`, and `ASCENT` where the
+    method uses it.
+    """
     found = {}
     for label, changes in settings.items():
         taken: dict[str, Any] = {}
         if config in ASCENT:
             (c, eta), method = ASCENT[config], changes.get("algorithm.method", "dc_grpo")
-            taken = SIZE | ({"algorithm.tolerance": c} if method in ("dc_grpo", "threshold_grpo") else {})
+            taken = SIZE | (
+                {"algorithm.tolerance": c} if method in ("dc_grpo", "threshold_grpo") else {}
+            )
             taken |= {"algorithm.dual_learning_rate": eta} if method == "dc_grpo" else {}
-        found[label] = Arm(config, taken | changes, differs=DIFFERS if taken and "dc_grpo" in label else ())
+        found[label] = Arm(
+            config, taken | changes, differs=DIFFERS if taken and "dc_grpo" in label else ()
+        )
     return found

@@ -1,15 +1,19 @@
-"""Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy, for each charge.
+"""Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy,
+for each charge.
 
-    python -m research.sweep --study=configs/studies/dose_response.py --kept=research/kept/dose_response.jsonl.gz \
+    python -m research.sweep --study=configs/studies/dose_response.py
+    --kept=research/kept/dose_response.jsonl.gz \
         --config.model.path=runs/evidence/policy
     python -m research.dose_tables research/kept/dose_response.jsonl.gz
 
-Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run. lambda is fixed
-(eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the
-two is chance, and no smaller effect is claimed. All runs start from one policy; research/appendix.md says how.
+Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run.
+lambda is fixed (eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6
+instead of 1e-6: what differs between the two is chance, and no smaller effect is claimed. All runs
+start from one policy; research/appendix.md says how.
 
-`dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` the two-sided ones
-against vLLM, with an arm `matched` whose trainer rounds keys and values as vLLM's FP8 cache does.
+`dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` the
+two-sided ones against vLLM, with an arm `matched` whose trainer rounds keys and values as vLLM's
+FP8 cache does.
 """
 
 from configs.studies.base import DEMO, VLLM
@@ -18,7 +22,9 @@ from dcmdp_jax.lab.studies.study import Arm, Study
 CHARGES = ("token", "reward", "sequence", "state")
 """Charges, each an `algorithm.level`; `state` was one, and its runs are kept."""
 LAMBDAS = (1, 10, 100, 1000)
-"""Fixed multipliers, four decades. At 1 the charge is 0.005 where advantages are 1; less was not run."""
+"""Fixed multipliers, four decades. At 1 the charge is 0.005 where advantages are 1; less was not
+run.
+"""
 SEEDS = tuple(range(10))
 SETTING = {
     "rollout.max_rows": 64,
@@ -43,22 +49,33 @@ ASCENT = {
     "algorithm.multiplier": 0.0,
     "algorithm.multiplier_max": 1000.0,
 }
-"""Dual ascent. c is 0.9 times GRPO's mean delta over the last half of its steps (0.00486), so that it binds and is far
-above the noise floor. A step's delta differs from its mean by 0.001: at this eta that moves lambda by 2, and what GRPO
-has above c moves it by 30 in 32 steps, to where the token's charge acts."""
+"""Dual ascent. c is 0.9 times GRPO's mean delta over the last half of its steps (0.00486), so that
+it binds and is far above the noise floor. A step's delta differs from its mean by 0.001: at this
+eta that moves lambda by 2, and what GRPO has above c moves it by 30 in 32 steps, to where the
+token's charge acts.
+"""
 _VLLM_TOLERANCE = 0.0049
-"""c against vLLM: 0.9 times GRPO's mean delta over the last half of its steps, 0.00542 on an Intel Xeon. On an AMD EPYC
-GRPO has 0.0050, and it hardly binds."""
+"""c against vLLM: 0.9 times GRPO's mean delta over the last half of its steps, 0.00542 on an Intel
+Xeon. On an AMD EPYC GRPO has 0.0050, and it hardly binds.
+"""
 _ENDING = {"two": "", "one": "_one"}
 _INT4 = {"rollout.precision": "int4"}
-FIXED = {"algorithm.method": "dc_grpo", "algorithm.dual_learning_rate": 0.0, "algorithm.multiplier_max": 1e6}
+FIXED = {
+    "algorithm.method": "dc_grpo",
+    "algorithm.dual_learning_rate": 0.0,
+    "algorithm.multiplier_max": 1e6,
+}
 """A fixed lambda."""
 
 
 def doses(sided: str) -> dict[str, tuple[str, float]]:
     """Arm -> charge and lambda: `token_10`, one-sided `token_one_10`."""
     charges = [charge + _ENDING[sided] for charge in CHARGES]
-    return {f"{charge}_{strength:g}": (charge, float(strength)) for charge in charges for strength in LAMBDAS}
+    return {
+        f"{charge}_{strength:g}": (charge, float(strength))
+        for charge in charges
+        for strength in LAMBDAS
+    }
 
 
 def get_study(arg: str = "") -> Study:
@@ -79,13 +96,21 @@ def get_study(arg: str = "") -> Study:
     for level in ("token", "reward"):
         arms[f"ascent_{level}"] = {**ASCENT, "algorithm.level": level}
     if arg == "one":
-        arms = {name: settings for name, settings in arms.items() if name != "exact" and not name.startswith("ascent")}
+        arms = {
+            name: settings
+            for name, settings in arms.items()
+            if name != "exact" and not name.startswith("ascent")
+        }
     if arg == "vllm":
         arms["matched"] = {"algorithm.method": "grpo", "model.forward_cache": "fp8"}
         for level in ("token", "reward"):
             arms[f"ascent_{level}"] |= {"algorithm.tolerance": _VLLM_TOLERANCE}
         found = {
-            name: Arm(DEMO if name == "exact" else VLLM, {**SETTING, **settings}, past=name.startswith("state"))
+            name: Arm(
+                DEMO if name == "exact" else VLLM,
+                {**SETTING, **settings},
+                past=name.startswith("state"),
+            )
             for name, settings in arms.items()
         }
         return Study("Dose and response, vLLM, FP8 cache", found, "grpo", SEEDS[:5])

@@ -1,4 +1,5 @@
-"""Discrepancy charged by token against by sequence, under Dual-GRPO (section 4, the choice of granularity).
+"""Discrepancy charged by token against by sequence, under Dual-GRPO (section 4, the choice of
+granularity).
 
     dcmdp sweep --study=configs/studies/granularity.py
     dcmdp sweep --study=configs/studies/granularity.py:paper          DeepSeek-R1-Distill-Qwen-1.5B

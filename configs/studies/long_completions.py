@@ -1,14 +1,17 @@
-"""The paper's range of lambda, and its charge's parts, on completions of 200 tokens (research/long.md).
+"""The paper's range of lambda, and its charge's parts, on completions of 200 tokens
+(research/long.md).
 
     python -m research.sweep --study=configs/studies/long_completions.py \
         --kept=research/kept/long_completions.jsonl.gz --config.model.path=runs/evidence/policy_long
 
-Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own engine and by one
-that computes as the trainer does. Charges are compared at the mean charge of the paper's measure: what they multiply
-lambda by, and the budgets, come from a run of GRPO that is not in the study (`SIZES`).
+Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own
+engine and by one that computes as the trainer does. Charges are compared at the mean charge of the
+paper's measure: what they multiply lambda by, and the budgets, come from a run of GRPO that is not
+in the study (`SIZES`).
 
-`long_completions.py:regimes` asks where learning suffers and what repairs it (research/regimes.md): GRPO and an
-exact engine with 3-bit weights, an FP8 cache, four updates a step and 128 steps, remedies where it does.
+`long_completions.py:regimes` asks where learning suffers and what repairs it (research/regimes.md):
+GRPO and an exact engine with 3-bit weights, an FP8 cache, four updates a step and 128 steps,
+remedies where it does.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ _MOVE = 0.3
 
 def _gap(tokens: Tokens) -> jax.Array:
     """p - q of each sampled token, [R, L]."""
-    return jnp.where(tokens.completion_mask, jnp.exp(tokens.old_logprobs) - jnp.exp(tokens.rollout_logprobs), 0.0)
+    return jnp.where(
+        tokens.completion_mask, jnp.exp(tokens.old_logprobs) - jnp.exp(tokens.rollout_logprobs), 0.0
+    )
 
 
 def engine_above(tokens: Tokens) -> jax.Array:
@@ -71,7 +76,9 @@ def signed(tokens: Tokens) -> jax.Array:
 
 
 def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, object]:
-    """Dual ascent from 0 whose lambda moves by `_MOVE`, at the paper's measure, in `STEPS` steps a tenth above c."""
+    """Dual ascent from 0 whose lambda moves by `_MOVE`, at the paper's measure, in `STEPS` steps a
+    tenth above c.
+    """
     scale = SIZES["diff"] / SIZES[measure]
     level = SIZES[measure] if statistic == "mean" else DISPLACEMENT_P95
     return {
@@ -95,7 +102,9 @@ PAPER = {
 }
 """The paper's constants; it states no upper end of lambda."""
 ETA_50 = "dc_grpo_eta50"
-"""Arm of runs that were kept as the paper's until 2026-11-27: they had fifty times its eta, the demo's."""
+"""Arm of runs that were kept as the paper's until 2026-11-27: they had fifty times its eta, the
+demo's.
+"""
 REMEDIES: dict[str, dict[str, object]] = {
     "tis": {"algorithm.corrections": "tis(high=2)"},
     "icepop": {"algorithm.corrections": "icepop(low=0.5,high=5)"},
@@ -109,7 +118,8 @@ REMEDIES: dict[str, dict[str, object]] = {
 
 
 def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
-    """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study without an argument.
+    """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study
+    without an argument.
 
     Where learning suffers, against int3 and with four updates a step, every kind of remedy too.
     """
@@ -124,7 +134,9 @@ def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
         "int3_matched": int3 | {"model.forward_precision": "int3"},
         "fp8_cache": engine | {"rollout.precision": "float32", "rollout.kv_cache_dtype": "fp8"},
         "four_updates": engine | several,
-        **{f"four_updates_{name}": engine | several | changes for name, changes in REMEDIES.items()},
+        **{
+            f"four_updates_{name}": engine | several | changes for name, changes in REMEDIES.items()
+        },
         "four_updates_exact": exact | several,
         "128steps": engine | longer,
         "128steps_exact": exact | longer,
@@ -138,10 +150,18 @@ def get_study(arg: str = "") -> Study:
     engine |= {"evaluation.task": PROBLEMS, "evaluation.samples": (4,)}
     if arg:
         found = _arms(_regimes(engine))
-        return Study("Completions of 200 tokens, other regimes", found, "int3", tuple(range(20)), SCORED_EXACTLY)
+        return Study(
+            "Completions of 200 tokens, other regimes",
+            found,
+            "int3",
+            tuple(range(20)),
+            SCORED_EXACTLY,
+        )
 
     def fixed(strength: float, **changes: object) -> dict[str, object]:
-        return {**FIXED, "algorithm.multiplier": strength} | {f"algorithm.{key}": each for key, each in changes.items()}
+        return {**FIXED, "algorithm.multiplier": strength} | {
+            f"algorithm.{key}": each for key, each in changes.items()
+        }
 
     here = "configs/studies/long_completions.py"
     charges = {
@@ -165,7 +185,10 @@ def get_study(arg: str = "") -> Study:
         "grpo_perturbed": engine | {"algorithm.std_epsilon": 2e-6},
         "grpo_shaken": engine | REMEDIES["shaken"],
         "exact": engine | {"rollout.precision": "exact"},
-        **{name: engine | REMEDIES[name] for name in ("tis", "centered", "tis_centered", "dc_grpo", "token_0.03")},
+        **{
+            name: engine | REMEDIES[name]
+            for name in ("tis", "centered", "tis_centered", "dc_grpo", "token_0.03")
+        },
         ETA_50: engine | PAPER | {"algorithm.dual_learning_rate": 50.0},
         **{name: engine | changes for name, changes in charges.items()},
     }

@@ -2,10 +2,12 @@
 
     dcmdp sweep --study=configs/studies/main_results.py
     dcmdp sweep --study=configs/studies/main_results.py:paper          Qwen3-8B, 8 GPUs with vLLM
-    dcmdp sweep --study=configs/studies/main_results.py:paper_30b      Qwen3-30B-A3B, 32 GPUs with vLLM
+    dcmdp sweep --study=configs/studies/main_results.py:paper_30b      Qwen3-30B-A3B, 32 GPUs with
+    vLLM
 
-With `:paper` and `:paper_30b` the FP8 engine is the paper's: vLLM with FP8 weights and activations. At demo size it is
-the embedded engine's emulation. The two models need different machines, so each has its part of the tables.
+With `:paper` and `:paper_30b` the FP8 engine is the paper's: vLLM with FP8 weights and activations.
+At demo size it is the embedded engine's emulation. The two models need different machines, so each
+has its part of the tables.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ from dcmdp_jax.lab.studies.study import Arm, Study
 
 
 def _arms_30b(settings: Mapping[str, Mapping[str, str]]) -> dict[str, Arm]:
-    """With the paper's constants of this model: lambda_0 is half of the 8B model's, c a third more."""
+    """With the paper's constants of this model: lambda_0 is half of the 8B model's, c a third
+    more.
+    """
     own = {"algorithm.multiplier": 0.05, "algorithm.tolerance": 0.0050}
     return {
         label: Arm(QWEN3_30B_A3B, changes | own, differs=("multiplier", "tolerance"))
@@ -38,5 +42,11 @@ def get_study(arg: str = "") -> Study:
     large = arg == "paper_30b"
     demo = arms(DEMO, settings(fp8, {"rollout.precision": "bfloat16"}))
     paper = _arms_30b(settings(fp8, {})) if large else arms(QWEN3_8B, settings(fp8, {}))
-    study = make_study("paper" if large else arg, "BF16 and FP8 engines", demo=demo, paper=paper, baseline="bf16_grpo")
+    study = make_study(
+        "paper" if large else arg,
+        "BF16 and FP8 engines",
+        demo=demo,
+        paper=paper,
+        baseline="bf16_grpo",
+    )
     return dataclasses.replace(study, title=f"{study.title}, Qwen3-30B-A3B") if large else study

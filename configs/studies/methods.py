@@ -1,4 +1,5 @@
-"""GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one engine (figures 4 and 5): FP8, with `:paper` vLLM in BF16.
+"""GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one engine (figures 4 and 5): FP8, with
+`:paper` vLLM in BF16.
 
     dcmdp sweep --study=configs/studies/methods.py
     dcmdp sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
@@ -14,4 +15,6 @@ METHODS = ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")
 
 def get_study(arg: str = "") -> Study:
     settings = {method: {"algorithm.method": method} for method in METHODS}
-    return make_study(arg, "Methods", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="grpo")
+    return make_study(
+        arg, "Methods", demo=arms(DEMO, settings), paper=arms(R1_DISTILL, settings), baseline="grpo"
+    )

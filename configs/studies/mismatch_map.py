@@ -1,11 +1,14 @@
-"""Where does mismatch matter? GRPO against the exact control at one changed setting of the dose-and-response study.
+"""Where does mismatch matter? GRPO against the exact control at one changed setting of the
+dose-and-response study.
 
-    python -m research.sweep --study=configs/studies/mismatch_map.py:2bits --kept=research/kept/map_2bits.jsonl.gz \
+    python -m research.sweep --study=configs/studies/mismatch_map.py:2bits
+    --kept=research/kept/map_2bits.jsonl.gz \
         --config.model.path=runs/evidence/policy
 
-Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6 (chance alone), and
-GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where these differ most, have charges too. The
-argument names the setting, 3bits without one; research/appendix.md has the tables of those that were run.
+Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6
+(chance alone), and GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where
+these differ most, have charges too. The argument names the setting, 3bits without one;
+research/appendix.md has the tables of those that were run.
 """
 
 from typing import Any
@@ -21,7 +24,9 @@ LONG: dict[str, Any] = {
     "warmup.task": "arithmetic:difficulty=6,count=16384,seed=1,error_rate=0.5",
     "rollout.max_completion_tokens": 208,
 }
-"""Chains of 24 steps, worked solutions of 167 to 201 tokens; the policy has a warm-up of 2,000 steps on them."""
+"""Chains of 24 steps, worked solutions of 167 to 201 tokens; the policy has a warm-up of 2,000
+steps on them.
+"""
 CHANGES: dict[str, dict[str, Any]] = {
     "2bits": {"rollout.precision": "int2"},
     "3bits": {"rollout.precision": "int3"},
@@ -32,7 +37,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "400steps": {"training.steps": 400, "evaluation.every_steps": 400},
     "200tokens": LONG,
 }
-"""Argument -> what differs from the setting of the dose-and-response study, whose weights have 4 bits."""
+"""Argument -> what differs from the setting of the dose-and-response study, whose weights have 4
+bits.
+"""
 
 
 def get_study(arg: str = "") -> Study:
@@ -47,7 +54,13 @@ def get_study(arg: str = "") -> Study:
     }
     if arg == "200tokens":
         arms["matched"] = {**engine, "model.forward_precision": "int4"}
-        for level, strength in (("token", 1), ("token", 10), ("reward", 1), ("reward", 10), ("reward", 100)):
+        for level, strength in (
+            ("token", 1),
+            ("token", 10),
+            ("reward", 1),
+            ("reward", 10),
+            ("reward", 100),
+        ):
             charge = {"algorithm.level": level, "algorithm.multiplier": float(strength)}
             arms[f"{level}_{strength}"] = {**engine, **FIXED, **charge}
     found = {name: Arm(DEMO, settings) for name, settings in arms.items()}

@@ -1,18 +1,21 @@
-"""The paper's own regime: delta about c, four updates of each push, GRPO that falls late, and DC-GRPO at eta 1.
+"""The paper's own regime: delta about c, four updates of each push, GRPO that falls late, and
+DC-GRPO at eta 1.
 
-    python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE --config.model.path=DIR --seeds=0
+    python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE
+    --config.model.path=DIR --seeds=0
 
 `paper_regime.py:readings` and `paper_regime.py:calm` are two more studies.
 
-DIR is a policy of 0.3M parameters after 2,000 supervised steps on worked sums of 24 terms. Its completions have about
-190 tokens; the engine's weights are rounded to 4 bits with one scale for each output channel. A step has 64 completions
-of 8 prompts. Without an argument: four updates a push, 64 steps. `readings`: other readings of the paper's charge in
-the same setting. `calm`: the same readings at lambda 1 with one update a push and 32 steps, where the charge on each
-token ends four of five runs.
+DIR is a policy of 0.3M parameters after 2,000 supervised steps on worked sums of 24 terms. Its
+completions have about 190 tokens; the engine's weights are rounded to 4 bits with one scale for
+each output channel. A step has 64 completions of 8 prompts. Without an argument: four updates a
+push, 64 steps. `readings`: other readings of the paper's charge in the same setting. `calm`: the
+same readings at lambda 1 with one update a push and 32 steps, where the charge on each token ends
+four of five runs.
 
-Every setting starts at `configs/base.py`, whose constants are the paper's (section 6.1); what a study needs beside them
-is in this file, and the table of arms is printed from the resolved settings. Measures and rules:
-research/paper_regime.md.
+Every setting starts at `configs/base.py`, whose constants are the paper's (section 6.1); what a
+study needs beside them is in this file, and the table of arms is printed from the resolved
+settings. Measures and rules: research/paper_regime.md.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ SETTING: dict[str, object] = {
     "observe.samples": 0,
     "mesh.cpu_devices": 1,
 }
-"""Four updates of each push. The learning rate is that of the kept studies of this policy (configs/studies)."""
+"""Four updates of each push. The learning rate is that of the kept studies of this policy
+(configs/studies).
+"""
 CALM = {"training.prompts_per_mini_batch": 8, "training.steps": 32, "evaluation.every_steps": 32}
 """One update of each push."""
 GRPO = {"algorithm.method": "grpo"}
@@ -65,11 +70,15 @@ DC_GRPO = {
 }
 """The paper's constants (section 6.1, 8B); it states no cap."""
 HEALTHY = 0.00119
-"""Median over 15 kept runs of GRPO (regimes.jsonl.gz: four_updates and its control) of the median delta of the first
-four steps."""
+"""Median over 15 kept runs of GRPO (regimes.jsonl.gz: four_updates and its control) of the median
+delta of the first four steps.
+"""
 CENTERED = {"algorithm.corrections": "score_centering", "rollout.top_logprobs": 16}
 """16 likeliest tokens of the engine; the vocabulary has 104."""
-VERL = {"algorithm.aggregation": "token_mean", "algorithm.trust_region": "clip(low=0.2,high=0.24,dual=3)"}
+VERL = {
+    "algorithm.aggregation": "token_mean",
+    "algorithm.trust_region": "clip(low=0.2,high=0.24,dual=3)",
+}
 """verl's defaults where they differ from the paper's equations."""
 _HERE = "configs/studies/paper_regime.py"
 SCORED_EXACTLY = (
@@ -134,6 +143,13 @@ def get_study(arg: str = "") -> Study:
             "dc_grpo_centered": DC_GRPO | CENTERED,
         }
     differs = {"dc_grpo_1.25": ("tolerance",), "dc_grpo_centered": ("corrections",)}
-    found = {name: Arm(BASE, common | changes, differs=differs.get(name, ())) for name, changes in arms.items()}
-    title = {"": "The paper's own regime", "readings": "Readings of the charge", "calm": "Readings, calm"}[arg]
+    found = {
+        name: Arm(BASE, common | changes, differs=differs.get(name, ()))
+        for name, changes in arms.items()
+    }
+    title = {
+        "": "The paper's own regime",
+        "readings": "Readings of the charge",
+        "calm": "Readings, calm",
+    }[arg]
     return Study(title, found, "grpo", seeds, SCORED_EXACTLY)

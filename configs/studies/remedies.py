@@ -1,12 +1,15 @@
-"""Remedies for engine mismatch beside the paper's methods: TIS, IcePop, DPPO, matched precision; and no mismatch.
+"""Remedies for engine mismatch beside the paper's methods: TIS, IcePop, DPPO, matched precision;
+and no mismatch.
 
     dcmdp sweep --study=configs/studies/remedies.py              embedded engine, FP8 weights
     dcmdp sweep --study=configs/studies/remedies.py:vllm         vLLM, FP8 key-value cache
-    dcmdp sweep --study=configs/studies/remedies.py:paper        Qwen3-8B, 8 GPUs, vLLM with FP8 in blocks
+    dcmdp sweep --study=configs/studies/remedies.py:paper        Qwen3-8B, 8 GPUs, vLLM with FP8 in
+    blocks
 
-TIS, IcePop and DPPO are GRPO with the thresholds of configs/remedies.py. `matched` is GRPO whose trainer rounds in its
-forward pass as the engine does, `exact` GRPO against an engine in the trainer's own precision, the control. That is the
-embedded engine in every study: vLLM's float32 is close to the trainer's, not equal.
+TIS, IcePop and DPPO are GRPO with the thresholds of configs/remedies.py. `matched` is GRPO whose
+trainer rounds in its forward pass as the engine does, `exact` GRPO against an engine in the
+trainer's own precision, the control. That is the embedded engine in every study: vLLM's float32 is
+close to the trainer's, not equal.
 """
 
 from collections.abc import Mapping
@@ -21,23 +24,38 @@ _GRPO = {"algorithm.method": "grpo"}
 
 
 def remedy_arms(
-    config: str, engine: Mapping[str, Any], embedded: str, *, matched: str = "fp8", forward: Mapping[str, Any] = {}
+    config: str,
+    engine: Mapping[str, Any],
+    embedded: str,
+    *,
+    matched: str = "fp8",
+    forward: Mapping[str, Any] = {},
 ) -> dict[str, Arm]:
     """Arms of `config` against the engine of these settings; `embedded` is the config of `exact`.
 
-    `matched` has the same engine and the settings `forward` of the trainer; without them the embedded engine in the
-    precision `matched`.
+    `matched` has the same engine and the settings `forward` of the trainer; without them the
+    embedded engine in the precision `matched`.
     """
     remedies = {
-        name: {f"algorithm.{key}": value for key, value in REMEDIES[name].items()} for name in ("tis", "icepop", "dppo")
+        name: {f"algorithm.{key}": value for key, value in REMEDIES[name].items()}
+        for name in ("tis", "icepop", "dppo")
     }
     rounded = {"rollout.precision": matched, "model.forward_precision": matched}
     same = {"matched": {**engine, **forward}} if forward else {}
     controls = ({} if forward else {"matched": rounded}) | {"exact": {"rollout.precision": "exact"}}
     return {
         **arms(config, {method: {"algorithm.method": method, **engine} for method in METHODS}),
-        **arms(config, {name: {**_GRPO, **changes, **engine} for name, changes in (remedies | same).items()}),
-        **arms(embedded, {name: {**_GRPO, "rollout.engine": "local", **changes} for name, changes in controls.items()}),
+        **arms(
+            config,
+            {name: {**_GRPO, **changes, **engine} for name, changes in (remedies | same).items()},
+        ),
+        **arms(
+            embedded,
+            {
+                name: {**_GRPO, "rollout.engine": "local", **changes}
+                for name, changes in controls.items()
+            },
+        ),
     }
 
 
@@ -45,6 +63,11 @@ def get_study(arg: str = "") -> Study:
     if arg == "vllm":
         found = remedy_arms(VLLM, {}, DEMO, forward={"model.forward_cache": "fp8"})
         return Study("Remedies (vLLM, FP8 key-value cache, demo size)", found, "grpo", SEEDS)
-    fp8, blocks = {"rollout.precision": "fp8_per_block"}, {"model.forward_precision": "fp8_per_block"}
+    fp8, blocks = (
+        {"rollout.precision": "fp8_per_block"},
+        {"model.forward_precision": "fp8_per_block"},
+    )
     paper = remedy_arms(QWEN3_8B, fp8, f"{QWEN3_8B}:local", forward=blocks)
-    return make_study(arg, "Remedies", demo=remedy_arms(DEMO, {}, DEMO), paper=paper, baseline="grpo")
+    return make_study(
+        arg, "Remedies", demo=remedy_arms(DEMO, {}, DEMO), paper=paper, baseline="grpo"
+    )

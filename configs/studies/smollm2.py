@@ -1,11 +1,14 @@
-"""A published model trained where the engine is another: SmolLM2-135M with weights in 4 bits (research/real.md).
+"""A published model trained where the engine is another: SmolLM2-135M with weights in 4 bits
+(research/real.md).
 
     for seed in 0 1 2 3 4; do
-        python -m research.sweep --study=configs/studies/smollm2.py --seeds=$seed --kept=research/kept/smollm2.jsonl.gz
+        python -m research.sweep --study=configs/studies/smollm2.py --seeds=$seed
+        --kept=research/kept/smollm2.jsonl.gz
     done
 
-The demo of `make demo-real`, eight steps at three times its learning rate. Every run's last policy is scored by its own
-engine and by one that computes as the trainer does. About four minutes of two cores a run.
+The demo of `make demo-real`, eight steps at three times its learning rate. Every run's last policy
+is scored by its own engine and by one that computes as the trainer does. About four minutes of two
+cores a run.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ SCORED_EXACTLY = (
     "--config.rollout.max_completion_tokens=5",
 )
 DELTA, DISPLACEMENT = 0.23, 3.0
-"""Mean |p - q| and mean |logit p - logit q| of GRPO in step 1 of a run with seed 100, which is not in the study."""
+"""Mean |p - q| and mean |logit p - logit q| of GRPO in step 1 of a run with seed 100, which is not
+in the study.
+"""
 TOP = 32
 """Likeliest tokens of the engine that score centering has."""
 _SCALE = DELTA / DISPLACEMENT
@@ -49,9 +54,16 @@ def get_study(arg: str = "") -> Study:
     arms = {
         "grpo": {},
         "exact": {"rollout.precision": "exact"},
-        "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037, "algorithm.multiplier_max": 1.0},
+        "dc_grpo": {
+            "algorithm.method": "dc_grpo",
+            "algorithm.tolerance": 0.0037,
+            "algorithm.multiplier_max": 1.0,
+        },
         "tis": {"algorithm.corrections": "tis(high=2)"},
-        "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering", "rollout.top_logprobs": TOP},
+        "tis_centered": {
+            "algorithm.corrections": "tis(high=2),score_centering",
+            "rollout.top_logprobs": TOP,
+        },
         "centered": {"algorithm.corrections": "score_centering", "rollout.top_logprobs": TOP},
         "ascent_logit": {
             "algorithm.method": "dc_grpo",
@@ -64,4 +76,6 @@ def get_study(arg: str = "") -> Study:
         "grpo_shaken": {"algorithm.std_epsilon": 1e-3},
     }
     found = {name: Arm(CONFIG, SETTING | settings) for name, settings in arms.items()}
-    return Study("SmolLM2-135M against an int4 engine", found, "grpo", tuple(range(5)), SCORED_EXACTLY)
+    return Study(
+        "SmolLM2-135M against an int4 engine", found, "grpo", tuple(range(5)), SCORED_EXACTLY
+    )

@@ -1,4 +1,5 @@
-"""GRPO at sampling temperatures 0.3, 0.7 and 1.0: the paper's case study (section 3; its figure 2, left and middle).
+"""GRPO at sampling temperatures 0.3, 0.7 and 1.0: the paper's case study (section 3; its figure 2,
+left and middle).
 
     dcmdp sweep --study=configs/studies/temperatures.py
     dcmdp sweep --study=configs/studies/temperatures.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
@@ -14,6 +15,9 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 
 def get_study(arg: str = "") -> Study:
     grpo = {"algorithm.method": "grpo"}
-    settings = {f"t={temperature}": grpo | {"rollout.temperature": temperature} for temperature in TEMPERATURES}
+    settings = {
+        f"t={temperature}": grpo | {"rollout.temperature": temperature}
+        for temperature in TEMPERATURES
+    }
     demo, paper = arms(DEMO, settings), evaluated_arms(R1_DISTILL, settings)
     return make_study(arg, "GRPO by sampling temperature", demo=demo, paper=paper, baseline="t=1.0")

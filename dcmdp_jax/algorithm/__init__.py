@@ -1,1 +1,3 @@
-"""The method as pure functions of arrays: discrepancy, advantages, penalties, corrections, losses, dual update."""
+"""The method as pure functions of arrays: discrepancy, advantages, penalties, corrections, losses,
+dual update.
+"""

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.masked import group_statistics
-from dcmdp_jax.algorithm.require import concrete, require_integer, require_number, require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import (
+    concrete,
+    require_integer,
+    require_number,
+    require_rank,
+    require_same_shape,
+)
 from dcmdp_jax.types import Array, Scalar
 
 
@@ -18,31 +24,36 @@ def group_advantages(
     epsilon: Scalar = 1e-6,
     normalize_std: bool = True,
 ) -> Float[jax.Array, " N"]:
-    """Advantage of each completion within its group (Eq. 8; Algorithm 1, "Rewards & GRPO advantage").
+    """Advantage of each completion within its group (Eq. 8; Algorithm 1, "Rewards & GRPO
+    advantage").
 
         A_i = (r_i - mean_g r) / (std_g r + epsilon),    over the valid members of i's group g.
 
-    The paper does not say which standard deviation: the unbiased one is our choice, and so is epsilon = 1e-6, the
-    setting `algorithm.std_epsilon`. `normalize_std=False` leaves r_i - mean_g r (Dr. GRPO, Liu et al. 2025).
+    The paper does not say which standard deviation: the unbiased one is our choice, and so is
+    epsilon = 1e-6, the setting `algorithm.std_epsilon`. `normalize_std=False` leaves r_i - mean_g r
+    (Dr. GRPO, Liu et al. 2025).
 
-    A group whose rewards are all equal has A exactly 0, and so has a group with one valid member. Such a group's tokens
-    still carry the penalty. A constant added to a group's rewards changes nothing but the rounding of the rewards.
+    A group whose rewards are all equal has A exactly 0, and so has a group with one valid member.
+    Such a group's tokens still carry the penalty. A constant added to a group's rewards changes
+    nothing but the rounding of the rewards.
 
     Args:
         rewards: of each of N completions.
         group_ids: in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
-        valid: false: padding or dropped, gets 0 and does not enter its group's statistics. None: all are.
+        valid: false: padding or dropped, gets 0 and does not enter its group's statistics. None:
+            all are.
         ddof: 1 for the unbiased standard deviation, 0 for the population's.
         epsilon: added to the standard deviation, in reward units.
         normalize_std: false: leave the division out.
 
     Returns:
-        float32, float64 for float64 rewards with x64. No gradient flows. A NaN reward under `valid` makes its
-        group NaN; so is a completion whose group id is outside 0 .. N-1, where its value is not seen.
+        float32, float64 for float64 rewards with x64. No gradient flows. A NaN reward under `valid`
+        makes its group NaN; so is a completion whose group id is outside 0 .. N-1, where its value
+        is not seen.
 
     Raises:
-        ValueError: if the shapes differ, `group_ids` are not integers in 0 .. N-1 (their values are not seen under
-            jit), `ddof` is neither 0 nor 1, or `epsilon` is negative.
+        ValueError: if the shapes differ, `group_ids` are not integers in 0 .. N-1 (their values are
+            not seen under jit), `ddof` is neither 0 nor 1, or `epsilon` is negative.
     """
     require_number("epsilon", epsilon, minimum=0)
     require_rank("rewards", rewards, 1)
@@ -50,7 +61,9 @@ def group_advantages(
     _require_group_ids(group_ids)
     valid = jnp.ones(jnp.shape(rewards), bool) if valid is None else valid
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
-    outside = jnp.asarray(valid, bool) & ((jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.size)))
+    outside = jnp.asarray(valid, bool) & (
+        (jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.size))
+    )
     group_ids = jnp.asarray(group_ids, jnp.int32)
     signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
     scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
@@ -64,18 +77,24 @@ def _require_group_ids(group_ids: Array) -> None:
     known = concrete(group_ids)
     if known is not None and (wrong := known[(known < 0) | (known >= known.size)]).size:
         raise ValueError(
-            f"group_ids has {wrong[0]}; must be in 0 .. {known.size - 1}: numpy.unique(ids, return_inverse=True)[1]"
+            f"group_ids has {wrong[0]}; must be in 0 .. {known.size - 1}: numpy.unique(ids, "
+            "return_inverse=True)[1]"
         )
 
 
 def overlong_penalty(
-    completion_lengths: Int[Array, "*s"], *, max_completion_tokens: int, buffer: int, penalty: float = 1.0
+    completion_lengths: Int[Array, "*s"],
+    *,
+    max_completion_tokens: int,
+    buffer: int,
+    penalty: float = 1.0,
 ) -> Float[jax.Array, "*s"]:
     """Soft overlong punishment, to be subtracted from the reward (DAPO, Yu et al. 2025, Eq. 13).
 
         penalty * clip((|o_i| - (T_max - buffer)) / buffer, 0, 1)
 
-    0 up to T_max - buffer tokens, `penalty` at T_max. verl (`overlong_buffer`) and AReaL (`overlong_tokens`) alike.
+    0 up to T_max - buffer tokens, `penalty` at T_max. verl (`overlong_buffer`) and AReaL
+    (`overlong_tokens`) alike.
 
     Args:
         completion_lengths: sampled tokens.
@@ -98,10 +117,11 @@ def overlong_penalty(
 def has_signal(
     rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: Bool[Array, " N"]
 ) -> Bool[jax.Array, " N"]:
-    """Whether a completion's group has rewards that differ: dynamic sampling as a mask (DAPO, Yu et al. 2025).
+    """Whether a completion's group has rewards that differ: dynamic sampling as a mask (DAPO, Yu et
+    al. 2025).
 
-    The others are left out of the loss; `refill_rounds` samples further groups in their place, as DAPO does. Arguments
-    as in `group_advantages`.
+    The others are left out of the loss; `refill_rounds` samples further groups in their place, as
+    DAPO does. Arguments as in `group_advantages`.
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
     return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]

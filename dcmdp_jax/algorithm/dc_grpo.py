@@ -1,4 +1,6 @@
-"""The method in one call on padded arrays: the loss of DC-GRPO, and the multiplier of the next step."""
+"""The method in one call on padded arrays: the loss of DC-GRPO, and the multiplier of the next
+step.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
@@ -57,42 +59,49 @@ def dc_grpo_loss(
     ddof: int = 1,
     epsilon: Scalar = 1e-6,
 ) -> tuple[Float[jax.Array, ""], DcGrpoAux]:
-    """The loss of DC-GRPO on a padded batch, and the next multiplier: Algorithm 1 after sampling and rewards.
+    """The loss of DC-GRPO on a padded batch, and the next multiplier: Algorithm 1 after sampling
+    and rewards.
 
-        delta_{i,t} = |p^Train - p^Inf|                                           Eq. 3     token_discrepancy
-        A_i         = (r_i - mean_g r) / (std_g r + epsilon)                      Eq. 8     group_advantages
-        A^DC_{i,t}  = A_i - lambda_k delta_{i,t}                                  Eq. 8     penalized_advantages
-        gamma_{i,t} = pi_theta(o_t) / p^Train                                               importance_ratio
-        loss        = -1/N sum_i 1/|o_i| sum_t min(gamma A^DC, clip(gamma) A^DC)  Eq. 9-10  clipped_surrogate
-        lambda_k+1  = clip(lambda_k + eta (mean delta - c), min, max)             Eq. 11    dual_update
+        delta_{i,t} = |p^Train - p^Inf|                                           Eq. 3
+        token_discrepancy A_i         = (r_i - mean_g r) / (std_g r + epsilon)
+        Eq. 8     group_advantages A^DC_{i,t}  = A_i - lambda_k delta_{i,t}
+        Eq. 8     penalized_advantages gamma_{i,t} = pi_theta(o_t) / p^Train
+        importance_ratio loss        = -1/N sum_i 1/|o_i| sum_t min(gamma A^DC, clip(gamma) A^DC)
+        Eq. 9-10  clipped_surrogate lambda_k+1  = clip(lambda_k + eta (mean delta - c), min, max)
+        Eq. 11    dual_update
 
-    The functions on the right are public: this one is their composition. The gradient flows into `train_logprobs` and
-    nowhere else. In the first update on a batch `train_logprobs` and `old_logprobs` have the same values and gamma is
-    1: pass the differentiated ones first.
+    The functions on the right are public: this one is their composition. The gradient flows into
+    `train_logprobs` and nowhere else. In the first update on a batch `train_logprobs` and
+    `old_logprobs` have the same values and gamma is 1: pass the differentiated ones first.
 
-    One call is one mini-batch, with all completions of its groups. With several in a step, or several hosts, pass the
-    step's own lambda_k to each of them, ignore their `next_multiplier`, and call `dual_update` once, after the last,
-    with the sum of delta over the number of tokens of the whole batch.
+    One call is one mini-batch, with all completions of its groups. With several in a step, or
+    several hosts, pass the step's own lambda_k to each of them, ignore their `next_multiplier`, and
+    call `dual_update` once, after the last, with the sum of delta over the number of tokens of the
+    whole batch.
 
-    Computes in float32, or in float64 where `jax_enable_x64` is on and the log-probs or rewards are float64. NumPy or
-    JAX arrays or lists; eagerly or under jit, grad and vmap. Outside the mask log-probs are ignored, NaN or not.
-    Options and T_max are Python values: `jax.jit(dc_grpo_loss, static_argnames=("aggregation", "measure", "sided",
-    "ddof", "max_completion_tokens"))`, or bind them with functools.partial before jit.
+    Computes in float32, or in float64 where `jax_enable_x64` is on and the log-probs or rewards are
+    float64. NumPy or JAX arrays or lists; eagerly or under jit, grad and vmap. Outside the mask
+    log-probs are ignored, NaN or not. Options and T_max are Python values: `jax.jit(dc_grpo_loss,
+    static_argnames=("aggregation", "measure", "sided", "ddof", "max_completion_tokens"))`, or bind
+    them with functools.partial before jit.
 
     Args:
         train_logprobs: nats, log pi_theta of the sampled tokens, training stack, weights now.
         old_logprobs: nats, log p^Train: training stack, weights that made the batch.
         rollout_logprobs: nats, log p^Inf: the inference engine that sampled; -inf counts as q = 0.
-        completion_mask: bool or 0/1, true on sampled tokens, end-of-sequence included, prompt and padding not.
+        completion_mask: bool or 0/1, true on sampled tokens, end-of-sequence included, prompt and
+            padding not.
         rewards: of each of N completions.
         group_ids: in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
         multiplier: lambda_k >= 0.
         tolerance: c >= 0, in the unit of delta.
-        clip_low, clip_high: eps_low in [0, 1), eps_high >= 0. The paper's runs have eps_high = 0.24.
+        clip_low, clip_high: eps_low in [0, 1), eps_high >= 0. The paper's runs have eps_high =
+            0.24.
         learning_rate: eta of the multiplier (not of the policy).
         multiplier_min, multiplier_max: range of lambda_{k+1}.
-        aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (equal weight per token, DAPO) or "fixed_length"
-            (sum over T_max, Dr. GRPO); see `dcmdp_jax.algorithm.losses.aggregation_weights`.
+        aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (equal weight per token,
+            DAPO) or "fixed_length" (sum over T_max, Dr. GRPO); see
+            `dcmdp_jax.algorithm.losses.aggregation_weights`.
         max_completion_tokens: T_max, the sampling limit; needed by "fixed_length" alone.
         measure, sided: options of `token_discrepancy`: "diff", "ratio" or "log"; "two" or "one".
         ddof, epsilon: options of `group_advantages`: the unbiased deviation and 1e-6 by default.
@@ -102,16 +111,21 @@ def dc_grpo_loss(
             penalized_advantages, ratio and next_multiplier.
 
     Raises:
-        ValueError: in one line that names the argument. Always: shapes or ranks that disagree, log-probs that are no
-            floats, `train_logprobs` in float16, whose gradient would overflow, group ids that are no integers, unknown
-            options, numbers out of range. Of values only where they are known, so not of arguments traced by jit or
-            vmap: a NaN or +inf in a log-prob under the mask, a reward that is not finite or 1e18 and more,
-            probabilities in place of log-probs, a mask with other values than 0 and 1, a completion without a token, a
-            group of one, a group id outside 0 .. N-1, a negative multiplier. Where they are not known NaN, or a group
-            id outside, makes the loss NaN, a completion without a token is left out of it, and a group of one has A =
-            0.
+        ValueError: in one line that names the argument. Always: shapes or ranks that disagree,
+            log-probs that are no floats, `train_logprobs` in float16, whose gradient would
+            overflow, group ids that are no integers, unknown options, numbers out of range. Of
+            values only where they are known, so not of arguments traced by jit or vmap: a NaN or
+            +inf in a log-prob under the mask, a reward that is not finite or 1e18 and more,
+            probabilities in place of log-probs, a mask with other values than 0 and 1, a completion
+            without a token, a group of one, a group id outside 0 .. N-1, a negative multiplier.
+            Where they are not known NaN, or a group id outside, makes the loss NaN, a completion
+            without a token is left out of it, and a group of one has A = 0.
     """
-    given = {"train_logprobs": train_logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs}
+    given = {
+        "train_logprobs": train_logprobs,
+        "old_logprobs": old_logprobs,
+        "rollout_logprobs": rollout_logprobs,
+    }
     logprobs = {name: _numbers(name, value) for name, value in given.items()}
     given = {"completion_mask": completion_mask, "rewards": rewards, "group_ids": group_ids}
     completion_mask, rewards, group_ids = (_numbers(name, value) for name, value in given.items())
@@ -124,74 +138,110 @@ def dc_grpo_loss(
     mask = jnp.asarray(completion_mask, bool)
     dtype = jnp.result_type(*map(stats.as_float, (*logprobs.values(), rewards)))
     train, old, rollout = (jnp.where(mask, jnp.asarray(x, dtype), 0.0) for x in logprobs.values())
-    delta = discrepancy.token_discrepancy(old, rollout, completion_mask=mask, measure=measure, sided=sided)
-    advantages = group_advantages(jnp.asarray(rewards, dtype), group_ids, ddof=ddof, epsilon=epsilon)
+    delta = discrepancy.token_discrepancy(
+        old, rollout, completion_mask=mask, measure=measure, sided=sided
+    )
+    advantages = group_advantages(
+        jnp.asarray(rewards, dtype), group_ids, ddof=ddof, epsilon=epsilon
+    )
     penalized = jnp.where(mask, penalized_advantages(advantages, delta, multiplier), 0.0)
     ratio = losses.importance_ratio(train, old)
-    objective = trust_regions.clipped_surrogate(ratio, penalized, clip_low=clip_low, clip_high=clip_high).objective
+    objective = trust_regions.clipped_surrogate(
+        ratio, penalized, clip_low=clip_low, clip_high=clip_high
+    ).objective
 
     lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
     weights, total = losses.aggregation_weights(
-        lengths, lengths > 0, mode=aggregation, max_completion_tokens=max_completion_tokens, dtype=dtype
+        lengths,
+        lengths > 0,
+        mode=aggregation,
+        max_completion_tokens=max_completion_tokens,
+        dtype=dtype,
     )
-    loss = masked.weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))._replace(weight=total).value()
+    loss = (
+        masked.weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))
+        ._replace(weight=total)
+        .value()
+    )
     mean_delta = masked.masked_mean(delta, mask)
     rule = {"learning_rate": learning_rate, "minimum": multiplier_min, "maximum": multiplier_max}
     next_multiplier = dual.dual_update(multiplier, mean_delta, tolerance=tolerance, **rule)
-    return loss, lax.stop_gradient(DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier))
+    return loss, lax.stop_gradient(
+        DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier)
+    )
 
 
 def _numbers(name: str, value: Any) -> Array:
-    """The argument as an array; a list that is ragged, and what holds no real numbers, is refused."""
+    """The argument as an array; a list that is ragged, and what holds no real numbers, is
+    refused.
+    """
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except ValueError:
-        raise ValueError(f"{name} is a list of lists that differ in length; pad them, and mask the padding") from None
+        raise ValueError(
+            f"{name} is a list of lists that differ in length; pad them, and mask the padding"
+        ) from None
     if array.dtype.kind in "cOSUMmV" and array.dtype != jnp.bfloat16:
         raise ValueError(f"{name} has dtype {array.dtype}; must be real numbers")
     return array
 
 
-def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
+def _require_arrays(
+    logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array
+) -> None:
     """Raise for ranks, shapes and dtypes that do not fit; these are known under jit too."""
     for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
         require.require_rank(name, array, 2)
     require.require_same_shape(**logprobs, completion_mask=completion_mask)
     shape = np.shape(completion_mask)
     if 0 in shape:
-        raise ValueError(f"completion_mask has shape {shape}; must hold at least one completion of one token")
+        raise ValueError(
+            f"completion_mask has shape {shape}; must hold at least one completion of one token"
+        )
     for name, array in {"rewards": rewards, "group_ids": group_ids}.items():
         if np.shape(array) != shape[:1]:
-            raise ValueError(f"{name} has shape {np.shape(array)}; must be {shape[:1]}, one for each row of {shape}")
+            raise ValueError(
+                f"{name} has shape {np.shape(array)}; must be {shape[:1]}, one for each row of "
+                f"{shape}"
+            )
     for name, array in logprobs.items():
         if not jnp.issubdtype(dtype := jnp.asarray(array).dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {dtype}; must be floats, log-probs in nats")
     require.require_gradient("train_logprobs", logprobs["train_logprobs"])
 
 
-def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
+def _require_values(
+    logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array
+) -> None:
     """Raise for values that are wrong, as far as they are known."""
     rewards, ids, mask = (require.concrete(x) for x in (rewards, group_ids, completion_mask))
     if rewards is not None:
         # The squares of larger ones overflow float32.
-        _require_each("rewards", rewards, np.abs(rewards.astype(float)) < 1e18, "finite, below 1e+18")
+        _require_each(
+            "rewards", rewards, np.abs(rewards.astype(float)) < 1e18, "finite, below 1e+18"
+        )
     if ids is not None and np.issubdtype(ids.dtype, np.integer):
         found, counts = np.unique(ids, return_counts=True)
         if counts.min() < 2:
             raise ValueError(
-                f"group_ids has a group of one, id {found[counts.argmin()]}; a group needs two completions"
+                f"group_ids has a group of one, id {found[counts.argmin()]}; a group needs two "
+                "completions"
             )
     if mask is None:
         return
     _require_each("completion_mask", mask, (mask == 0) | (mask == 1), "0 or 1")
     sampled = mask.astype(bool)
     if len(empty := np.flatnonzero(~sampled.any(axis=1))):
-        raise ValueError(f"completion_mask is 0 in row {empty[0]}, a completion without a token: leave it out")
+        raise ValueError(
+            f"completion_mask is 0 in row {empty[0]}, a completion without a token: leave it out"
+        )
     for name, array in logprobs.items():
         if (known := require.concrete(array)) is None:
             continue
         known = known.astype(float)
-        _require_each(name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0")  # NaN is not below
+        _require_each(
+            name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0"
+        )  # NaN is not below
         require.require_logprobs(name, known, sampled)
 
 

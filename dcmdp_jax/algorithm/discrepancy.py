@@ -1,8 +1,9 @@
-"""Discrepancy between the training stack and the inference engine on the sampled tokens, on the same weights.
+"""Discrepancy between the training stack and the inference engine on the sampled tokens, on the
+same weights.
 
-`train_logprobs` here are the training stack's under the weights that made the batch, p^Train in the paper;
-`rollout_logprobs` are the engine's, p^Inf. Policy drift (new weights against old) is another matter: `losses.py`.
-Everything here is a constant to the gradient.
+`train_logprobs` here are the training stack's under the weights that made the batch, p^Train in the
+paper; `rollout_logprobs` are the engine's, p^Inf. Policy drift (new weights against old) is another
+matter: `losses.py`. Everything here is a constant to the gradient.
 """
 
 from typing import Literal, get_args
@@ -12,8 +13,20 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Shaped
 
 from dcmdp_jax.algorithm import masked
-from dcmdp_jax.algorithm.require import require_logprobs, require_number, require_option, require_same_shape
-from dcmdp_jax.algorithm.stats import LOGPROB_LIMIT, MAX_LOG_RATIO, Mean, as_float, clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.require import (
+    require_logprobs,
+    require_number,
+    require_option,
+    require_same_shape,
+)
+from dcmdp_jax.algorithm.stats import (
+    LOGPROB_LIMIT,
+    MAX_LOG_RATIO,
+    Mean,
+    as_float,
+    clamped_log_ratio,
+    exp_minus_linear,
+)
 from dcmdp_jax.types import Array, Scalar
 
 Measure = Literal["diff", "ratio", "log", "logit"]
@@ -34,49 +47,59 @@ def token_discrepancy(
     measure: Measure = "diff",
     sided: Sided = "two",
 ) -> Float[jax.Array, "*s"]:
-    """delta_{i,t}, the discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1, "Discrepancy").
+    """delta_{i,t}, the discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1,
+    "Discrepancy").
 
     With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
 
         diff   |p - q|        ratio   min(|p / q - 1|, 10)        log   |log p - log q|,
 
-    the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice. Ours is
+    the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice.
+    Ours is
 
         logit  min(|logit p - logit q|, 20),        logit p = log(p / (1 - p)),
 
-    the size of the `displacement`, which confidence does not shrink. Clamped as in `log_odds`: p and q are held
-    at 1 - 2^-24 at most, so that a token that float32 calls certain on both sides costs 0, and on one side at most 20.
-    One-sided charges only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
+    the size of the `displacement`, which confidence does not shrink. Clamped as in `log_odds`: p
+    and q are held at 1 - 2^-24 at most, so that a token that float32 calls certain on both sides
+    costs 0, and on one side at most 20. One-sided charges only tokens the training stack finds
+    likelier, p > q: d is replaced by max(d, 0).
 
-    Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` and `logit` at most 20,
-    `ratio` at most `RATIO_LIMIT`, without which one token of q near 0 would be charged up to e^20 - 1 = 4.85e8. So
-    q = 0 (-inf) gives p, 10, 20, 20; -inf in both gives 0. NaN stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|),
-    which keeps float32's relative precision when p and q nearly agree.
+    Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` and
+    `logit` at most 20, `ratio` at most `RATIO_LIMIT`, without which one token of q near 0 would be
+    charged up to e^20 - 1 = 4.85e8. So q = 0 (-inf) gives p, 10, 20, 20; -inf in both gives 0. NaN
+    stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|), which keeps float32's relative precision
+    when p and q nearly agree.
 
     Args:
         train_logprobs: nats, training stack, weights that made the batch: log p^Train.
         rollout_logprobs: nats, inference engine: log p^Inf.
-        completion_mask: true (or 1) on sampled tokens; elsewhere the result is 0 and what is given is
-            ignored. None: all are.
+        completion_mask: true (or 1) on sampled tokens; elsewhere the result is 0 and what is given
+            is ignored. None: all are.
         measure: "diff", "ratio", "log" or "logit".
         sided: "two" or "one".
 
     Returns:
-        float32 (float64 for float64 with x64), >= 0, exactly 0 where the two log-probs are equal. No
-        gradient flows.
+        float32 (float64 for float64 with x64), >= 0, exactly 0 where the two log-probs are equal.
+        No gradient flows.
 
     Raises:
-        ValueError: if the shapes differ, an option is unknown, or probabilities are given (not seen under jit).
+        ValueError: if the shapes differ, an option is unknown, or probabilities are given (not seen
+            under jit).
     """
     given = {"train_logprobs": train_logprobs, "rollout_logprobs": rollout_logprobs}
-    require_same_shape(**given, **({} if completion_mask is None else {"completion_mask": completion_mask}))
+    require_same_shape(
+        **given, **({} if completion_mask is None else {"completion_mask": completion_mask})
+    )
     for name, logprobs in given.items():
         require_logprobs(name, logprobs, completion_mask)
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
     train_logprobs, rollout_logprobs = as_float(train_logprobs), as_float(rollout_logprobs)
     if measure == "diff":
-        train_logprobs, rollout_logprobs = jnp.minimum(train_logprobs, 0.0), jnp.minimum(rollout_logprobs, 0.0)
+        train_logprobs, rollout_logprobs = (
+            jnp.minimum(train_logprobs, 0.0),
+            jnp.minimum(rollout_logprobs, 0.0),
+        )
     if measure == "logit":
         train_logprobs, rollout_logprobs = log_odds(train_logprobs), log_odds(rollout_logprobs)
     log_ratio = clamped_log_ratio(train_logprobs, rollout_logprobs)
@@ -99,8 +122,8 @@ def sequence_discrepancy(
 ) -> Float[jax.Array, "R L"]:
     """Give every token the mean discrepancy of its completion (`algorithm.level=sequence`).
 
-    The coarser choice, which the paper argues against (section 4, granularity). The sum over a completion is that of
-    its tokens' own values, so the mean discrepancy of a batch is the same.
+    The coarser choice, which the paper argues against (section 4, granularity). The sum over a
+    completion is that of its tokens' own values, so the mean discrepancy of a batch is the same.
 
     Args:
         discrepancy_tokens: of each token; what lies outside the mask is ignored.
@@ -113,7 +136,9 @@ def sequence_discrepancy(
         ValueError: if the shapes differ.
     """
     means = masked.completion_means(discrepancy_tokens, where)
-    return jnp.where(jnp.asarray(where.mask, bool), masked.gather_to_tokens(means, where.index), 0.0)
+    return jnp.where(
+        jnp.asarray(where.mask, bool), masked.gather_to_tokens(means, where.index), 0.0
+    )
 
 
 def completions_over_tolerance(
@@ -121,8 +146,8 @@ def completions_over_tolerance(
 ) -> Mean:
     """Number of completions whose own mean discrepancy exceeds c, over the number of completions.
 
-    The constraint in its per-trajectory form (Eq. 6 asks it of every trajectory), which the dual update does not
-    use. Strict: a mean of exactly c is within tolerance.
+    The constraint in its per-trajectory form (Eq. 6 asks it of every trajectory), which the dual
+    update does not use. Strict: a mean of exactly c is within tolerance.
 
     Args:
         discrepancy_tokens: from `token_discrepancy`.
@@ -130,22 +155,25 @@ def completions_over_tolerance(
         tolerance: c, in the measure's unit.
 
     Returns:
-        Unreduced; completions without a token in this call are not counted. Calls on different rows add.
+        Unreduced; completions without a token in this call are not counted. Calls on different rows
+        add.
 
     Raises:
         ValueError: if the shapes differ or `tolerance` is a negative Python number.
     """
     require_number("tolerance", tolerance, minimum=0)
     return masked.masked_sum(
-        masked.completion_means(discrepancy_tokens, where) > tolerance, masked.completion_counts(where) > 0
+        masked.completion_means(discrepancy_tokens, where) > tolerance,
+        masked.completion_counts(where) > 0,
     )
 
 
 def log_odds(logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """log(p / (1 - p)) = x - log1p(-exp(x)) of each log-prob x, elementwise.
 
-    p is held at 1 - 2^-24 at most, the largest float32 below 1, where the log-odds are 16.6: a token that float32 calls
-    certain has finite ones. At the other end x is held at -1e4 nats. NaN stays NaN.
+    p is held at 1 - 2^-24 at most, the largest float32 below 1, where the log-odds are 16.6: a
+    token that float32 calls certain has finite ones. At the other end x is held at -1e4 nats. NaN
+    stays NaN.
 
     Args:
         logprobs: nats.
@@ -154,16 +182,22 @@ def log_odds(logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
         float32 (float64 for float64 with x64), finite but for NaN. No gradient flows.
     """
     x = jnp.clip(jax.lax.stop_gradient(as_float(logprobs)), -LOGPROB_LIMIT, -(2.0**-24))
-    return x - jnp.log(-jnp.expm1(x))  # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1
+    return x - jnp.log(
+        -jnp.expm1(x)
+    )  # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1
 
 
-def displacement(train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
-    """eps = logit p - logit q of each token, elementwise: the distance of the engines whatever the policy's confidence.
+def displacement(
+    train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
+    """eps = logit p - logit q of each token, elementwise: the distance of the engines whatever the
+    policy's confidence.
 
         |p - q| = p (1 - p) |eps| + O(eps^2)
 
-    An error eps of a token's logit moves its probability most where p is 1/2 and hardly where the policy is certain. So
-    the discrepancy falls as a policy grows confident with the engine as it was; eps does not. Ours, not in the paper.
+    An error eps of a token's logit moves its probability most where p is 1/2 and hardly where the
+    policy is certain. So the discrepancy falls as a policy grows confident with the engine as it
+    was; eps does not. Ours, not in the paper.
 
     Args:
         train_logprobs: nats, p^Train.
@@ -180,9 +214,12 @@ def displacement(train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Arr
 
 
 def displacement_statistics(
-    train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"], mask: Bool[Array, "*s"]
+    train_logprobs: Float[Array, "*s"],
+    rollout_logprobs: Float[Array, "*s"],
+    mask: Bool[Array, "*s"],
 ) -> dict[str, Float[jax.Array, ""]]:
-    """Mean of eps, mean of |eps| and quantiles of |eps| (see `displacement`), over all tokens at once.
+    """Mean of eps, mean of |eps| and quantiles of |eps| (see `displacement`), over all tokens at
+    once.
 
     Quantiles are exact, by a sort, and no sums: give the whole batch in one call.
 
@@ -199,24 +236,32 @@ def displacement_statistics(
     eps = displacement(train_logprobs, rollout_logprobs)
     sizes = jnp.abs(eps)
     quantiles = {f"abs_p{q}": masked.masked_quantile(sizes, mask, q / 100) for q in (50, 95, 99)}
-    return {"mean": masked.masked_mean(eps, mask), "abs_mean": masked.masked_mean(sizes, mask), **quantiles}
+    return {
+        "mean": masked.masked_mean(eps, mask),
+        "abs_mean": masked.masked_mean(sizes, mask),
+        **quantiles,
+    }
 
 
 def mismatch_statistics(
-    train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"], mask: Bool[Array, "*s"]
+    train_logprobs: Float[Array, "*s"],
+    rollout_logprobs: Float[Array, "*s"],
+    mask: Bool[Array, "*s"],
 ) -> dict[str, Float[jax.Array, ""]]:
     """Differences between the two engines as distributions, over all tokens at once.
 
-    The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q clamped to [-20, 20].
+    The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q
+    clamped to [-20, 20].
 
-        k1                     mean of -d             unbiased estimate of KL(q || p), may be negative
-        k3                     mean of e^d - 1 - d    the same KL, never negative, smaller variance
-        pearson                correlation of p and q over tokens; 0 where it is undefined
-        effective_sample_size  (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1]: the share of the tokens that
+        k1                     mean of -d             unbiased estimate of KL(q || p), may be
+        negative k3                     mean of e^d - 1 - d    the same KL, never negative, smaller
+        variance pearson                correlation of p and q over tokens; 0 where it is undefined
+        effective_sample_size  (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1]: the share of the
+        tokens that
                                importance weights to p would leave; 1 on agreement
 
-    k1 and k3 after J. Schulman, "Approximating KL divergence" (2020). These are not sums: give the whole batch in one
-    call, arrays of different shape raveled and concatenated.
+    k1 and k3 after J. Schulman, "Approximating KL divergence" (2020). These are not sums: give the
+    whole batch in one call, arrays of different shape raveled and concatenated.
 
     Args:
         train_logprobs: nats, training stack, weights that made the batch.
@@ -224,8 +269,9 @@ def mismatch_statistics(
         mask: true on sampled tokens.
 
     Returns:
-        The four float32 values, by these names after `mismatch/`. All 0 on an empty mask. `pearson` is undefined,
-        hence 0, when either side's probabilities are all equal (one token, greedy sampling). No gradient flows.
+        The four float32 values, by these names after `mismatch/`. All 0 on an empty mask. `pearson`
+        is undefined, hence 0, when either side's probabilities are all equal (one token, greedy
+        sampling). No gradient flows.
 
     Raises:
         ValueError: if the shapes differ.
@@ -233,7 +279,9 @@ def mismatch_statistics(
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     mask = jnp.asarray(mask, bool)
     train = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(train_logprobs, jnp.float32)), 0.0)
-    rollout = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(rollout_logprobs, jnp.float32)), 0.0)
+    rollout = jnp.where(
+        mask, jax.lax.stop_gradient(jnp.asarray(rollout_logprobs, jnp.float32)), 0.0
+    )
     log_ratio = clamped_log_ratio(train, rollout)
 
     # Scaled by the largest weight, which cancels: squares and sums stay near 1.
@@ -245,13 +293,17 @@ def mismatch_statistics(
     return {
         "mismatch/k1": masked.masked_mean(-log_ratio, mask),
         "mismatch/k3": masked.masked_mean(exp_minus_linear(log_ratio), mask),
-        "mismatch/pearson": _pearson(jnp.exp(jnp.minimum(train, 0.0)), jnp.exp(jnp.minimum(rollout, 0.0)), mask),
+        "mismatch/pearson": _pearson(
+            jnp.exp(jnp.minimum(train, 0.0)), jnp.exp(jnp.minimum(rollout, 0.0)), mask
+        ),
         "mismatch/effective_sample_size": jnp.minimum(size, 1.0),
     }
 
 
 def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
-    """Correlation over the mask in two passes; 0 where either side is constant, decided by exact comparison."""
+    """Correlation over the mask in two passes; 0 where either side is constant, decided by exact
+    comparison.
+    """
 
     def constant(values: jax.Array) -> jax.Array:
         smallest = jnp.min(jnp.where(mask, values, jnp.inf), initial=jnp.inf)
@@ -259,11 +311,15 @@ def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
 
     def centered(values: jax.Array) -> jax.Array:
         deviations = jnp.where(mask, values - masked.masked_mean(values, mask), 0.0)
-        largest = jnp.max(jnp.abs(deviations), initial=0.0)  # cancels; squares of tiny probabilities underflow
+        largest = jnp.max(
+            jnp.abs(deviations), initial=0.0
+        )  # cancels; squares of tiny probabilities underflow
         return deviations / jnp.where(largest == 0, 1.0, largest)
 
     undefined = constant(x) | constant(y)
     x, y = centered(x), centered(y)
     scale = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     undefined |= scale == 0
-    return jnp.where(undefined, 0.0, jnp.clip(jnp.sum(x * y) / jnp.where(undefined, 1.0, scale), -1.0, 1.0))
+    return jnp.where(
+        undefined, 0.0, jnp.clip(jnp.sum(x * y) / jnp.where(undefined, 1.0, scale), -1.0, 1.0)
+    )

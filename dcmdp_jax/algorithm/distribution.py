@@ -1,8 +1,10 @@
-"""A state's two whole distributions: their measures, and score centering (Marek and Ryabinin 2026, arXiv:2609.20807).
+"""A state's two whole distributions: their measures, and score centering (Marek and Ryabinin 2026,
+arXiv:2609.20807).
 
-p is the training stack's distribution of the next token, q the engine's. H, the head, are the engine's k likeliest
-tokens; what is left, 1 - p_H and 1 - q_H, is the tail. A measure is computed on the head and the tail as one token
-more; its bound says how much larger the true value can be. With k = V there is no tail, and the value is exact.
+p is the training stack's distribution of the next token, q the engine's. H, the head, are the
+engine's k likeliest tokens; what is left, 1 - p_H and 1 - q_H, is the tail. A measure is computed
+on the head and the tail as one token more; its bound says how much larger the true value can be.
+With k = V there is no tail, and the value is exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,14 @@ from jaxtyping import Bool, Float, Int
 from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Level, Measure, Sided, token_discrepancy
-from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.remedies import (
+    Corrected,
+    Function,
+    Statistics,
+    Tokens,
+    require_tokens,
+    split,
+)
 from dcmdp_jax.algorithm.require import require_gradient, require_same_shape
 from dcmdp_jax.types import Array
 
@@ -47,20 +56,26 @@ class Head(NamedTuple):
 
 
 def require_head(head: Head, mask: Array) -> None:
-    """Raise ValueError unless the head's arrays have one shape, [R, L, k], for a mask [R, L], none in float16."""
+    """Raise ValueError unless the head's arrays have one shape, [R, L, k], for a mask [R, L], none
+    in float16.
+    """
     require_gradient("train_logprobs", head.train_logprobs)
     require_same_shape(**head._asdict())
     require_same_shape(mask=mask, head=head.ids[..., 0])
 
 
-def tail_logprobs(logprobs: Float[Array, "*s k"], present: Bool[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+def tail_logprobs(
+    logprobs: Float[Array, "*s k"], present: Bool[Array, "*s k"]
+) -> Float[jax.Array, "*s"]:
     """log(1 - sum_H e^x), at least log `LEAST_TAIL`; the gradient flows while it is above that."""
     require_same_shape(logprobs=logprobs, present=present)
     mass = jnp.sum(jnp.where(present, jnp.exp(jnp.asarray(logprobs, jnp.float32)), 0.0), axis=-1)
     return jnp.log(jnp.maximum(1.0 - mass, LEAST_TAIL))
 
 
-def with_tail(logprobs: Float[Array, "*s k"], present: Bool[Array, "*s k"]) -> Float[jax.Array, "*s k+1"]:
+def with_tail(
+    logprobs: Float[Array, "*s k"], present: Bool[Array, "*s k"]
+) -> Float[jax.Array, "*s k+1"]:
     """The head, 0 where no token is present, and the tail as one token more."""
     require_same_shape(logprobs=logprobs, present=present)
     inside = jnp.where(present, logprobs, 0.0)
@@ -75,19 +90,21 @@ def state_measures(
     measure: Measure = "diff",
     sided: Sided = "two",
 ) -> dict[str, Float[jax.Array, "*s"]]:
-    """How far p is from q in each state: exact on the head, the tail as one token, and bounds of what that leaves out.
+    """How far p is from q in each state: exact on the head, the tail as one token, and bounds of
+    what that leaves out.
 
         total_variation        1/2 sum |p - q|             bound  min(1 - p_H, 1 - q_H)
-        kl_engine              KL(q || p), nats            bound  q_T (20 - log(q_T / p_T)),  q_T = 1 - q_H
-        kl_trainer             KL(p || q), nats            bound  p_T (20 - log(p_T / q_T)),  p_T = 1 - p_H
-        expected_discrepancy   sum_H q delta(p, q)         bound  q_T times the largest delta of a tail token
-        head_mass              q_H
+        kl_engine              KL(q || p), nats            bound  q_T (20 - log(q_T / p_T)),  q_T =
+        1 - q_H kl_trainer             KL(p || q), nats            bound  p_T (20 - log(p_T / q_T)),
+        p_T = 1 - p_H expected_discrepancy   sum_H q delta(p, q)         bound  q_T times the
+        largest delta of a tail token head_mass              q_H
 
-    As one token the tail gives no more than its tokens would (log-sum and triangle inequalities), so that the true
-    value lies between the value and the value plus its bound. That of a KL holds if no tail token has a log-ratio above
-    20, where this package clamps them. The largest delta of a tail token is max(p_T, min(q_T, q_k)) for
-    `diff`, q_k the last of the head, and its limit for the other measures. The expected discrepancy is what the mean of
-    `token_discrepancy` over sampled tokens estimates; its variance under q is `discrepancy_variance`.
+    As one token the tail gives no more than its tokens would (log-sum and triangle inequalities),
+    so that the true value lies between the value and the value plus its bound. That of a KL holds
+    if no tail token has a log-ratio above 20, where this package clamps them. The largest delta of
+    a tail token is max(p_T, min(q_T, q_k)) for `diff`, q_k the last of the head, and its limit for
+    the other measures. The expected discrepancy is what the mean of `token_discrepancy` over
+    sampled tokens estimates; its variance under q is `discrepancy_variance`.
 
     Args:
         train_logprobs: nats, log p of the head.
@@ -96,12 +113,15 @@ def state_measures(
         measure, sided: delta's, see `token_discrepancy`.
 
     Returns:
-        float32 by these names after `distribution/`, and `NAME_bound` of the first four. No gradient flows.
+        float32 by these names after `distribution/`, and `NAME_bound` of the first four. No
+        gradient flows.
 
     Raises:
         ValueError: if the shapes differ.
     """
-    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, present=present)
+    require_same_shape(
+        train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, present=present
+    )
     train, rollout = (
         jax.lax.stop_gradient(jnp.where(present, jnp.asarray(x, jnp.float32), 0.0))
         for x in (train_logprobs, rollout_logprobs)
@@ -109,27 +129,40 @@ def state_measures(
     p, q = (jnp.where(present, jnp.exp(x), 0.0) for x in (train, rollout))
     log_p, log_q = (tail_logprobs(x, present) for x in (train, rollout))
     p_tail, q_tail = jnp.exp(log_p), jnp.exp(log_q)
-    log_ratio, log_tail = stats.clamped_log_ratio(train, rollout), stats.clamped_log_ratio(log_p, log_q)
+    log_ratio, log_tail = (
+        stats.clamped_log_ratio(train, rollout),
+        stats.clamped_log_ratio(log_p, log_q),
+    )
     differences = token_discrepancy(train, rollout, completion_mask=present)
     delta = token_discrepancy(train, rollout, completion_mask=present, measure=measure, sided=sided)
     expected = jnp.sum(q * delta, axis=-1)
     last = jnp.min(jnp.where(present, q, 1.0), axis=-1)
     limits = {"diff": jnp.maximum(p_tail, jnp.minimum(q_tail, last)), "ratio": RATIO_LIMIT}
     return {
-        "distribution/total_variation": (jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail)) / 2,
+        "distribution/total_variation": (jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail))
+        / 2,
         "distribution/total_variation_bound": jnp.minimum(p_tail, q_tail),
-        "distribution/kl_engine": jnp.maximum(-jnp.sum(q * log_ratio, axis=-1) - q_tail * log_tail, 0.0),
+        "distribution/kl_engine": jnp.maximum(
+            -jnp.sum(q * log_ratio, axis=-1) - q_tail * log_tail, 0.0
+        ),
         "distribution/kl_engine_bound": q_tail * (stats.MAX_LOG_RATIO + log_tail),
-        "distribution/kl_trainer": jnp.maximum(jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail, 0.0),
+        "distribution/kl_trainer": jnp.maximum(
+            jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail, 0.0
+        ),
         "distribution/kl_trainer_bound": p_tail * (stats.MAX_LOG_RATIO - log_tail),
         "distribution/expected_discrepancy": expected,
-        "distribution/expected_discrepancy_bound": q_tail * limits.get(measure, stats.MAX_LOG_RATIO),
-        "distribution/discrepancy_variance": jnp.maximum(jnp.sum(q * delta**2, axis=-1) - expected**2, 0.0),
+        "distribution/expected_discrepancy_bound": q_tail
+        * limits.get(measure, stats.MAX_LOG_RATIO),
+        "distribution/discrepancy_variance": jnp.maximum(
+            jnp.sum(q * delta**2, axis=-1) - expected**2, 0.0
+        ),
         "distribution/head_mass": jnp.sum(q, axis=-1),
     }
 
 
-def distribution_statistics(head: Head, mask: Bool[Array, "R L"], how: Mapping[str, Any]) -> Statistics:
+def distribution_statistics(
+    head: Head, mask: Bool[Array, "R L"], how: Mapping[str, Any]
+) -> Statistics:
     """Means of `state_measures` over the states of sampled tokens, left unreduced, by metric name.
 
     p is that of the weights that made the batch, as for the discrepancy.
@@ -145,9 +178,13 @@ def distribution_statistics(head: Head, mask: Bool[Array, "R L"], how: Mapping[s
 
 
 def score_centering(tokens: Tokens) -> Corrected:
-    """The name in `algorithm.corrections`: it weighs and drops nothing; the loss has a term more (`centering_loss`)."""
+    """The name in `algorithm.corrections`: it weighs and drops nothing; the loss has a term more
+    (`centering_loss`).
+    """
     require_tokens(tokens)
-    return Corrected(jnp.ones(jnp.shape(tokens.completion_mask)), jnp.ones_like(tokens.completion_mask))
+    return Corrected(
+        jnp.ones(jnp.shape(tokens.completion_mask)), jnp.ones_like(tokens.completion_mask)
+    )
 
 
 def centering_loss(
@@ -160,25 +197,29 @@ def centering_loss(
     corrections: Sequence[Correction] = (),
     ratio_level: Level = "token",
 ) -> Float[jax.Array, ""]:
-    """Baseline of score centering, sum_t w_t E_q[f l]: the loss that the engine's other tokens would have.
+    """Baseline of score centering, sum_t w_t E_q[f l]: the loss that the engine's other tokens
+    would have.
 
-    Where p and q differ, E_q[A f(r) s] of the score s = grad log p has a part E_q[A] E_q[f(r) s] that teaches the
-    trainer the bias of its own engine. Subtracting A E_q[f(r) s] leaves the covariance of A and f(r) s. With the
-    plain surrogate, gamma = 1 and the engine's k likeliest tokens H, the gradient of the loss is
+    Where p and q differ, E_q[A f(r) s] of the score s = grad log p has a part E_q[A] E_q[f(r) s]
+    that teaches the trainer the bias of its own engine. Subtracting A E_q[f(r) s] leaves the
+    covariance of A and f(r) s. With the plain surrogate, gamma = 1 and the engine's k likeliest
+    tokens H, the gradient of the loss is
 
-        -A (f(r_y) grad log p_y - sum_H (q f(p / q) - alpha p) grad log p),    alpha = rho f(1 / rho),
-        rho = (1 - q_H) / (1 - p_H),
+        -A (f(r_y) grad log p_y - sum_H (q f(p / q) - alpha p) grad log p),    alpha = rho f(1 /
+        rho), rho = (1 - q_H) / (1 - p_H),
 
-    in which the tail counts as if q were rho p there. That is one token of log-probs log(1 - p_H) and log(1 - q_H): its
-    score is -sum_H p grad log p / (1 - p_H). So the expectation is over the k tokens of H and the tail as one more,
-    and holds for every loss: l_j is the loss at that token less what it is with A = 0 (a term without the advantage, as
-    the square of the log-ratio, is not centred), its gradient in log p_j; q_j f_j is a constant. A is that of the
-    sampled token in all of them, its charge included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
+    in which the tail counts as if q were rho p there. That is one token of log-probs log(1 - p_H)
+    and log(1 - q_H): its score is -sum_H p grad log p / (1 - p_H). So the expectation is over the k
+    tokens of H and the tail as one more, and holds for every loss: l_j is the loss at that token
+    less what it is with A = 0 (a term without the advantage, as the square of the log-ratio, is not
+    centred), its gradient in log p_j; q_j f_j is a constant. A is that of the sampled token in all
+    of them, its charge included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
     gradient.
 
     Args:
         tokens: [R, L] as `losses.policy_loss` gets them.
-        weights: float32 >= 0, of the tokens in the loss, corrections that weigh single tokens not in it: w.
+        weights: float32 >= 0, of the tokens in the loss, corrections that weigh single tokens not
+            in it: w.
         head: the engine's likeliest tokens.
         anchor: field of `Head` whose policy is in the ratio's denominator.
         loss: function from tokens to losses, as in `policy_loss`.
@@ -186,7 +227,8 @@ def centering_loss(
         ratio_level: "sequence": each token's ratio is its completion's in value.
 
     Returns:
-        To be subtracted from the sum of the loss. Through it the gradient reaches `head.train_logprobs`.
+        To be subtracted from the sum of the loss. Through it the gradient reaches
+        `head.train_logprobs`.
 
     Raises:
         ValueError: if the shapes of tokens, weights or head differ.
@@ -195,20 +237,34 @@ def centering_loss(
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
-    arrays = {name: x for name, x in tokens._asdict().items() if x is not None and jnp.ndim(x) == active.ndim}
+    arrays = {
+        name: x
+        for name, x in tokens._asdict().items()
+        if x is not None and jnp.ndim(x) == active.ndim
+    }
     inside = {name: jax.lax.stop_gradient(jnp.where(active, x, 0)) for name, x in arrays.items()}
     whole = None
     if ratio_level == "sequence":
-        log_ratio = losses.sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
+        log_ratio = losses.sequence_log_ratio(
+            tokens.train_logprobs, tokens.anchor_logprobs, tokens.where
+        )
         whole = jnp.exp(jnp.where(active, log_ratio, 0.0))
     seen = tokens._replace(**inside)._replace(completion_mask=active)
 
-    def at(present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array) -> jax.Array:
+    def at(
+        present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array
+    ) -> jax.Array:
         """q_j f_j l_j of one token in each place, [R, L]."""
-        there = seen._replace(train_logprobs=train, old_logprobs=old, start_logprobs=start, rollout_logprobs=rollout)
-        there = there._replace(anchor_logprobs=anchored, ratio=losses.importance_ratio(train, anchored))
+        there = seen._replace(
+            train_logprobs=train, old_logprobs=old, start_logprobs=start, rollout_logprobs=rollout
+        )
+        there = there._replace(
+            anchor_logprobs=anchored, ratio=losses.importance_ratio(train, anchored)
+        )
         if whole is not None:
-            there = there._replace(ratio=jax.lax.stop_gradient(whole) * jnp.exp(train - jax.lax.stop_gradient(train)))
+            there = there._replace(
+                ratio=jax.lax.stop_gradient(whole) * jnp.exp(train - jax.lax.stop_gradient(train))
+            )
         mass = jnp.where(present, jnp.exp(rollout), 0.0)
         if corrections:
             corrected = chain(there, corrections)[0]
@@ -224,5 +280,9 @@ def centering_loss(
 
     names = "train_logprobs", "old_logprobs", "start_logprobs", "rollout_logprobs", anchor
     there = jnp.concatenate([present, active[..., None]], axis=-1)
-    expected = jax.vmap(at)(jnp.moveaxis(there, -1, 0), *(outcomes(getattr(head, name)) for name in names))
-    return masked.weighted_sum(jnp.sum(expected, axis=0), jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
+    expected = jax.vmap(at)(
+        jnp.moveaxis(there, -1, 0), *(outcomes(getattr(head, name)) for name in names)
+    )
+    return masked.weighted_sum(
+        jnp.sum(expected, axis=0), jax.lax.stop_gradient(jnp.where(active, weights, 0.0))
+    ).total

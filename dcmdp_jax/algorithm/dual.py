@@ -16,10 +16,14 @@ QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.
 """Quantiles of the tokens' discrepancy that a budget may be on."""
 
 BUDGET_ROOM = 1.25
-"""Ours: c is this times a measured discrepancy. Lambda rests while that stays, and rises when it grows by a quarter."""
+"""Ours: c is this times a measured discrepancy. Lambda rests while that stays, and rises when it
+grows by a quarter.
+"""
 
 MULTIPLIER_MAX = 1.0
-"""Upper end of lambda where none is given. The paper states none, and its lambda rises above its lambda_0 of 0.1."""
+"""Upper end of lambda where none is given. The paper states none, and its lambda rises above its
+lambda_0 of 0.1.
+"""
 
 
 def dual_init(multiplier: float, *, tolerance: float) -> DualState:
@@ -45,37 +49,48 @@ def dual_update(
     minimum: Scalar = 0.0,
     maximum: Scalar = MULTIPLIER_MAX,
 ) -> Float[jax.Array, ""]:
-    """One step of projected dual ascent on the multiplier (Eq. 11; Algorithm 1, "Multiplier update").
+    """One step of projected dual ascent on the multiplier (Eq. 11; Algorithm 1, "Multiplier
+    update").
 
         lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)
 
-    Call it once per training step, after the policy updates. A `mean_discrepancy` that is NaN or infinite leaves the
-    multiplier as it was: one broken batch must not cost it its history.
+    Call it once per training step, after the policy updates. A `mean_discrepancy` that is NaN or
+    infinite leaves the multiplier as it was: one broken batch must not cost it its history.
 
     Args:
         multiplier: lambda_k.
-        mean_discrepancy: dbar_k, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and hosts: a
-            mean over tokens, not over completions. Or another statistic that c bounds (`QUANTILES`).
+        mean_discrepancy: dbar_k, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and
+            hosts: a mean over tokens, not over completions. Or another statistic that c bounds
+            (`QUANTILES`).
         tolerance: c, in the discrepancy's unit.
         learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
         minimum: lambda_min.
         maximum: lambda_max.
 
     Returns:
-        float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No gradient flows.
+        float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No
+            gradient flows.
 
     Raises:
-        ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not seen under jit), or
-            `maximum` is below `minimum`.
+        ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not
+            seen under jit), or `maximum` is below `minimum`.
     """
     require.require_rank("mean_discrepancy", mean_discrepancy, 0)
-    require.require_sizes(multiplier=multiplier, tolerance=tolerance, learning_rate=learning_rate, minimum=minimum)
-    require.require_number("maximum", maximum, minimum=0 if isinstance(minimum, jax.Array) else minimum)
+    require.require_sizes(
+        multiplier=multiplier, tolerance=tolerance, learning_rate=learning_rate, minimum=minimum
+    )
+    require.require_number(
+        "maximum", maximum, minimum=0 if isinstance(minimum, jax.Array) else minimum
+    )
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
     multiplier, mean_discrepancy, tolerance, learning_rate = jax.lax.stop_gradient(
-        tuple(jnp.asarray(x, dtype) for x in (multiplier, mean_discrepancy, tolerance, learning_rate))
+        tuple(
+            jnp.asarray(x, dtype) for x in (multiplier, mean_discrepancy, tolerance, learning_rate)
+        )
     )
-    moved = jnp.clip(multiplier + learning_rate * (mean_discrepancy - tolerance), minimum, maximum).astype(dtype)
+    moved = jnp.clip(
+        multiplier + learning_rate * (mean_discrepancy - tolerance), minimum, maximum
+    ).astype(dtype)
     return jnp.where(jnp.isfinite(mean_discrepancy), moved, multiplier)
 
 
@@ -86,8 +101,9 @@ def measured_tolerance(
 
         c = factor median_k max(dbar_k, f_k)
 
-    over the first steps k, with dbar_k the mean discrepancy and f_k the engine's noise floor: no policy meets a budget
-    below that. A factor below 1 asks the policy for less than it began with, and may ask for less than the floor.
+    over the first steps k, with dbar_k the mean discrepancy and f_k the engine's noise floor: no
+    policy meets a budget below that. A factor below 1 asks the policy for less than it began with,
+    and may ask for less than the floor.
 
     Args:
         mean_discrepancies: dbar_k; values that are not finite are left out.
@@ -101,5 +117,10 @@ def measured_tolerance(
         ValueError: if the shapes differ.
     """
     require.require_same_shape(mean_discrepancies=mean_discrepancies, noise_floors=noise_floors)
-    means, floors = jnp.asarray(mean_discrepancies, jnp.float32), jnp.asarray(noise_floors, jnp.float32)
-    return masked.masked_quantile(jnp.maximum(means, floors), jnp.isfinite(means), 0.5) * jnp.float32(factor)
+    means, floors = (
+        jnp.asarray(mean_discrepancies, jnp.float32),
+        jnp.asarray(noise_floors, jnp.float32),
+    )
+    return masked.masked_quantile(
+        jnp.maximum(means, floors), jnp.isfinite(means), 0.5
+    ) * jnp.float32(factor)

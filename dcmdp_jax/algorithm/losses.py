@@ -1,7 +1,9 @@
-"""The surrogate of a trust region, its three normalizations as weights, and the divergence from a reference.
+"""The surrogate of a trust region, its three normalizations as weights, and the divergence from a
+reference.
 
-Ratios here are policy drift, new weights over old, both on the training stack, unless the denominator is chosen to be
-the inference engine's. Engine mismatch is `discrepancy.py`, its corrections are `corrections.py`.
+Ratios here are policy drift, new weights over old, both on the training stack, unless the
+denominator is chosen to be the inference engine's. Engine mismatch is `discrepancy.py`, its
+corrections are `corrections.py`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,13 @@ from jax import lax
 from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm import discrepancy, require, stats
-from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, gather_to_tokens, masked_sum, weighted_sum
+from dcmdp_jax.algorithm.masked import (
+    CompletionIndex,
+    completion_means,
+    gather_to_tokens,
+    masked_sum,
+    weighted_sum,
+)
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
@@ -21,45 +29,57 @@ from dcmdp_jax.types import Array
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
 
 
-def importance_ratio(train_logprobs: Float[Array, "*s"], old_logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
-    """gamma, the importance ratio of each token: the policy now over the one that made the batch (below Eq. 1).
+def importance_ratio(
+    train_logprobs: Float[Array, "*s"], old_logprobs: Float[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
+    """gamma, the importance ratio of each token: the policy now over the one that made the batch
+    (below Eq. 1).
 
-        gamma_{i,t} = pi_theta(o_t) / pi_theta_old^Train(o_t) = exp(clip(log pi_theta - log p^Train, -20, 20))
+        gamma_{i,t} = pi_theta(o_t) / pi_theta_old^Train(o_t) = exp(clip(log pi_theta - log p^Train,
+        -20, 20))
 
-    Both are the training stack's: the engine's p^Inf is not in it. Beyond 20 nats gamma is held at e^20 = 4.85e8
-    (e^-20) without gradient, so that A = 0 gives 0 and not 0 * inf.
+    Both are the training stack's: the engine's p^Inf is not in it. Beyond 20 nats gamma is held at
+    e^20 = 4.85e8 (e^-20) without gradient, so that A = 0 gives 0 and not 0 * inf.
 
     Args:
-        train_logprobs: nats, log pi_theta of the sampled tokens, weights now. The gradient, gamma, flows here alone.
+        train_logprobs: nats, log pi_theta of the sampled tokens, weights now. The gradient, gamma,
+            flows here alone.
         old_logprobs: nats, training stack, weights that made the batch: log p^Train. A constant.
 
     Returns:
         float32 (float64 for float64 with x64), finite for every input but NaN, which stays.
 
     Raises:
-        ValueError: if the shapes differ, `train_logprobs` is float16, or probabilities are given (not seen under jit).
+        ValueError: if the shapes differ, `train_logprobs` is float16, or probabilities are given
+            (not seen under jit).
     """
     require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
     require.require_gradient("train_logprobs", train_logprobs)
     require.require_logprobs("train_logprobs", train_logprobs)
     require.require_logprobs("old_logprobs", old_logprobs)
-    return jnp.exp(stats.clamped_log_ratio(train_logprobs, lax.stop_gradient(stats.as_float(old_logprobs))))
+    return jnp.exp(
+        stats.clamped_log_ratio(train_logprobs, lax.stop_gradient(stats.as_float(old_logprobs)))
+    )
 
 
-def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
-    """The negated objective of each token. By default that of Eq. 9-10 (Eq. 1 and 4 with their own A).
+def surrogate(
+    tokens: Tokens, *, trust_region: Function = clip
+) -> tuple[Float[jax.Array, "R L"], Statistics]:
+    """The negated objective of each token. By default that of Eq. 9-10 (Eq. 1 and 4 with their own
+    A).
 
         l_t = -min(gamma_t A_t, clip(gamma_t, 1 - low, 1 + high) A_t)
 
-    The gradient in log pi_theta is -gamma A where the clip does not bite, 0 where it does; see `clip`.
+    The gradient in log pi_theta is -gamma A where the clip does not bite, 0 where it does; see
+    `clip`.
 
     Args:
         tokens: with the ratio, as `policy_loss` gives them.
         trust_region: bounds the update.
 
     Returns:
-        Losses, and by metric name the shares of the tokens where a bound bites, so that no gradient flows:
-        `policy/clip_low_fraction` and `policy/clip_high_fraction`.
+        Losses, and by metric name the shares of the tokens where a bound bites, so that no gradient
+        flows: `policy/clip_low_fraction` and `policy/clip_high_fraction`.
 
     Raises:
         ValueError: if a parameter is outside its range.
@@ -76,25 +96,36 @@ def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[j
 def log_ratio_squared(
     tokens: Tokens, *, tau: float = 1e-3, trust_region: Function = clip
 ) -> tuple[Float[jax.Array, "R L"], Statistics]:
-    """The surrogate plus tau (log pi - log q)^2 of every token that takes part, stopped ones included.
+    """The surrogate plus tau (log pi - log q)^2 of every token that takes part, stopped ones
+    included.
 
-    The gradient in log pi is that of the surrogate plus 2 tau (log pi - log q): it pulls the policy to the engine's on
-    sampled tokens. Kimi k1.5, Kimi-K2.5 (arXiv:2602.02276) and prime-rl (`kl_tau`, 1e-3 until 2026-09-18, none since)
-    have it. The difference is clamped at 20 nats.
+    The gradient in log pi is that of the surrogate plus 2 tau (log pi - log q): it pulls the policy
+    to the engine's on sampled tokens. Kimi k1.5, Kimi-K2.5 (arXiv:2602.02276) and prime-rl
+    (`kl_tau`, 1e-3 until 2026-09-18, none since) have it. The difference is clamped at 20 nats.
     """
     require.require_number("tau", tau, minimum=0)
     losses, statistics = surrogate(tokens, trust_region=trust_region)
-    return losses + tau * stats.clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs) ** 2, statistics
+    return losses + tau * stats.clamped_log_ratio(
+        tokens.train_logprobs, tokens.rollout_logprobs
+    ) ** 2, statistics
 
 
-def likelihood(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
-    """-log pi of each token, whatever its advantage and trust region: supervised fine-tuning (`dcmdp sft`)."""
+def likelihood(
+    tokens: Tokens, *, trust_region: Function = clip
+) -> tuple[Float[jax.Array, "R L"], Statistics]:
+    """-log pi of each token, whatever its advantage and trust region: supervised fine-tuning
+    (`dcmdp sft`).
+    """
     require_tokens(tokens)
     return -tokens.train_logprobs, {}
 
 
-LOSSES: Mapping[str, Function] = {each.__name__: each for each in (surrogate, log_ratio_squared, likelihood)}
-"""Name -> loss around a trust region, a remedy (`remedies`): from the tokens to token losses [R, L]."""
+LOSSES: Mapping[str, Function] = {
+    each.__name__: each for each in (surrogate, log_ratio_squared, likelihood)
+}
+"""Name -> loss around a trust region, a remedy (`remedies`): from the tokens to token losses [R,
+L].
+"""
 
 
 def policy_loss(
@@ -104,30 +135,33 @@ def policy_loss(
     loss: Function = surrogate,
     ratio_level: discrepancy.Level = "token",
 ) -> tuple[stats.Mean, Statistics]:
-    """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t. On arrays [N, T] it is `dc_grpo_loss`.
+    """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t. On arrays [N, T] it is
+    `dc_grpo_loss`.
 
-    gamma_t is the `importance_ratio` of log pi_theta and log pi_anchor. A NaN on a token that takes part stays NaN,
-    for the step to see; what lies outside the mask or has weight 0 is ignored. The gradient reaches `train_logprobs`
-    alone.
+    gamma_t is the `importance_ratio` of log pi_theta and log pi_anchor. A NaN on a token that takes
+    part stays NaN, for the step to see; what lies outside the mask or has weight 0 is ignored. The
+    gradient reaches `train_logprobs` alone.
 
-    With `ratio_level="sequence"` the ratio is that of GSPO (Zheng et al. 2025), s_i = exp(mean_t (log pi_theta -
-    log pi_anchor)) on every token of completion i, dropped ones included in the mean; token t's gradient is -w s_i A_t
-    ("GSPO-token", the same as GSPO where all tokens of a completion have one A). verl and Tunix alike; they clamp at 10
-    nats above. Clips are of another order there (3e-4 and 4e-4 in the paper).
+    With `ratio_level="sequence"` the ratio is that of GSPO (Zheng et al. 2025), s_i = exp(mean_t
+    (log pi_theta - log pi_anchor)) on every token of completion i, dropped ones included in the
+    mean; token t's gradient is -w s_i A_t ("GSPO-token", the same as GSPO where all tokens of a
+    completion have one A). verl and Tunix alike; they clamp at 10 nats above. Clips are of another
+    order there (3e-4 and 4e-4 in the paper).
 
     Args:
-        tokens: rows [R, L]; `advantages` penalized or not; `anchor_logprobs` equal to `train_logprobs` when the batch
-            is used once: the ratio is then 1 and only its gradient matters. At the level of the sequence all tokens of
-            a completion must be in this call.
+        tokens: rows [R, L]; `advantages` penalized or not; `anchor_logprobs` equal to
+            `train_logprobs` when the batch is used once: the ratio is then 1 and only its gradient
+            matters. At the level of the sequence all tokens of a completion must be in this call.
         token_weights: float32 >= 0, from `aggregation_weights`, gathered to tokens; a constant.
-        loss: function from these tokens, with `ratio`, the mask of the active ones, and 0 outside it, to losses
-            [R, L].
+        loss: function from these tokens, with `ratio`, the mask of the active ones, and 0 outside
+            it, to losses [R, L].
         ratio_level: "token" or "sequence".
 
     Returns:
-        (loss, statistics). `loss.total` adds over micro-batches; divide the sum once, by the total weight that
-        `aggregation_weights` gives. `loss.weight` is the sum of the token weights seen here: the same number for
-        sequence and token means, but NOT for `fixed_length`, where it counts tokens in units of the maximum.
+        (loss, statistics). `loss.total` adds over micro-batches; divide the sum once, by the total
+        weight that `aggregation_weights` gives. `loss.weight` is the sum of the token weights seen
+        here: the same number for sequence and token means, but NOT for `fixed_length`, where it
+        counts tokens in units of the maximum.
 
         The statistics of `loss` and, of the active tokens, `policy/ratio_mean`, `policy/ratio_max`,
         `policy/ratio_min`, by metric name.
@@ -145,19 +179,25 @@ def policy_loss(
         return jnp.where(active, jnp.asarray(values, jnp.float32), 0.0)
 
     given = {name: getattr(tokens, name) for name in _CONSTANTS}
-    constants = {name: None if x is None else lax.stop_gradient(inside(x)) for name, x in given.items()}
+    constants = {
+        name: None if x is None else lax.stop_gradient(inside(x)) for name, x in given.items()
+    }
     train = inside(tokens.train_logprobs)
     if ratio_level == "token":
         ratio = importance_ratio(train, constants["anchor_logprobs"])
     else:
-        ratio = jnp.exp(inside(sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)))
+        ratio = jnp.exp(
+            inside(sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where))
+        )
     seen = tokens._replace(train_logprobs=train, completion_mask=active, ratio=ratio, **constants)
     token_losses, statistics = split(loss(seen))
 
     ratio = lax.stop_gradient(ratio)
     return weighted_sum(token_losses, weights), lax.stop_gradient(statistics) | {
         "policy/ratio_mean": masked_sum(ratio, active),
-        "policy/ratio_max": stats.Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
+        "policy/ratio_max": stats.Max(
+            jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)
+        ),
         "policy/ratio_min": stats.Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
     }
 
@@ -169,8 +209,12 @@ _CONSTANTS = ("old_logprobs", "rollout_logprobs", "advantages", "discrepancy", "
 def sequence_log_ratio(
     train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, "R L"]:
-    """The mean log-ratio of each token's completion in value, that of the token alone in gradient; clamped."""
-    require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask)
+    """The mean log-ratio of each token's completion in value, that of the token alone in gradient;
+    clamped.
+    """
+    require.require_same_shape(
+        train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask
+    )
     require.require_gradient("train_logprobs", train_logprobs)
     mask = jnp.asarray(where.mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
@@ -196,16 +240,17 @@ def aggregation_weights(
         loss = sum_i w_i sum_t l_{i,t} / total
 
         mode                   w_i          total
-        seq_mean_token_mean    1 / |o_i|    completions    mean of completions' means, Eq. 1, 4, 9-10
-        token_mean             1            tokens         equal weight per token (DAPO, Yu et al. 2025)
-        fixed_length           1 / T_max    completions    no length in the weight (Dr. GRPO, Liu et al. 2025)
+        seq_mean_token_mean    1 / |o_i|    completions    mean of completions' means, Eq. 1, 4,
+        9-10 token_mean             1            tokens         equal weight per token (DAPO, Yu et
+        al. 2025) fixed_length           1 / T_max    completions    no length in the weight (Dr.
+        GRPO, Liu et al. 2025)
 
-    counting completions that are in the loss and have a token. A mini-batch's `total` serves all its micro-batches: sum
-    first, divide once, and any split gives the same loss.
+    counting completions that are in the loss and have a token. A mini-batch's `total` serves all
+    its micro-batches: sum first, divide once, and any split gives the same loss.
 
-    Where a correction drops tokens, the total counts what remains: for the first two modes the weights w_i of the kept
-    tokens, so that the loss is their weighted mean; the total of `fixed_length` depends on no length and stays. The
-    weights w_i never change.
+    Where a correction drops tokens, the total counts what remains: for the first two modes the
+    weights w_i of the kept tokens, so that the loss is their weighted mean; the total of
+    `fixed_length` depends on no length and stays. The weights w_i never change.
 
     Args:
         completion_lengths: |o_i| in sampled tokens, end-of-sequence included.
@@ -216,12 +261,12 @@ def aggregation_weights(
         dtype: dtype of the results.
 
     Returns:
-        (weights, total). An empty completion has weight 0 and is not counted. When nothing is left the total is 0:
-        `Mean(sum, total).value()` then gives loss 0.
+        (weights, total). An empty completion has weight 0 and is not counted. When nothing is left
+        the total is 0: `Mean(sum, total).value()` then gives loss 0.
 
     Raises:
-        ValueError: if the shapes differ or are not [N], `mode` is unknown, or `max_completion_tokens` is missing for
-            `fixed_length` or not a positive integer.
+        ValueError: if the shapes differ or are not [N], `mode` is unknown, or
+            `max_completion_tokens` is missing for `fixed_length` or not a positive integer.
     """
     require.require_same_shape(completion_lengths=completion_lengths, loss_mask=loss_mask)
     require.require_rank("completion_lengths", completion_lengths, 1)
@@ -229,7 +274,9 @@ def aggregation_weights(
     if max_completion_tokens is not None or mode == "fixed_length":
         require.require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
     if dropped_tokens is not None:
-        require.require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
+        require.require_same_shape(
+            completion_lengths=completion_lengths, dropped_tokens=dropped_tokens
+        )
     lengths = jnp.asarray(completion_lengths, jnp.int32)
     kept = lengths if dropped_tokens is None else lengths - jnp.asarray(dropped_tokens, jnp.int32)
     counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
@@ -252,16 +299,17 @@ def reference_kl(
     estimator: stats.KlEstimator,
     completion_mask: Shaped[Array, "*s"] | None = None,
 ) -> Float[jax.Array, "*s"]:
-    """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a coefficient.
+    """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a
+    coefficient.
 
-    `kl_estimate` of x = log pi_ref - log pi_theta clamped to [-20, 20]; k3 is GRPO's choice. As a LOSS the estimators
-    differ from what they are as estimates, because the gradient is taken through log pi_theta and not through the
-    sampling: in expectation k1's gradient is 0 (do not use it as a loss), k2's is that of KL(pi_theta || pi_ref), k3's
-    is that of KL(pi_ref || pi_theta).
+    `kl_estimate` of x = log pi_ref - log pi_theta clamped to [-20, 20]; k3 is GRPO's choice. As a
+    LOSS the estimators differ from what they are as estimates, because the gradient is taken
+    through log pi_theta and not through the sampling: in expectation k1's gradient is 0 (do not use
+    it as a loss), k2's is that of KL(pi_theta || pi_ref), k3's is that of KL(pi_ref || pi_theta).
 
     Args:
-        train_logprobs: nats, log pi_theta of the sampled tokens; the gradient flows here alone, and vanishes beyond
-            the clamp.
+        train_logprobs: nats, log pi_theta of the sampled tokens; the gradient flows here alone, and
+            vanishes beyond the clamp.
         ref_logprobs: nats, frozen reference.
         estimator: "k1", "k2" or "k3".
         completion_mask: tokens outside cost 0 and are ignored. None: all count.
@@ -274,7 +322,9 @@ def reference_kl(
     """
     require.require_gradient("train_logprobs", train_logprobs)
     mask = jnp.ones(jnp.shape(train_logprobs), bool) if completion_mask is None else completion_mask
-    require.require_same_shape(train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask)
+    require.require_same_shape(
+        train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask
+    )
     mask = jnp.asarray(mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     reference = jax.lax.stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))

@@ -1,9 +1,10 @@
 """Weighted and masked reductions, sums over completions, statistics over groups.
 
-Nothing under a mask leaks: a NaN or an infinity where the mask is false (or the weight is 0) changes neither a result
-nor its gradient. Every function works on the padded layout ([N, T], one completion a row) and on packed rows ([R, L],
-several completions a row, `completion_index` says which) and returns float32; sums, means and group statistics of
-float64 stay in it (`stats.as_float`).
+Nothing under a mask leaks: a NaN or an infinity where the mask is false (or the weight is 0)
+changes neither a result nor its gradient. Every function works on the padded layout ([N, T], one
+completion a row) and on packed rows ([R, L], several completions a row, `completion_index` says
+which) and returns float32; sums, means and group statistics of float64 stay in it
+(`stats.as_float`).
 """
 
 from fractions import Fraction
@@ -13,13 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
-from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import (
+    require_integer,
+    require_number,
+    require_rank,
+    require_same_shape,
+)
 from dcmdp_jax.algorithm.stats import Max, Mean, as_float
 from dcmdp_jax.types import Array
 
 _SUM_BLOCK = 256
-"""Tokens a segment sum adds one after the other. XLA's scatter-add is sequential: 1e5 equal float32 terms in one run
-end 2.4e-4 off; in blocks of 256 the error stays near 1e-6."""
+"""Tokens a segment sum adds one after the other. XLA's scatter-add is sequential: 1e5 equal float32
+terms in one run end 2.4e-4 off; in blocks of 256 the error stays near 1e-6.
+"""
 
 
 def masked_sum(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Mean:
@@ -76,7 +83,8 @@ def masked_mean(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float
 
 
 def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[jax.Array, ""]:
-    """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if an entry under a true mask is NaN.
+    """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if an entry under a true
+    mask is NaN.
 
     Args:
         values: float.
@@ -92,17 +100,21 @@ def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[
     return Max(largest).value()
 
 
-def masked_quantile(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"], q: float) -> Float[jax.Array, ""]:
+def masked_quantile(
+    values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"], q: float
+) -> Float[jax.Array, ""]:
     """The q-quantile of `values` where `mask` is true, by a full sort and linear interpolation.
 
     With the n kept values sorted, the quantile sits at position h = q (n - 1) and is
-    x[floor h] + (h - floor h) (x[floor h + 1] - x[floor h]), as in NumPy's method "linear". h is formed from q as
-    a fraction of integers: a float32 product would miss the position from a few million tokens on.
+    x[floor h] + (h - floor h) (x[floor h + 1] - x[floor h]), as in NumPy's method "linear". h is
+    formed from q as a fraction of integers: a float32 product would miss the position from a few
+    million tokens on.
 
     Args:
         values: float.
         mask: bool (or 0/1).
-        q: a Python float in [0, 1], taken to the nearest fraction with a denominator of at most 10,000.
+        q: a Python float in [0, 1], taken to the nearest fraction with a denominator of at most
+            10,000.
 
     Returns:
         0 on an empty mask; NaN if an entry under a true mask is NaN.
@@ -142,8 +154,11 @@ class CompletionIndex(NamedTuple):
     num_completions: int
 
 
-def completion_sums(token_values: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, " N"]:
-    """Sum of the token values of each completion, wherever its tokens lie; 0 for a completion without tokens.
+def completion_sums(
+    token_values: Float[Array, "R L"], where: CompletionIndex
+) -> Float[jax.Array, " N"]:
+    """Sum of the token values of each completion, wherever its tokens lie; 0 for a completion
+    without tokens.
 
     Tokens of an index outside 0 .. N-1 are left out.
 
@@ -166,10 +181,14 @@ def completion_counts(where: CompletionIndex) -> Int[jax.Array, " N"]:
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
     mask, index = _checked(where)
-    return jax.ops.segment_sum(mask.astype(jnp.int32).ravel(), index.ravel(), num_segments=where.num_completions)
+    return jax.ops.segment_sum(
+        mask.astype(jnp.int32).ravel(), index.ravel(), num_segments=where.num_completions
+    )
 
 
-def completion_means(token_values: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, " N"]:
+def completion_means(
+    token_values: Float[Array, "R L"], where: CompletionIndex
+) -> Float[jax.Array, " N"]:
     """Mean of the token values of each completion, 0 for a completion without tokens.
 
     Raises:
@@ -178,8 +197,11 @@ def completion_means(token_values: Float[Array, "R L"], where: CompletionIndex) 
     return Mean(completion_sums(token_values, where), completion_counts(where)).value()
 
 
-def completion_maxima(token_values: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, " N"]:
-    """Largest of the token values of each completion, 0 for one without tokens; NaN if one of them is NaN.
+def completion_maxima(
+    token_values: Float[Array, "R L"], where: CompletionIndex
+) -> Float[jax.Array, " N"]:
+    """Largest of the token values of each completion, 0 for one without tokens; NaN if one of them
+    is NaN.
 
     Raises:
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
@@ -192,14 +214,20 @@ def completion_maxima(token_values: Float[Array, "R L"], where: CompletionIndex)
     return jnp.where(completion_counts(where) > 0, largest, 0.0) + poison
 
 
-def _checked(where: CompletionIndex, **values: Array) -> tuple[Bool[jax.Array, "R L"], Int[jax.Array, "R L"]]:
-    """Mask and index as JAX arrays; raise unless they and the values have one shape, and N is a positive integer."""
+def _checked(
+    where: CompletionIndex, **values: Array
+) -> tuple[Bool[jax.Array, "R L"], Int[jax.Array, "R L"]]:
+    """Mask and index as JAX arrays; raise unless they and the values have one shape, and N is a
+    positive integer.
+    """
     require_same_shape(**values, completion_mask=where.mask, completion_index=where.index)
     require_integer("num_completions", where.num_completions, minimum=1)
     return jnp.asarray(where.mask, bool), jnp.asarray(where.index, jnp.int32)
 
 
-def gather_to_tokens(per_completion: Shaped[Array, " N"], completion_index: Int[Array, "*s"]) -> Float[jax.Array, "*s"]:
+def gather_to_tokens(
+    per_completion: Shaped[Array, " N"], completion_index: Int[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
     """Give each token its completion's value: out[r, l] = per_completion[completion_index[r, l]].
 
     Tokens outside the mask carry some completion's value too (index 0 as a rule): mask before use.
@@ -237,10 +265,11 @@ def group_statistics(
 ) -> GroupStatistics:
     """Deviations from the mean, standard deviation, size and equality of the rewards of each group.
 
-        mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid members of g.
+        mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid
+        members of g.
 
-    The smallest reward of a group is subtracted first and the variance takes two passes, so that a large common offset
-    costs no precision. Members need not be adjacent.
+    The smallest reward of a group is subtracted first and the variance takes two passes, so that a
+    large common offset costs no precision. Members need not be adjacent.
 
     Args:
         rewards: a NaN under `valid` makes its group's deviations and std NaN.
@@ -249,7 +278,8 @@ def group_statistics(
         ddof: 0 divides by n, 1 by n - 1.
 
     Returns:
-        `GroupStatistics`, indexed by group id. `table.std[group_ids]` is that of each completion's group.
+        `GroupStatistics`, indexed by group id. `table.std[group_ids]` is that of each completion's
+        group.
 
     Raises:
         ValueError: if the shapes differ, are not [N], or `ddof` is neither 0 nor 1.
@@ -263,8 +293,12 @@ def group_statistics(
     rewards = jnp.where(valid, as_float(rewards), 0.0)
 
     size = jax.ops.segment_sum(valid.astype(jnp.int32), group_ids, num_segments=slots)
-    smallest = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group_ids, num_segments=slots)
-    largest = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), group_ids, num_segments=slots)
+    smallest = jax.ops.segment_min(
+        jnp.where(valid, rewards, jnp.inf), group_ids, num_segments=slots
+    )
+    largest = jax.ops.segment_max(
+        jnp.where(valid, rewards, -jnp.inf), group_ids, num_segments=slots
+    )
     above = jnp.where(valid, rewards - smallest[group_ids], 0.0)
     average = jax.ops.segment_sum(above, group_ids, num_segments=slots) / jnp.maximum(size, 1)
     # A minimum may skip a NaN on some backends; a sum never does.

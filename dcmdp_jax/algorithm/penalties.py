@@ -1,17 +1,20 @@
-"""Penalties on the advantages and charges in the loss for the discrepancy: one pure function for each method.
+"""Penalties on the advantages and charges in the loss for the discrepancy: one pure function for
+each method.
 
-A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32. To add one, write
-it in a file of yours, or here and name it in `PENALTIES`; its multiplier then moves by dual ascent, unless
-`FIXED_MULTIPLIERS` names a constant.
+A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32.
+To add one, write it in a file of yours, or here and name it in `PENALTIES`; its multiplier then
+moves by dual ascent, unless `FIXED_MULTIPLIERS` names a constant.
 
-The paper's charge lowers the advantage of a sampled token by lambda delta and holds delta constant: what that adds to
-the gradient is not the gradient of E_q[delta], and raises it where the engine stays and there are two actions
-(docs/theory.md). With the engine's k likeliest tokens the discrepancy of a state can be differentiated:
+The paper's charge lowers the advantage of a sampled token by lambda delta and holds delta constant:
+what that adds to the gradient is not the gradient of E_q[delta], and raises it where the engine
+stays and there are two actions (docs/theory.md). With the engine's k likeliest tokens the
+discrepancy of a state can be differentiated:
 
     loss = surrogate + lambda sum_t w_t D(s_t),    grad D(s) = sum_a (dD / dp_a) p_a grad log p_a
 
-over the head H and the tail as one token more, q a constant and p the policy now. States are the ones that the engine's
-tokens lead to, weighed as their tokens are (`algorithm.corrections`). Ours, not in the paper.
+over the head H and the tail as one token more, q a constant and p the policy now. States are the
+ones that the engine's tokens lead to, weighed as their tokens are (`algorithm.corrections`). Ours,
+not in the paper.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,19 +36,22 @@ def penalized_advantages(
 
         A^DC_{i,t} = A_i - lambda_k delta_{i,t}
 
-    Every sampled token is charged, also one with delta below the tolerance. With multiplier 0 the result is A_i bit for
-    bit: plain GRPO.
+    Every sampled token is charged, also one with delta below the tolerance. With multiplier 0 the
+    result is A_i bit for bit: plain GRPO.
 
     Args:
-        advantages: [N] or [N, 1] float, of each completion (`group_advantages`), or of each token, as `discrepancy`.
+        advantages: [N] or [N, 1] float, of each completion (`group_advantages`), or of each token,
+            as `discrepancy`.
         discrepancy: >= 0, delta (`token_discrepancy`), 0 outside the completion.
         multiplier: lambda_k >= 0, in advantage units per unit of discrepancy.
 
     Returns:
-        float32 (float64 where an input is, with x64); A_i outside the completion. No gradient flows.
+        float32 (float64 where an input is, with x64); A_i outside the completion. No gradient
+        flows.
 
     Raises:
-        ValueError: if the shapes differ, or the multiplier is negative or not finite (not seen under jit).
+        ValueError: if the shapes differ, or the multiplier is negative or not finite (not seen
+            under jit).
     """
     require.require_number("multiplier", multiplier, minimum=0)
     advantages, discrepancy = stats.as_float(advantages), stats.as_float(discrepancy)
@@ -69,13 +75,19 @@ def dual_grpo(tokens: Tokens) -> Float[Array, "R L"]:
 
 
 def threshold_grpo(tokens: Tokens) -> Float[Array, "R L"]:
-    """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region). Strict: delta = c is free."""
+    """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region). Strict:
+    delta = c is free.
+    """
     require_tokens(tokens)
-    return tokens.advantages - jnp.where(tokens.discrepancy > tokens.tolerance, tokens.discrepancy, 0.0)
+    return tokens.advantages - jnp.where(
+        tokens.discrepancy > tokens.tolerance, tokens.discrepancy, 0.0
+    )
 
 
 def dc_grpo(tokens: Tokens) -> Float[Array, "R L"]:
-    """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for bit."""
+    """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for
+    bit.
+    """
     require_tokens(tokens)
     return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)
 
@@ -88,7 +100,9 @@ FIXED_MULTIPLIERS: Mapping[str, float] = {"grpo": 0.0, "dual_grpo": 1.0, "thresh
 """The constant factor of the discrepancy in methods without dual ascent."""
 
 
-def total_variation(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+def total_variation(
+    log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]
+) -> Float[jax.Array, "*s"]:
     """1/2 sum_a |p_a - q_a|; dD / dp_a = sign(p_a - q_a) / 2."""
     require.require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1) / 2
@@ -99,7 +113,9 @@ def kl_engine(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float
     return -jnp.sum(jnp.exp(log_q) * stats.clamped_log_ratio(log_p, log_q), axis=-1)
 
 
-def expected_delta(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+def expected_delta(
+    log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]
+) -> Float[jax.Array, "*s"]:
     """E_q[delta] = sum_a q_a |p_a - q_a|; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
     require.require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.exp(log_q) * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
@@ -110,24 +126,31 @@ STATE_CHARGES: Mapping[str, Callable[[Array, Array], jax.Array]] = {
     "state_kl": kl_engine,
     "state_delta": expected_delta,
 }
-"""Name in `algorithm.method` -> the discrepancy of a state, of log-probs of the head and the tail."""
+"""Name in `algorithm.method` -> the discrepancy of a state, of log-probs of the head and the
+tail.
+"""
 
 
 def charge_length(head: Head, mask: Bool[Array, "R L"], charge: str) -> Float[jax.Array, "R L"]:
-    """Length of a charge's gradient in the logits, 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD / d log p_a.
+    """Length of a charge's gradient in the logits, 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD /
+    d log p_a.
 
-    Over the head and the tail as one token, 0 outside `mask`. By the same norm the gradient of log p_y has the
-    length 1 - p_y.
+    Over the head and the tail as one token, 0 outside `mask`. By the same norm the gradient of log
+    p_y has the length 1 - p_y.
     """
     require_head(head, mask)
     present = head.present & jnp.asarray(mask, bool)[..., None]
-    log_p, log_q = (with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs))
+    log_p, log_q = (
+        with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs)
+    )
     slopes = jax.grad(lambda x: jnp.sum(STATE_CHARGES[charge](x, log_q)))(log_p)
     moved = slopes - jnp.exp(log_p) * jnp.sum(slopes, axis=-1, keepdims=True)
     return jnp.where(mask, jnp.sum(jnp.abs(moved), axis=-1) / 2, 0.0)
 
 
-def charge_loss(tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge: str) -> Float[jax.Array, ""]:
+def charge_loss(
+    tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge: str
+) -> Float[jax.Array, ""]:
     """lambda sum_t w_t D(s_t), to be added to the sum of the loss.
 
     Args:
@@ -146,6 +169,11 @@ def charge_loss(tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge
     present = head.present & active[..., None]
 
     # Where the engine has fewer tokens both log-probs are 0: no charge differs from 0 there.
-    log_p, log_q = (with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs))
+    log_p, log_q = (
+        with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs)
+    )
     values = STATE_CHARGES[charge](log_p, jax.lax.stop_gradient(log_q))
-    return tokens.multiplier * masked.weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
+    return (
+        tokens.multiplier
+        * masked.weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
+    )

@@ -1,4 +1,5 @@
-"""The one convention of remedies: a function of one struct of token arrays gives token terms and typed statistics.
+"""The one convention of remedies: a function of one struct of token arrays gives token terms and
+typed statistics.
 
 A remedy is a pure function
 
@@ -11,8 +12,9 @@ A remedy is a pure function
 | trust region | `Region(objective)`, to be maximized | `algorithm.trust_region` |
 | loss | token losses [R, L], to be minimized | `algorithm.loss` |
 
-Terms are float32. Penalties and corrections are constants to the gradient; in trust regions and losses it flows through
-`train_logprobs` and `ratio`. Statistics are merged over micro-batches, devices and updates by their type.
+Terms are float32. Penalties and corrections are constants to the gradient; in trust regions and
+losses it flows through `train_logprobs` and `ratio`. Statistics are merged over micro-batches,
+devices and updates by their type.
 """
 
 import dataclasses
@@ -35,10 +37,12 @@ Statistics = dict[str, Statistic]
 class Tokens(NamedTuple):
     """Input of every remedy, rows [R, L]. All tokens of a completion are in the same call.
 
-    What lies outside `completion_mask` is undefined for penalties and corrections, and 0 for trust regions and losses.
+    What lies outside `completion_mask` is undefined for penalties and corrections, and 0 for trust
+    regions and losses.
 
     Attributes:
-        train_logprobs: nats, training stack, weights now. Equal to `old_logprobs` in the first update of a step.
+        train_logprobs: nats, training stack, weights now. Equal to `old_logprobs` in the first
+            update of a step.
         old_logprobs: nats, training stack, weights that made the batch.
         rollout_logprobs: nats, the inference engine's.
         advantages: float32, of each token's completion; penalized in trust regions and losses.
@@ -49,12 +53,13 @@ class Tokens(NamedTuple):
         num_completions: N, static.
         multiplier: lambda_k.
         tolerance: c, in the discrepancy's unit.
-        anchor_logprobs: nats, denominator of the importance ratio (`algorithm.ratio_denominator`); None for
-            penalties and corrections.
-        ratio: float32, importance ratio gamma of the token or its completion (`algorithm.ratio_level`); None for
-            penalties and corrections.
-        start_logprobs: nats, training stack, weights at the start of the step; equal to `old_logprobs` unless
-            it lags behind (`rollout.lag`). None for trust regions and losses that are called without it.
+        anchor_logprobs: nats, denominator of the importance ratio (`algorithm.ratio_denominator`);
+            None for penalties and corrections.
+        ratio: float32, importance ratio gamma of the token or its completion
+            (`algorithm.ratio_level`); None for penalties and corrections.
+        start_logprobs: nats, training stack, weights at the start of the step; equal to
+            `old_logprobs` unless it lags behind (`rollout.lag`). None for trust regions and losses
+            that are called without it.
     """
 
     train_logprobs: Float[Array, "R L"] = None
@@ -78,10 +83,12 @@ class Tokens(NamedTuple):
 
 
 def require_tokens(tokens: Tokens) -> None:
-    """Raise unless all arrays of tokens that are there have one shape, and lambda and c are single numbers.
+    """Raise unless all arrays of tokens that are there have one shape, and lambda and c are single
+    numbers.
 
     Raises:
-        ValueError: naming every array with its shape, or log-probs in float16, see `require_gradient`.
+        ValueError: naming every array with its shape, or log-probs in float16, see
+            `require_gradient`.
     """
     require_gradient("train_logprobs", tokens.train_logprobs)
     arrays = tokens._asdict()
@@ -109,7 +116,8 @@ class Region(NamedTuple):
 
     Attributes:
         objective: float32, to be maximized; the gradient flows through it.
-        low, high: tokens whose gradient is stopped because the ratio fell or rose too far; False: none.
+        low, high: tokens whose gradient is stopped because the ratio fell or rose too far; False:
+            none.
     """
 
     objective: Float[jax.Array, "R L"]
@@ -130,11 +138,17 @@ def split(result: Any) -> tuple[Any, Mapping[str, Any]]:
     if type(result) is not tuple:
         return result, {}
     if len(result) != 2 or not isinstance(result[1], Mapping):
-        raise ValueError(f"returned a tuple of {len(result)}; return the terms, or (terms, statistics): {_STATISTICS}")
+        raise ValueError(
+            f"returned a tuple of {len(result)}; return the terms, or (terms, statistics): "
+            f"{_STATISTICS}"
+        )
     return result
 
 
-_STATISTICS = "statistics are a dict of name -> Sum, Mean, Max or Min of dcmdp_jax.algorithm.stats, each of shape ()"
+_STATISTICS = (
+    "statistics are a dict of name -> Sum, Mean, Max or Min of "
+    "dcmdp_jax.algorithm.stats, each of shape ()"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +184,20 @@ def check_terms(kind: str, function: Function) -> None:
     for tokens in (_probe(), _probe(rows=3, length=5)):
         shape, (arrays, count) = tokens.completion_mask.shape, _arrays(tokens)
         # Kept aside, so that a wrong type is seen before JAX sees it.
-        found: list[Any] = []
-        jax.eval_shape(lambda arrays: found.append(function(Tokens(**arrays, num_completions=count))), arrays)  # noqa: B023
-        terms, statistics = split(found[0])
+        results: list[Any] = []
+
+        def keep_result(arrays: Any, count: int = count, results: list[Any] = results) -> None:
+            results.append(function(Tokens(**arrays, num_completions=count)))
+
+        jax.eval_shape(keep_result, arrays)
+        terms, statistics = split(results[0])
         for name, value in _named(kind, terms).items():
             _check_array(name, value, shape, "b" if name in _FLAGS else "f")
         for name, statistic in statistics.items():
             if not isinstance(name, str) or not isinstance(statistic, Statistic):
-                raise ValueError(f"returned the statistic {name!r} as {type(statistic).__name__}; {_STATISTICS}")
+                raise ValueError(
+                    f"returned the statistic {name!r} as {type(statistic).__name__}; {_STATISTICS}"
+                )
             for value in statistic:
                 _check_array(f"the statistic {name!r}", value, (), "fiub")
 
@@ -188,8 +208,8 @@ def check_values(kind: str, function: Function) -> None:
     They include equal log-probs, some far apart, advantages of 0 and rows with padding.
 
     Raises:
-        ValueError: in one line, for a term, a gradient or a statistic that is not finite, and for a trust region or a
-            loss without any gradient.
+        ValueError: in one line, for a term, a gradient or a statistic that is not finite, and for a
+            trust region or a loss without any gradient.
     """
     arrays, count = _arrays(_probe())
     mask = arrays["completion_mask"]
@@ -198,21 +218,25 @@ def check_values(kind: str, function: Function) -> None:
         made, statistics = split(function(Tokens(**moving, **others, num_completions=count)))
         named = _named(kind, made)
         first = next(iter(named.values()))
-        return jnp.sum(jnp.where(mask, first, 0.0)), (named, {key: one.value() for key, one in statistics.items()})
+        return jnp.sum(jnp.where(mask, first, 0.0)), (
+            named,
+            {key: one.value() for key, one in statistics.items()},
+        )
 
     moving = {name: arrays.pop(name) for name in ("train_logprobs", "ratio")}
     gradient, (named, statistics) = jax.jit(jax.grad(terms, has_aux=True))(moving, arrays)
     if kind in ("trust region", "loss"):
         if not any(np.any(value) for value in gradient.values()):
             raise ValueError(
-                f"returned {next(iter(named))} without any gradient, so that nothing is learned; compute them from "
-                "tokens.train_logprobs or tokens.ratio, without stop_gradient"
+                f"returned {next(iter(named))} without any gradient, so that nothing is learned; "
+                "compute them from tokens.train_logprobs or tokens.ratio, without stop_gradient"
             )
         named |= {f"the gradient of {name}": value for name, value in gradient.items()}
     for name, value in named.items():
         if wrong := int(np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)):
             raise ValueError(
-                f"returned {name} that are not finite on {wrong} of {int(mask.sum())} tokens with finite log-probs"
+                f"returned {name} that are not finite on {wrong} of {int(mask.sum())} tokens with "
+                "finite log-probs"
             )
     for name, value in statistics.items():
         if not np.isfinite(value):
@@ -224,14 +248,22 @@ def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> N
         raise ValueError(f"returned {name} as {type(value).__name__}; must be an array")
     dtype = jnp.result_type(value)
     if np.shape(value) != shape:
-        raise ValueError(f"returned {name} of shape {np.shape(value)}; must be {shape}{' as the tokens' * bool(shape)}")
+        raise ValueError(
+            f"returned {name} of shape {np.shape(value)}; must be "
+            f"{shape}{' as the tokens' * bool(shape)}"
+        )
     if dtype.kind not in kinds or (kinds == "f" and dtype != jnp.float32):
         allowed = {"f": "float32", "b": "bool"}.get(kinds, "a number")
         raise ValueError(f"returned {name} in {dtype}; must be {allowed}")
 
 
 # Kind of remedy -> the type of its terms, or the name of the array that they are.
-_KINDS = {"penalty": "advantages", "correction": Corrected, "trust region": Region, "loss": "losses"}
+_KINDS = {
+    "penalty": "advantages",
+    "correction": Corrected,
+    "trust region": Region,
+    "loss": "losses",
+}
 _FLAGS = ("keep", "truncated", "low", "high")
 
 
@@ -243,8 +275,14 @@ def _named(kind: str, terms: Any) -> dict[str, Any]:
     if not isinstance(terms, wanted):
         fields = ", ".join(wanted._fields)
         found = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
-        raise ValueError(f"returned {found}; must be {wanted.__name__}({fields}) of dcmdp_jax.algorithm.remedies")
-    return {name: value for name, value in terms._asdict().items() if value is not False or name == "keep"}
+        raise ValueError(
+            f"returned {found}; must be {wanted.__name__}({fields}) of dcmdp_jax.algorithm.remedies"
+        )
+    return {
+        name: value
+        for name, value in terms._asdict().items()
+        if value is not False or name == "keep"
+    }
 
 
 def _arrays(tokens: Tokens) -> tuple[dict[str, np.ndarray], int]:
@@ -254,17 +292,36 @@ def _arrays(tokens: Tokens) -> tuple[dict[str, np.ndarray], int]:
 
 
 def _probe(rows: int = 2, length: int = 12) -> Tokens:
-    """Tokens of a completion a row and one that is empty; the second half of the first row agrees exactly."""
+    """Tokens of a completion a row and one that is empty; the second half of the first row agrees
+    exactly.
+    """
     rng = np.random.default_rng(0)
     shape = rows, length
     old = -rng.exponential(1.0, shape).astype(np.float32)
-    train, rollout = (np.minimum(old + rng.normal(0, s, shape), 0).astype(np.float32) for s in (0.05, 0.2))
+    train, rollout = (
+        np.minimum(old + rng.normal(0, s, shape), 0).astype(np.float32) for s in (0.05, 0.2)
+    )
     old[0, length // 2 :] = train[0, length // 2 :] = rollout[0, length // 2 :]
     train[1, 0], old[1, 0], rollout[1, 0] = -0.01, -12.0, -15.0
     train[1, 1], old[1, 1], rollout[1, 1] = -15.0, -0.01, 0.0
-    mask = np.arange(length) < np.array([length, *range(length - 2, length - 2 * rows, -2)])[:, None]
-    advantages = np.where(np.arange(length) % 3 == 0, 0.0, np.array([1.0, -0.7] * rows)[:rows, None]).astype(np.float32)
+    mask = (
+        np.arange(length) < np.array([length, *range(length - 2, length - 2 * rows, -2)])[:, None]
+    )
+    advantages = np.where(
+        np.arange(length) % 3 == 0, 0.0, np.array([1.0, -0.7] * rows)[:rows, None]
+    ).astype(np.float32)
     delta = np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0).astype(np.float32)
     index = np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1)
     state = rows + 1, np.float32(0.5), np.float32(0.01)
-    return Tokens(train, old, rollout, advantages, delta, mask, index, *state, rollout, np.exp(train - rollout))
+    return Tokens(
+        train,
+        old,
+        rollout,
+        advantages,
+        delta,
+        mask,
+        index,
+        *state,
+        rollout,
+        np.exp(train - rollout),
+    )

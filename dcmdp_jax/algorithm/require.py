@@ -1,4 +1,6 @@
-"""Argument checks of the algorithm: static shapes, option names and Python numbers, so they hold under jit too."""
+"""Argument checks of the algorithm: static shapes, option names and Python numbers, so they hold
+under jit too.
+"""
 
 import math
 import numbers
@@ -24,19 +26,23 @@ def require_same_shape(**arrays: Any) -> None:
 
 
 def concrete(value: Any) -> np.ndarray | None:
-    """The value as a NumPy array; None where it is not known here: traced by jit or vmap, or on another host.
+    """The value as a NumPy array; None where it is not known here: traced by jit or vmap, or on
+    another host.
 
     What grad alone traces is known: its tracers carry their value.
     """
     while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
         value = value.primal
-    if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+    if isinstance(value, jax.core.Tracer) or (
+        isinstance(value, jax.Array) and not value.is_fully_addressable
+    ):
         return None
     return np.asarray(value)
 
 
 def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
-    """Raise for probabilities in place of log-probs: nowhere below 0 on sampled tokens, as far as values are known.
+    """Raise for probabilities in place of log-probs: nowhere below 0 on sampled tokens, as far as
+    values are known.
 
     Args:
         name: the argument's name, for the message.
@@ -51,11 +57,14 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
         return
     values = known.astype(float)[np.broadcast_to(sampled.astype(bool), known.shape)]
     if (values >= 0).all() and (values > _ROUNDING).any():
-        raise ValueError(f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities")
+        raise ValueError(
+            f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities"
+        )
 
 
 def require_gradient(name: str, logprobs: Any) -> None:
-    """Raise for log-probs in float16, whose gradient is lost: a ratio goes to e^20, float16 ends at 65,504.
+    """Raise for log-probs in float16, whose gradient is lost: a ratio goes to e^20, float16 ends at
+    65,504.
 
     Known under jit too. bfloat16 has float32's range.
 
@@ -64,8 +73,8 @@ def require_gradient(name: str, logprobs: Any) -> None:
     """
     if getattr(logprobs, "dtype", None) == np.float16:
         raise ValueError(
-            f"{name} has dtype float16, in which a gradient above 65504 is inf; convert the logits to float32 before "
-            "the log-softmax"
+            f"{name} has dtype float16, in which a gradient above 65504 is inf; convert the "
+            "logits to float32 before the log-softmax"
         )
 
 
@@ -126,11 +135,15 @@ def require_number(
     if not math.isfinite(value) or below or above:
         left = "(" if open_minimum or minimum == -math.inf else "["
         right = ")" if open_maximum or maximum == math.inf else "]"
-        raise ValueError(f"{name}={value!r}; must be a finite number in {left}{minimum}, {maximum}{right}")
+        raise ValueError(
+            f"{name}={value!r}; must be a finite number in {left}{minimum}, {maximum}{right}"
+        )
 
 
 def require_sizes(*, open_minimum: bool = False, **sizes: Any) -> None:
-    """Raise unless every named scalar is a finite number of at least 0, or above it, see `require_number`."""
+    """Raise unless every named scalar is a finite number of at least 0, or above it, see
+    `require_number`.
+    """
     for name, size in sizes.items():
         require_number(name, size, minimum=0, open_minimum=open_minimum)
 

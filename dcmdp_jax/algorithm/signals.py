@@ -19,14 +19,16 @@ class Signals(NamedTuple):
     """Constants of the rows of a micro-batch.
 
     Attributes:
-        tokens: with the old log-probs as float32, the discrepancy as charged, and penalized advantages.
+        tokens: with the old log-probs as float32, the discrepancy as charged, and penalized
+            advantages.
         discrepancy: delta of each token, 0 outside the mask.
         weights: what multiplies a token's loss; 0 outside the mask and on dropped tokens.
         planned_weights: the same before corrections: w_i on each sampled token.
         centered_weights: the same with the corrections of whole completions alone.
-        dropped_tokens: tokens of each completion that corrections leave out of the loss and of its denominator.
-        mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
-            value is dbar, what moves the multiplier (Eq. 11).
+        dropped_tokens: tokens of each completion that corrections leave out of the loss and of its
+            denominator.
+        mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over
+            the whole batch its value is dbar, what moves the multiplier (Eq. 11).
         statistics: statistics of the penalty and the corrections, by metric name.
     """
 
@@ -46,14 +48,15 @@ def charge_share(
     token_weights: Float[Array, "R L"],
     in_loss: Float[Array, "R L"] | None = None,
 ) -> stats.Mean:
-    """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the paper.
+    """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the
+    paper.
 
         C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
 
-    with A' - A what the method adds to the advantage, -lambda delta for DC-GRPO, and w the weight of the token in the
-    loss. 1 - p stands for the length of the score, the gradient of log p in the logits, which is between 1 - p and
-    sqrt(2) (1 - p): a charge on a token that the policy is sure of moves nothing. C / S = share / (1 - share). How
-    single terms cancel is not in it.
+    with A' - A what the method adds to the advantage, -lambda delta for DC-GRPO, and w the weight
+    of the token in the loss. 1 - p stands for the length of the score, the gradient of log p in the
+    logits, which is between 1 - p and sqrt(2) (1 - p): a charge on a token that the policy is sure
+    of moves nothing. C / S = share / (1 - share). How single terms cancel is not in it.
 
     Args:
         tokens: `advantages` penalized; p is of `train_logprobs`.
@@ -69,10 +72,13 @@ def charge_share(
         ValueError: if the shapes differ.
     """
     require_tokens(tokens)
-    require.require_same_shape(advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights)
+    require.require_same_shape(
+        advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights
+    )
     score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
     charge, plain = (
-        masked.weighted_sum(jnp.abs(x) * score, token_weights).total for x in (tokens.advantages - uncharged, uncharged)
+        masked.weighted_sum(jnp.abs(x) * score, token_weights).total
+        for x in (tokens.advantages - uncharged, uncharged)
     )
     if in_loss is not None:
         require.require_same_shape(in_loss=in_loss, token_weights=token_weights)
@@ -97,18 +103,21 @@ def row_signals(
         A^DC_{i,t}    = A_i - lambda_k delta_{i,t}, or as `penalty` has it    (Eq. 8)
         w_{i,t}       = w_i, times the weights of `corrections`, 0 where one drops the token
 
-    Rows add: a batch may be split into calls at will, as long as all tokens of a completion are in one call.
+    Rows add: a batch may be split into calls at will, as long as all tokens of a completion are in
+    one call.
 
     Args:
-        tokens: log-probs, advantages without penalty, mask, completions, multiplier (lambda_k from before this step's
-            dual update) and tolerance.
+        tokens: log-probs, advantages without penalty, mask, completions, multiplier (lambda_k from
+            before this step's dual update) and tolerance.
         weights: from `losses.aggregation_weights`.
         measure: keyword arguments of `token_discrepancy`: measure, sided.
-        level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": no
-            charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
+        level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the
+            completion. "reward": no charge per token, the advantages hold it already. The mean
+            discrepancy is that of tokens in any case.
         penalty: function of `penalties` that charges the discrepancy.
         corrections: functions of `corrections`, in order.
-        of_completions: corrections among them that give all tokens of a completion one weight, for score centering.
+        of_completions: corrections among them that give all tokens of a completion one weight, for
+            score centering.
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:
@@ -120,16 +129,23 @@ def row_signals(
     require_tokens(tokens)
     require.require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
     require.require_option("level", level, get_args(Charge))
-    mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
+    mask, completions = (
+        tokens.completion_mask,
+        tokens.num_completions,
+    )  # which stays a Python number
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
-    delta = token_discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure)
+    delta = token_discrepancy(
+        tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure
+    )
     charged = jnp.zeros_like(delta) if level == "reward" else delta
     if level == "sequence":
         charged = sequence_discrepancy(delta, tokens.where)
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
-    planned = jax.lax.stop_gradient(jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0))
+    planned = jax.lax.stop_gradient(
+        jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0)
+    )
     dropped, corrected, centered = jnp.zeros(completions, jnp.int32), planned, planned
     if of_completions:
         found, _ = chain(tokens, of_completions)

@@ -1,8 +1,9 @@
-"""Statistics that carry their reduction as a type, and differences of log-probabilities that stay finite.
+"""Statistics that carry their reduction as a type, and differences of log-probabilities that stay
+finite.
 
-Rows are computed in micro-batches and on several devices. A statistic of part of them is one of four types; `merge`
-joins two parts, `across` joins the devices, `value` gives the number, once, at the end. Every type works on arrays
-of any one shape, under jit too.
+Rows are computed in micro-batches and on several devices. A statistic of part of them is one of
+four types; `merge` joins two parts, `across` joins the devices, `value` gives the number, once, at
+the end. Every type works on arrays of any one shape, under jit too.
 """
 
 import functools
@@ -19,17 +20,23 @@ from dcmdp_jax.types import Array
 KlEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""Nats at which a log-ratio is clamped: e^20 = 4.85e8, whose square still sums in float32 (max 3.4e38)."""
+"""Nats at which a log-ratio is clamped: e^20 = 4.85e8, whose square still sums in float32 (max
+3.4e38).
+"""
 
 LEAST_REST = 1e-6
 """Probability left to all other tokens, at least, where a binary KL divides by it."""
 
 LOGPROB_LIMIT = 1e4
-"""Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
+"""Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and
+not NaN.
+"""
 
 
 def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
-    """The array in float32, or in float64 if it is float64 and `jax_enable_x64` is on. Integers get JAX's default."""
+    """The array in float32, or in float64 if it is float64 and `jax_enable_x64` is on. Integers get
+    JAX's default.
+    """
     x = jnp.asarray(x)
     integer = jnp.issubdtype(x.dtype, jnp.integer)
     return x.astype(float if integer else jnp.promote_types(x.dtype, jnp.float32))
@@ -38,9 +45,9 @@ def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
 def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
     """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
 
-    At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the value there is
-    still x. `jnp.clip` takes their average, 1/2, which is the derivative of neither side. NaN stays NaN, in the
-    gradient too.
+    At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the
+    value there is still x. `jnp.clip` takes their average, 1/2, which is the derivative of neither
+    side. NaN stays NaN, in the gradient too.
 
     Args:
         x: float32.
@@ -56,8 +63,9 @@ def clamped_log_ratio(
 
         d = clip(clip(log p, -1e4, 1e4) - clip(log q, -1e4, 1e4), -20, 20)
 
-    Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference is taken in the dtype
-    of `as_float`. The gradient is 1 and -1 inside the clamps, their ends included, and 0 outside: see `clamp`.
+    Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference
+    is taken in the dtype of `as_float`. The gradient is 1 and -1 inside the clamps, their ends
+    included, and 0 outside: see `clamp`.
 
     Args:
         numerator_logprobs: log p in nats.
@@ -75,7 +83,8 @@ def clamped_log_ratio(
 def log_difference(
     numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
 ) -> Float[jax.Array, "*s"]:
-    """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not: for sums over a completion.
+    """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not: for sums
+    over a completion.
 
     Finite for every input but NaN: a sum of a million such differences is below float32's maximum.
 
@@ -86,7 +95,9 @@ def log_difference(
     Raises:
         ValueError: if the shapes differ.
     """
-    require_same_shape(numerator_logprobs=numerator_logprobs, denominator_logprobs=denominator_logprobs)
+    require_same_shape(
+        numerator_logprobs=numerator_logprobs, denominator_logprobs=denominator_logprobs
+    )
     numerator = clamp(as_float(numerator_logprobs), LOGPROB_LIMIT)
     return numerator - clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
 
@@ -94,8 +105,8 @@ def log_difference(
 def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """exp(x) - 1 - x per element, never negative, to float32's relative precision near 0.
 
-    Computed as written it is rounding noise below |x| = 1e-3, where training and inference usually sit; below 0.5 the
-    Taylor series to x^8 is used instead (truncated at 4e-8 of the value).
+    Computed as written it is rounding noise below |x| = 1e-3, where training and inference usually
+    sit; below 0.5 the Taylor series to x^8 is used instead (truncated at 4e-8 of the value).
 
     Args:
         x: float32, at most 88 (beyond that float32 overflows to inf).
@@ -108,7 +119,8 @@ def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
 
 
 def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[jax.Array, "*s"]:
-    """Estimate KL(a || b) from x = log b - log a of each token that a sampled, per element, in nats.
+    """Estimate KL(a || b) from x = log b - log a of each token that a sampled, per element, in
+    nats.
 
         k1 = -x            unbiased, either sign
         k2 = x^2 / 2       biased, >= 0
@@ -228,9 +240,11 @@ def merge_stacked(tree: Any) -> Any:
 
 
 def across(tree: Any, axis_name: str | None) -> Any:
-    """Merge a tree of statistics over the devices along a mesh axis; call it inside `jax.shard_map`.
+    """Merge a tree of statistics over the devices along a mesh axis; call it inside
+    `jax.shard_map`.
 
-    All sums and means travel in one `psum`. Extremes are gathered: a backend's own maximum may skip a NaN.
+    All sums and means travel in one `psum`. Extremes are gathered: a backend's own maximum may skip
+    a NaN.
 
     Args:
         tree: a tree of statistics.
@@ -241,7 +255,9 @@ def across(tree: Any, axis_name: str | None) -> Any:
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_statistic)
     summed = iter(lax.psum([x for x in leaves if type(x) not in _EXTREME], axis_name))
     merged = [
-        type(x)(_EXTREME[type(x)](lax.all_gather(x[0], axis_name), axis=0)) if type(x) in _EXTREME else next(summed)
+        type(x)(_EXTREME[type(x)](lax.all_gather(x[0], axis_name), axis=0))
+        if type(x) in _EXTREME
+        else next(summed)
         for x in leaves
     ]
     return jax.tree.unflatten(structure, merged)
@@ -263,7 +279,9 @@ def values(tree: Any) -> Any:
 
 def _filled(start: float, leaf: Any) -> jax.Array:
     return jnp.full(
-        jnp.shape(leaf), start, jnp.float32 if start or jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        jnp.shape(leaf),
+        start,
+        jnp.float32 if start or jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype,
     )
 
 

@@ -1,8 +1,9 @@
-"""Trust regions bound an update of the policy. Each is a remedy (`remedies`) from the tokens to `Region`.
+"""Trust regions bound an update of the policy. Each is a remedy (`remedies`) from the tokens to
+`Region`.
 
-gamma is the importance ratio of the token, pi the policy now, mu the one in gamma's denominator: the training stack's
-that made the batch, or the engine's (`algorithm.ratio_denominator`). To add one, write it in a file of yours, or here
-and name it in `TRUST_REGIONS`.
+gamma is the importance ratio of the token, pi the policy now, mu the one in gamma's denominator:
+the training stack's that made the batch, or the engine's (`algorithm.ratio_denominator`). To add
+one, write it in a file of yours, or here and name it in `TRUST_REGIONS`.
 """
 
 import math
@@ -16,20 +17,33 @@ from jaxtyping import Bool, Float
 from dcmdp_jax.algorithm.masked import completion_sums, gather_to_tokens, masked_sum
 from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape, require_sizes
-from dcmdp_jax.algorithm.stats import MAX_LOG_RATIO, Statistic, as_float, binary_kl, clamped_log_ratio, log_difference
+from dcmdp_jax.algorithm.stats import (
+    MAX_LOG_RATIO,
+    Statistic,
+    as_float,
+    binary_kl,
+    clamped_log_ratio,
+    log_difference,
+)
 from dcmdp_jax.types import Array, Scalar
 
 
 def clipped_surrogate(
-    ratio: Float[Array, "*s"], advantages: Float[Array, "*s"], *, clip_low: Scalar = 0.2, clip_high: Scalar = 0.2
+    ratio: Float[Array, "*s"],
+    advantages: Float[Array, "*s"],
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
 ) -> Region:
-    """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 with their own A).
+    """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 with their own
+    A).
 
         min(gamma A, clip(gamma, 1 - clip_low, 1 + clip_high) A)
 
-    The gradient in log pi_theta is gamma A where the clip does not bite and 0 strictly beyond a bound. At gamma equal
-    to a bound it is that of the unclipped side, so that with a clip of 0 the first update on a batch, where gamma = 1,
-    is the plain policy gradient. The loss of a batch is the negated mean over completions of their means over tokens.
+    The gradient in log pi_theta is gamma A where the clip does not bite and 0 strictly beyond a
+    bound. At gamma equal to a bound it is that of the unclipped side, so that with a clip of 0 the
+    first update on a batch, where gamma = 1, is the plain policy gradient. The loss of a batch is
+    the negated mean over completions of their means over tokens.
 
     Args:
         ratio: gamma (`importance_ratio`). The gradient flows here alone.
@@ -38,7 +52,8 @@ def clipped_surrogate(
         clip_high: eps_high >= 0; the paper's runs have 0.24.
 
     Returns:
-        `Region`: `objective`, in the dtype of the inputs, and bool `low` and `high`, the tokens where a bound bites.
+        `Region`: `objective`, in the dtype of the inputs, and bool `low` and `high`, the tokens
+            where a bound bites.
 
     Raises:
         ValueError: if the shapes differ or a clip is outside its range.
@@ -47,7 +62,8 @@ def clipped_surrogate(
     require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
     require_number("clip_high", clip_high, minimum=0)
     ratio, advantages = as_float(ratio), lax.stop_gradient(as_float(advantages))
-    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
+    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their
+    # arguments tie.
     low = (advantages < 0) & (ratio < 1.0 - clip_low)
     high = (advantages > 0) & (ratio > 1.0 + clip_high)
     bound = jnp.where(low, 1.0 - clip_low, 1.0 + clip_high)
@@ -59,10 +75,10 @@ def clip(
 ) -> Region | tuple[Region, dict[str, Statistic]]:
     """PPO's pessimistic clip: `clipped_surrogate` as a trust region.
 
-    `dual` c > 1 (Ye et al. 2020; 0 is off): where A < 0 and gamma > c the objective is c A, without gradient;
-    `policy/dual_clip_fraction` is the share of these tokens. verl (`clip_ratio_c`, 3 by default), NeMo-RL
-    (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix (`epsilon_c`) and TRL (`delta`) do the same; off by
-    default in all but verl.
+    `dual` c > 1 (Ye et al. 2020; 0 is off): where A < 0 and gamma > c the objective is c A, without
+    gradient; `policy/dual_clip_fraction` is the share of these tokens. verl (`clip_ratio_c`, 3 by
+    default), NeMo-RL (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix (`epsilon_c`)
+    and TRL (`delta`) do the same; off by default in all but verl.
     """
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
     _require(tokens, high=high)
@@ -77,17 +93,22 @@ def clip(
 
 
 def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
-    """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is within bounds.
+    """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is
+    within bounds.
 
-        stopped:   A > 0 and pi - mu > high,   or   A < 0 and pi - mu < -low,      in probability, 0 to 1
+        stopped:   A > 0 and pi - mu > high,   or   A < 0 and pi - mu < -low,      in probability, 0
+        to 1
 
-    A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's denominator: the
-    paper's is the engine's (`ratio_denominator="rollout"`). prime-rl (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the
-    same and adds 1e-3 log(gamma)^2 (`examples/remedies.py`). verl: `dppo_tv`.
+    A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's
+    denominator: the paper's is the engine's (`ratio_denominator="rollout"`). prime-rl
+    (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the same and adds 1e-3 log(gamma)^2
+    (`examples/remedies.py`). verl: `dppo_tv`.
     """
     _require(tokens, low=low, high=high)
     shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
-    return _masked(tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high))
+    return _masked(
+        tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high)
+    )
 
 
 def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
@@ -110,8 +131,9 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
 
         gamma A - |A| / (2 c) mu (gamma - 1)^2,    c = high where A > 0, low where A < 0
 
-    Its gradient is gamma A (1 - sign(A) (pi - mu) / c): at |pi - mu| = c it is 0, as where `dppo_tv` begins to stop
-    it, and beyond it leads back. Nothing is stopped. The paper has one c for both signs.
+    Its gradient is gamma A (1 - sign(A) (pi - mu) / c): at |pi - mu| = c it is 0, as where
+    `dppo_tv` begins to stop it, and beyond it leads back. Nothing is stopped. The paper has one c
+    for both signs.
     """
     _require(tokens, open_minimum=True, low=low, high=high)
     ratio, advantages = tokens.ratio, tokens.advantages
@@ -121,11 +143,12 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
 
 
 def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
-    """IPO, prime-rl's default since 2026-08-27: min(gamma, cap) A while |pi - mu| <= high, whatever the sign of A.
+    """IPO, prime-rl's default since 2026-08-27: min(gamma, cap) A while |pi - mu| <= high, whatever
+    the sign of A.
 
-    The cap takes nothing from the gradient's direction: above it the gradient in log pi is cap A. A stopped token has
-    objective 0 and counts. prime-rl (PR #3418; `eps` 0.3, `max_importance_ratio` 1e4, no KL term; read at the
-    configuration of 2026-09-18) with `ratio_denominator="rollout"`.
+    The cap takes nothing from the gradient's direction: above it the gradient in log pi is cap A. A
+    stopped token has objective 0 and counts. prime-rl (PR #3418; `eps` 0.3, `max_importance_ratio`
+    1e4, no KL term; read at the configuration of 2026-09-18) with `ratio_denominator="rollout"`.
     """
     _require(tokens, high=high)
     require_number("cap", cap, minimum=1)
@@ -136,10 +159,11 @@ def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
 
 
 def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
-    """CISPO (MiniMax-M1, arXiv:2506.13585): sg(clip(gamma, low, high)) A log pi. No token loses its gradient.
+    """CISPO (MiniMax-M1, arXiv:2506.13585): sg(clip(gamma, low, high)) A log pi. No token loses its
+    gradient.
 
-    Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5 after ScaleRL) has no lower one; verl
-    (`loss_mode=cispo`) has 1 - 0.2 and 1 + 0.2; prime-rl and open-instruct have it too.
+    Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5 after ScaleRL) has no lower
+    one; verl (`loss_mode=cispo`) has 1 - 0.2 and 1 + 0.2; prime-rl and open-instruct have it too.
     """
     _require(tokens, low=low)
     require_number("high", high, minimum=low)
@@ -147,10 +171,12 @@ def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
 
 
 def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Region:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): A 4 / tau sigmoid(tau (gamma - 1)), a smooth gate in place of the clip.
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): A 4 / tau sigmoid(tau (gamma - 1)), a smooth gate
+    in place of the clip.
 
-    tau is `tau_positive` where A > 0. Its slope in gamma is A at gamma = 1 and falls on both sides. TRL
-    (`sapo_temperature_pos`, `_neg`), verl (`tau_pos`, `tau_neg`), AReaL (`sapo_tau_pos`, `_neg`): 1 and 1.05 in all.
+    tau is `tau_positive` where A > 0. Its slope in gamma is A at gamma = 1 and falls on both sides.
+    TRL (`sapo_temperature_pos`, `_neg`), verl (`tau_pos`, `tau_neg`), AReaL (`sapo_tau_pos`,
+    `_neg`): 1 and 1.05 in all.
     """
     _require(tokens, open_minimum=True, tau_positive=tau_positive, tau_negative=tau_negative)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative)
@@ -165,12 +191,13 @@ def vespo(
     k_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> Region:
-    """VESPO (arXiv:2602.10693): sg(phi(w)) A log pi with phi(w) = w^k e^(decay (1 - w)), w the completion's prod gamma.
+    """VESPO (arXiv:2602.10693): sg(phi(w)) A log pi with phi(w) = w^k e^(decay (1 - w)), w the
+    completion's prod gamma.
 
-    phi(1) = 1; it is largest at w = k / decay. k and decay are the positive ones where A >= 0. log w is clamped to
-    [log 1e-8, 20]. Tokens that a correction drops are not in the product. TRL (`loss_type=vespo`, `vespo_k_pos` 2,
-    `vespo_lambda_pos` 3, `_neg` 3 and 2) and the authors' code alike; their w has the engine's probabilities below:
-    `ratio_denominator="rollout"`.
+    phi(1) = 1; it is largest at w = k / decay. k and decay are the positive ones where A >= 0. log
+    w is clamped to [log 1e-8, 20]. Tokens that a correction drops are not in the product. TRL
+    (`loss_type=vespo`, `vespo_k_pos` 2, `vespo_lambda_pos` 3, `_neg` 3 and 2) and the authors' code
+    alike; their w has the engine's probabilities below: `ratio_denominator="rollout"`.
     """
     _require(tokens, k_positive=k_positive, decay_positive=decay_positive)
     _require(tokens, k_negative=k_negative, decay_negative=decay_negative)
@@ -182,12 +209,14 @@ def vespo(
 
 
 def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0) -> Region:
-    """QuRL's adaptive clipping range (arXiv:2602.13953): PPO's clip with the upper bound (1 + high) / min(p / q, cap).
+    """QuRL's adaptive clipping range (arXiv:2602.13953): PPO's clip with the upper bound (1 + high)
+    / min(p / q, cap).
 
         min(gamma A, clip(gamma, 1 - low, (1 + high) / min(p / q, cap)) A)
 
-    so that pi / q, what the engine sampled from, is held at 1 + high. The paper's objective is this times
-    min(p / q, C): `corrections="tis(high=C)"`. gamma's denominator is p (`ratio_denominator="train"`).
+    so that pi / q, what the engine sampled from, is held at 1 + high. The paper's objective is this
+    times min(p / q, C): `corrections="tis(high=C)"`. gamma's denominator is p
+    (`ratio_denominator="train"`).
     """
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
     _require(tokens, high=high)
@@ -197,7 +226,9 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
     upper = (1.0 + high) / jnp.minimum(mismatch, cap)
     lower = jnp.minimum(1.0 - low, upper)
     falls, rises = (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)
-    return Region(jnp.where(falls, lower, jnp.where(rises, upper, ratio)) * advantages, falls, rises)
+    return Region(
+        jnp.where(falls, lower, jnp.where(rises, upper, ratio)) * advantages, falls, rises
+    )
 
 
 def _require(tokens: Tokens, *, open_minimum: bool = False, **sizes: float) -> None:

@@ -1,4 +1,6 @@
-"""Types of command-line arguments; bad arguments and failures: one clear line, an exit code, no lost traceback."""
+"""Types of command-line arguments; bad arguments and failures: one clear line, an exit code, no
+lost traceback.
+"""
 
 import argparse
 import contextlib
@@ -31,40 +33,59 @@ _run_dir: Path | None = None
 
 
 def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
-    """A question for the name that is nearest to an unknown word; other advice where none is near."""
+    """A question for the name that is nearest to an unknown word; other advice where none is
+    near.
+    """
     near = difflib.get_close_matches(word, list(names), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises one-line errors for `run_main`, with the nearest flag for an unknown one."""
+    """Argument parser that raises one-line errors for `run_main`, with the nearest flag for an
+    unknown one.
+    """
 
     def __init__(self, command: str = "", **options: Any) -> None:
         if command:
             installed = f"dcmdp {command}"
             options["prog"] = installed if sys.argv[0] == installed else f"python -m bin.{command}"
         # An abbreviated flag would change its meaning when a new one is added.
-        super().__init__(epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options)
+        super().__init__(
+            epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""
         raise UserError(message)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
         """Parse as argparse does; UserError in one line for an unknown argument."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(f"{rest[0]}: no such argument; {nearest(rest[0].partition('=')[0], self.flags(), 'see --help')}")
+            self.error(
+                f"{rest[0]}: no such argument; "
+                f"{nearest(rest[0].partition('=')[0], self.flags(), 'see --help')}"
+            )
         return parsed
 
     def flags(self) -> list[str]:
         """Names of all options, of subcommands too."""
-        inner = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        below = [flag for parsers in inner for parser in parsers.values() for flag in parser.flags()]
+        inner = (
+            action.choices
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+        )
+        below = [
+            flag for parsers in inner for parser in parsers.values() for flag in parser.flags()
+        ]
         return [flag for flag in self._option_string_actions if flag.startswith("--")] + below
 
 
-def run_main(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> NoReturn:
+def run_main(
+    main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None
+) -> NoReturn:
     """Run a command and leave the process with its exit code; a failure prints one line on stderr.
 
     | what `main` does | printed | exit code |
@@ -78,9 +99,10 @@ def run_main(main: Callable[[list[str]], int | None], argv: Sequence[str] | None
     | is interrupted (Ctrl-C) | `interrupted` | 130 |
 
     The traceback of everything but a UserError is appended to error.log of the run directory that
-    `keep_tracebacks_in` names. Without one, the traceback of an unexpected failure goes to stderr before the line.
-    Exceptions of threads are handled the same way. SystemExit (argparse, absl) passes through. `--debug` before a bare
-    `--` is removed from the arguments; every failure then prints its traceback on stderr as well.
+    `keep_tracebacks_in` names. Without one, the traceback of an unexpected failure goes to stderr
+    before the line. Exceptions of threads are handled the same way. SystemExit (argparse, absl)
+    passes through. `--debug` before a bare `--` is removed from the arguments; every failure then
+    prints its traceback on stderr as well.
 
     Args:
         main: takes the arguments as in `sys.argv`, the program's name first, without `--debug`.
@@ -96,7 +118,9 @@ def run_main(main: Callable[[list[str]], int | None], argv: Sequence[str] | None
     if argv is None:
         sys.stdout, sys.stderr = _Console(sys.stdout), _Console(sys.stderr)
         if not terminal_size():  # a log, where `say` writes date and time too
-            logging.lastResort.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
+            logging.lastResort.setFormatter(
+                logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S")
+            )
         if not debug:
             _keep_failures_of_threads()
             # It prints the traceback of an error in a callback, which the error holds too.
@@ -114,7 +138,9 @@ def run_main(main: Callable[[list[str]], int | None], argv: Sequence[str] | None
 
 
 class _Console:
-    """A stream that goes silent when nobody reads it any more: `| head` or a lost terminal ends no run."""
+    """A stream that goes silent when nobody reads it any more: `| head` or a lost terminal ends no
+    run.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -156,12 +182,17 @@ def _fail(error: Exception, debug: bool) -> int:
     if not (names_file or isinstance(error, _MESSAGE_IS_ENOUGH) or _DISK_FULL in str(error)):
         line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
         if any(words in str(error) for words in _OUT_OF_MEMORY):
-            hints.insert(0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens")
+            hints.insert(
+                0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens"
+            )
             hints.insert(1, "where another program holds a GPU's memory, XLA_CLIENT_MEM_FRACTION")
         else:
             hints = ["unexpected", *(hints or ["traceback above"])]
             debug = debug or log is None
-    print((text if debug else "") + f"error: {line}" + (f" ({'; '.join(hints)})" if hints else ""), file=sys.stderr)
+    print(
+        (text if debug else "") + f"error: {line}" + (f" ({'; '.join(hints)})" if hints else ""),
+        file=sys.stderr,
+    )
     return code
 
 
@@ -169,10 +200,17 @@ def _append_to_log(what: str, text: str) -> Path | None:
     """Append to the run's error.log; its path, or None if there is none or it can't be written."""
     with contextlib.suppress(OSError):
         # A FIFO would wait for a reader.
-        if _run_dir and _run_dir.is_dir() and ((path := _run_dir / ERROR_LOG).is_file() or not path.exists()):
+        if (
+            _run_dir
+            and _run_dir.is_dir()
+            and ((path := _run_dir / ERROR_LOG).is_file() or not path.exists())
+        ):
             # An argument in another encoding than the locale's has surrogates.
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
+                file.write(
+                    f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: "
+                    f"{what}\n{text.rstrip()}\n\n"
+                )
             return path
     return None
 
@@ -180,27 +218,35 @@ def _append_to_log(what: str, text: str) -> Path | None:
 def _keep_failures_of_threads() -> None:
     """Send failures outside the main thread to the log, or to stderr without one.
 
-    When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned coroutines print
-    another at exit, and it logs more. The main thread raises the same error and reports it in one line.
+    When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned
+    coroutines print another at exit, and it logs more. The main thread raises the same error and
+    reports it in one line.
     """
     told = set()
 
     def keep(what: str, failure: Any) -> None:
-        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+        text = "".join(
+            traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+        )
         if issubclass(failure.exc_type, SystemExit) or _append_to_log(what, text) is not None:
             return
         short = f"\n{text.rstrip()}" if _run_dir is None else f" {one_line(text.splitlines()[-1])}"
-        # A log that can't be written is said once, not by every thread that fails for the same reason.
+        # A log that can't be written is said once, not by every thread that fails for the same
+        # reason.
         if short not in told:
             told.add(short)
             sys.stderr.write(f"{what}:{short}\n")
 
-    threading.excepthook = lambda failure: keep(f"thread {getattr(failure.thread, 'name', '')} failed", failure)
+    threading.excepthook = lambda failure: keep(
+        f"thread {getattr(failure.thread, 'name', '')} failed", failure
+    )
     sys.unraisablehook = lambda failure: keep(f"ignored in {failure.object!r}", failure)
     orbax = logging.getLogger("absl")
     orbax.setLevel(logging.ERROR)
     orbax.addFilter(
-        lambda record: _append_to_log(f"logged by {record.name}", logging.Formatter().format(record)) and False
+        lambda record: (
+            _append_to_log(f"logged by {record.name}", logging.Formatter().format(record)) and False
+        )
     )
 
 
@@ -271,13 +317,18 @@ def output_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
     if not writable:
-        said = "must be a regular file, or a new one in a directory that is there, and writable; name another"
+        said = (
+            "must be a regular file, or a new one in a directory that is there, and writable; "
+            "name another"
+        )
         raise argparse.ArgumentTypeError(f"got {shorten(text)}, {said}")
     return path
 
 
 def output_directory(text: str) -> Path:
-    """An argument type: a directory that is there and writable, or can be made; nothing is made yet."""
+    """An argument type: a directory that is there and writable, or can be made; nothing is made
+    yet.
+    """
     path = existing = Path(text)
     try:
         while not existing.exists():
@@ -286,5 +337,7 @@ def output_directory(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
     if not writable:
-        raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written ({existing}); choose another")
+        raise argparse.ArgumentTypeError(
+            f"got {shorten(text)}, which can't be written ({existing}); choose another"
+        )
     return path

@@ -2,7 +2,8 @@
 
 dcmdp convert hf-check HF_DIR
 dcmdp convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
-dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
+dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push
+USER/NAME]
                       [--adapter]
 """
 
@@ -33,7 +34,11 @@ from dcmdp_jax.version import REPOSITORY
 _DTYPES = ("bfloat16", "float32")
 _POINTS = 12
 """Rows of the curve's table."""
-_COLUMNS = {"dual/multiplier": "lambda", "discrepancy/mean": "mean discrepancy", "dual/tolerance": "c"}
+_COLUMNS = {
+    "dual/multiplier": "lambda",
+    "discrepancy/mean": "mean discrepancy",
+    "dual/tolerance": "c",
+}
 _COLUMNS["reward/mean"] = "reward"
 _PROJECT = f"[dcmdp_jax]({REPOSITORY})" if REPOSITORY else "dcmdp_jax"
 CITATION = """@article{liu2026dcmdp,
@@ -47,14 +52,18 @@ CITATION = """@article{liu2026dcmdp,
 
 
 def main(argv: list[str]) -> None:
-    """Parse the arguments (program name first) and run the command; a failure is an exception for `run_main`."""
+    """Parse the arguments (program name first) and run the command; a failure is an exception for
+    `run_main`.
+    """
     arguments = _parser().parse_args(argv[1:])
     # Conversion needs the host's memory only; a busy or small accelerator must not get in its way.
     jax.config.update("jax_platforms", "cpu")
     if arguments.command == "hf-check":
         _check(arguments.hf_dir)
     elif arguments.command == "from-gguf":
-        config = convert_gguf(arguments.file, arguments.out_dir, dtype=arguments.dtype, overwrite=arguments.overwrite)
+        config = convert_gguf(
+            arguments.file, arguments.out_dir, dtype=arguments.dtype, overwrite=arguments.overwrite
+        )
         print(_describe(config))
         print(f"wrote {arguments.out_dir} in {arguments.dtype}, with the file's tokenizer")
     else:
@@ -64,21 +73,49 @@ def main(argv: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("convert", description="Check and write Hugging Face model directories.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser("hf-check", help="check a directory's config.json, tokenizer, tensors and values")
-    check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer")
+    check = commands.add_parser(
+        "hf-check", help="check a directory's config.json, tokenizer, tensors and values"
+    )
+    check.add_argument(
+        "hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer"
+    )
     families = ", ".join(family.gguf for family in FAMILIES.values() if family.gguf)
-    gguf = commands.add_parser("from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory")
+    gguf = commands.add_parser(
+        "from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory"
+    )
     gguf.add_argument("file", type=Path, metavar="FILE", help=f"a whole .gguf of {families}")
-    export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
-    export.add_argument("run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it")
-    export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
-    export.add_argument("--push", default="", metavar="USER/NAME", help="then upload OUT_DIR to the Hugging Face Hub")
-    export.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT reads them")
+    export = commands.add_parser(
+        "export", help="write a training checkpoint as a directory transformers and vLLM load"
+    )
+    export.add_argument(
+        "run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it"
+    )
+    export.add_argument(
+        "--step", type=int, metavar="N", help="which checkpoint (default: the newest)"
+    )
+    export.add_argument(
+        "--push",
+        default="",
+        metavar="USER/NAME",
+        help="then upload OUT_DIR to the Hugging Face Hub",
+    )
+    export.add_argument(
+        "--adapter", action="store_true", help="write the adapters alone, as PEFT reads them"
+    )
     for command in (gguf, export):
-        command.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
+        command.add_argument(
+            "out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty"
+        )
         default = _DTYPES[command is gguf]
-        command.add_argument("--dtype", choices=_DTYPES, default=default, help="of the tensors (default: %(default)s)")
-        command.add_argument("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
+        command.add_argument(
+            "--dtype",
+            choices=_DTYPES,
+            default=default,
+            help="of the tensors (default: %(default)s)",
+        )
+        command.add_argument(
+            "--overwrite", action="store_true", help="replace OUT_DIR when it is not empty"
+        )
     return parser
 
 
@@ -91,12 +128,23 @@ def _check(directory: Path) -> None:
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
     files = {place.path for place in manifest.tensors.values()}
-    left = "".join(f"; {count} of {prefix}* left out" for prefix, count in manifest.left_out.items())
+    left = "".join(
+        f"; {count} of {prefix}* left out" for prefix, count in manifest.left_out.items()
+    )
     print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s){left}")
-    print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
-    print(f"tokenizer    {len(tokenizer):,} tokens; a completion ends with {', '.join(map(str, ends))}")
+    print(
+        f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 "
+        f"{_gib(2 * num_params(config))}"
+    )
+    print(
+        f"tokenizer    {len(tokenizer):,} tokens; a completion ends with "
+        f"{', '.join(map(str, ends))}"
+    )
     if beyond := config.vocab_size - len(tokenizer):
-        print(f"             {beyond:,} of the model's ids, from {len(tokenizer):,} on, are no tokens and have no text")
+        print(
+            f"             {beyond:,} of the model's ids, from {len(tokenizer):,} on, are no "
+            "tokens and have no text"
+        )
     print(f"{directory}: fits its config.json, all values are finite")
 
 
@@ -110,30 +158,51 @@ def _export(arguments: argparse.Namespace) -> None:
     found = find_params(arguments.run_dir, arguments.step)
     source, target = found.path.parent, out_dir.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):  # --overwrite or not
-        raise UserError(f"OUT_DIR {target}: overlaps {source}, which it is made of; choose another directory")
+        raise UserError(
+            f"OUT_DIR {target}: overlaps {source}, which it is made of; choose another directory"
+        )
     if arguments.adapter:
         if (saved := found.adapters) is None:
-            raise UserError(f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)")
+            raise UserError(
+                f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)"
+            )
         base, model = found.base_directory(saved), found.model
         save_adapter(
-            found.trained(), model, saved.lora, out_dir, base_model=str(base), overwrite=overwrite,
-            checksum=base_checksum(load_base(base, model, "bfloat16")), digest=directory_digest(base, model),
+            found.trained(),
+            model,
+            saved.lora,
+            out_dir,
+            base_model=str(base),
+            overwrite=overwrite,
+            checksum=base_checksum(load_base(base, model, "bfloat16")),
+            digest=directory_digest(base, model),
             base_class=wrapping_class(base),
-        )  # fmt: skip
+        )
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {base}, as PEFT reads them")
         return
-    save_params(found.load(), found.model, out_dir, dtype=dtype, tokenizer_dir=found.tokenizer, overwrite=overwrite)
+    save_params(
+        found.load(),
+        found.model,
+        out_dir,
+        dtype=dtype,
+        tokenizer_dir=found.tokenizer,
+        overwrite=overwrite,
+    )
     print(f"checkpoint of step {found.step}\n{_describe(found.model)}")
     print(f"wrote {out_dir} in {dtype}, tokenizer of {found.tokenizer}")
-    (out_dir / "README.md").write_text(model_card(found.tokenizer.parent, found.step), encoding="utf-8")
+    (out_dir / "README.md").write_text(
+        model_card(found.tokenizer.parent, found.step), encoding="utf-8"
+    )
     if arguments.push:
         print(f"pushed to {push(out_dir, arguments.push, message=f'Step {found.step}, {dtype}')}")
 
 
 def model_card(run_dir: Path, step: int) -> str:
-    """The text of the card: the run's sentence and facts up to `step`, lambda's curve, command, versions, citation.
+    """The text of the card: the run's sentence and facts up to `step`, lambda's curve, command,
+    versions, citation.
 
-    What a run did not record is left out. A model on the Hub that the run started from is the base model.
+    What a run did not record is left out. A model on the Hub that the run started from is the base
+    model.
 
     Args:
         run_dir: the run directory.
@@ -147,16 +216,19 @@ def model_card(run_dir: Path, step: int) -> str:
     parts = [
         "\n".join(front),
         f"# {run.label}, step {step}",
-        f"Trained with {_PROJECT}, method `{run.config.get('algorithm.method', 'dc_grpo')}`: reinforcement learning "
-        "under a budget c for the mean of |p_train - p_infer|, the difference between the probabilities that the "
-        "training stack and the inference engine give a sampled token. Lambda is the price of that difference.",
+        f"Trained with {_PROJECT}, method `{run.config.get('algorithm.method', 'dc_grpo')}`: "
+        "reinforcement learning under a budget c for the mean of |p_train - p_infer|, the "
+        "difference between the probabilities that the training stack and the inference engine "
+        "give a sampled token. Lambda is the price of that difference.",
     ]
     if run.series:
         rows = [[cell.replace("|", r"\|") for cell in fact] for fact in facts(run)]
         parts += [verdict(run), "\n".join(markdown_table(["", "at this step", ""], rows))]
         parts += _curve(run.series)
     if said := provenance(run):
-        parts.append(f"## How it was made\n\n    {said.pop('command')}\n\n{', '.join(said.values())}.")
+        parts.append(
+            f"## How it was made\n\n    {said.pop('command')}\n\n{', '.join(said.values())}."
+        )
     parts.append(f"## Citation\n\n```bibtex\n{CITATION}\n```")
     return "\n\n".join(parts) + "\n"
 
@@ -167,23 +239,34 @@ def _curve(series: Series) -> list[str]:
         return []
     names = [name for name in _COLUMNS if name in series]
     steps = series["dual/multiplier"][0]
-    chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int))]
+    chosen = steps[
+        np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int))
+    ]
     values = {name: dict(zip(*map(np.ndarray.tolist, series[name]), strict=True)) for name in names}
-    rows = [[str(each), *(number(values[name].get(each, math.nan)) for name in names)] for each in chosen.tolist()]
-    return ["## Lambda's curve", "\n".join(markdown_table(["step", *map(_COLUMNS.get, names)], rows))]
+    rows = [
+        [str(each), *(number(values[name].get(each, math.nan)) for name in names)]
+        for each in chosen.tolist()
+    ]
+    return [
+        "## Lambda's curve",
+        "\n".join(markdown_table(["step", *map(_COLUMNS.get, names)], rows)),
+    ]
 
 
 def _describe(config: ModelConfig) -> str:
     embeddings = "tied" if config.tie_word_embeddings else "untied"
     mlp = f"MLP {config.intermediate_size}"
     if config.num_experts:
-        mlp = f"{config.num_experts_per_tok} of {config.num_experts} experts of {config.moe_intermediate_size}"
+        mlp = (
+            f"{config.num_experts_per_tok} of {config.num_experts} experts of "
+            f"{config.moe_intermediate_size}"
+        )
     return (
-        f"model        {config.model_type}, {num_params(config):,} parameters, {config.num_layers} layers, "
-        f"hidden {config.hidden_size}, {mlp}, heads {config.num_heads}/{config.num_kv_heads} "
-        f"of {config.head_dim}, vocabulary {config.vocab_size}, {embeddings}\n"
-        f"rotary       base {config.rope_theta:g}, {config.rope_scaling.kind}; "
-        f"context {config.max_position_embeddings} tokens"
+        f"model        {config.model_type}, {num_params(config):,} parameters, "
+        f"{config.num_layers} layers, hidden {config.hidden_size}, {mlp}, heads "
+        f"{config.num_heads}/{config.num_kv_heads} of {config.head_dim}, vocabulary "
+        f"{config.vocab_size}, {embeddings}\nrotary       base {config.rope_theta:g}, "
+        f"{config.rope_scaling.kind}; context {config.max_position_embeddings} tokens"
     )
 
 

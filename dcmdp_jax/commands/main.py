@@ -51,9 +51,21 @@ def _without_command(argv: list[str]) -> None:
     word = argv[1] if len(argv) > 1 else ""
     if word in ("-h", "--help"):
         lines = [f"  {name:10} {about}" for name, about in COMMANDS.items()]
-        print("\n".join(["usage: dcmdp COMMAND ...", "", *lines, "", "dcmdp COMMAND --help lists its arguments."]))
+        print(
+            "\n".join(
+                [
+                    "usage: dcmdp COMMAND ...",
+                    "",
+                    *lines,
+                    "",
+                    "dcmdp COMMAND --help lists its arguments.",
+                ]
+            )
+        )
     elif word == "--version":
         print(f"dcmdp_jax {dcmdp_jax.__version__}")
     else:
         hint = nearest(word, COMMANDS, f"there are {', '.join(COMMANDS)}")
-        raise UserError(f"{word}: no such command; {hint}" if word else f"a command is missing; {hint}")
+        raise UserError(
+            f"{word}: no such command; {hint}" if word else f"a command is missing; {hint}"
+        )

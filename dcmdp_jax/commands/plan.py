@@ -1,12 +1,12 @@
 """Memory of a run at full size, from its own programs, compiled without an accelerator.
 
     dcmdp plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
-    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 --json=plan.json
-    dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
+    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2
+    --json=plan.json dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
     dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
 
-Prints memory by kind and what fits; docs/plan.md explains it. What the programs communicate and compute:
-`python -m benchmarks.compiled`.
+Prints memory by kind and what fits; docs/plan.md explains it. What the programs communicate and
+compute: `python -m benchmarks.compiled`.
 `pip install -e '.[plan]'` installs the compilers.
 """
 
@@ -18,35 +18,69 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands import cli, flags
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError, suggestion
-from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, lengths_asked, plan_record
+from dcmdp_jax.plan.plan_text import (
+    at_lengths,
+    describe_lengths,
+    describe_plan,
+    lengths_asked,
+    plan_record,
+)
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run, search, search_record, table
-from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
+from dcmdp_jax.plan.topologies import (
+    chip_and_count,
+    known_topologies,
+    load_topology,
+    platform_of,
+    set_environment,
+)
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
+    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not
+    fit.
+    """
     parser = cli.Parser("plan", description="Memory of a run at full size, by the compiler.")
     add = parser.add_argument
     add("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
-    add("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
-    add("--search", action="store_true", help="try other meshes and micro-batches of the step; list what fits")
-    add("--lengths", default="", help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory")
+    add(
+        "--programs",
+        metavar="NAME,NAME",
+        default="",
+        help=f"of {', '.join(PROGRAMS)}; default: all",
+    )
+    add(
+        "--search",
+        action="store_true",
+        help="try other meshes and micro-batches of the step; list what fits",
+    )
+    add(
+        "--lengths",
+        default="",
+        help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory",
+    )
     add("--json", type=cli.output_file, metavar="FILE", help="write the figures to FILE")
     arguments = flags.parse_with(parser, argv)
-    config = load.for_supervision(arguments.config) if arguments.config.supervised else arguments.config
+    config = (
+        load.for_supervision(arguments.config) if arguments.config.supervised else arguments.config
+    )
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
     if arguments.lengths and arguments.search:
-        raise UserError("--lengths: got with --search, which compares worst cases; give one of the two")
+        raise UserError(
+            "--lengths: got with --search, which compares worst cases; give one of the two"
+        )
     lengths = lengths_asked(arguments.lengths, config)
     only = tuple(name for name in arguments.programs.split(",") if name)
     if unknown := [name for name in only if name not in PROGRAMS]:
         raise UserError(
-            f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}{suggestion(unknown[0], PROGRAMS)}"
+            f"--programs: got {unknown[0]!r}, allowed are "
+            f"{', '.join(PROGRAMS)}{suggestion(unknown[0], PROGRAMS)}"
         )
     _, devices = chip_and_count(arguments.topology)
     # A search tries meshes of its own.
-    searched = dataclasses.replace(config, mesh=settings.MeshSettings()) if arguments.search else config
+    searched = (
+        dataclasses.replace(config, mesh=settings.MeshSettings()) if arguments.search else config
+    )
     check_run(searched, platform_of(arguments.topology), devices)
     set_environment()
     topology = load_topology(arguments.topology)
@@ -56,7 +90,9 @@ def main(argv: list[str]) -> int:
         record, code = search_record(found), 0 if any(one.fits for one in found) else 1
         tell(table(found))
     else:
-        plan = compile_run(config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ..."))
+        plan = compile_run(
+            config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ...")
+        )
         record, code = plan_record(plan), 0 if plan.fits else 1
         tell(describe_plan(plan))
         if lengths is not None:

@@ -2,7 +2,8 @@
 
     dcmdp report RUNDIR [RUNDIR ...] [--out DIR]
 
-One run's report goes into its own directory, a comparison into `report/`, unless --out says otherwise.
+One run's report goes into its own directory, a comparison into `report/`, unless --out says
+otherwise.
 """
 
 from pathlib import Path
@@ -14,10 +15,19 @@ from dcmdp_jax.observe.report import write_report
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
-    parser = Parser("report", description="Plots and a self-contained HTML page of one run, or of several, overlaid.")
-    parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by train")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the run's own; report/ for several")
+    parser = Parser(
+        "report",
+        description="Plots and a self-contained HTML page of one run, or of several, overlaid.",
+    )
+    parser.add_argument(
+        "run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by train"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: the run's own; report/ for several"
+    )
     arguments = parser.parse_args(argv[1:])
-    out_dir = arguments.out or (Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report"))
+    out_dir = arguments.out or (
+        Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report")
+    )
     report = write_report(arguments.run_dirs, out_dir)
     print(f"wrote {report} and {out_dir / PLOTS_DIRECTORY}/*.png")

@@ -1,4 +1,6 @@
-"""Print settings: all in Markdown (dcmdp settings > docs/settings.md), or by a word as text (dcmdp settings lr)."""
+"""Print settings: all in Markdown (dcmdp settings > docs/settings.md), or by a word as text (dcmdp
+settings lr).
+"""
 
 import sys
 
@@ -18,14 +20,28 @@ complete -o default -o nospace -W "%s" dcmdp
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), print the page, or text for a terminal."""
-    parser = Parser("settings", description="Every setting: in Markdown for a file, as text for a terminal.")
-    parser.add_argument("word", nargs="?", default="", help="only settings whose name holds it, such as rollout or lr")
-    about = "print a script that completes commands, presets and settings in bash and zsh: source <(...)"
+    parser = Parser(
+        "settings", description="Every setting: in Markdown for a file, as text for a terminal."
+    )
+    parser.add_argument(
+        "word",
+        nargs="?",
+        default="",
+        help="only settings whose name holds it, such as rollout or lr",
+    )
+    about = (
+        "print a script that completes commands, presets and settings in bash and zsh: source "
+        "<(...)"
+    )
     parser.add_argument("--completion", action="store_true", help=about)
     arguments = parser.parse_args(argv[1:])
     if arguments.completion:
-        configs = [f"--config={name}" for name in preset_names()] + [f"--config.{name}=" for name in setting_names()]
+        configs = [f"--config={name}" for name in preset_names()] + [
+            f"--config.{name}=" for name in setting_names()
+        ]
         print(_COMPLETION % " ".join([*COMMANDS, *configs, "--dry_run", "--print_config"]), end="")
         return
-    text = settings_text(arguments.word) if arguments.word or sys.stdout.isatty() else settings_page()
+    text = (
+        settings_text(arguments.word) if arguments.word or sys.stdout.isatty() else settings_page()
+    )
     print(text, end="")

@@ -1,4 +1,6 @@
-"""Learn from conversations: dcmdp sft --config=FILE [--config.section.name=value ...] [--dry_run]."""
+"""Learn from conversations: dcmdp sft --config=FILE [--config.section.name=value ...]
+[--dry_run].
+"""
 
 from dcmdp_jax.commands import train
 

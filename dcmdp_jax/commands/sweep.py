@@ -4,13 +4,14 @@
     dcmdp sweep --study=configs/studies/methods.py:paper                 the paper's constants
     dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
     dcmdp sweep --study=... --arms=grpo,exact                            some arms alone
-    dcmdp sweep --study=... --dry_run                                    list runs and resolved arms, and stop
-    dcmdp sweep --study=... --redraw=research/kept/embedded.jsonl.gz     tables and figures of kept metrics
+    dcmdp sweep --study=... --dry_run                                    list runs and resolved
+    arms, and stop dcmdp sweep --study=... --redraw=research/kept/embedded.jsonl.gz     tables and
+    figures of kept metrics
 
-Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
-that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has of the finished runs
-results.md, figures/ and metrics.jsonl.gz, which is small and enough to draw the others again.
-docs/paper.md lists the studies.
+Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command
+continues a study that was stopped: finished runs are skipped, a cut one resumes. When the command
+ends, OUT has of the finished runs results.md, figures/ and metrics.jsonl.gz, which is small and
+enough to draw the others again. docs/paper.md lists the studies.
 """
 
 import argparse
@@ -26,8 +27,22 @@ from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
 from dcmdp_jax.lab.studies.results import read_kept_metrics
-from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Arm, Study, StudyRun, check_collisions, runs_of
-from dcmdp_jax.lab.studies.study_runs import EVALUATION, STOPPED, compare, evaluation_words, finish_run, write_results
+from dcmdp_jax.lab.studies.study import (
+    SET_BY_THE_STUDY,
+    Arm,
+    Study,
+    StudyRun,
+    check_collisions,
+    runs_of,
+)
+from dcmdp_jax.lab.studies.study_runs import (
+    EVALUATION,
+    STOPPED,
+    compare,
+    evaluation_words,
+    finish_run,
+    write_results,
+)
 from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
@@ -36,17 +51,26 @@ _show = functools.partial(print, flush=True)
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), check every run, run what is not finished, compare."""
+    """Parse the arguments (program name first), check every run, run what is not finished,
+    compare.
+    """
     parser = study_parser(
         "Run a study's grid of configs and seeds, one after another, and compare them. "
         "--config.section.name=value overrides a setting in every run; the same command continues."
     )
-    parser.add_argument("--dry_run", action="store_true", help="list the runs, check all settings, and stop")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw a study's metrics.jsonl.gz; run nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the runs, check all settings, and stop"
+    )
+    parser.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="draw a study's metrics.jsonl.gz; run nothing"
+    )
     arguments, study, out, overrides = chosen(parser, argv)
     if arguments.redraw is not None:
         if overrides or arguments.seeds is not None or arguments.dry_run:
-            raise UserError("--redraw: the metrics are kept already; leave out --seeds, --dry_run and --config.*")
+            raise UserError(
+                "--redraw: the metrics are kept already; leave out --seeds, --dry_run and "
+                "--config.*"
+            )
         print(write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), out))
         return 0
     runs, configs = resolve(study, out, overrides, arguments.arms)
@@ -77,17 +101,30 @@ def study_parser(description: str) -> cli.Parser:
     parser = cli.Parser("sweep", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
-    add("--seeds", type=cli.each_once(cli.whole(0), "seed"), metavar="N,N,...", help="default: the study's own")
-    add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
+    add(
+        "--seeds",
+        type=cli.each_once(cli.whole(0), "seed"),
+        metavar="N,N,...",
+        help="default: the study's own",
+    )
+    add(
+        "--arms",
+        type=lambda text: text.split(","),
+        metavar="ARM,ARM,...",
+        help="run these alone, in this order",
+    )
     add("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
     return parser
 
 
-def chosen(parser: cli.Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Study, Path, list[str]]:
+def chosen(
+    parser: cli.Parser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, Study, Path, list[str]]:
     """Parse the arguments (program name first).
 
     Returns:
-        The arguments; the study with the chosen seeds; its directory; and --config.section.name=value of every run.
+        The arguments; the study with the chosen seeds; its directory; and
+        --config.section.name=value of every run.
 
     Raises:
         UserError: in one line, without a study or for one that can't be read.
@@ -124,12 +161,17 @@ def resolve(
     given, _ = flags.split_overrides(overrides)
     for name in SET_BY_THE_STUDY:
         if name in given:
-            raise UserError(f"--config.{name}={given[name]}: the study sets {name} for each run; use --out and --seeds")
+            raise UserError(
+                f"--config.{name}={given[name]}: the study sets {name} for each run; use --out "
+                "and --seeds"
+            )
     runs = runs_of(study, out, overrides)
     if arms is not None:
         known = dict.fromkeys(run.arm for run in runs)
         if unknown := [arm for arm in arms if arm not in known]:
-            raise UserError(f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}")
+            raise UserError(
+                f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}"
+            )
         runs = [run for arm in arms for run in runs if run.arm == arm]
     base, paper = default_values(), arm_values(Arm(_PAPERS_CONFIG))
     configs = []
@@ -150,7 +192,8 @@ def default_values() -> Values:
 
 
 def arm_values(arm: Arm, overrides: Sequence[str] = ()) -> Values:
-    """Every setting of an arm after all that it inherits; unchecked, so that arms of the past have theirs.
+    """Every setting of an arm after all that it inherits; unchecked, so that arms of the past have
+    theirs.
 
     Args:
         arm: the arm.
@@ -162,11 +205,17 @@ def arm_values(arm: Arm, overrides: Sequence[str] = ()) -> Values:
 
 def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
     """Markdown: the arms of a study by their resolved settings."""
-    return arm_table({label: (arm, arm_values(arm, overrides)) for label, arm in arms.items()}, default_values())
+    return arm_table(
+        {label: (arm, arm_values(arm, overrides)) for label, arm in arms.items()}, default_values()
+    )
 
 
-def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[settings.Config]) -> None:
-    """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is trained."""
+def check_evaluation(
+    study: Study, runs: Sequence[StudyRun], configs: Sequence[settings.Config]
+) -> None:
+    """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is
+    trained.
+    """
     if not study.evaluation:
         return
     # transformers takes a while to import; a study without an evaluation does not need it.
@@ -182,7 +231,10 @@ def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[s
         with naming(f"study: evaluation of {run.label}"):
             arguments, overrides = parse([str(run.directory), *evaluation_words(study, run)])
             if arguments.step is not None and arguments.step > config.training.steps:
-                raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
+                raise UserError(
+                    f"--step: got {arguments.step}, the run has "
+                    f"training.steps={config.training.steps}"
+                )
             one = load.for_sampling(config, asked_settings(overrides, of_a_run=True))
             # Seeds, and most arms, are asked the same by the same kind of model.
             asked = one.task, one.rewards, one.rollout, one.evaluation, arguments.overlap

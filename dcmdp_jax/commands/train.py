@@ -41,15 +41,19 @@ def main(argv: list[str], *, supervised: bool = False) -> int:
 
 
 def train(
-    config: settings.Config | ConfigDict | Mapping[str, Any] | str, *, show: Callable[[str], None] | None = None
+    config: settings.Config | ConfigDict | Mapping[str, Any] | str,
+    *,
+    show: Callable[[str], None] | None = None,
 ) -> Path:
-    """Train a policy as the command `dcmdp train` does, in this process. The same call resumes an interrupted run.
+    """Train a policy as the command `dcmdp train` does, in this process. The same call resumes an
+    interrupted run.
 
-    glibc's memory settings, for which the command restarts, are left as they are: on a CPU a step may take longer.
+    glibc's memory settings, for which the command restarts, are left as they are: on a CPU a step
+    may take longer.
 
     Args:
-        config: checked settings; a ConfigDict or nested mapping of settings; or text as for `load_config`, such as
-            "demo:debug".
+        config: checked settings; a ConfigDict or nested mapping of settings; or text as for
+            `load_config`, such as "demo:debug".
         show: is called with each line that the command prints; None shows nothing.
 
     Returns:
@@ -66,7 +70,9 @@ def train(
     elif isinstance(config, Mapping | ConfigDict):
         config = load.from_config_dict(config)
     if not isinstance(config, settings.Config):
-        raise UserError(f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name")
+        raise UserError(
+            f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name"
+        )
     _run(config, show or (lambda line: None))
     return Path(config.run_dir)
 
@@ -79,7 +85,8 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
             hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
         say = show if hosts.is_writer else (lambda line: None)
         hosts.check_same(
-            lambda: stopping.settings_and_code(config), "start all hosts with the same command and package version"
+            lambda: stopping.settings_and_code(config),
+            "start all hosts with the same command and package version",
         )
         run = Run.check(config, hosts)
         say(describe(run, whole=dry_run))

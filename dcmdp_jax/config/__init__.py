@@ -1,1 +1,3 @@
-"""Every setting, declared once. Flags, checks, the rule for resuming and docs/settings.md follow from it."""
+"""Every setting, declared once. Flags, checks, the rule for resuming and docs/settings.md follow
+from it.
+"""

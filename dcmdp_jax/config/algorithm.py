@@ -1,4 +1,6 @@
-"""Settings of the algorithm, declared once each as in `config/settings.py`, of which they are a part."""
+"""Settings of the algorithm, declared once each as in `config/settings.py`, of which they are a
+part.
+"""
 
 import dataclasses
 import functools
@@ -9,18 +11,31 @@ from typing import Any, get_args
 import jax
 
 from dcmdp_jax.algorithm import discrepancy, distribution, dual, losses, penalties, trust_regions
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, TRUNCATIONS, of_single_tokens
+from dcmdp_jax.algorithm.corrections import (
+    CORRECTIONS,
+    MASKS,
+    OF_PREFIXES,
+    TRUNCATIONS,
+    of_single_tokens,
+)
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import callback_error, error_place, load_object, setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
 
-_TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
+_TRACING = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.UnexpectedTracerError,
+)
 _CENTERING = "score_centering"
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "method": (
         "penalty",
-        {**penalties.PENALTIES, **dict.fromkeys(penalties.STATE_CHARGES, penalties.PENALTIES["grpo"])},
+        {
+            **penalties.PENALTIES,
+            **dict.fromkeys(penalties.STATE_CHARGES, penalties.PENALTIES["grpo"]),
+        },
     ),
     "corrections": ("correction", {**CORRECTIONS, _CENTERING: distribution.score_centering}),
     "trust_region": ("trust region", trust_regions.TRUST_REGIONS),
@@ -34,7 +49,8 @@ class Remedies:
     """The functions that the settings name, with their parameters; see `algorithm.remedies`.
 
     Attributes:
-        centered: with score centering the corrections that look at each token alone, and the others; else None.
+        centered: with score centering the corrections that look at each token alone, and the
+            others; else None.
     """
 
     penalty: Function
@@ -49,69 +65,81 @@ class AlgorithmSettings:
     """The method and its constants: docs/algorithm.md, sections 4 to 6 of the paper.
 
     Attributes:
-        method: Penalty of the discrepancy: dc_grpo, dual_grpo, threshold_grpo, grpo, or a function of yours as
-            path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier fixed at 1. state_tv, state_kl,
-            state_delta: the loss is charged for a state's discrepancy, from rollout.top_logprobs, and not the
-            advantage. Source: paper [4, 5].
-        measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1|, |log p_train - log p_inf| or
-            |logit p_train - logit p_inf|, which confidence does not shrink. Source: paper: diff.
+        method: Penalty of the discrepancy: dc_grpo, dual_grpo, threshold_grpo, grpo, or a function
+            of yours as path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier
+            fixed at 1. state_tv, state_kl, state_delta: the loss is charged for a state's
+            discrepancy, from rollout.top_logprobs, and not the advantage. Source: paper [4, 5].
+        measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1|, |log p_train -
+            log p_inf| or |logit p_train - logit p_inf|, which confidence does not shrink. Source:
+            paper: diff.
         sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
-        level: What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that mean,
-            in the reward, before the group's mean is taken (one forward pass more). Source: paper: token.
-        multiplier: lambda_0, the multiplier of the first step. Source: paper [6.1]: 0.1 (8B), 0.05 (30B-A3B).
-        budget: Statistic of the tokens' discrepancy that c bounds and that moves lambda: mean, or a quantile over all
-            tokens of the step. Source: paper: mean.
-        tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B).
-        tolerance_steps: Calibrate c on this many first steps, during which lambda stays at lambda_0 and c at
-            `tolerance`. Then c is tolerance_factor times the median over these steps of the mean discrepancy, or of
-            the engine's noise floor, as last measured, where that is larger. 0: c is `tolerance`. Only with dc_grpo.
-            Source: paper: c is given.
-        tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source: ours: the rule of
-            dcmdp probe.
+        level: What is charged. token: each token's discrepancy. sequence: its completion's mean.
+            reward: that mean, in the reward, before the group's mean is taken (one forward pass
+            more). Source: paper: token.
+        multiplier: lambda_0, the multiplier of the first step. Source: paper [6.1]: 0.1 (8B), 0.05
+            (30B-A3B).
+        budget: Statistic of the tokens' discrepancy that c bounds and that moves lambda: mean, or a
+            quantile over all tokens of the step. Source: paper: mean.
+        tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050
+            (30B-A3B).
+        tolerance_steps: Calibrate c on this many first steps, during which lambda stays at lambda_0
+            and c at `tolerance`. Then c is tolerance_factor times the median over these steps of
+            the mean discrepancy, or of the engine's noise floor, as last measured, where that is
+            larger. 0: c is `tolerance`. Only with dc_grpo. Source: paper: c is given.
+        tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source:
+            ours: the rule of dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
-        multiplier_max: Upper end of lambda; the lower one is 0. The paper states none, and its lambda rises above 0.1.
-            A fixed lambda of 1 ended learning on long completions (docs/evidence.md): watch the alarm charge.
-            Source: ours.
-        trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr, with parameters
-            such as low and high, or a function of yours as path.py:function(parameter=value) (docs/remedies.md). clip
-            bounds the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the
-            shift in probability, dppo_kl the binary KL in nats, drpo smoothly the shift. Source: paper [6.1]: clip,
-            high 0.24; low is ours.
-        loss: Loss of a token: surrogate, the negated objective of trust_region, log_ratio_squared(tau=0.001), which
-            adds tau (log pi - log q)^2, likelihood (dcmdp sft), or a function of yours as
-            path.py:function(parameter=value) (docs/remedies.md). Source: paper: surrogate.
-        ratio_level: Importance ratio of each token, or one of each completion, the geometric mean of its tokens'
-            (GSPO). Source: paper: token.
-        ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout: the inference
-            engine. bypass: the inference engine, and p_train is not recomputed for mini-batches after the first,
-            whose discrepancy then is that of the weights now (with rollout.lag it is recomputed, for the
-            staleness). proximal: the training stack at the start of the step, and a token weighs by what the policy
-            moved since it was sampled (rollout.lag; decoupled objective, docs/overlap.md). Source: paper: not
-            stated; docs/algorithm.md.
-        corrections: Corrections for engine mismatch in addition to the penalty, joined by commas, parameters in
-            parentheses: tis(high=2),veto; docs/remedies.md lists them. Functions of yours as
-            path.py:function(parameter=value). score_centering subtracts the expected score, from
-            rollout.top_logprobs. Source: paper: none.
-        correction_denominator: Tokens in the denominator of the loss: kept by the corrections, or all.
-            Source: ours: peers differ, docs/translations.md.
+        multiplier_max: Upper end of lambda; the lower one is 0. The paper states none, and its
+            lambda rises above 0.1. A fixed lambda of 1 ended learning on long completions
+            (docs/evidence.md): watch the alarm charge. Source: ours.
+        trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo,
+            acr, with parameters such as low and high, or a function of yours as
+            path.py:function(parameter=value) (docs/remedies.md). clip bounds the ratio (low=0.2,
+            high=0.24; dual: its largest value where the advantage is negative), dppo_tv the shift
+            in probability, dppo_kl the binary KL in nats, drpo smoothly the shift. Source: paper
+            [6.1]: clip, high 0.24; low is ours.
+        loss: Loss of a token: surrogate, the negated objective of trust_region,
+            log_ratio_squared(tau=0.001), which adds tau (log pi - log q)^2, likelihood (dcmdp sft),
+            or a function of yours as path.py:function(parameter=value) (docs/remedies.md). Source:
+            paper: surrogate.
+        ratio_level: Importance ratio of each token, or one of each completion, the geometric mean
+            of its tokens' (GSPO). Source: paper: token.
+        ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout:
+            the inference engine. bypass: the inference engine, and p_train is not recomputed for
+            mini-batches after the first, whose discrepancy then is that of the weights now (with
+            rollout.lag it is recomputed, for the staleness). proximal: the training stack at the
+            start of the step, and a token weighs by what the policy moved since it was sampled
+            (rollout.lag; decoupled objective, docs/overlap.md). Source: paper: not stated;
+            docs/algorithm.md.
+        corrections: Corrections for engine mismatch in addition to the penalty, joined by commas,
+            parameters in parentheses: tis(high=2),veto; docs/remedies.md lists them. Functions of
+            yours as path.py:function(parameter=value). score_centering subtracts the expected
+            score, from rollout.top_logprobs. Source: paper: none.
+        correction_denominator: Tokens in the denominator of the loss: kept by the corrections, or
+            all. Source: ours: peers differ, docs/translations.md.
         overlong_buffer: Soft overlong punishment (DAPO): over this many last tokens before
-            rollout.max_completion_tokens the reward falls linearly by overlong_penalty. 0: none. Source: paper:
-            none.
-        overlong_penalty: Reward that a completion of full length loses to overlong_buffer. Source: DAPO: 1.
-        drop_equal_groups: Leave completions out of the loss whose group's rewards are all equal: dynamic sampling
-            (DAPO), with refill_rounds=0 without new groups in their place. Source: paper: off.
-        refill_rounds: Dynamic sampling (DAPO): most further calls of the engine in a step, each with new prompts in
-            place of the groups that drop_equal_groups leaves out. 0: none. Source: paper: off.
-        aggregation: How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO. Source: paper:
-            seq_mean_token_mean.
-        std_epsilon: Added to a group's standard deviation. Source: ours: as in the framework the paper trained
-            with.
+            rollout.max_completion_tokens the reward falls linearly by overlong_penalty. 0: none.
+            Source: paper: none.
+        overlong_penalty: Reward that a completion of full length loses to overlong_buffer. Source:
+            DAPO: 1.
+        drop_equal_groups: Leave completions out of the loss whose group's rewards are all equal:
+            dynamic sampling (DAPO), with refill_rounds=0 without new groups in their place. Source:
+            paper: off.
+        refill_rounds: Dynamic sampling (DAPO): most further calls of the engine in a step, each
+            with new prompts in place of the groups that drop_equal_groups leaves out. 0: none.
+            Source: paper: off.
+        aggregation: How tokens' losses become one. token_mean: DAPO. fixed_length: Dr. GRPO.
+            Source: paper: seq_mean_token_mean.
+        std_epsilon: Added to a group's standard deviation. Source: ours: as in the framework the
+            paper trained with.
         normalize_std: Divide advantages by their group's standard deviation.
-        mask_truncated: Leave truncated completions out of the loss: overlong filtering (DAPO). Source: ours: off.
+        mask_truncated: Leave truncated completions out of the loss: overlong filtering (DAPO).
+            Source: ours: off.
         kl_coefficient: Weight of the KL divergence to the initial policy. Source: paper: no KL.
         kl_estimator: Estimator of that divergence.
-        router_aux_loss: Weight of the load-balancing loss of a mixture of experts, over a mini-batch. 0: none.
-            Source: ours: not stated in the paper; Qwen3-MoE's config.json has 0.001.
+        router_aux_loss: Weight of the load-balancing loss of a mixture of experts, over a
+            mini-batch. 0: none. Source: ours: not stated in the paper; Qwen3-MoE's config.json has
+            0.001.
     """
 
     method: str = setting("dc_grpo")
@@ -157,13 +185,19 @@ class AlgorithmSettings:
 
     @property
     def fixed_multiplier(self) -> float | None:
-        """The constant multiplier of a method without dual ascent; None for one whose multiplier moves."""
+        """The constant multiplier of a method without dual ascent; None for one whose multiplier
+        moves.
+        """
         return penalties.FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
 
     @property
     def begins_at_cap(self) -> bool:
         """Whether lambda moves and can only fall in the first step."""
-        return self.fixed_multiplier is None and self.dual_learning_rate > 0 and self.multiplier >= self.multiplier_max
+        return (
+            self.fixed_multiplier is None
+            and self.dual_learning_rate > 0
+            and self.multiplier >= self.multiplier_max
+        )
 
     @property
     def bounded_metric(self) -> str:
@@ -172,14 +206,20 @@ class AlgorithmSettings:
 
     @property
     def measured_steps(self) -> int:
-        """Number of first steps that c is measured on; 0 where c is given or the multiplier does not move."""
+        """Number of first steps that c is measured on; 0 where c is given or the multiplier does
+        not move.
+        """
         return self.tolerance_steps if self.fixed_multiplier is None else 0
 
     @property
     def drops_tokens(self) -> bool:
         """Whether the `corrections` may leave tokens out of the denominator of the loss."""
-        drops = any(call.function not in (*TRUNCATIONS, _CENTERING) for call in self.calls("corrections"))
-        return drops and self.correction_denominator == "kept" and self.aggregation != "fixed_length"
+        drops = any(
+            call.function not in (*TRUNCATIONS, _CENTERING) for call in self.calls("corrections")
+        )
+        return (
+            drops and self.correction_denominator == "kept" and self.aggregation != "fixed_length"
+        )
 
     @property
     def centers(self) -> bool:
@@ -188,7 +228,9 @@ class AlgorithmSettings:
 
     @property
     def state_charge(self) -> str | None:
-        """Name of the charge in the loss, which takes the engine's likeliest tokens; None without one."""
+        """Name of the charge in the loss, which takes the engine's likeliest tokens; None without
+        one.
+        """
         name = self.calls("method")[0].function
         return name if name in penalties.STATE_CHARGES else None
 
@@ -203,22 +245,33 @@ class AlgorithmSettings:
         Raises:
             UserError: in one line, naming setting, function and what is wrong.
         """
-        functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
+        functions = {
+            name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES
+        }
         calls = zip(self.calls("corrections"), functions["corrections"], strict=True)
         corrections = [(call, one) for call, one in calls if call.function != _CENTERING]
         single, whole = (
-            tuple(one for call, one in corrections if of_single_tokens(*call) == alone) for alone in (True, False)
+            tuple(one for call, one in corrections if of_single_tokens(*call) == alone)
+            for alone in (True, False)
         )
-        (penalty,), (trust_region,), (loss,) = (functions[name] for name in ("method", "trust_region", "loss"))
+        (penalty,), (trust_region,), (loss,) = (
+            functions[name] for name in ("method", "trust_region", "loss")
+        )
         if not self.calls("loss")[0].own:
             loss = functools.partial(loss, trust_region=trust_region)
         every = tuple(one for _, one in corrections)
-        return Remedies(penalty, every, trust_region, loss, (single, whole) if self.centers else None)
+        return Remedies(
+            penalty, every, trust_region, loss, (single, whole) if self.centers else None
+        )
 
 
 def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
-    """The remedies without parameters that have their default: runs that do the same have the same settings."""
-    return _with_calls(algorithm, lambda default, given: {k: v for k, v in given.items() if default.get(k) != v})
+    """The remedies without parameters that have their default: runs that do the same have the same
+    settings.
+    """
+    return _with_calls(
+        algorithm, lambda default, given: {k: v for k, v in given.items() if default.get(k) != v}
+    )
 
 
 def spelled_out(algorithm: AlgorithmSettings) -> AlgorithmSettings:
@@ -229,7 +282,9 @@ def spelled_out(algorithm: AlgorithmSettings) -> AlgorithmSettings:
 def _with_calls(
     algorithm: AlgorithmSettings, change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 ) -> AlgorithmSettings:
-    """The settings with other parameters of their remedies, made from our functions' defaults and what was given."""
+    """The settings with other parameters of their remedies, made from our functions' defaults and
+    what was given.
+    """
     changed = {}
     for name, (_, built_in) in _REMEDIES.items():
         try:
@@ -237,18 +292,28 @@ def _with_calls(
         except ValueError:
             continue  # the checks say what is wrong
         for place, call in enumerate(calls):
-            known = inspect.signature(built_in[call.function]).parameters.values() if call.function in built_in else ()
-            default = {one.name: one.default for one in known if isinstance(one.default, int | float | str)}
+            known = (
+                inspect.signature(built_in[call.function]).parameters.values()
+                if call.function in built_in
+                else ()
+            )
+            default = {
+                one.name: one.default for one in known if isinstance(one.default, int | float | str)
+            }
             calls[place] = Call(call.function, change(default, call.parameters))
         changed[name] = ",".join(map(str, calls))
     return dataclasses.replace(algorithm, **changed)
 
 
-def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) -> Iterator[tuple[Any, ...]]:
-    """Broken rules between settings of the algorithm, see `checks.Broken`. No function of a user is imported.
+def algorithm_rules(
+    algorithm: AlgorithmSettings, max_completion_tokens: int
+) -> Iterator[tuple[Any, ...]]:
+    """Broken rules between settings of the algorithm, see `checks.Broken`. No function of a user is
+    imported.
 
     Raises:
-        UserError: in one line, for a function that is not there, or parameters that it does not take.
+        UserError: in one line, for a function that is not there, or parameters that it does not
+            take.
     """
     own = []
     for name, (_, built_in) in _REMEDIES.items():
@@ -260,40 +325,69 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
             elif "trust_region" not in call.parameters:
                 _check_ours(name, str(call))
     if twice := [name for name in own if own.count(name) > 1]:
-        yield "algorithm", "two functions have this name, as their metrics would; rename one", twice[0]
+        yield (
+            "algorithm",
+            "two functions have this name, as their metrics would; rename one",
+            twice[0],
+        )
     (loss,) = algorithm.calls("loss")
     if loss.own and algorithm.trust_region != "clip":
-        yield "algorithm.loss", "takes no trust_region, which bounds the surrogate alone; leave one of them out"
+        yield (
+            "algorithm.loss",
+            "takes no trust_region, which bounds the surrogate alone; leave one of them out",
+        )
     if "trust_region" in loss.parameters and not loss.own:
         yield "algorithm.loss", "takes no parameters; set them in trust_region"
     denominator = algorithm.ratio_denominator
     for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:
         if call.function in {**TRUNCATIONS, **MASKS}:
-            why = f"ratio_denominator={denominator} weighs by p_train / p_rollout already; leave it out"
+            why = (
+                f"ratio_denominator={denominator} weighs by p_train / p_rollout already; leave "
+                "it out"
+            )
             yield "algorithm.corrections", why, call.function
     for call in algorithm.calls("corrections") if algorithm.centers else ():
         if call.own or call.function in OF_PREFIXES:
-            why = "with score_centering, which needs a weight of each token or completion; leave one of them out"
+            why = (
+                "with score_centering, which needs a weight of each token or completion; leave "
+                "one of them out"
+            )
             yield "algorithm.corrections", why, call.function
     if algorithm.centers and algorithm.calls("trust_region")[0].function == "vespo":
-        yield "algorithm.trust_region", "weighs whole completions, score_centering single tokens; leave one of them out"
+        yield (
+            "algorithm.trust_region",
+            "weighs whole completions, score_centering single tokens; leave one of them out",
+        )
     if algorithm.level == "reward" and (denominator == "bypass" or ":" in algorithm.method):
-        why = "needs a method of ours and not ratio_denominator=bypass; set ratio_denominator=rollout or level=token"
+        why = (
+            "needs a method of ours and not ratio_denominator=bypass; set "
+            "ratio_denominator=rollout or level=token"
+        )
         yield "algorithm.level", why
     if algorithm.state_charge and algorithm.level != "token":
-        yield "algorithm.level", f"with method={algorithm.method}, which charges states; leave it at token"
+        yield (
+            "algorithm.level",
+            f"with method={algorithm.method}, which charges states; leave it at token",
+        )
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
-        yield "algorithm.refill_rounds", "it replaces groups that drop_equal_groups leaves out, set that to true"
+        yield (
+            "algorithm.refill_rounds",
+            "it replaces groups that drop_equal_groups leaves out, set that to true",
+        )
     if algorithm.overlong_buffer > max_completion_tokens:
-        yield "algorithm.overlong_buffer", f"must be at most rollout.max_completion_tokens={max_completion_tokens}"
+        yield (
+            "algorithm.overlong_buffer",
+            f"must be at most rollout.max_completion_tokens={max_completion_tokens}",
+        )
 
 
 def check_own_remedies(algorithm: AlgorithmSettings) -> None:
     """Import the functions of a user and compute each on a few tokens.
 
     Raises:
-        UserError: in one line, naming setting and function, for one that can't be imported or called, raises, or
-            returns something else than its kind does, or values that are not finite.
+        UserError: in one line, naming setting and function, for one that can't be imported or
+            called, raises, or returns something else than its kind does, or values that are not
+            finite.
     """
     for name, (kind, _) in _REMEDIES.items():
         for call in algorithm.calls(name):
@@ -330,8 +424,12 @@ def _check_own(name: str, kind: str, call: Call) -> None:
         # JAX's own messages go on for a page.
         first = (str(error).splitlines() or [""])[0]
         place = call.function.rpartition(":")[0]
-        hint = "; it is compiled: write jnp.where for `if`, jax.numpy for numpy" * isinstance(error, _TRACING)
+        hint = "; it is compiled: write jnp.where for `if`, jax.numpy for numpy" * isinstance(
+            error, _TRACING
+        )
         by_check = type(error) is ValueError and first.startswith("returned ")
-        raised = callback_error(error) or f"{type(error).__name__}: {first}{error_place(error, place)}"
+        raised = (
+            callback_error(error) or f"{type(error).__name__}: {first}{error_place(error, place)}"
+        )
         said = first if by_check else f"raised {raised}{hint}"
         raise UserError(f"config.algorithm.{name}: {call}: {said}") from error

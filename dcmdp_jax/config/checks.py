@@ -1,7 +1,8 @@
-"""Checks of a `Config`: each setting, rules between them, its engine; library code's messages as those of settings.
+"""Checks of a `Config`: each setting, rules between them, its engine; library code's messages as
+those of settings.
 
-Library code names its own arguments: an `ArgumentError` has one as an attribute, and a message others in back quotes. A
-user knows settings.
+Library code names its own arguments: an `ArgumentError` has one as an attribute, and a message
+others in back quotes. A user knows settings.
 """
 
 import contextlib
@@ -17,14 +18,26 @@ from dcmdp_jax.config.settings import TEACHER, Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import ENGINES, find_engine, unknown_engine
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten, suggestion
-from dcmdp_jax.fields import INT32_MAX, build, check_choice, check_range, declared, get_value, is_place, nearest_name
+from dcmdp_jax.fields import (
+    INT32_MAX,
+    build,
+    check_choice,
+    check_range,
+    declared,
+    get_value,
+    is_place,
+    nearest_name,
+)
 from dcmdp_jax.inputs import is_address, is_url, json_object
 from dcmdp_jax.models.scheme import Scheme
 
 HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
 MESH = {"mesh": "mesh", "completions": "training.prompts_per_mini_batch"}
 MESH |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "tensor", "expert")}
-PACKING = {"limit": "rollout.max_completion_tokens", "max_completion_tokens": "rollout.max_completion_tokens"}
+PACKING = {
+    "limit": "rollout.max_completion_tokens",
+    "max_completion_tokens": "rollout.max_completion_tokens",
+}
 PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_row")}
 PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
 # A conversation has no group.
@@ -38,12 +51,18 @@ REWARDS = {"memory_gib": "rewards.memory_limit"}
 
 def of_engine(kind: EngineKind) -> dict[str, str]:
     """The settings of a run's engine, by argument."""
-    own = f"rollout.{kind.name}" if kind.pushes and kind in ENGINES.values() else "rollout.engine_args"
+    own = (
+        f"rollout.{kind.name}"
+        if kind.pushes and kind in ENGINES.values()
+        else "rollout.engine_args"
+    )
     names = {"model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed", "mesh": own}
     names |= {"routed_experts": "rollout.router_replay"}
     names |= {"max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens"}
     names |= {field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)}
-    return names | {field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)}
+    return names | {
+        field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)
+    }
 
 
 def in_settings(message: str, names: Mapping[str, str]) -> str:
@@ -67,14 +86,24 @@ def as_settings(names: Mapping[str, str]) -> Iterator[None]:
         if error.argument not in names:
             raise
         setting = names[error.argument]
-        raise UserError(f"config.{setting}{error.given}: {in_settings(error.said, names)}") from error
+        raise UserError(
+            f"config.{setting}{error.given}: {in_settings(error.said, names)}"
+        ) from error
     except (UserError, EngineError, MemoryError) as error:
         if (said := in_settings(str(error), names)) == str(error):
             raise
         raise type(error)(said) from error
 
 
-_ARGUMENTS = ("precision", "compute_dtype", "kv_cache_dtype", "max_rows", "min_rows", "top_logprobs", "lag")
+_ARGUMENTS = (
+    "precision",
+    "compute_dtype",
+    "kv_cache_dtype",
+    "max_rows",
+    "min_rows",
+    "top_logprobs",
+    "lag",
+)
 """Arguments of an engine that are settings of the rollout."""
 
 
@@ -98,26 +127,34 @@ def find_trainable(name: str) -> EngineKind:
     with as_settings({"engine": "rollout.engine"}):
         kind = find_engine(name)
     if not kind.pushes:
-        raise UserError(f"config.rollout.engine: {name} holds weights of its own; training pushes the trainer's")
+        raise UserError(
+            f"config.rollout.engine: {name} holds weights of its own; training pushes the trainer's"
+        )
     return kind
 
 
 def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
-    """The engine's own settings: its section, or the JSON object `rollout.engine_args` for an engine by path.
+    """The engine's own settings: its section, or the JSON object `rollout.engine_args` for an
+    engine by path.
 
     Raises:
-        UserError: in one line, for anything but an object, an unknown name, a wrong type or a value out of range.
+        UserError: in one line, for anything but an object, an unknown name, a wrong type or a value
+            out of range.
     """
     section, given = "rollout.engine_args", rollout.engine_args
     if kind in TRAINABLE.values():
         if given:
             own = f"config.rollout.{kind.name}.*"
-            raise UserError(f"config.{section}: only valid for user-defined engines; {kind.name} has {own}")
+            raise UserError(
+                f"config.{section}: only valid for user-defined engines; {kind.name} has {own}"
+            )
         return get_value(rollout, kind.name)
     values, known = json_object(given, f"config.{section}"), declared(kind.settings)
 
     def unknown(dotted: str) -> UserError:
-        near = nearest_name(dotted.removeprefix(f"{section}."), list(known), list(known) or ["none"])
+        near = nearest_name(
+            dotted.removeprefix(f"{section}."), list(known), list(known) or ["none"]
+        )
         return UserError(f"config.{dotted}: no setting of {kind.name}; {near}")
 
     made = build(kind.settings, values, unknown, f"{section}.")
@@ -141,7 +178,9 @@ def engine_arguments(
     """
     rollout = config.rollout
     kind = kind or find_trainable(rollout.engine)
-    directory = (kind.name if kind in TRAINABLE.values() else "engine") + (f"_{host}" if host else "")
+    directory = (kind.name if kind in TRAINABLE.values() else "engine") + (
+        f"_{host}" if host else ""
+    )
     known = {name: getattr(rollout, name) for name in _ARGUMENTS} | {
         "max_total_tokens": config.max_total_tokens,
         "settings": settings_of(rollout, kind),
@@ -165,7 +204,9 @@ def check_engine(config: Config, kind: EngineKind | None = None) -> None:
     with as_settings({"temperature": "evaluation.temperature"}):
         kind.check_temperature(config.evaluation.temperature)
     if config.rollout.router_replay and not kind.routes:
-        raise UserError(f"config.rollout.router_replay: got True, {kind.name} can't return experts; set False")
+        raise UserError(
+            f"config.rollout.router_replay: got True, {kind.name} can't return experts; set False"
+        )
 
 
 def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:
@@ -177,7 +218,8 @@ def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:
         found: see `engine_arguments`; with `model`, roundings that it can't have are refused.
 
     Raises:
-        UserError: in one line, for another precision or cache than the engine's, or what the trainer can't repeat.
+        UserError: in one line, for another precision or cache than the engine's, or what the
+            trainer can't repeat.
     """
     model, rollout = config.model, config.rollout
     kind, arguments = engine_arguments(config, **found)
@@ -185,24 +227,32 @@ def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:
         ("forward_precision", model.forward_precision, "precision", kind.emulated),
         ("forward_cache", model.forward_cache, "kv_cache_dtype", kind.emulated_caches),
     ):
-        if chosen != "full" and (chosen != (own := getattr(rollout, setting)) or chosen not in emulated):
+        if chosen != "full" and (
+            chosen != (own := getattr(rollout, setting)) or chosen not in emulated
+        ):
             repeated = ", ".join(emulated) or "none"
             raise UserError(
-                f"config.model.{name}: got {chosen!r} with rollout.engine={rollout.engine} and rollout.{setting}="
-                f"{own}; it is the engine's own, one of those that the trainer can repeat ({repeated}), or 'full'"
+                f"config.model.{name}: got {chosen!r} with rollout.engine={rollout.engine} and "
+                f"rollout.{setting}={own}; it is the engine's own, one of those that the trainer "
+                f"can repeat ({repeated}), or 'full'"
             )
-    with as_settings(of_engine(kind) | {name: f"model.{name}" for name in ("forward_precision", "forward_cache")}):
+    with as_settings(
+        of_engine(kind) | {name: f"model.{name}" for name in ("forward_precision", "forward_cache")}
+    ):
         return kind.scheme(arguments, model.forward_precision, model.forward_cache, platform)
 
 
-# Tests hold these and the names that `rewards` and `parallel/hosts` know together, which import JAX.
+# Tests hold these and the names that `rewards` and `parallel/hosts` know together, which import
+# JAX.
 BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify")
 AUTO = "auto"
 _LEAST_MEMORY_GIB = 0.125
 _MOST_PARAMETERS = 10**11
 
 Broken = Iterator[tuple[Any, ...]]
-"""Broken rules, each a tuple: dotted name of the setting, what is wrong, the value where it is not the setting's."""
+"""Broken rules, each a tuple: dotted name of the setting, what is wrong, the value where it is not
+the setting's.
+"""
 
 
 def validate(config: Config, overrides: Collection[str] = ()) -> None:
@@ -210,10 +260,12 @@ def validate(config: Config, overrides: Collection[str] = ()) -> None:
 
     Args:
         config: the config.
-        overrides: settings that were changed after the config file: of two that do not fit, one of these is blamed.
+        overrides: settings that were changed after the config file: of two that do not fit, one of
+            these is blamed.
 
     Raises:
-        UserError: in one line, for the first rule that is broken, naming setting, value and what is allowed.
+        UserError: in one line, for the first rule that is broken, naming setting, value and what is
+            allowed.
     """
     _check_each(config, find_trainable(config.rollout.engine), declared(Config))
     _refuse(config, _task_rules(config), overrides)
@@ -221,11 +273,14 @@ def validate(config: Config, overrides: Collection[str] = ()) -> None:
     forward_scheme(config)
     for rules in (_step_rules, _size_rules, _reward_rules, _teacher_rules, _host_rules):
         _refuse(config, rules(config), overrides)
-    _refuse(config, algorithm_rules(config.algorithm, config.rollout.max_completion_tokens), overrides)
+    _refuse(
+        config, algorithm_rules(config.algorithm, config.rollout.max_completion_tokens), overrides
+    )
 
 
 def validate_sampling(config: Config, names: Collection[str]) -> None:
-    """Check a config whose engine samples without a trainer: its given settings, and rules of engine and tasks.
+    """Check a config whose engine samples without a trainer: its given settings, and rules of
+    engine and tasks.
 
     Raises:
         UserError: in one line, see `validate`.
@@ -247,11 +302,15 @@ def _refuse(config: Config, broken: Broken, overrides: Collection[str]) -> None:
         blamed = _blamed(config, name, said, overrides)
         if blamed == name:
             raise UserError(f"config.{name}: got {shorten(found)}, {said}")
-        raise UserError(f"config.{blamed}: got {shorten(get_value(config, blamed))}; {name}={shorten(found)}: {said}")
+        raise UserError(
+            f"config.{blamed}: got {shorten(get_value(config, blamed))}; {name}={shorten(found)}: "
+            f"{said}"
+        )
 
 
 def _blamed(config: Config, name: str, said: str, overrides: Collection[str]) -> str:
-    """Of the settings in a broken rule the one that was changed: by an override, else from its default.
+    """Of the settings in a broken rule the one that was changed: by an override, else from its
+    default.
 
     Args:
         config: the config.
@@ -264,7 +323,11 @@ def _blamed(config: Config, name: str, said: str, overrides: Collection[str]) ->
     settings = [setting for setting in (name, *words) if setting in known]
     defaults = Config()
     overridden = [setting for setting in settings if setting in overrides]
-    changed = [setting for setting in settings if get_value(config, setting) != get_value(defaults, setting)]
+    changed = [
+        setting
+        for setting in settings
+        if get_value(config, setting) != get_value(defaults, setting)
+    ]
     return next(iter(overridden or changed), name)
 
 
@@ -294,21 +357,43 @@ def _task_rules(config: Config) -> Broken:
         yield "evaluation.temperature", f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
     environment = config.task.environment
     if environment and not environment.rpartition(":")[0]:
-        yield "task.environment", "allowed are module:Class, path.py:Class and tools:path.py:function,..."
+        yield (
+            "task.environment",
+            "allowed are module:Class, path.py:Class and tools:path.py:function,...",
+        )
     if "environment" in config.rewards.names and (config.task.tools or not environment):
-        yield "rewards.functions", "name one in task.environment; tools give no reward", "environment"
+        yield (
+            "rewards.functions",
+            "name one in task.environment; tools give no reward",
+            "environment",
+        )
 
 
 def _step_rules(config: Config) -> Broken:
     training, algorithm, rollout = config.training, config.algorithm, config.rollout
-    if rollout.engine == "vllm" and rollout.vllm.adapters and not (config.model.lora_rank or config.model.adapter):
+    if (
+        rollout.engine == "vllm"
+        and rollout.vllm.adapters
+        and not (config.model.lora_rank or config.model.adapter)
+    ):
         yield "rollout.vllm.adapters", "there are none: set model.lora_rank or model.adapter"
-    if (config.model.lora_rank or config.model.adapter) and config.model.forward_precision != "full":
-        yield "model.forward_precision", "must be full with adapters, whose sum with the base the engine alone rounds"
+    if (
+        config.model.lora_rank or config.model.adapter
+    ) and config.model.forward_precision != "full":
+        yield (
+            "model.forward_precision",
+            "must be full with adapters, whose sum with the base the engine alone rounds",
+        )
     if training.prompts_per_step % training.prompts_per_mini_batch:
-        yield "training.prompts_per_mini_batch", f"must divide training.prompts_per_step={training.prompts_per_step}"
+        yield (
+            "training.prompts_per_mini_batch",
+            f"must divide training.prompts_per_step={training.prompts_per_step}",
+        )
     if not 0 <= algorithm.multiplier <= algorithm.multiplier_max:
-        yield "algorithm.multiplier", f"must lie in [0, algorithm.multiplier_max={algorithm.multiplier_max}]"
+        yield (
+            "algorithm.multiplier",
+            f"must lie in [0, algorithm.multiplier_max={algorithm.multiplier_max}]",
+        )
     lengths, longest = training.row_lengths, config.max_total_tokens
     if list(lengths) != sorted(set(lengths)):
         yield "training.row_lengths", "must rise"
@@ -323,15 +408,24 @@ def _step_rules(config: Config) -> Broken:
     if not config.task.train:
         yield "task.train", "name a .jsonl or .parquet file, a Hub dataset, or arithmetic:..."
     if config.task.environment and config.rollout.router_replay:
-        yield "rollout.router_replay", "must be False with task.environment: a later turn reads tokens by other experts"
+        yield (
+            "rollout.router_replay",
+            "must be False with task.environment: a later turn reads tokens by other experts",
+        )
     if config.evaluation.every_steps and not config.evaluation.task:
         yield "evaluation.task", "name a task or set evaluation.every_steps=0"
     if algorithm.differentiates_head and not rollout.top_logprobs:
         name = "method" if algorithm.state_charge else "corrections"
-        yield f"algorithm.{name}", "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
+        yield (
+            f"algorithm.{name}",
+            "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more",
+        )
     if rollout.cuts and rollout.top_logprobs < max(1, rollout.top_k):
         name = "top_k" if rollout.top_k else "top_p"
-        yield f"rollout.{name}", "the trainer needs all tokens that it keeps; set rollout.top_logprobs to their number"
+        yield (
+            f"rollout.{name}",
+            "the trainer needs all tokens that it keeps; set rollout.top_logprobs to their number",
+        )
     if not config.run_dir:
         yield "run_dir", "name the directory that the run writes to"
 
@@ -343,12 +437,19 @@ def _size_rules(config: Config) -> Broken:
     width = max(shape.intermediate_size, shape.num_experts * (shape.moe_intermediate_size + 1))
     parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
-        yield "model.architecture", f"must have at most {_MOST_PARAMETERS:,} parameters in its layers", parameters
+        yield (
+            "model.architecture",
+            f"must have at most {_MOST_PARAMETERS:,} parameters in its layers",
+            parameters,
+        )
     prompts, tokens = training.prompts_per_step, config.max_total_tokens
     warmup = config.warmup.batch_size if config.warmup.steps else 0
     unit = "tokens of prompt and completion"
     products = {
-        "training.prompts_per_step": (prompts * rollout.group_size * tokens, f"{unit} with {rollout.group_size=}"),
+        "training.prompts_per_step": (
+            prompts * rollout.group_size * tokens,
+            f"{unit} with {rollout.group_size=}",
+        ),
         "rollout.max_rows": (rollout.max_rows * tokens, unit),
         "warmup.batch_size": (warmup * tokens, unit),
         "training.steps": (training.steps * config.mini_batches, "updates"),
@@ -362,26 +463,49 @@ def _host_rules(config: Config) -> Broken:
     """The rules between the settings of several hosts."""
     hosts, prompts = config.hosts, config.training.prompts_per_step
     if not hosts.coordinator and (hosts.processes > 1 or hosts.process):
-        yield "hosts.coordinator", f"with {hosts.processes} processes give host:port of process 0, or auto"
+        yield (
+            "hosts.coordinator",
+            f"with {hosts.processes} processes give host:port of process 0, or auto",
+        )
     if hosts.coordinator in ("", AUTO):
         return
     if not is_address(hosts.coordinator):
-        yield "hosts.coordinator", "must be host:port (1 to 65535; an IPv6 host in brackets), or auto"
+        yield (
+            "hosts.coordinator",
+            "must be host:port (1 to 65535; an IPv6 host in brackets), or auto",
+        )
     if hosts.process >= hosts.processes:
         yield "hosts.process", f"must be below hosts.processes={hosts.processes}"
     if prompts < hosts.processes:
-        yield "training.prompts_per_step", f"must be at least hosts.processes={hosts.processes}: each samples its share"
+        yield (
+            "training.prompts_per_step",
+            f"must be at least hosts.processes={hosts.processes}: each samples its share",
+        )
 
 
 def _teacher_rules(config: Config) -> Broken:
     """The rules of training with a teacher; its model is not looked at."""
     teacher, _ = config.teacher
     if teacher and config.algorithm.drop_equal_groups:
-        yield "algorithm.drop_equal_groups", "must be False with a teacher, which teaches where rewards are equal too"
+        yield (
+            "algorithm.drop_equal_groups",
+            "must be False with a teacher, which teaches where rewards are equal too",
+        )
     if teacher.startswith("http") and not config.loads_teacher and not is_url(teacher):
-        yield "rewards.functions", "must be teacher:http://host:port (1 to 65535) or https://host", teacher
-    if teacher and not config.loads_teacher and (config.rollout.cuts or config.rollout.temperature != 1):
-        yield "rollout.temperature", "must be 1, with top_p=1 and top_k=0: a teacher's server scores nothing else"
+        yield (
+            "rewards.functions",
+            "must be teacher:http://host:port (1 to 65535) or https://host",
+            teacher,
+        )
+    if (
+        teacher
+        and not config.loads_teacher
+        and (config.rollout.cuts or config.rollout.temperature != 1)
+    ):
+        yield (
+            "rollout.temperature",
+            "must be 1, with top_p=1 and top_k=0: a teacher's server scores nothing else",
+        )
 
 
 def _reward_rules(config: Config) -> Broken:
@@ -389,10 +513,18 @@ def _reward_rules(config: Config) -> Broken:
     names, weights = config.rewards.names, config.rewards.weights
     for name in names:
         place, _, function = name.rpartition(":")
-        if name in BUILT_IN_REWARDS or (place and (function.isidentifier() or name.startswith(TEACHER) and function)):
+        if name in BUILT_IN_REWARDS or (
+            place and (function.isidentifier() or name.startswith(TEACHER) and function)
+        ):
             continue
-        allowed = f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"
-        yield "rewards.functions", f"allowed are {allowed}{suggestion(name, BUILT_IN_REWARDS)}", name
+        allowed = (
+            f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"
+        )
+        yield (
+            "rewards.functions",
+            f"allowed are {allowed}{suggestion(name, BUILT_IN_REWARDS)}",
+            name,
+        )
     if len(set(names)) < len(names):
         yield "rewards.functions", "must name each once; raise its weight instead"
     if sum(name.startswith(TEACHER) for name in names) > 1:
@@ -402,4 +534,7 @@ def _reward_rules(config: Config) -> Broken:
     if weights and not any(weights):
         yield "rewards.weights", "nothing would be learned; one must be another number than 0"
     if 0 < config.rewards.memory_limit < _LEAST_MEMORY_GIB:
-        yield "rewards.memory_limit", f"must be 0 (no limit) or at least {_LEAST_MEMORY_GIB} GiB: Python starts in it"
+        yield (
+            "rewards.memory_limit",
+            f"must be 0 (no limit) or at least {_LEAST_MEMORY_GIB} GiB: Python starts in it",
+        )

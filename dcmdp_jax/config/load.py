@@ -1,7 +1,7 @@
 """Make, check, save and load a `Config`.
 
-A new setting needs nothing here: a saved config without it gets the default, which therefore must do what was done
-before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
+A new setting needs nothing here: a saved config without it gets the default, which therefore must
+do what was done before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
 
 VERSION = 7
-"""Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
+"""Version of config.json in a run directory, raised when a setting is removed. Runs without one
+have version 0.
+"""
 
 
 class Removed(NamedTuple):
@@ -26,7 +28,8 @@ class Removed(NamedTuple):
 
     Attributes:
         version: First version without the setting.
-        meaningless: Values that do what is done without the setting. None: all, since it never changed what is learned.
+        meaningless: Values that do what is done without the setting. None: all, since it never
+            changed what is learned.
         why: Reason, or remedy.
         values: Removed values of a setting that stays. Empty: the setting itself was removed.
     """
@@ -40,7 +43,9 @@ class Removed(NamedTuple):
 REMOVED: dict[str, Removed] = {}
 
 
-def from_config_dict(config: ConfigDict | Mapping[str, Any], overrides: Collection[str] = ()) -> Config:
+def from_config_dict(
+    config: ConfigDict | Mapping[str, Any], overrides: Collection[str] = ()
+) -> Config:
     """Make and check a `Config`. A setting that is not there has its default.
 
     Args:
@@ -48,17 +53,21 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any], overrides: Collecti
         overrides: see `checks.validate`.
 
     Raises:
-        UserError: in one line, naming the setting, its value and what is allowed: an unknown name (with the nearest
-            right one), a wrong type, a value out of range, or two settings that do not fit.
+        UserError: in one line, naming the setting, its value and what is allowed: an unknown name
+            (with the nearest right one), a wrong type, a value out of range, or two settings that
+            do not fit.
     """
-    made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
+    made = build(
+        Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting
+    )
     made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
     validate(made, overrides)
     return made
 
 
 def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """A config with other values whose engine samples without a trainer; rules of training are not checked.
+    """A config with other values whose engine samples without a trainer; rules of training are not
+    checked.
 
     Args:
         config: a run's config, which an earlier version may have saved, or the defaults.
@@ -71,7 +80,9 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     # The run split its devices for a trainer and an engine.
     alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
     # Of the engine and the functions that the run had.
-    alone |= {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
+    alone |= (
+        {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
+    )
     alone |= {"algorithm.loss": "surrogate"} if config.supervised else {}
     alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}
     values["rollout"]["local"] = {}
@@ -85,13 +96,21 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def for_supervision(config: Config) -> Config:
-    """A config to learn from conversations: nothing is sampled, a prompt has one completion, the loss is likelihood."""
-    rollout = RolloutSettings(group_size=1, max_completion_tokens=config.rollout.max_completion_tokens)
+    """A config to learn from conversations: nothing is sampled, a prompt has one completion, the
+    loss is likelihood.
+    """
+    rollout = RolloutSettings(
+        group_size=1, max_completion_tokens=config.rollout.max_completion_tokens
+    )
     names = {"method": "grpo", "loss": "likelihood", "aggregation": "token_mean"}
     algorithm = AlgorithmSettings(**names, router_aux_loss=config.algorithm.router_aux_loss)
     changed = {"observe": dataclasses.replace(config.observe, samples=0, rollouts_every_steps=0)}
-    changed["model"] = dataclasses.replace(config.model, forward_precision="full", forward_cache="full")
-    return dataclasses.replace(config, rollout=rollout, algorithm=algorithm, warmup=WarmupSettings(), **changed)
+    changed["model"] = dataclasses.replace(
+        config.model, forward_precision="full", forward_cache="full"
+    )
+    return dataclasses.replace(
+        config, rollout=rollout, algorithm=algorithm, warmup=WarmupSettings(), **changed
+    )
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -107,7 +126,9 @@ def parse_value(name: str, text: str) -> Any:
     if name in declared(Config):
         return parse_text(declared(Config)[name], text)
     if any(other.startswith(f"{name}.") for other in declared(Config)):
-        raise UserError(f"config.{name}: got {shorten(text)}, must be a section with named settings")
+        raise UserError(
+            f"config.{name}: got {shorten(text)}, must be a section with named settings"
+        )
     raise unknown_setting(name)
 
 
@@ -132,7 +153,9 @@ def unknown_setting(name: str) -> UserError:
     if name in REMOVED:
         return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
     sections = [field.name for field in dataclasses.fields(Config)]
-    return UserError(f"config.{name}: no such setting; {nearest_name(name, setting_names(), sections)}")
+    return UserError(
+        f"config.{name}: no such setting; {nearest_name(name, setting_names(), sections)}"
+    )
 
 
 def to_saved(config: Config) -> dict[str, Any]:
@@ -144,17 +167,20 @@ def to_saved(config: Config) -> dict[str, Any]:
 def from_saved(saved: Mapping[str, Any]) -> Config:
     """Make a config from what this or an earlier version saved.
 
-    A setting that was not there yet has its default; a removed one is ignored if its value does what is done without
-    it. Other rules on values are not checked: an earlier version may have allowed what is refused now.
+    A setting that was not there yet has its default; a removed one is ignored if its value does
+    what is done without it. Other rules on values are not checked: an earlier version may have
+    allowed what is refused now.
 
     Raises:
-        UserError: in one line, for a newer version, a setting that is unknown or was removed with a value that had a
-            meaning, or a value of a wrong type.
+        UserError: in one line, for a newer version, a setting that is unknown or was removed with a
+            value that had a meaning, or a value of a wrong type.
     """
     values = {name: value for name, value in saved.items() if name != "fitted_rows"}
     version = values.pop("config_version", 0)
     if not isinstance(version, int) or version > VERSION:
-        raise UserError(f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}")
+        raise UserError(
+            f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}"
+        )
     flat, kept = flatten(values), {}
     for name, removed in REMOVED.items():
         if version >= removed.version or name not in flat:
@@ -164,7 +190,10 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
             value = flat.pop(name)
             refused = removed.meaningless is not None and value not in removed.meaningless
         if refused:
-            raise UserError(f"{said}, {'which is gone' if removed.values else 'no setting any more'}; {removed.why}")
+            raise UserError(
+                f"{said}, {'which is gone' if removed.values else 'no setting any more'}; "
+                f"{removed.why}"
+            )
     for name, value in flat.items():
         replace_value(kept, name, value)
     made = build(Config, kept, unknown_setting)

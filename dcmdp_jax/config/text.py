@@ -55,7 +55,10 @@ def print_config(config: Config) -> str:
     for one in declared(Config).values():
         value = get_value(config, one.name)
         differs = value != one.default
-        lines.append(f"{'* ' if differs else '  '}{one.name} = {value!r}{f'    # default: {one.default!r}' * differs}")
+        lines.append(
+            f"{'* ' if differs else '  '}{one.name} = "
+            f"{value!r}{f'    # default: {one.default!r}' * differs}"
+        )
     return "\n".join(lines)
 
 
@@ -63,10 +66,18 @@ def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
     if settings := [one for one in declared(kind).values() if "." not in one.name]:
         about = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
         yield f"\n## {prefix.rstrip('.') or 'The run'}\n\n{about}\n\n"
-        yield "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"
+        yield (
+            "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"
+        )
         for one in settings:
             mark = " *" if one.about.free else ""
-            cells = [f"`{one.name}`{mark}", f"`{one.default!r}`", _allowed(one), one.about.doc, one.about.source]
+            cells = [
+                f"`{one.name}`{mark}",
+                f"`{one.default!r}`",
+                _allowed(one),
+                one.about.doc,
+                one.about.source,
+            ]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -84,7 +95,15 @@ def _allowed(one: Declared) -> str:
     if one.type is str:
         return ""
     low, high = _number(about.minimum), _number(about.maximum)
-    bounds = f"{low} .. {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else ""
+    bounds = (
+        f"{low} .. {high}"
+        if low and high
+        else f"at least {low}"
+        if low
+        else f"at most {high}"
+        if high
+        else ""
+    )
     return " ".join(part for part in (bounds, about.unit) if part)
 
 

@@ -1,13 +1,15 @@
-r"""A built-in task that a model of a million parameters can learn on a CPU: chains of small arithmetic.
+r"""A built-in task that a model of a million parameters can learn on a CPU: chains of small
+arithmetic.
 
     prompt     4*6-7+9=?
     solution   4*6=24;24-7=17;17+9=26;\boxed{26}
 
-`arithmetic:difficulty=7,chat=true` is for a published model: the sum of two numbers below 30, as a chat.
+`arithmetic:difficulty=7,chat=true` is for a published model: the sum of two numbers below 30, as a
+chat.
 
-Every step is one operation on the running value, so the answer needs few facts but a chain of them, and one wrong step
-spoils it. Problems are a function of the seed. Train and held-out problems are disjoint for all seeds: the text of a
-problem decides which split it belongs to.
+Every step is one operation on the running value, so the answer needs few facts but a chain of them,
+and one wrong step spoils it. Problems are a function of the seed. Train and held-out problems are
+disjoint for all seeds: the text of a problem decides which split it belongs to.
 """
 
 import dataclasses
@@ -24,15 +26,20 @@ from dcmdp_jax.rewards.protocol import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD_TOKEN, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
+PAD_TOKEN, TURN_START, TURN_END, UNKNOWN = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|unknown|>",
+)
 WHOLE_PIECES = (r"\boxed{", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | map(attribute='function.name') | join(',') }}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "{% for call in message['tool_calls'] %}<tool_call>{{ call['function'] | tojson(separators=(',', ':')) }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | map(attribute='function.name') | join(',') "
+    "}}<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ "
+    "message['content'] }}{% for call in message['tool_calls'] %}<tool_call>{{ call['function'] | "
+    "tojson(separators=(',', ':')) }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 _HELD_OUT_SHARE = 8
@@ -56,11 +63,15 @@ LEVELS: dict[int, _Level] = {
     2: _Level(operations=3, largest_operand=9, operators="+-", largest_value=36, precedence=False),
     3: _Level(operations=3, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
     4: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=True),
-    5: _Level(operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True),
+    5: _Level(
+        operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True
+    ),
     6: _Level(operations=24, largest_operand=9, operators="+-", largest_value=99, precedence=False),
     7: _Level(operations=1, largest_operand=29, operators="+", largest_value=58, precedence=False),
 }
-"""Difficulties. Without precedence a product can only stand first, so the steps run left to right."""
+"""Difficulties. Without precedence a product can only stand first, so the steps run left to
+right.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +79,18 @@ class ArithmeticSpec:
     """A set of problems to generate.
 
     Attributes:
-        difficulty: key of `LEVELS`: 1 and 2 are two and three sums or differences of digits, 3 may have a product in
-            front, 4 has products anywhere, 5 has numbers up to 20 and values up to 999, 7 is a sum of two numbers
-            below 30. Levels 1 and 7 have few problems.
+        difficulty: key of `LEVELS`: 1 and 2 are two and three sums or differences of digits, 3 may
+            have a product in front, 4 has products anywhere, 5 has numbers up to 20 and values up
+            to 999, 7 is a sum of two numbers below 30. Levels 1 and 7 have few problems.
         count: number of distinct problems.
         seed: random seed; a larger count extends the problems of a smaller one.
         split: "train" or "heldout".
-        error_rate: share of the worked solutions in [0, 1] that hold one wrong intermediate result, carried on
-            consistently to a wrong box. Reference answers stay right. A policy warmed up on such solutions knows the
-            steps and errs about that often, which reinforcement learning can correct.
-        chat: the prompt is a chat for a published model, whose last turn is the assistant's begun "12 + 5 =", so that
-            the answer is what comes next.
+        error_rate: share of the worked solutions in [0, 1] that hold one wrong intermediate result,
+            carried on consistently to a wrong box. Reference answers stay right. A policy warmed up
+            on such solutions knows the steps and errs about that often, which reinforcement
+            learning can correct.
+        chat: the prompt is a chat for a published model, whose last turn is the assistant's begun
+            "12 + 5 =", so that the answer is what comes next.
 
     Raises:
         UserError: if a value is out of range.
@@ -93,7 +105,10 @@ class ArithmeticSpec:
 
     def __post_init__(self) -> None:
         if self.difficulty not in LEVELS:
-            raise UserError(f"arithmetic difficulty = {self.difficulty}: must be one of {', '.join(map(str, LEVELS))}")
+            raise UserError(
+                f"arithmetic difficulty = {self.difficulty}: must be one of "
+                f"{', '.join(map(str, LEVELS))}"
+            )
         if self.count < 1:
             raise UserError(f"arithmetic count = {self.count}: must be at least 1")
         if self.split not in ("train", "heldout"):
@@ -103,7 +118,8 @@ class ArithmeticSpec:
 
     @classmethod
     def parse(cls, location: str) -> Self:
-        """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in any order, or none.
+        """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in
+        any order, or none.
 
         Raises:
             UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
@@ -114,9 +130,15 @@ class ArithmeticSpec:
         for key, value in task_arguments(location, location.partition(":")[2], list(types)).items():
             try:
                 # int() and float() would take the digits of other scripts too.
-                values[key] = truth[value] if types[key] is bool else types[key](value if value.isascii() else "")
+                values[key] = (
+                    truth[value]
+                    if types[key] is bool
+                    else types[key](value if value.isascii() else "")
+                )
             except (KeyError, ValueError):
-                raise UserError(f"task {location}: {key} = {value!r} is not {types[key].__name__}") from None
+                raise UserError(
+                    f"task {location}: {key} = {value!r} is not {types[key].__name__}"
+                ) from None
         return cls(**values)
 
 
@@ -159,14 +181,15 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
         )
     if len(rows) < spec.count:
         raise UserError(
-            f"arithmetic difficulty {spec.difficulty} has no {spec.count} distinct {spec.split} problems (found "
-            f"{len(rows)}): lower count or raise difficulty"
+            f"arithmetic difficulty {spec.difficulty} has no {spec.count} distinct {spec.split} "
+            f"problems (found {len(rows)}): lower count or raise difficulty"
         )
     return rows
 
 
 def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
-    """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, but for `chat`.
+    """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, but
+    for `chat`.
 
     Args:
         spec: the problems to make.
@@ -189,13 +212,20 @@ def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> 
 def _chat(text: str) -> list[dict[str, str]]:
     spaced = re.sub(r"([+*-])", r" \1 ", text)
     told = {"role": "system", "content": "You add numbers."}
-    return [told, {"role": "user", "content": spaced}, {"role": "assistant", "content": f"{spaced} ="}]
+    return [
+        told,
+        {"role": "user", "content": spaced},
+        {"role": "assistant", "content": f"{spaced} ="},
+    ]
 
 
 def _expression(draw: random.Random, level: _Level) -> tuple[list[int], list[str]]:
     numbers = [draw.randint(1, level.largest_operand) for _ in range(level.operations + 1)]
     anywhere = level.operators if level.precedence else level.operators.replace("*", "")
-    operators = [draw.choice(level.operators if place == 0 else anywhere) for place in range(level.operations)]
+    operators = [
+        draw.choice(level.operators if place == 0 else anywhere)
+        for place in range(level.operations)
+    ]
     return numbers, operators
 
 
@@ -204,8 +234,12 @@ def _text(numbers: list[int], operators: list[str]) -> str:
     return str(numbers[0]) + "".join(f"{operator}{number}" for operator, number in pairs)
 
 
-def _steps(numbers: list[int], operators: list[str], wrong: int | None = None, error: int = 0) -> list[_Step]:
-    """(left, operator, right, result) in the order worked: products first, each kind from left to right."""
+def _steps(
+    numbers: list[int], operators: list[str], wrong: int | None = None, error: int = 0
+) -> list[_Step]:
+    """(left, operator, right, result) in the order worked: products first, each kind from left to
+    right.
+    """
     numbers, operators = list(numbers), list(operators)
     steps: list[_Step] = []
     while operators:
@@ -223,32 +257,46 @@ def _in_range(steps: list[_Step], level: _Level) -> bool:
     return all(0 <= result <= level.largest_value for *_, result in steps)
 
 
-def _spoiled(numbers: list[int], operators: list[str], level: _Level, noise: random.Random) -> list[_Step]:
-    """The steps with one result off and carried on, every value still one the task's problems have."""
-    worked = (_steps(numbers, operators, place, size) for place in range(len(operators)) for size in _ERROR_SIZES)
+def _spoiled(
+    numbers: list[int], operators: list[str], level: _Level, noise: random.Random
+) -> list[_Step]:
+    """The steps with one result off and carried on, every value still one the task's problems
+    have.
+    """
+    worked = (
+        _steps(numbers, operators, place, size)
+        for place in range(len(operators))
+        for size in _ERROR_SIZES
+    )
     return noise.choice([steps for steps in worked if _in_range(steps, level)])
 
 
 def _solution(steps: list[_Step]) -> str:
-    worked = "".join(f"{left}{operator}{right}={result};" for left, operator, right, result in steps)
+    worked = "".join(
+        f"{left}{operator}{right}={result};" for left, operator, right, result in steps
+    )
     return rf"{worked}\boxed{{{steps[-1][3]}}}"
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
-    r"""Build the task's tokenizer, in Hugging Face format, with one token per character; its ids are always the same.
+    r"""Build the task's tokenizer, in Hugging Face format, with one token per character; its ids
+    are always the same.
 
-    Printable ASCII characters and the line break are one token each, and so are `\boxed{` and the chat roles. Three
-    special tokens are named as in Qwen. Decoding an encoding returns the same text.
+    Printable ASCII characters and the line break are one token each, and so are `\boxed{` and the
+    chat roles. Three special tokens are named as in Qwen. Decoding an encoding returns the same
+    text.
 
-    The end-of-sequence token is `<|im_end|>`, padding `<|endoftext|>`. A character outside printable ASCII and the line
-    break becomes the unknown token.
+    The end-of-sequence token is `<|im_end|>`, padding `<|endoftext|>`. A character outside
+    printable ASCII and the line break becomes the unknown token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = (PAD_TOKEN, TURN_START, TURN_END, UNKNOWN)
     pieces = (*special, *WHOLE_PIECES, "\n", *map(chr, range(32, 127)))
-    backend = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=UNKNOWN))
+    backend = Tokenizer(
+        models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=UNKNOWN)
+    )
     whole = "|".join(piece.replace("\\", r"\\").replace("{", r"\{") for piece in WHOLE_PIECES)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

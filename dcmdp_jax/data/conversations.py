@@ -1,4 +1,6 @@
-"""Conversations to learn from: their token ids, which of them are targets, and whether these are what the row says."""
+"""Conversations to learn from: their token ids, which of them are targets, and whether these are
+what the row says.
+"""
 
 import bisect
 import contextlib
@@ -27,8 +29,8 @@ _THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT_TAGS = re.compile(r"</?think(?:ing)?>")
 # An answer that no template writes by itself.
 _ANSWER = "It is five."
-# Of a longer chat so many turns, spread evenly, are compared with the chats that end with them: each comparison takes
-# as long as the chat, and all of them would take its square.
+# Of a longer chat so many turns, spread evenly, are compared with the chats that end with them:
+# each comparison takes as long as the chat, and all of them would take its square.
 _COMPARED_TURNS = 8
 # Tokenizers that were warned about: a run encodes several sets of conversations.
 _NEVER_STOPPING: "weakref.WeakSet[PreTrainedTokenizerBase]" = weakref.WeakSet()
@@ -55,7 +57,9 @@ class ConversationEncoder:
         added = tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}
         self._end_token_ids = self._stop_token_ids | special | set(tokenizer.all_special_ids)
-        self._end_texts = [tokenizer.decode([token_id]) for token_id in self._stop_token_ids | special]
+        self._end_texts = [
+            tokenizer.decode([token_id]) for token_id in self._stop_token_ids | special
+        ]
         self._has_marks = bool(_MARKS.search(str(tokenizer.chat_template)))
 
     def encode(
@@ -72,8 +76,8 @@ class ConversationEncoder:
             The token ids, and [P] bool, the targets among them, never the first.
 
         Raises:
-            UserError: in one line with the row's number and field, if the template or the tokenizer does not write
-                what is learned as the row has it.
+            UserError: in one line with the row's number and field, if the template or the tokenizer
+                does not write what is learned as the row has it.
         """
         if not problem.completion:
             return self._encode_text(problem.solution, prompt_ids)
@@ -84,10 +88,13 @@ class ConversationEncoder:
             raise
         except Exception as error:  # any that a template raises
             raise UserError(
-                f"the chat template can't render {chat_to_learn.name}: {shorten_name(one_line(error))}"
+                f"the chat template can't render {chat_to_learn.name}: "
+                f"{shorten_name(one_line(error))}"
             ) from error
         if not targets.any():
-            raise UserError(f"the chat template marks nothing of the assistant's turns in {chat_to_learn.name}")
+            raise UserError(
+                f"the chat template marks nothing of the assistant's turns in {chat_to_learn.name}"
+            )
         return ids, targets
 
     def _encode_text(self, text: str, prompt_ids: Sequence[int]) -> tuple[list[int], np.ndarray]:
@@ -105,7 +112,9 @@ class ConversationEncoder:
         """The token that is written behind a turn to which the template adds none."""
         return self._tokenizer.eos_token_id
 
-    def warn_if_never_stopping(self, token_ids: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> None:
+    def warn_if_never_stopping(
+        self, token_ids: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> None:
         """Warn once if no token at which sampling stops is learned."""
         for ids, learned in zip(token_ids, targets, strict=True):
             if self._stop_token_ids & set(np.asarray(ids)[learned].tolist()):
@@ -113,22 +122,38 @@ class ConversationEncoder:
         if self._tokenizer in _NEVER_STOPPING:
             return
         _NEVER_STOPPING.add(self._tokenizer)
-        names = ", ".join(repr(self._tokenizer.decode([token_id])) for token_id in sorted(self._stop_token_ids))
+        names = ", ".join(
+            repr(self._tokenizer.decode([token_id])) for token_id in sorted(self._stop_token_ids)
+        )
         if self._has_marks:
-            reason = "the {% generation %} marks of the chat template leave it out: move {% endgeneration %} behind it"
+            reason = (
+                "the {% generation %} marks of the chat template leave it out: move {% "
+                "endgeneration %} behind it"
+            )
         else:
-            reason = "the chat template ends a turn otherwise: name its token as eos_token_id in generation_config.json"
-        _LOG.warning("stopping is never learned: no target is a token at which sampling stops (%s); %s", names, reason)
+            reason = (
+                "the chat template ends a turn otherwise: name its token as eos_token_id in "
+                "generation_config.json"
+            )
+        _LOG.warning(
+            "stopping is never learned: no target is a token at which sampling stops (%s); %s",
+            names,
+            reason,
+        )
 
     @functools.cached_property
     def call_format(self) -> tuple[bool, chat.CallFormat | None]:
-        """Whether the template takes the arguments of a call as JSON text, and the format in which it writes calls.
+        """Whether the template takes the arguments of a call as JSON text, and the format in which
+        it writes calls.
 
-        Templates take an object, or text that they write as it is. The format is None if it is not known.
+        Templates take an object, or text that they write as it is. The format is None if it is not
+        known.
         """
         for as_text in (False, True):
             with contextlib.suppress(UserError):
-                call_format = chat.find_call_format(self._tokenizer, self._variables, arguments_as_text=as_text)
+                call_format = chat.find_call_format(
+                    self._tokenizer, self._variables, arguments_as_text=as_text
+                )
                 return as_text, chat.CallFormat(call_format.template)
         try:
             self.write([*chat.QUESTION, chat.CALLED], [])
@@ -138,9 +163,11 @@ class ConversationEncoder:
 
     @functools.cached_property
     def frame(self) -> tuple[str, str]:
-        """The text of the template before the words of an assistant's turn, and behind them; empty if unknown.
+        """The text of the template before the words of an assistant's turn, and behind them; empty
+        if unknown.
 
-        The text before a turn is that of the generation prompt as far as both agree, without a thought.
+        The text before a turn is that of the generation prompt as far as both agree, without a
+        thought.
         """
         question = chat.write_chat(self._tokenizer, chat.QUESTION, **self._variables)
         answer = {"role": "assistant", "content": _ANSWER}
@@ -161,7 +188,9 @@ class ConversationEncoder:
 class _Chat:
     """One conversation, as the template writes it."""
 
-    def __init__(self, encoder: ConversationEncoder, problem: Problem, asked: Sequence[Message]) -> None:
+    def __init__(
+        self, encoder: ConversationEncoder, problem: Problem, asked: Sequence[Message]
+    ) -> None:
         self._encoder = encoder
         self._tokenizer = encoder._tokenizer
         self._problem = problem
@@ -174,10 +203,14 @@ class _Chat:
             if message["role"] == "assistant" and number >= len(asked)
         ]
         completion = problem.completion
-        self._learned_turns = [turn for turn in self._turns if completion[turn - len(asked)].get(LEARNED, True)]
+        self._learned_turns = [
+            turn for turn in self._turns if completion[turn - len(asked)].get(LEARNED, True)
+        ]
 
     def _prepared(self, message: Message) -> Message:
-        """A message as the template takes it: one end token is the template's, and calls have their form."""
+        """A message as the template takes it: one end token is the template's, and calls have their
+        form.
+        """
         message = {field: value for field, value in message.items() if field != LEARNED}
         if message["role"] != "assistant":
             return message
@@ -216,8 +249,9 @@ class _Chat:
 
     def _left_out(self, field: str, turn: int) -> str:
         return (
-            f"the chat template leaves out or changes {field} of {self._place(turn)} in {self.name}, which then is "
-            "not learned; use a template that writes it, or take it out of the row"
+            f"the chat template leaves out or changes {field} of {self._place(turn)} in "
+            f"{self.name}, which then is not learned; use a template that writes it, or take it "
+            "out of the row"
         )
 
     def _write(self, messages: Sequence[Message], **options: Any) -> Any:
@@ -231,7 +265,9 @@ class _Chat:
 
     def _marked(self, text: str) -> tuple[list[int], np.ndarray, dict[int, str]]:
         """Ids, targets, and the marked text of each learned turn."""
-        encoded = self._write(self._messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = self._write(
+            self._messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         ids = encoded["input_ids"]
         marked = np.array(encoded["assistant_masks"], bool)
         _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
@@ -248,20 +284,30 @@ class _Chat:
             in_turn &= marked
             if turn in self._learned_turns:
                 targets |= in_turn
-                turn_texts[turn] = "".join(text[slice(*offsets[token])] for token in np.flatnonzero(in_turn))
+                turn_texts[turn] = "".join(
+                    text[slice(*offsets[token])] for token in np.flatnonzero(in_turn)
+                )
         targets[0] = False
         return ids, targets, turn_texts
 
     def _turn_starts(self, text: str) -> list[int]:
         """Where the words of each turn behind the prompt begin, in characters."""
         header, _ = self._encoder.frame
-        assistants = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
+        assistants = [
+            number
+            for number, message in enumerate(self._messages)
+            if message["role"] == "assistant"
+        ]
         if header and text.count(header) == len(assistants):
             starts = [match.end() for match in re.finditer(re.escape(header), text)]
             return starts[len(assistants) - len(self._turns) :]
         starts = []
         for turn in self._turns:
-            before = self._write(self._messages[:turn], add_generation_prompt=True) if turn else self._first_header()
+            before = (
+                self._write(self._messages[:turn], add_generation_prompt=True)
+                if turn
+                else self._first_header()
+            )
             starts.append(len(os.path.commonprefix([before, text])))
         return starts
 
@@ -270,13 +316,15 @@ class _Chat:
     def _unmarked(self, text: str) -> tuple[list[int], np.ndarray, dict[int, str]]:
         """Ids, targets, and the text of each learned turn.
 
-        The chat before a turn with its generation prompt, and the chat that ends with the turn, must be prefixes of
-        the whole, token by token. Of a long chat some turns are compared so, and the others are found between the
-        texts that the template writes around a turn.
+        The chat before a turn with its generation prompt, and the chat that ends with the turn,
+        must be prefixes of the whole, token by token. Of a long chat some turns are compared so,
+        and the others are found between the texts that the template writes around a turn.
         """
         learned = self._learned_turns
         places = np.linspace(0, len(learned) - 1, _COMPARED_TURNS).round().astype(int)
-        compared = learned if len(learned) <= _COMPARED_TURNS else [learned[place] for place in places]
+        compared = (
+            learned if len(learned) <= _COMPARED_TURNS else [learned[place] for place in places]
+        )
         ids, spans, turn_texts = self._compared(text, compared)
         if len(compared) < len(learned):
             limits = self._turn_limits(text, turn_texts)
@@ -305,7 +353,9 @@ class _Chat:
     def _compared(
         self, text: str, turns: Sequence[int]
     ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
-        """Ids of the chat; for each turn its first token and the one behind its last, and its text."""
+        """Ids of the chat; for each turn its first token and the one behind its last, and its
+        text.
+        """
         before = [self._text_before(turn) for turn in turns]
         after = [self._write(self._messages[: turn + 1]) for turn in turns]
         ids, *prefixes = encode_texts(self._tokenizer, [text, *before, *after], self.name)
@@ -331,7 +381,9 @@ class _Chat:
 
     def _why_no_prefix(self, text: str, turn: int, before: str, after: str) -> str:
         message = self._messages[turn]
-        has_thought = "<think" in message["content"] or any(message.get(field) for field in _THOUGHT_FIELDS)
+        has_thought = "<think" in message["content"] or any(
+            message.get(field) for field in _THOUGHT_FIELDS
+        )
         if chat.THOUGHT.search(before) and has_thought:
             field = self._changed_field(message, text[len(os.path.commonprefix([before, text])) :])
             if field:
@@ -341,20 +393,31 @@ class _Chat:
             if re.search(r"\benable_thinking\b", str(self._tokenizer.chat_template)):
                 advice = f'set {{"enable_thinking": false}} in chat_template_kwargs, or {advice}'
             return (
-                f"the generation prompt of the chat template begins a thought, and {self._place(turn)} of "
-                f"{self.name} has none; {advice}"
+                "the generation prompt of the chat template begins a thought, and "
+                f"{self._place(turn)} of {self.name} has none; {advice}"
             )
         if text.startswith(before) and text.startswith(after):
-            return f"the tokenizer joins space around a turn of {self.name} to the template's; strip that turn"
+            return (
+                f"the tokenizer joins space around a turn of {self.name} to the template's; "
+                "strip that turn"
+            )
         return (
             f"the chat template writes the start of {self.name} otherwise once the chat goes on; mark the assistant's "
             "turns in it with {% generation %}, or give each turn a row of its own"
         )
 
-    def _turn_limits(self, text: str, turn_texts: Mapping[int, str]) -> dict[int, tuple[int, int]] | None:
-        """Start and end of each learned turn, in characters; None if they can't be told, or are not the compared."""
+    def _turn_limits(
+        self, text: str, turn_texts: Mapping[int, str]
+    ) -> dict[int, tuple[int, int]] | None:
+        """Start and end of each learned turn, in characters; None if they can't be told, or are not
+        the compared.
+        """
         header, tail = self._encoder.frame
-        assistants = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
+        assistants = [
+            number
+            for number, message in enumerate(self._messages)
+            if message["role"] == "assistant"
+        ]
         if not header or not tail or text.count(header) != len(assistants):
             return None
         limits = {}
@@ -368,7 +431,10 @@ class _Chat:
             if not text[slice(*limits[turn])].endswith(turn_text) or not turn_text.endswith(tail):
                 return None
         # The generation prompt may begin a turn with a text of its own.
-        begun = {text[slice(*limits[turn])].removesuffix(turn_text) for turn, turn_text in turn_texts.items()}
+        begun = {
+            text[slice(*limits[turn])].removesuffix(turn_text)
+            for turn, turn_text in turn_texts.items()
+        }
         if len(begun) > 1:
             return None
         [own] = begun
@@ -376,20 +442,25 @@ class _Chat:
             return None
         return {turn: (start + len(own), end) for turn, (start, end) in limits.items()}
 
-    def _token_span(self, offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
+    def _token_span(
+        self, offsets: Sequence[tuple[int, int]], start: int, end: int
+    ) -> tuple[int, int]:
         """The first token of a turn and the one behind its last."""
         first = bisect.bisect_left(offsets, start, key=lambda offset: offset[0])
         last = bisect.bisect_left(offsets, end, key=lambda offset: offset[0])
         if offsets[first - 1][1] > start or offsets[last - 1][1] > end:
             raise UserError(
-                f"the tokenizer joins space around a turn of {self.name} to the template's; strip that turn"
+                f"the tokenizer joins space around a turn of {self.name} to the template's; strip "
+                "that turn"
             )
         return first, last
 
     # What is learned, read back.
 
     def _changed_field(self, message: Message, text: str) -> str | None:
-        """The first field of a message that its turn does not hold, in the order thought, content, calls."""
+        """The first field of a message that its turn does not hold, in the order thought, content,
+        calls.
+        """
         unread = text
         thoughts: set[str] = set()
         for field in _THOUGHT_FIELDS:
@@ -411,7 +482,9 @@ class _Chat:
         return "function_call" if message.get("function_call") else None
 
     def _content_pieces(self, content: str, text: str) -> list[str]:
-        """The content without space around it; around the tags of a thought, templates write their own."""
+        """The content without space around it; around the tags of a thought, templates write their
+        own.
+        """
         content = content.strip()
         if content and content in text:
             return [content]
@@ -450,13 +523,19 @@ def _words(value: Any) -> list[str]:
 
 
 def _equal(written: Any, expected: Any, *, is_text: bool) -> bool:
-    """Whether values are the same, true and 1 not; with `is_text` also a text that says the value."""
+    """Whether values are the same, true and 1 not; with `is_text` also a text that says the
+    value.
+    """
     if isinstance(written, Mapping) and isinstance(expected, Mapping):
         same = written.keys() == expected.keys()
-        return same and all(_equal(written[name], expected[name], is_text=is_text) for name in written)
+        return same and all(
+            _equal(written[name], expected[name], is_text=is_text) for name in written
+        )
     if isinstance(written, list) and isinstance(expected, list):
         pairs = zip(written, expected, strict=False)
-        return len(written) == len(expected) and all(_equal(a, b, is_text=is_text) for a, b in pairs)
+        return len(written) == len(expected) and all(
+            _equal(a, b, is_text=is_text) for a, b in pairs
+        )
     if is_text and isinstance(written, str) and not isinstance(expected, str):
         if written.strip() == str(expected):
             return True

@@ -1,8 +1,9 @@
-"""Episodes: the tokens that an engine sampled after one prompt, with per-token columns that are each declared once.
+"""Episodes: the tokens that an engine sampled after one prompt, with per-token columns that are
+each declared once.
 
-An episode, the packed rows, what processes exchange, the shapes and the memory of a batch and the sidecar's replies
-follow from `COLUMNS`. A new column is one entry: an engine gives it with its episodes (`Episode.columns`), the step
-reads it from the rows (`Rows.columns`).
+An episode, the packed rows, what processes exchange, the shapes and the memory of a batch and the
+sidecar's replies follow from `COLUMNS`. A new column is one entry: an engine gives it with its
+episodes (`Episode.columns`), the step reads it from the rows (`Rows.columns`).
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ class Column:
         doc: meaning of an entry.
         dtype: the array's type.
         fill: entry of padding, and of a token that the column says nothing about.
-        covers_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
-            In another column they are `fill`.
+        covers_given: whether it has entries for tokens that the policy did not sample: a prompt,
+            the output of a tool. In another column they are `fill`.
         axes: names of the axes after the token axis, of `column_shapes`.
     """
 
@@ -38,35 +39,53 @@ class Column:
     axes: tuple[str, ...] = ()
 
 
-TOP_LOGPROBS, OLD_TOP_LOGPROBS, TEACHER_LOGPROBS = "top_logprobs", "old_top_logprobs", "teacher_logprobs"
+TOP_LOGPROBS, OLD_TOP_LOGPROBS, TEACHER_LOGPROBS = (
+    "top_logprobs",
+    "old_top_logprobs",
+    "teacher_logprobs",
+)
 
 COLUMNS: dict[str, Column] = {
     "rollout_logprobs": Column(
         "nats, of the sampled token by the inference engine, under the distribution sampled from",
-        np.float32, 0.0,
+        np.float32,
+        0.0,
     ),
     "policy_versions": Column("the training step whose weights sampled the token", np.int32, -1),
     "routed_experts": Column(
-        "[layers, k], the experts of each layer that the engine sent the token to when it read it; a forward pass uses "
-        "them (router replay). -1 for a token that was not read, such as the last",
-        np.int16, -1, covers_given=True, axes=("layers", "experts_per_token"),
+        "[layers, k], the experts of each layer that the engine sent the token to when it read "
+        "it; a forward pass uses them (router replay). -1 for a token that was not read, such as "
+        "the last",
+        np.int16,
+        -1,
+        covers_given=True,
+        axes=("layers", "experts_per_token"),
     ),
     "old_logprobs": Column(
-        "nats, of the sampled token by the training stack, under the weights that sampled it; of a run whose batches "
-        "lag behind the policy. The trainer computes it",
-        np.float32, 0.0,
+        "nats, of the sampled token by the training stack, under the weights that sampled it; of "
+        "a run whose batches lag behind the policy. The trainer computes it",
+        np.float32,
+        0.0,
     ),
     TOP_IDS: Column(
-        "[k], the engine's likeliest ids in the place of the sampled token, likeliest first; -1 where it samples fewer",
-        np.int32, -1, axes=("k",),
+        "[k], the engine's likeliest ids in the place of the sampled token, likeliest first; -1 "
+        "where it samples fewer",
+        np.int32,
+        -1,
+        axes=("k",),
     ),
     TOP_LOGPROBS: Column(
-        "[k], nats, of these ids by the engine, under the distribution sampled from", np.float32, 0.0, axes=("k",)
+        "[k], nats, of these ids by the engine, under the distribution sampled from",
+        np.float32,
+        0.0,
+        axes=("k",),
     ),
     OLD_TOP_LOGPROBS: Column("[k], `old_logprobs` of these ids", np.float32, 0.0, axes=("k",)),
     TEACHER_LOGPROBS: Column("nats, of the sampled token by a teacher", np.float32, 0.0),
-    "token_rewards": Column("reward of the token alone, in addition to its completion's", np.float32, 0.0),
-}  # fmt: skip
+    "token_rewards": Column(
+        "reward of the token alone, in addition to its completion's", np.float32, 0.0
+    ),
+}
 
 ROW_LAYOUT: dict[str, type[np.generic]] = {
     "input_ids": np.int32,
@@ -85,7 +104,9 @@ def declared_column(name: str) -> Column:
         UserError: if there is none.
     """
     if name not in COLUMNS:
-        raise UserError(f"column {name!r} is not declared in data/episode.py; declared are {', '.join(COLUMNS)}")
+        raise UserError(
+            f"column {name!r} is not declared in data/episode.py; declared are {', '.join(COLUMNS)}"
+        )
     return COLUMNS[name]
 
 
@@ -98,10 +119,16 @@ def column_shapes(names: Collection[str], *, k: int, routing: Sequence[int]) -> 
         routing: layers, and experts of a token in each.
     """
     sizes = {"k": k, "layers": routing[0], "experts_per_token": routing[1]}
-    return {name: tuple(sizes[axis] for axis in column.axes) for name, column in COLUMNS.items() if name in names}
+    return {
+        name: tuple(sizes[axis] for axis in column.axes)
+        for name, column in COLUMNS.items()
+        if name in names
+    }
 
 
-def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -> dict[str, Shape]:
+def common_columns(
+    columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]
+) -> dict[str, Shape]:
     """The columns that several episodes have, and the shape of their entries.
 
     Args:
@@ -109,8 +136,8 @@ def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequenc
         lengths: T of each.
 
     Raises:
-        UserError: naming the first completion that has a column more or less than completion 0, or one of another
-            shape; or a column that is not declared.
+        UserError: naming the first completion that has a column more or less than completion 0, or
+            one of another shape; or a column that is not declared.
     """
     shapes = {name: values.shape[1:] for name, values in columns[0].items()} if columns else {}
     for i, (found, length) in enumerate(zip(columns, lengths, strict=True)):
@@ -120,7 +147,9 @@ def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequenc
             expected = (int(length), *shapes[name]) if name in shapes else None
             if shape != expected:
                 label = name.replace("_", " ")
-                raise UserError(f"rollout: completion {i}: {label} of shape {shape}, expected {expected}")
+                raise UserError(
+                    f"rollout: completion {i}: {label} of shape {shape}, expected {expected}"
+                )
     return shapes
 
 
@@ -129,8 +158,8 @@ def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np
 
     Args:
         name: the column's name.
-        values: [n, ...]; n is at most T of a column that given tokens have (it lacks the last, unread ones), else the
-            number of sampled tokens.
+        values: [n, ...]; n is at most T of a column that given tokens have (it lacks the last,
+            unread ones), else the number of sampled tokens.
         sampled_mask: [T] bool.
 
     Returns:
@@ -149,7 +178,8 @@ def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np
 class Episode:
     """A prompt and everything after it.
 
-    The policy sampled the tokens of `sampled_mask`. The others are given: the prompt, or the output of a tool.
+    The policy sampled the tokens of `sampled_mask`. The others are given: the prompt, or the output
+    of a tool.
 
     Attributes:
         token_ids: [T] int32, the end-of-sequence token included when it was sampled.
@@ -157,8 +187,8 @@ class Episode:
         group: index of the prompt in the call of `generate`.
         member: 0 .. group_size - 1, which completion of its group.
         finish_reason: "stop" (sampled an end token) or "length".
-        columns: name -> [T, ...], the further arrays with an entry for each token, as declared in `COLUMNS`.
-            Entries of tokens that a column says nothing about are undefined.
+        columns: name -> [T, ...], the further arrays with an entry for each token, as declared in
+            `COLUMNS`. Entries of tokens that a column says nothing about are undefined.
     """
 
     token_ids: np.ndarray
@@ -175,7 +205,9 @@ class Episode:
 
     @property
     def policy_versions(self) -> np.ndarray:
-        """[T] int32, the training step whose weights sampled the token; undefined where not sampled."""
+        """[T] int32, the training step whose weights sampled the token; undefined where not
+        sampled.
+        """
         return self.columns["policy_versions"]
 
     def with_columns(self, **columns: np.ndarray) -> "Episode":
@@ -204,24 +236,36 @@ class Episode:
 
 
 def single_turn(
-    prompt_ids: np.ndarray, completion_ids: np.ndarray, logprobs: np.ndarray, *, policy_version: int, group: int,
-    member: int, finish_reason: str, **columns: np.ndarray | None,
-) -> Episode:  # fmt: skip
-    """Make the episode of one completion: all tokens after the prompt are sampled, by one version of the policy.
+    prompt_ids: np.ndarray,
+    completion_ids: np.ndarray,
+    logprobs: np.ndarray,
+    *,
+    policy_version: int,
+    group: int,
+    member: int,
+    finish_reason: str,
+    **columns: np.ndarray | None,
+) -> Episode:
+    """Make the episode of one completion: all tokens after the prompt are sampled, by one version
+    of the policy.
 
     Args:
         prompt_ids: [P] int32, at least one token.
         completion_ids: [C] int32, at least one token.
         logprobs: [C] float32 nats.
         policy_version, group, member, finish_reason: see `Episode`.
-        columns: further columns by their names in `COLUMNS`; of a column that given tokens have [P + C, ...] or
-            fewer, without the last tokens; else [C, ...]. None: the engine has none.
+        columns: further columns by their names in `COLUMNS`; of a column that given tokens have [P
+            + C, ...] or fewer, without the last tokens; else [C, ...]. None: the engine has none.
     """
     token_ids = np.concatenate([prompt_ids, completion_ids], dtype=np.int32)
     sampled_mask = np.arange(token_ids.size) >= len(prompt_ids)
     versions = np.full(len(completion_ids), policy_version, np.int32)
     found = {"rollout_logprobs": logprobs, "policy_versions": versions, **columns}
-    whole = {name: over_sequence(name, values, sampled_mask) for name, values in found.items() if values is not None}
+    whole = {
+        name: over_sequence(name, values, sampled_mask)
+        for name, values in found.items()
+        if values is not None
+    }
     return Episode(token_ids, sampled_mask, group, member, finish_reason, whole)
 
 
@@ -237,7 +281,9 @@ class OpenGroups:
         self._waiting: dict[int, list[Episode]] = {}
 
     def add(self, episodes: Iterable[Episode]) -> list[Episode]:
-        """Add finished episodes; return the groups that they complete, in prompt order, maybe none."""
+        """Add finished episodes; return the groups that they complete, in prompt order, maybe
+        none.
+        """
         complete: list[Episode] = []
         for episode in episodes:
             group = self._waiting.setdefault(episode.group, [])
@@ -253,23 +299,32 @@ def collect(groups: Iterable[Iterable[Episode]]) -> list[Episode]:
 
 
 def in_prompt_order(episodes: Iterable[Episode]) -> list[Episode]:
-    """Sort episodes by prompt, then member: in what order they finished must not change what is learned."""
+    """Sort episodes by prompt, then member: in what order they finished must not change what is
+    learned.
+    """
     return sorted(episodes, key=lambda episode: (episode.group, episode.member))
 
 
 def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Share of completions that equal another one of the same prompt, and its expectation for independent samples.
+    """Share of completions that equal another one of the same prompt, and its expectation for
+    independent samples.
 
-    Given a completion of probability q under the engine, one of G - 1 independent others is equal with probability
-    1 - (1 - q)^(G - 1), so the means of both have one expectation, whatever the policy.
+    Given a completion of probability q under the engine, one of G - 1 independent others is equal
+    with probability 1 - (1 - q)^(G - 1), so the means of both have one expectation, whatever the
+    policy.
     """
     texts = [episode.token_ids.tobytes() for episode in episodes]
     prompts = [episode.token_ids[: episode.prompt_length].tobytes() for episode in episodes]
     same, others = Counter(texts), Counter(prompts)
-    logs = [float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64)) for episode in episodes]
+    logs = [
+        float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64))
+        for episode in episodes
+    ]
     counts = np.array([others[prompt] for prompt in prompts])
     chances = 1 - (1 - np.minimum(np.exp(logs), 1.0)) ** (counts - 1)
     return {
         "completion/identical_fraction": float(np.mean([same[text] > 1 for text in texts])),
-        "completion/identical_chance": float(np.nanmean(chances)) if np.isfinite(chances).any() else 0.0,
+        "completion/identical_chance": float(np.nanmean(chances))
+        if np.isfinite(chances).any()
+        else 0.0,
     }

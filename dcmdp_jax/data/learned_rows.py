@@ -1,4 +1,6 @@
-"""What a row of conversations says about itself: fields of tables, calls as objects, and which turns are learned."""
+"""What a row of conversations says about itself: fields of tables, calls as objects, and which
+turns are learned.
+"""
 
 import json
 import numbers
@@ -10,12 +12,30 @@ import numpy as np
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.protocol import LEARNED, Message
 
-# Fields of a message by which fine-tuning services and frameworks say whether its turn is learned (OpenAI and Mistral:
-# weight; axolotl: train, training; ms-swift: loss; torchtune: masked).
-_LEARNED_FIELDS = (LEARNED, "learn", "weight", "loss_weight", "loss", "train", "training", "trainable", "loss_mask")
+# Fields of a message by which fine-tuning services and frameworks say whether its turn is learned
+# (OpenAI and Mistral: weight; axolotl: train, training; ms-swift: loss; torchtune: masked).
+_LEARNED_FIELDS = (
+    LEARNED,
+    "learn",
+    "weight",
+    "loss_weight",
+    "loss",
+    "train",
+    "training",
+    "trainable",
+    "loss_mask",
+)
 _MASKED_FIELDS = ("masked", "mask_loss")
-# What has no meaning here: parts of a turn, factors of tokens, and a mask whose direction differs between frameworks.
-_REFUSED_FIELDS = ("mask", "train_detail", "training_detail", "loss_scale", "token_weights", "weights")
+# What has no meaning here: parts of a turn, factors of tokens, and a mask whose direction differs
+# between frameworks.
+_REFUSED_FIELDS = (
+    "mask",
+    "train_detail",
+    "training_detail",
+    "loss_scale",
+    "token_weights",
+    "weights",
+)
 _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 _ROW_LISTS = ("weights", "loss_mask", "loss_masks", "loss_weights", "token_weights")
 
@@ -39,28 +59,34 @@ def _without_nulls(value: Any) -> Any:
 
 
 def check_row_weight(row: Mapping[str, Any]) -> None:
-    """Refuse weights of a whole row, or lists of them: each row is learned once, each of its tokens alike."""
+    """Refuse weights of a whole row, or lists of them: each row is learned once, each of its tokens
+    alike.
+    """
     for name in _ROW_WEIGHTS:
         weight = row.get(name)
         if weight is not None and (not isinstance(weight, numbers.Number) or weight != 1):
             raise UserError(
-                f"field {name!r} is {shorten(weight)}, and rows have no weights: leave the row or the field out"
+                f"field {name!r} is {shorten(weight)}, and rows have no weights: leave the row or "
+                "the field out"
             )
     for name in _ROW_LISTS:
         if isinstance(row.get(name), list | Mapping):
             raise UserError(
-                f"field {name!r} is {shorten(row[name])}, which is not read: give a message a weight of 0 to leave "
-                "its turn out, or take the field out"
+                f"field {name!r} is {shorten(row[name])}, which is not read: give a message a "
+                "weight of 0 to leave its turn out, or take the field out"
             )
 
 
 def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
-    """The messages of a completion: one that is not to be learned has `LEARNED: False`, and calls are objects.
+    """The messages of a completion: one that is not to be learned has `LEARNED: False`, and calls
+    are objects.
 
     Raises:
         UserError: in one line that names field, message and weight.
     """
-    prepared = tuple(_prepared(message, f"{field}[{number}]") for number, message in enumerate(messages))
+    prepared = tuple(
+        _prepared(message, f"{field}[{number}]") for number, message in enumerate(messages)
+    )
     turns = [message for message in prepared if message["role"] == "assistant"]
     if not any(turn.get(LEARNED, True) for turn in turns):
         raise UserError(f"field {field!r}: its weights leave no turn of the assistant to learn")
@@ -71,8 +97,14 @@ def messages_to_read(messages: Sequence[Message], field: str) -> tuple[Message, 
     """The messages of a prompt, none of which is learned: a weight of more than 0 is refused."""
     for number, message in enumerate(messages):
         if _flag(message, f"{field}[{number}]"):
-            raise UserError(f"{field}[{number}] is to be learned, and a prompt is not: move it to the completion")
-    return tuple(_prepared(_without_flags(message), f"{field}[{number}]") for number, message in enumerate(messages))
+            raise UserError(
+                f"{field}[{number}] is to be learned, and a prompt is not: move it to the "
+                "completion"
+            )
+    return tuple(
+        _prepared(_without_flags(message), f"{field}[{number}]")
+        for number, message in enumerate(messages)
+    )
 
 
 def _prepared(message: Message, place: str) -> Message:
@@ -82,8 +114,8 @@ def _prepared(message: Message, place: str) -> Message:
     if message["role"] != "assistant":
         if is_learned:
             raise UserError(
-                f"{place} is a turn of the {shorten_name(message['role'])} that is to be learned; only the "
-                "assistant's are: leave its weight out"
+                f"{place} is a turn of the {shorten_name(message['role'])} that is to be learned; "
+                "only the assistant's are: leave its weight out"
             )
         return prepared
     if is_learned is False:
@@ -106,8 +138,8 @@ def _flag(message: Message, place: str) -> bool | None:
     for name in _REFUSED_FIELDS:
         if message.get(name) is not None:
             raise UserError(
-                f"{place}.{name} is {shorten(message[name])}, which is not read: a weight of 0 or 1 says whether a "
-                "turn is learned"
+                f"{place}.{name} is {shorten(message[name])}, which is not read: a weight of 0 or "
+                "1 says whether a turn is learned"
             )
     said = {}
     for name in (*_LEARNED_FIELDS, *_MASKED_FIELDS):

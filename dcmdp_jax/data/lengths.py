@@ -11,8 +11,9 @@ from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out, logno
 from dcmdp_jax.errors import UserError
 
 QUANTILES = (10, 25, 50, 75, 90)
-"""Percentiles of a step's completion lengths that a run records, as `completion/length_p10`, with minimum and
-maximum."""
+"""Percentiles of a step's completion lengths that a run records, as `completion/length_p10`, with
+minimum and maximum.
+"""
 _FORM = re.compile(r"lognormal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the directory of a run"
 _DRAWS, _MOST_MINI_BATCHES, _MOST_COMPLETIONS = 4, 8, 2048
@@ -45,7 +46,8 @@ def lognormal(median: int, cap: int) -> Lengths:
 
 
 def parse_lengths(text: str, *, limit: int) -> Lengths:
-    """The lengths that a text names: `lognormal(MEDIAN,CAP)`, or the directory of a run with its `metrics.jsonl`.
+    """The lengths that a text names: `lognormal(MEDIAN,CAP)`, or the directory of a run with its
+    `metrics.jsonl`.
 
     Args:
         text: the setting as written.
@@ -57,7 +59,9 @@ def parse_lengths(text: str, *, limit: int) -> Lengths:
     if found := _FORM.fullmatch(text.strip()):
         median, cap = map(int, found.groups())
         if not 1 <= median <= cap <= limit:
-            raise UserError(f"--lengths: got {text}, must have 1 <= MEDIAN <= CAP <= `limit` = {limit}")
+            raise UserError(
+                f"--lengths: got {text}, must have 1 <= MEDIAN <= CAP <= `limit` = {limit}"
+            )
         return lognormal(median, cap)
     if not Path(text).is_dir():
         raise UserError(f"--lengths: got {text!r}, must be {_USAGE}")
@@ -67,8 +71,14 @@ def parse_lengths(text: str, *, limit: int) -> Lengths:
 def _recorded(run_dir: Path, limit: int) -> Lengths:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"--lengths: {run_dir} has no metrics.jsonl; name the directory of a run, or {_USAGE}")
-    names = ["completion/length_min", *(f"completion/length_p{p}" for p in QUANTILES), "completion/length_max"]
+        raise UserError(
+            f"--lengths: {run_dir} has no metrics.jsonl; name the directory of a run, or {_USAGE}"
+        )
+    names = [
+        "completion/length_min",
+        *(f"completion/length_p{p}" for p in QUANTILES),
+        "completion/length_max",
+    ]
     steps = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -78,12 +88,14 @@ def _recorded(run_dir: Path, limit: int) -> Lengths:
             continue  # of an evaluation, or cut by a crash
     if not steps:
         raise UserError(
-            f"--lengths: {path} holds no percentiles of lengths (completion/length_p50); runs of this version record "
-            "them: use lognormal(MEDIAN,CAP) for an older one"
+            f"--lengths: {path} holds no percentiles of lengths (completion/length_p50); runs of "
+            "this version record them: use lognormal(MEDIAN,CAP) for an older one"
         )
     tokens = np.mean(steps, axis=0)
     if tokens[-1] > limit:
-        raise UserError(f"--lengths: {run_dir} has completions of {tokens[-1]:.0f} tokens, `limit` is {limit}")
+        raise UserError(
+            f"--lengths: {run_dir} has completions of {tokens[-1]:.0f} tokens, `limit` is {limit}"
+        )
     shares = (0.0, *(p / 100 for p in QUANTILES), 1.0)
     return Lengths(f"{run_dir}, {len(steps)} steps", shares, tuple(tokens.tolist()))
 
@@ -99,7 +111,8 @@ class ExpectedStep(NamedTuple):
     Attributes:
         tokens: real ones, prompts included.
         computed: positions, padding included.
-        squares: sum of the squares of the sequences' lengths, which attention's operations grow with.
+        squares: sum of the squares of the sequences' lengths, which attention's operations grow
+            with.
     """
 
     tokens: float
@@ -116,13 +129,18 @@ def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) 
         completions: their lengths.
     """
     # A part of a very large step shows as much.
-    shape = (min(shapes.mini_batches, _MOST_MINI_BATCHES), min(shapes.completions, _MOST_COMPLETIONS))
+    shape = (
+        min(shapes.mini_batches, _MOST_MINI_BATCHES),
+        min(shapes.completions, _MOST_COMPLETIONS),
+    )
     share, sums = shape[0] * shape[1] / (shapes.mini_batches * shapes.completions), []
     for seed in range(_DRAWS):
         drawn = completions.draw(shape[0] * shape[1], seed).reshape(shape)
         asked = np.random.default_rng(seed).choice(np.asarray(prompts, np.int64), shape)
         totals = np.minimum(drawn + asked, shapes.longest)
-        computed = sum(computed_tokens(shapes, lay_out(row, shapes).micro_batches) for row in totals)
+        computed = sum(
+            computed_tokens(shapes, lay_out(row, shapes).micro_batches) for row in totals
+        )
         sums.append((totals.sum(), computed, np.square(totals.astype(np.float64)).sum()))
     return ExpectedStep(*(np.mean(sums, axis=0) / share).tolist())
 
@@ -138,9 +156,19 @@ def padding_advice(shapes: RowShapes, *, chosen: bool, limited: bool) -> str:
     if not chosen:
         return "`row_lengths`=() chooses the lengths of rows"
     if limited:
-        return "`segments_per_row`=0 puts as many completions in a row as the attention kernel allows"
+        return (
+            "`segments_per_row`=0 puts as many completions in a row as the attention kernel allows"
+        )
     if shapes.completions < 8 * shapes.row_shards:
-        return f"a mini-batch has {shapes.completions} completions for {shapes.row_shards} devices: raise `completions`"
+        return (
+            f"a mini-batch has {shapes.completions} completions for {shapes.row_shards} "
+            "devices: raise `completions`"
+        )
     if shapes.segments_per_row == 1:
-        return "rows hold one completion each, as the attention skips no other segments: set `segments_per_row`"
-    return f"completions are far shorter than {shapes.longest} tokens: lower `max_completion_tokens`"
+        return (
+            "rows hold one completion each, as the attention skips no other segments: set "
+            "`segments_per_row`"
+        )
+    return (
+        f"completions are far shorter than {shapes.longest} tokens: lower `max_completion_tokens`"
+    )

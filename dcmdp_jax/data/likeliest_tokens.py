@@ -1,4 +1,6 @@
-"""Checks of the lists of an engine's likeliest tokens. Needs NumPy alone: recordings are read without JAX."""
+"""Checks of the lists of an engine's likeliest tokens. Needs NumPy alone: recordings are read
+without JAX.
+"""
 
 from collections.abc import Iterator
 
@@ -6,9 +8,15 @@ import numpy as np
 
 
 def list_problems(
-    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, tolerance: float
+    ids: np.ndarray,
+    logprobs: np.ndarray,
+    tokens: np.ndarray,
+    sampled: np.ndarray,
+    vocab_size: int,
+    tolerance: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Problems of the engine's likeliest tokens, an engine's or a recording's, each with the tokens [T] that have it.
+    """Problems of the engine's likeliest tokens, an engine's or a recording's, each with the tokens
+    [T] that have it.
 
     Args:
         ids, logprobs: [T, k], -1 where there is no token.
@@ -22,11 +30,17 @@ def list_problems(
     yield "an id is listed twice", (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
     yield "a listed log-prob is not finite", (there & ~np.isfinite(logprobs)).any(axis=1)
     values = np.where(there, logprobs, -np.inf)
-    yield "the listed tokens have a probability above 1 together", np.exp(values).sum(axis=1) > 1 + tolerance
+    yield (
+        "the listed tokens have a probability above 1 together",
+        np.exp(values).sum(axis=1) > 1 + tolerance,
+    )
     mine = there & (ids == tokens[:, None])
     own = np.where(mine, logprobs, 0).sum(axis=1)
     apart = mine.any(axis=1) & (np.abs(own - sampled) > tolerance)
-    yield "the sampled token has another log-prob in the list, as raw ones beside processed ones do", apart
+    yield (
+        "the sampled token has another log-prob in the list, as raw ones beside processed ones do",
+        apart,
+    )
     least = np.where(there.all(axis=1), values.min(axis=1, initial=np.inf), -np.inf)
     lacks = "the list lacks the sampled token, which is likelier than its last"
     yield lacks, ~mine.any(axis=1) & (sampled > least + tolerance)

@@ -45,21 +45,30 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
     """The tasks of a setting, at least one. A task without a weight has weight 1.
 
     Raises:
-        UserError: in one line, for an empty location, a weight out of range, or a task that is there twice.
+        UserError: in one line, for an empty location, a weight out of range, or a task that is
+            there twice.
     """
     locations, weights = [], []
     for item in split_locations(text):
         found = _WEIGHT.fullmatch(item)
-        location, weight = (found[1].strip(), Fraction(found[2])) if found else (item.strip(), Fraction(1))
+        location, weight = (
+            (found[1].strip(), Fraction(found[2])) if found else (item.strip(), Fraction(1))
+        )
         if not location:
             raise UserError(f"got {shorten(text)}, an empty name is no task")
         if not 0 < weight <= _LARGEST_WEIGHT:
-            raise UserError(f"got {shorten(item)}, a weight must be above 0 and at most {_LARGEST_WEIGHT}")
+            raise UserError(
+                f"got {shorten(item)}, a weight must be above 0 and at most {_LARGEST_WEIGHT}"
+            )
         if location in locations:
-            raise UserError(f"got {shorten(location)} twice, name it once and raise its weight (@2)")
+            raise UserError(
+                f"got {shorten(location)} twice, name it once and raise its weight (@2)"
+            )
         locations.append(location)
         weights.append(weight)
-    parts = tuple(Part(*each) for each in zip(location_names(locations), locations, weights, strict=True))
+    parts = tuple(
+        Part(*each) for each in zip(location_names(locations), locations, weights, strict=True)
+    )
     if sum(cycle(weights)) > _LONGEST_CYCLE:
         raise UserError(f"got weights {', '.join(map(str, weights))}, give them fewer digits")
     return parts
@@ -90,7 +99,8 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
         keys: the allowed keys; empty: any.
 
     Raises:
-        UserError: in one line, for a part not of the form `key=value`, an unknown key, or a repeated one.
+        UserError: in one line, for a part not of the form `key=value`, an unknown key, or a
+            repeated one.
     """
     values: dict[str, str] = {}
     for setting in filter(None, settings.split(",")):
@@ -105,13 +115,19 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
 
 
 def is_weighted(location: str) -> bool:
-    """Whether a location has a weight for certain: behind a file, a function or the built-in task, not a Hub name."""
+    """Whether a location has a weight for certain: behind a file, a function or the built-in task,
+    not a Hub name.
+    """
     found = _WEIGHT.fullmatch(location)
-    return found is not None and (_has_settings(found[1]) or found[1].endswith((".jsonl", ".parquet")))
+    return found is not None and (
+        _has_settings(found[1]) or found[1].endswith((".jsonl", ".parquet"))
+    )
 
 
 def source_name(location: str) -> str:
-    """Default `source` of a location's problems: the file's name without suffix, the function's, or `arithmetic`."""
+    """Default `source` of a location's problems: the file's name without suffix, the function's, or
+    `arithmetic`.
+    """
     kind, _, rest = location.partition(":")
     return rest.partition(",")[0] if is_function(location) else Path(kind).stem
 
@@ -136,19 +152,21 @@ def _has_settings(location: str) -> bool:
 
 
 def cycle(weights: Sequence[Fraction]) -> list[int]:
-    """The smallest whole numbers in the proportion of the weights: prompts of each task in one cycle."""
+    """The smallest whole numbers in the proportion of the weights: prompts of each task in one
+    cycle.
+    """
     unit = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * unit) for weight in weights]
     return [number // math.gcd(*whole) for number in whole]
 
 
 class PromptStream(NamedTuple):
-    """The endless order in which problems are asked: a function of seed and position, so that a resumed run goes on in
-    it exactly.
+    """The endless order in which problems are asked: a function of seed and position, so that a
+    resumed run goes on in it exactly.
 
-    Each task is gone through in epochs, each a permutation drawn from (seed, epoch), and from the task's place where
-    there are several. Of several tasks each has its exact share of every cycle, evenly spread over it with an offset
-    drawn from (seed, cycle).
+    Each task is gone through in epochs, each a permutation drawn from (seed, epoch), and from the
+    task's place where there are several. Of several tasks each has its exact share of every cycle,
+    evenly spread over it with an offset drawn from (seed, cycle).
 
     Attributes:
         sizes: problems of each task, which stand one task after the other.
@@ -172,7 +190,11 @@ class PromptStream(NamedTuple):
             mine = np.flatnonzero(chosen == task)
             before = int((mine < place).sum())
             own = prompt_order(
-                size, seed=seed, first=number * shares[task] + before, count=len(mine) - before, task=task
+                size,
+                seed=seed,
+                first=number * shares[task] + before,
+                count=len(mine) - before,
+                task=task,
             )
             found[mine[before:] - place] = starts[task] + own
         return found
@@ -181,15 +203,19 @@ class PromptStream(NamedTuple):
 def _tasks(shares: Sequence[int], seed: int, number: int) -> np.ndarray:
     """The tasks of one cycle, in order."""
     offsets = np.random.default_rng([seed, number, len(shares)]).random(len(shares))
-    times = np.concatenate([(np.arange(n) + offset) / n for n, offset in zip(shares, offsets, strict=True)])
+    times = np.concatenate(
+        [(np.arange(n) + offset) / n for n, offset in zip(shares, offsets, strict=True)]
+    )
     return np.repeat(np.arange(len(shares)), shares)[np.argsort(times, kind="stable")]
 
 
-def prompt_order(problems: int, *, seed: int, first: int, count: int, task: int | None = None) -> np.ndarray:
+def prompt_order(
+    problems: int, *, seed: int, first: int, count: int, task: int | None = None
+) -> np.ndarray:
     """Problems at positions first .. first + count - 1 of the endless shuffled stream of one task.
 
-    Each epoch is a permutation drawn from (seed, epoch), and from the task's place in a mixture, so a position's
-    problem depends on nothing else.
+    Each epoch is a permutation drawn from (seed, epoch), and from the task's place in a mixture, so
+    a position's problem depends on nothing else.
     """
     epochs = range(first // problems, (first + count) // problems + 1)
     drawn = [[seed, epoch] if task is None else [seed, epoch, task] for epoch in epochs]

@@ -1,8 +1,9 @@
-"""Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes compile.
+"""Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes
+compile.
 
-Where each completion goes, `row_layout` says. A batch holds as many micro-batches of each shape as the worst case
-needs, and the step runs only the ones that hold a row: shapes stay, and padding costs memory on the host but no
-computation.
+Where each completion goes, `row_layout` says. A batch holds as many micro-batches of each shape as
+the worst case needs, and the step runs only the ones that hold a row: shapes stay, and padding
+costs memory on the host but no computation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +36,19 @@ def pack(
         dropped: completions that must not be used at all (their log-probs may be anything).
 
     Returns:
-        The batch as numpy arrays, the prompt and completion tokens in it, and the tokens, padding included, of the
-        micro-batches that will run.
+        The batch as numpy arrays, the prompt and completion tokens in it, and the tokens, padding
+        included, of the micro-batches that will run.
 
     Raises:
-        ValueError: if counts disagree, a sequence is longer than the longest row, an episode's first token, or none,
-            is sampled, or a column is there for some and not for others, naming them.
+        ValueError: if counts disagree, a sequence is longer than the longest row, an episode's
+            first token, or none, is sampled, or a column is there for some and not for others,
+            naming them.
     """
     total = shapes.mini_batches * shapes.completions
     if len(episodes) != total or rewards.shape != (total,):
         raise ValueError(
-            f"rollout: {len(episodes)} completions and rewards {rewards.shape}, the shapes are for {total}"
+            f"rollout: {len(episodes)} completions and rewards {rewards.shape}, the shapes are "
+            f"for {total}"
         )
     for i, episode in enumerate(episodes):
         if episode.sampled_mask[0] or not episode.sampled_mask.any():
@@ -56,7 +59,10 @@ def pack(
     columns = common_columns([episode.columns for episode in episodes], lengths)
     if len(too_long := np.flatnonzero(lengths > shapes.longest)):
         i = too_long[0]
-        raise ValueError(f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {shapes.longest}")
+        raise ValueError(
+            f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows "
+            f"{shapes.longest}"
+        )
     truncated = np.array([episode.finish_reason == "length" for episode in episodes], bool)
     shape = (shapes.mini_batches, shapes.completions)
     valid = ~dropped.reshape(shape)
@@ -74,12 +80,17 @@ def pack(
     sampled = np.array([episode.num_sampled for episode in episodes], np.int32)
     batch = batch._replace(
         rewards=np.where(valid, rewards.reshape(shape), 0.0).astype(np.float32),
-        group_ids=np.stack([np.unique(row, return_inverse=True)[1] for row in groups]).astype(np.int32),
+        group_ids=np.stack([np.unique(row, return_inverse=True)[1] for row in groups]).astype(
+            np.int32
+        ),
         completion_lengths=sampled.reshape(shape),
         loss_mask=loss_mask,
         valid=valid,
     )
-    return batch, (int(lengths[~dropped].sum()), sum(computed_tokens(shapes, row) for row in batch.micro_batches))
+    return batch, (
+        int(lengths[~dropped].sum()),
+        sum(computed_tokens(shapes, row) for row in batch.micro_batches),
+    )
 
 
 def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
@@ -87,12 +98,15 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
 
     Args:
         packing: its shapes.
-        columns: name -> shape of an entry, of the columns that the completions have; see `episode.column_shapes`.
+        columns: name -> shape of an entry, of the columns that the completions have; see
+            `episode.column_shapes`.
     """
     return _make_batch(packing, columns, lambda shape, _, dtype: jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _make_batch(shapes: RowShapes, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Batch:
+def _make_batch(
+    shapes: RowShapes, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]
+) -> Batch:
     """A batch of nothing but padding.
 
     Args:
@@ -114,10 +128,16 @@ def _make_batch(shapes: RowShapes, columns: Mapping[str, Shape], make: Callable[
     )
 
 
-def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Rows:
-    """Rows of padding; `shape` is the arrays', to the token axis. For the rest see `_make_batch`."""
+def _make_rows(
+    shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]
+) -> Rows:
+    """Rows of padding; `shape` is the arrays', to the token axis. For the rest see
+    `_make_batch`.
+    """
     layout = {name: make(shape, 0, dtype) for name, dtype in ROW_LAYOUT.items()}
-    extra = {n: make((*shape, *entry), COLUMNS[n].fill, COLUMNS[n].dtype) for n, entry in columns.items()}
+    extra = {
+        n: make((*shape, *entry), COLUMNS[n].fill, COLUMNS[n].dtype) for n, entry in columns.items()
+    }
     return Rows(**layout, columns=extra)
 
 
@@ -134,18 +154,30 @@ def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode
         target[row][place][entries] = episode.columns[name][entries]
 
 
-def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:
+def one_a_row(
+    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0
+) -> Rows:
     """Rows of one completion each, padded to `length`, and to `count` rows."""
     shape = count or len(prompts), length
     rows = _make_rows(shape, {}, np.full)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids = np.concatenate([prompt, completion])
-        _write(rows, (row,), 0, 1, row, Episode(ids, np.arange(len(ids)) >= len(prompt), row, 0, "stop", {}))
-    return rows._replace(completion_index=np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape))
+        _write(
+            rows,
+            (row,),
+            0,
+            1,
+            row,
+            Episode(ids, np.arange(len(ids)) >= len(prompt), row, 0, "stop", {}),
+        )
+    return rows._replace(
+        completion_index=np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
+    )
 
 
 def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
-    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a synchronous run.
+    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a
+    synchronous run.
 
     Args:
         batch: packed, before it goes to the devices.

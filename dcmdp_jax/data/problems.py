@@ -1,7 +1,8 @@
 """Problems: rows of a dataset, in any of the known schemas, as one frozen struct.
 
-A location is a local .jsonl or .parquet file, the built-in task `arithmetic:...`, a user's function, or a dataset name
-on the Hugging Face Hub. The schema is recognized row by row from the fields, so one file may mix several.
+A location is a local .jsonl or .parquet file, the built-in task `arithmetic:...`, a user's
+function, or a dataset name on the Hugging Face Hub. The schema is recognized row by row from the
+fields, so one file may mix several.
 """
 
 import dataclasses
@@ -26,41 +27,53 @@ _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w.-]+)?")
 
 
 def load_problems(
-    location: str, *, split: str = "train", limit: int | None = None, on_bad_row: Literal["error", "skip"] = "error",
-    keep_columns: bool = False, answers: Answers = "required", name: str = "",
-) -> list[Problem]:  # fmt: skip
+    location: str,
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+    keep_columns: bool = False,
+    answers: Answers = "required",
+    name: str = "",
+) -> list[Problem]:
     r"""Read every problem of a dataset, in file order. Blank lines of a .jsonl file are skipped.
 
-    Rows that are equal in prompt, answer and worked solution, and in their columns where these are kept, are one
-    problem: the first. How many repeat an earlier one is logged. (DAPO-Math-17K has every row about 100 times.)
+    Rows that are equal in prompt, answer and worked solution, and in their columns where these are
+    kept, are one problem: the first. How many repeat an earlier one is logged. (DAPO-Math-17K has
+    every row about 100 times.)
 
-    Schemas: DAPO-Math-17K (`prompt` as messages or text, `reward_model.ground_truth`) and its `label` variant; the six
-    benchmarks as published (AIME, AMC, MATH-500; Minerva, whose answer is the box in `solution`; OlympiadBench with
-    `final_answer`, `is_multiple_answer` and `error`); GSM8K (`#### N`); `expected_answer`; `question` and `answer`. A
-    whole float is its integer (27.0 is "27"); the prompt is never searched for an answer.
+    Schemas: DAPO-Math-17K (`prompt` as messages or text, `reward_model.ground_truth`) and its
+    `label` variant; the six benchmarks as published (AIME, AMC, MATH-500; Minerva, whose answer is
+    the box in `solution`; OlympiadBench with `final_answer`, `is_multiple_answer` and `error`);
+    GSM8K (`#### N`); `expected_answer`; `question` and `answer`. A whole float is its integer (27.0
+    is "27"); the prompt is never searched for an answer.
 
     Args:
-        location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see `arithmetic.ArithmeticSpec`),
-            `path.py:function,key=value,...` (see `_function_rows`), or a Hub name `owner/name`, with a configuration
-            as `owner/name@config`.
-        split: split of a Hub dataset; a local file is one split, and the built-in task names its own.
+        location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see
+            `arithmetic.ArithmeticSpec`), `path.py:function,key=value,...` (see `_function_rows`),
+            or a Hub name `owner/name`, with a configuration as `owner/name@config`.
+        split: split of a Hub dataset; a local file is one split, and the built-in task names its
+            own.
         limit: maximum number of problems to read; None for all.
-        on_bad_row: handling of a malformed row, an empty prompt, or an answer that nothing could match: "error" stops,
-            "skip" leaves it out, counted and logged.
+        on_bad_row: handling of a malformed row, an empty prompt, or an answer that nothing could
+            match: "error" stops, "skip" leaves it out, counted and logged.
         keep_columns: whether problems have `columns`, which take memory.
         answers: handling of a row without an answer.
-        name: source of rows without a `data_source`, and of a built-in task; empty for the location's own.
+        name: source of rows without a `data_source`, and of a built-in task; empty for the
+            location's own.
 
     Raises:
-        UserError: if the location can't be read, holds no problem, or has a bad row; the message starts with
-            `path:line:` (1-based) for .jsonl and `path: row n:` (0-based) for the rest.
+        UserError: if the location can't be read, holds no problem, or has a bad row; the message
+            starts with `path:line:` (1-based) for .jsonl and `path: row n:` (0-based) for the rest.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit = {limit}: at least 1 problem must be read, or None for all")
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
     if location.partition(":")[0] == ARITHMETIC:
-        problems = arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)[:limit]
+        problems = arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)[
+            :limit
+        ]
         return [dataclasses.replace(problem, source=name or problem.source) for problem in problems]
     found: dict[tuple[Any, ...], Problem] = {}
     skipped = repeated = 0
@@ -70,7 +83,9 @@ def load_problems(
         if limit is not None and len(found) >= limit:
             break
         try:
-            problem = problem_from_row(row, source=source, index=index, keep_columns=keep_columns, answers=answers)
+            problem = problem_from_row(
+                row, source=source, index=index, keep_columns=keep_columns, answers=answers
+            )
             repeated += found.setdefault(_content(problem), problem) is not problem
         except ValueError as error:
             if on_bad_row == "error":
@@ -80,28 +95,52 @@ def load_problems(
             _LOG.debug("skipped %s: %s", place, error)
     if skipped:
         _LOG.warning(
-            "%s: %d of %d rows are unusable and left out; the first is %s", location, skipped, index + 1, first
+            "%s: %d of %d rows are unusable and left out; the first is %s",
+            location,
+            skipped,
+            index + 1,
+            first,
         )
-    sentences = [problem for problem in found.values() if answers != "unused" and is_sentence(problem.answer or "")]
+    sentences = [
+        problem
+        for problem in found.values()
+        if answers != "unused" and is_sentence(problem.answer or "")
+    ]
     if sentences:
         _LOG.warning(
-            "%s: %d of %d answers are sentences, which only the same words match; write the value alone. The first is "
-            "row %d: %s",
-            *(location, len(sentences), len(found), sentences[0].index, shorten(sentences[0].answer)),
+            "%s: %d of %d answers are sentences, which only the same words match; write the value "
+            "alone. The first is row %d: %s",
+            *(
+                location,
+                len(sentences),
+                len(found),
+                sentences[0].index,
+                shorten(sentences[0].answer),
+            ),
         )
     if repeated:
-        _LOG.warning("%s: %d rows repeat an earlier row: %d problems", location, repeated, len(found))
+        _LOG.warning(
+            "%s: %d rows repeat an earlier row: %d problems", location, repeated, len(found)
+        )
     if not found:
-        raise UserError(f"{location}: no usable row" if skipped else f"{location}: the file is empty")
+        raise UserError(
+            f"{location}: no usable row" if skipped else f"{location}: the file is empty"
+        )
     return list(found.values())
 
 
 def _content(problem: Problem) -> tuple[Any, ...]:
-    """All that makes a row another problem. pandas numbers rows in a column of its own, which does not."""
+    """All that makes a row another problem. pandas numbers rows in a column of its own, which does
+    not.
+    """
     columns = {name: value for name, value in problem.columns.items() if name != PANDAS_INDEX}
     described = json.dumps(columns, sort_keys=True, default=repr) if columns else ""
     messages = problem.messages, problem.completion, problem.tools
-    chat = json.dumps(messages, sort_keys=True, default=repr) if problem.messages or problem.completion else ""
+    chat = (
+        json.dumps(messages, sort_keys=True, default=repr)
+        if problem.messages or problem.completion
+        else ""
+    )
     return chat, problem.prompt, problem.answer, problem.solution, described
 
 
@@ -124,16 +163,24 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
 
 
 def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows of a user's function, called with the location's settings by name; a value is JSON, or else text."""
+    """Rows of a user's function, called with the location's settings by name; a value is JSON, or
+    else text.
+    """
     name, _, settings = location.partition(",")
     function, arguments = load_object(name, "function"), task_arguments(location, settings)
     try:
-        for index, row in enumerate(function(**{key: _json_or_text(text) for key, text in arguments.items()})):
+        for index, row in enumerate(
+            function(**{key: _json_or_text(text) for key, text in arguments.items()})
+        ):
             if not isinstance(row, Mapping):
                 raise UserError(f"gave {shown(row)} as row {index}, needs a dict")
             yield f"task {location}: row {index}", row
     except Exception as error:  # a user's function raises what it likes
-        said = str(error) if isinstance(error, UserError) else describe_error(error, name.rpartition(":")[0])
+        said = (
+            str(error)
+            if isinstance(error, UserError)
+            else describe_error(error, name.rpartition(":")[0])
+        )
         raise UserError(f"task {location}: {one_line(said)}") from error
 
 
@@ -162,7 +209,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for index, row in enumerate(rows):
                 yield f"{path}: row {index}", row
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+        raise UserError(
+            f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -170,14 +219,16 @@ def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any
         import datasets
     except ImportError:
         raise UserError(
-            f"data {shorten(location)}: no such file, and reading it from the Hub needs the `datasets` library: "
-            "pip install -e '.[hub]'"
+            f"data {shorten(location)}: no such file, and reading it from the Hub needs the "
+            "`datasets` library: pip install -e '.[hub]'"
         ) from None
     name, _, config = location.partition("@")
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the library raises many kinds, of network, of names and of formats
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"data {shorten(location)}, split {split!r}: not loaded from the Hub ({reason})") from error
+        raise UserError(
+            f"data {shorten(location)}, split {split!r}: not loaded from the Hub ({reason})"
+        ) from error
     for index, row in enumerate(rows):
         yield f"{location}: row {index}", row

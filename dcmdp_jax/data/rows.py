@@ -5,7 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from dcmdp_jax.data.learned_rows import chats_without_nulls, check_row_weight, messages_to_learn, messages_to_read
+from dcmdp_jax.data.learned_rows import (
+    chats_without_nulls,
+    check_row_weight,
+    messages_to_learn,
+    messages_to_read,
+)
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
@@ -16,8 +21,17 @@ _PROMPT_FIELDS = ("prompt", "problem", "question")
 # Arguments of reward functions, and as in TRL the fields that these come from.
 _NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
 # A label may be the number of a class, so it comes last; a solution counts if it has a box.
-_ANSWER_FIELDS = ("reward_model", "final_answer", "expected_answer", "ground_truth", "answer", "solution", "label")
-# What is learned: a whole chat, or behind a prompt also a worked solution, or an answer as GSM8K writes it.
+_ANSWER_FIELDS = (
+    "reward_model",
+    "final_answer",
+    "expected_answer",
+    "ground_truth",
+    "answer",
+    "solution",
+    "label",
+)
+# What is learned: a whole chat, or behind a prompt also a worked solution, or an answer as GSM8K
+# writes it.
 _COMPLETION_FIELDS = ("messages", "completion", "solution", "answer")
 _LAST_ROLES = ("user", "tool", "assistant")
 _CHAT_AS_TEXT = re.compile(r"""\s*+\[?\s*+\{\s*+["'](?:role|content)["']""")
@@ -27,28 +41,36 @@ PANDAS_INDEX = "__index_level_0__"
 """The column in which pandas numbers rows."""
 
 Answers = Literal["required", "optional", "unused", "learned"]
-"""What becomes of a row whose answer the verifier can't use: "required", it is refused; "optional", it is a problem
-without answer if the row has none that is text or a number, and refused if it has; "unused", it is one in any case.
-"learned": no answer is read, and the row must have a completion to learn from."""
+"""What becomes of a row whose answer the verifier can't use: "required", it is refused; "optional",
+it is a problem without answer if the row has none that is text or a number, and refused if it has;
+"unused", it is one in any case. "learned": no answer is read, and the row must have a completion to
+learn from.
+"""
 
 
 def problem_from_row(
-    row: Mapping[str, Any] | str | bytes, *, source: str, index: int, keep_columns: bool = False,
+    row: Mapping[str, Any] | str | bytes,
+    *,
+    source: str,
+    index: int,
+    keep_columns: bool = False,
     answers: Answers = "required",
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Make a problem from one row.
 
     Args:
-        row: the row's fields, or its JSON text. A table's chats and tools have the fields of all rows, so their nulls
-            stand for nothing, at any depth; a null in JSON text is what the row says.
+        row: the row's fields, or its JSON text. A table's chats and tools have the fields of all
+            rows, so their nulls stand for nothing, at any depth; a null in JSON text is what the
+            row says.
         source: name to use where the row has no `data_source`.
         index: 0-based row number.
         keep_columns: whether the problem has `columns`.
         answers: handling of a row without a usable answer.
 
     Raises:
-        UserError: if the row is not a JSON object, its schema is unknown, its prompt is empty, or it has no answer and
-            needs one, or one that nothing could match; or no completion, or an empty one, where it is learned.
+        UserError: if the row is not a JSON object, its schema is unknown, its prompt is empty, or
+            it has no answer and needs one, or one that nothing could match; or no completion, or an
+            empty one, where it is learned.
     """
     given = row if isinstance(row, Mapping) else _parse_json(row)
     row = chats_without_nulls(given) if isinstance(row, Mapping) else given
@@ -82,7 +104,9 @@ def problem_from_row(
         tools=_tools(row) if messages or completion else (),
         solution=solution,
         completion=completion,
-        columns={name: given[name] for name in given if name not in _NO_COLUMNS} if keep_columns else {},
+        columns={name: given[name] for name in given if name not in _NO_COLUMNS}
+        if keep_columns
+        else {},
     )
 
 
@@ -111,19 +135,24 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
         messages = value
         if not messages or messages[-1]["role"] not in _LAST_ROLES:
             raise UserError(
-                f"field {field!r}: the last message must be the user's or a tool's, or the assistant's to continue"
+                f"field {field!r}: the last message must be the user's or a tool's, or the "
+                "assistant's to continue"
             )
         asked = [message["content"] for message in messages if message["role"] == "user"]
         value = asked[-1] if asked else messages[-1]["content"]
     if not isinstance(value, str):
-        raise UserError(f"field {field!r} is {type(value).__name__}, not text or a list of messages")
+        raise UserError(
+            f"field {field!r} is {type(value).__name__}, not text or a list of messages"
+        )
     if not value.strip():
         raise UserError("the prompt is empty")
     return value, messages
 
 
 def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
-    """What is learned of a row: the text after its prompt, or messages, of which the assistant's are."""
+    """What is learned of a row: the text after its prompt, or messages, of which the assistant's
+    are.
+    """
     field, *_ = _present(row, _COMPLETION_FIELDS, "completion")
     value = _chat_or_text(row[field], field)
     if isinstance(value, str) and field != "messages":
@@ -131,10 +160,15 @@ def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
             raise UserError(f"field {field!r}: the completion is empty")
         return value if field == "completion" else value.strip(), ()
     if not isinstance(value, tuple):
-        raise UserError(f"field {field!r} is {type(value).__name__}, not a list of messages or, after a prompt, text")
+        raise UserError(
+            f"field {field!r} is {type(value).__name__}, not a list of messages or, after a "
+            "prompt, text"
+        )
     turns = [message for message in value if message["role"] == "assistant"]
     if not turns or not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
-        raise UserError(f"field {field!r} has {'an empty' if turns else 'no'} turn of the assistant")
+        raise UserError(
+            f"field {field!r} has {'an empty' if turns else 'no'} turn of the assistant"
+        )
     return "", messages_to_learn(value, field)
 
 
@@ -143,15 +177,21 @@ def _chat_or_text(value: Any, field: str) -> Any:
     if isinstance(value, str) and _CHAT_AS_TEXT.match(value):
         value = literal(value)
         if value is None:
-            raise UserError(f"field {field!r} starts as a chat written as text, but is not valid JSON")
+            raise UserError(
+                f"field {field!r} starts as a chat written as text, but is not valid JSON"
+            )
         value = [value] if isinstance(value, dict) else value
-    return tuple(_message(message, field) for message in value) if isinstance(value, list) else value
+    return (
+        tuple(_message(message, field) for message in value) if isinstance(value, list) else value
+    )
 
 
 def _message(message: Any, field: str) -> Message:
     """A message with text as content, without the null fields that a table gives it."""
     if not isinstance(message, Mapping):
-        raise UserError(f"field {field!r}: every message must be an object with a role and a content")
+        raise UserError(
+            f"field {field!r}: every message must be an object with a role and a content"
+        )
     kept = {str(name): value for name, value in message.items() if value is not None}
     content = kept.get("content")
     if content is None and kept.get("tool_calls"):
@@ -164,11 +204,17 @@ def _message(message: Any, field: str) -> Message:
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The column `tools` where it is a list of JSON schemas or the text of one; else it is for the reward alone."""
+    """The column `tools` where it is a list of JSON schemas or the text of one; else it is for the
+    reward alone.
+    """
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -186,11 +232,15 @@ def _checked_answer(row: Mapping[str, Any], prompt: str) -> tuple[str, str]:
         raise NoAnswer(f"the answer {answer_defect(answer)}")
     reason = reason_for_no_answer(answer, prompt)
     if reason is not None:
-        raise NoAnswer(f"the answer is {shorten(answer)}, {reason}; write its value or leave the row out")
+        raise NoAnswer(
+            f"the answer is {shorten(answer)}, {reason}; write its value or leave the row out"
+        )
     if defect := answer_defect(answer):
         raise UserError(f"the answer {defect}: {shorten(answer)}")
     if digit := _FOREIGN_DIGIT.search(answer):
-        raise UserError(f"the answer {shorten(answer)} has the digit {digit[0]!r}, write {int(digit[0])}")
+        raise UserError(
+            f"the answer {shorten(answer)} has the digit {digit[0]!r}, write {int(digit[0])}"
+        )
     return answer, solution
 
 
@@ -198,7 +248,11 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     fields = _present(row, _ANSWER_FIELDS, "answer", NoAnswer)
     solution = _solution(row)
-    field = fields[1] if fields == ["solution", "label"] and notation.last_boxed(solution) is None else fields[0]
+    field = (
+        fields[1]
+        if fields == ["solution", "label"] and notation.last_boxed(solution) is None
+        else fields[0]
+    )
     value = row[field]
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
@@ -214,17 +268,23 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
         solution, _, value = value.rpartition("####")
     answer, choices = answer_text(value, field), row.get("choices") or row.get("options")
     choices = choices.get("text") if isinstance(choices, Mapping) else choices
-    indexed = answer.isdecimal() and (isinstance(value, int) or answer not in map(str, choices or ()))
+    indexed = answer.isdecimal() and (
+        isinstance(value, int) or answer not in map(str, choices or ())
+    )
     if indexed and choices and isinstance(choices, list):
         raise UserError(
-            f"field {field!r} is {answer} beside {len(choices)} choices, an index from 0 or 1; write the letter of "
-            "the right choice, or its text"
+            f"field {field!r} is {answer} beside {len(choices)} choices, an index from 0 or 1; "
+            "write the letter of the right choice, or its text"
         )
     return answer, solution.strip()
 
 
-def _present(row: Mapping[str, Any], names: Sequence[str], what: str, error: type[UserError] = UserError) -> list[str]:
-    """The fields of these names that a row has, null ones aside; an error lists the row's own if there are none."""
+def _present(
+    row: Mapping[str, Any], names: Sequence[str], what: str, error: type[UserError] = UserError
+) -> list[str]:
+    """The fields of these names that a row has, null ones aside; an error lists the row's own if
+    there are none.
+    """
     found = [name for name in row if row[name] is not None]
     if not (fields := [name for name in names if name in found]):
         has = shorten_name(", ".join(map(str, found))) if found else "none"
@@ -245,9 +305,14 @@ def _olympiad_answer(row: Mapping[str, Any]) -> Any:
     answer = answers[0].strip()
     if row.get("is_multiple_answer"):
         # ", " keeps 2500,750 from reading as a number of digit groups
-        answer = ", ".join(notation.split_elements(answer.replace("$", ""), ",", digit_groups=False))
+        answer = ", ".join(
+            notation.split_elements(answer.replace("$", ""), ",", digit_groups=False)
+        )
     if row.get("error"):
-        if _FOREIGN_DIGIT.search(str(row["error"])) or numbers.parse_number(str(row["error"])) is None:
+        if (
+            _FOREIGN_DIGIT.search(str(row["error"]))
+            or numbers.parse_number(str(row["error"])) is None
+        ):
             raise UserError(f"field 'error' is {shorten(row['error'])}, not a number")
         answer += rf"\tolerance{{{row['error']}}}"
     return answer

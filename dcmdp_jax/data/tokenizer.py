@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
-# A chat that no template contains: characters that every tokenizer should have, a line break and a run of spaces.
+# A chat that no template contains: characters that every tokenizer should have, a line break and a
+# run of spaces.
 _MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
 _CHAT = tuple(
     {"role": role, "content": content}
@@ -28,7 +29,8 @@ _CHAT = tuple(
 )
 # What pre-tokenizers and normalizers treat differently.
 _SAMPLE = (
-    "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, \u6570\u5b66 \U0001f600\r\n "
+    "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, "
+    "\u6570\u5b66 \U0001f600\r\n "
 )
 
 
@@ -37,18 +39,21 @@ _SAMPLE_DATE = datetime(2000, 1, 1)
 
 
 def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer for chat prompts; never run code that comes with it. All commands load theirs here.
+    """Load a tokenizer for chat prompts; never run code that comes with it. All commands load
+    theirs here.
 
-    tokenizer.json is read as it is where the class that tokenizer_config.json names would give other ids: transformers
-    5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer, and spaces and line breaks are lost.
+    tokenizer.json is read as it is where the class that tokenizer_config.json names would give
+    other ids: transformers 5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer,
+    and spaces and line breaks are lost.
 
     Args:
         path: a directory in Hugging Face format, or a Hub name.
         vocab_size: the model's; None without a model.
 
     Raises:
-        UserError: if there is no tokenizer there, it has more tokens than the model, no chat template, one that leaves
-            out a message of a chat, or no end-of-sequence token, or its ids do not decode to the text.
+        UserError: if there is no tokenizer there, it has more tokens than the model, no chat
+            template, one that leaves out a message of a chat, or no end-of-sequence token, or its
+            ids do not decode to the text.
     """
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
@@ -59,49 +64,71 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
         raise UserError(f"tokenizer {path}: no such directory")
     if directory.is_dir() and not has_tokenizer(directory):
         # transformers makes an empty one where config.json names a model whose tokenizer it knows.
-        raise UserError(f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer files in")
+        raise UserError(
+            f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer "
+            "files in"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(directory) if directory.is_dir() else path, trust_remote_code=False, local_files_only=directory.is_dir()
+            str(directory) if directory.is_dir() else path,
+            trust_remote_code=False,
+            local_files_only=directory.is_dir(),
         )
-    except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
+    except (
+        Exception
+    ) as error:  # missing files, broken JSON and unknown classes all raise differently
         reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
         raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
     check_tokenizer(tokenizer)
     if not directory.is_dir():
         # In the Hub's cache, where transformers just put it.
-        known = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES)
+        known = (
+            cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            for name in TOKENIZER_FILES
+        )
         directory = Path(next(filter(None, known))).parent
     tokenizer = _as_written(tokenizer, directory)
     tokenizer.name_or_path = str(directory)
     fix_date(tokenizer, datetime.now())
     if vocab_size is not None and len(tokenizer) > vocab_size:
-        beyond = [token.content for place, token in tokenizer.added_tokens_decoder.items() if place >= vocab_size]
+        beyond = [
+            token.content
+            for place, token in tokenizer.added_tokens_decoder.items()
+            if place >= vocab_size
+        ]
         # Yi-1.5's own tokenizer has three such tokens.
-        own = f"; if this is it, the model can't read {shorten(beyond)}: delete them from its files" if beyond else ""
+        own = (
+            f"; if this is it, the model can't read {shorten(beyond)}: delete them from its files"
+            if beyond
+            else ""
+        )
         raise UserError(
-            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own "
-            f"tokenizer{own}"
+            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the "
+            f"model's own tokenizer{own}"
         )
     if not _is_in_vocabulary(tokenizer.eos_token, directory):
         # transformers adds it as a new token, which no model writes.
         raise UserError(
-            f"tokenizer {path}: its end token {shorten(tokenizer.eos_token)} is not in its vocabulary; set eos_token "
-            "in tokenizer_config.json to the model's own"
+            f"tokenizer {path}: its end token {shorten(tokenizer.eos_token)} is not in its "
+            "vocabulary; set eos_token in tokenizer_config.json to the model's own"
         )
     _check_round_trip(tokenizer, path)
     return tokenizer
 
 
 def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
-    """Let the chat template write this date (`strftime_now`) whenever it is rendered; a time zone is ignored."""
+    """Let the chat template write this date (`strftime_now`) whenever it is rendered; a time zone
+    is ignored.
+    """
     render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
     write_date = moment.replace(tzinfo=None).strftime
     tokenizer.apply_chat_template = functools.partial(render, strftime_now=write_date)
 
 
 def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory's tokenizer.json as it is, where that gives other ids than the class given."""
+    """The tokenizer of a directory's tokenizer.json as it is, where that gives other ids than the
+    class given.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if not (directory / "tokenizer.json").is_file() or type(tokenizer) is PreTrainedTokenizerFast:
@@ -121,17 +148,22 @@ def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrain
 def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of a chat's text with what tokenizers treat differently."""
     try:
-        text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}], strftime_now=_SAMPLE_DATE.strftime)
+        text = render_chat(
+            tokenizer, [{"role": "user", "content": _SAMPLE}], strftime_now=_SAMPLE_DATE.strftime
+        )
     except Exception:  # What templates raise; `render_checked` words it.
         text = _SAMPLE
     return encode_texts(tokenizer, [text], "a chat of one question")[0]
 
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str) -> list[list[int]]:
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str
+) -> list[list[int]]:
     """Ids of texts, in which special tokens are recognized and none is added.
 
     Raises:
-        UserError: in one line with `what` the texts are, for whatever the tokenizers library raises.
+        UserError: in one line with `what` the texts are, for whatever the tokenizers library
+            raises.
     """
     return _encoded(tokenizer, texts, what)["input_ids"] if texts else []
 
@@ -139,7 +171,8 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what:
 def encode_with_offsets(
     tokenizer: PreTrainedTokenizerBase, text: str, what: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of a text as `encode_texts`, and for each its first character in the text and the one behind its last.
+    """Ids of a text as `encode_texts`, and for each its first character in the text and the one
+    behind its last.
 
     Raises:
         UserError: in one line with `what` the text is.
@@ -148,29 +181,35 @@ def encode_with_offsets(
     return encoded["input_ids"][0], encoded["offset_mapping"][0]
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str, **options: Any) -> Any:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str, **options: Any
+) -> Any:
     try:
         return tokenizer(list(texts), add_special_tokens=False, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library does not derive from Exception
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: can't encode {what} ({shorten_name(one_line(error))}); compare "
-            "tokenizer.json with the model's own"
+            f"tokenizer {tokenizer.name_or_path}: can't encode {what} "
+            f"({shorten_name(one_line(error))}); compare tokenizer.json with the model's own"
         ) from error
 
 
 def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a template that leaves out a message, and a tokenizer that loses characters without a word."""
-    text = render_checked(tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions")
+    """Refuse a template that leaves out a message, and a tokenizer that loses characters without a
+    word.
+    """
+    text = render_checked(
+        tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions"
+    )
     ids = encode_texts(tokenizer, [text], "a chat of two questions")[0]
     back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if _MESSAGE in back:
         return
     if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
         raise UserError(
-            f"tokenizer {path}: {shorten(text)} becomes {shorten(back)} by its ids; its files do not fit each other: "
-            "compare tokenizer.json with the model's own"
+            f"tokenizer {path}: {shorten(text)} becomes {shorten(back)} by its ids; its files do "
+            "not fit each other: compare tokenizer.json with the model's own"
         )
     _LOG.warning("tokenizer %s: %s has unknown tokens: %s", path, shorten(text), shorten(back))
 
@@ -195,13 +234,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     name = tokenizer.name_or_path or type(tokenizer).__name__
     if not tokenizer.chat_template:
         raise UserError(
-            f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside tokenizer_config.json, "
-            "or use the tokenizer of its instruction-tuned version"
+            f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside "
+            "tokenizer_config.json, or use the tokenizer of its instruction-tuned version"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"tokenizer {name}: no end-of-sequence token, so no completion would end; set eos_token in "
-            "tokenizer_config.json"
+            f"tokenizer {name}: no end-of-sequence token, so no completion would end; set "
+            "eos_token in tokenizer_config.json"
         )
 
 
@@ -210,26 +249,27 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """Every token that ends a completion: the tokenizer's own and the ones in a model's directory.
 
-    Chat models end a turn and a text with different tokens; their generation_config.json lists both.
+    Chat models end a turn and a text with different tokens; their generation_config.json lists
+    both.
 
     Args:
         tokenizer: its `eos_token_id` counts where it has one.
-        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; missing
-            files are skipped.
+        model_dir: directory whose generation_config.json and config.json are read for
+            `eos_token_id`; missing files are skipped.
         vocab_size: the model's, whose completions never end with an id beyond.
 
     Returns:
         The ids, ascending, without repeats.
 
     Raises:
-        UserError: if one of the files is malformed, an id is outside the model's vocabulary, or nothing names an end
-            token.
+        UserError: if one of the files is malformed, an id is outside the model's vocabulary, or
+            nothing names an end token.
     """
     ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     if ids and max(ids) >= vocab_size:
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's tokens are 0 to "
-            f"{vocab_size - 1}; use the model's own tokenizer"
+            f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's tokens "
+            f"are 0 to {vocab_size - 1}; use the model's own tokenizer"
         )
     for name in ("generation_config.json", "config.json") if model_dir is not None else ():
         path = Path(model_dir).expanduser() / name
@@ -240,23 +280,32 @@ def end_token_ids(
             if item is None:
                 continue
             if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
-                raise UserError(f"{path}: eos_token_id is {shorten(value)}, must be a token id or a list of them")
+                raise UserError(
+                    f"{path}: eos_token_id is {shorten(value)}, must be a token id or a list of "
+                    "them"
+                )
             if item >= vocab_size:
                 raise UserError(
-                    f"{path}: eos_token_id is {shorten(value)}, the model's tokens are 0 to {vocab_size - 1}; write "
-                    "the ids of those that end its completions"
+                    f"{path}: eos_token_id is {shorten(value)}, the model's tokens are 0 to "
+                    f"{vocab_size - 1}; write the ids of those that end its completions"
                 )
             ids.add(item)
     if not ids:
-        raise UserError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
+        raise UserError(
+            "no end token: neither the tokenizer nor the model's configuration names an "
+            "eos_token_id"
+        )
     return tuple(sorted(ids))
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """What matches each control token in a text."""
     added = tokenizer.added_tokens_decoder.values()
-    # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
-    names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
+    # Some models do not call theirs special (<think>); other added tokens are plain text, such as
+    # runs of spaces.
+    names = [
+        token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)
+    ]
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
 
@@ -270,14 +319,18 @@ def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     return text
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
-    """Write a tokenizer, and a generation_config.json with its first and padding token and every end token.
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]
+) -> None:
+    """Write a tokenizer, and a generation_config.json with its first and padding token and every
+    end token.
 
-    The files that the tokenizer was read from are copied, because `save_pretrained` may write others, of the
-    class, not of the source. One that was made in memory is saved.
+    The files that the tokenizer was read from are copied, because `save_pretrained` may write
+    others, of the class, not of the source. One that was made in memory is saved.
 
-    `end_token_ids` finds them there, and so does an exported model, which without them is sampled past the end of a
-    chat turn. The file has nothing else, because engines take its temperature and top-k as their defaults.
+    `end_token_ids` finds them there, and so does an exported model, which without them is sampled
+    past the end of a chat turn. The file has nothing else, because engines take its temperature and
+    top-k as their defaults.
 
     Raises:
         UserError: if what was written gives other ids.
@@ -292,8 +345,14 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, en
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
     if _sample_ids(load_tokenizer(str(directory.resolve()))) != _sample_ids(tokenizer):
-        raise UserError(f"{directory}: the tokenizer that was written gives other ids than that of {source}")
+        raise UserError(
+            f"{directory}: the tokenizer that was written gives other ids than that of {source}"
+        )
     path = directory / "generation_config.json"
-    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [*end_ids]}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": [*end_ids],
+    }
     ids = {name: value for name, value in ids.items() if value is not None}
     path.write_text(json.dumps(ids) + "\n", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Calls of tools in a turn of the policy: where they stand, and their arguments by the tools' JSON schemas."""
+"""Calls of tools in a turn of the policy: where they stand, and their arguments by the tools' JSON
+schemas.
+"""
 
 import contextlib
 import json
@@ -25,7 +27,9 @@ CALL_FORMATS = {
         "example": "<function=...><parameter=...>...</parameter></function>",
     },
 }
-"""Formats that chat templates write calls in, by name: the syntax of a call, and the marks around it."""
+"""Formats that chat templates write calls in, by name: the syntax of a call, and the marks around
+it.
+"""
 
 # Looping text is read from each of its braces to its end.
 _MOST_UNCLOSED_OBJECTS = 1000
@@ -54,9 +58,9 @@ def find_calls(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Find the calls in a turn.
 
-    A call has a known tool's name and its arguments, wherever it stands. Between the format's marks, which say that a
-    call is meant, it may have another name or no arguments, and anything else there is a problem. The rest of the turn
-    is the answer. Nothing in a thought is a call.
+    A call has a known tool's name and its arguments, wherever it stands. Between the format's
+    marks, which say that a call is meant, it may have another name or no arguments, and anything
+    else there is a problem. The rest of the turn is the answer. Nothing in a thought is a call.
 
     Args:
         text: the turn, with the mark of a thought that its prompt begins.
@@ -64,7 +68,8 @@ def find_calls(
         call_format: one of `CALL_FORMATS`.
 
     Returns:
-        The calls in order, each with `name` and `arguments`; for each mark without a call how one is written.
+        The calls in order, each with `name` and `arguments`; for each mark without a call how one
+        is written.
     """
     text = _THOUGHT.sub("", text)
     functions = tool_functions(tools)
@@ -92,11 +97,15 @@ def find_calls(
         unclosed_objects += not end
         if unclosed_objects > _MOST_UNCLOSED_OBJECTS:
             break
-        if call is None or not (is_marked or (call["name"] in functions and call["arguments"] is not None)):
+        if call is None or not (
+            is_marked or (call["name"] in functions and call["arguments"] is not None)
+        ):
             continue
         schemas = _properties(functions.get(call["name"], {}))
         arguments = (call["arguments"] or {}).items()
-        typed = {name: _typed(value, schemas.get(name, {}), is_text=is_xml) for name, value in arguments}
+        typed = {
+            name: _typed(value, schemas.get(name, {}), is_text=is_xml) for name, value in arguments
+        }
         calls.append({"name": call["name"], "arguments": typed})
         call_end = end
         unread = None
@@ -110,7 +119,9 @@ def find_calls(
 def tool_functions(tools: Sequence[Schema]) -> dict[str, Schema]:
     """The tools' descriptions by their names, of schemas with `function` around them or without."""
     functions = [tool.get("function", tool) for tool in tools]
-    return {function.get("name"): function for function in functions if isinstance(function, Mapping)}
+    return {
+        function.get("name"): function for function in functions if isinstance(function, Mapping)
+    }
 
 
 def _properties(function: Schema) -> Schema:
@@ -119,7 +130,9 @@ def _properties(function: Schema) -> Schema:
 
 
 def _read_object(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
-    """The call that a JSON object is, None if it is none; and the object's end, 0 if it has none."""
+    """The call that a JSON object is, None if it is none; and the object's end, 0 if it has
+    none.
+    """
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -144,7 +157,10 @@ def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int
         parameter = _PARAMETER.match(text, end)
     closing = _FUNCTION_END.match(text, end)
     end = closing.end() if closing else end
-    return {"name": start["name"].strip(), "arguments": arguments if arguments or closing else None}, end
+    return {
+        "name": start["name"].strip(),
+        "arguments": arguments if arguments or closing else None,
+    }, end
 
 
 def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
@@ -153,7 +169,8 @@ def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
     Args:
         value: the argument.
         schema: its schema.
-        is_text: whether its syntax has text alone, which then is text only where it can be nothing else.
+        is_text: whether its syntax has text alone, which then is text only where it can be nothing
+            else.
     """
     readings = [value]
     if isinstance(value, str) and _described(schema):
@@ -169,7 +186,8 @@ def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
 
 
 def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[str, Any]:
-    """The arguments of a call, which fit the tool's schema. Null for one that may be left out leaves it out.
+    """The arguments of a call, which fit the tool's schema. Null for one that may be left out
+    leaves it out.
 
     Args:
         arguments: by name.
@@ -198,11 +216,12 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
 def checked_value(value: Any, schema: Schema, name: str) -> Any:
     """A value that fits its JSON schema; 3.0 is an integer, as an int, and true is none.
 
-    Read are `type`, `nullable`, `enum`, `anyOf`, `items`, `prefixItems` and `additionalProperties`, which schemas of
-    Python functions have.
+    Read are `type`, `nullable`, `enum`, `anyOf`, `items`, `prefixItems` and `additionalProperties`,
+    which schemas of Python functions have.
 
     Raises:
-        ValueError: in one line with the name of the value or its entry, what it must be, and what it is.
+        ValueError: in one line with the name of the value or its entry, what it must be, and what
+            it is.
     """
     if not schema or (value is None and _allows_null(schema)):
         return value
@@ -216,9 +235,14 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
     if "integer" in types and isinstance(value, float) and value.is_integer():
         value = int(value)
     is_bool = isinstance(value, bool)
-    fits = any(isinstance(value, _TYPES[type_name][1]) and is_bool == (type_name == "boolean") for type_name in types)
+    fits = any(
+        isinstance(value, _TYPES[type_name][1]) and is_bool == (type_name == "boolean")
+        for type_name in types
+    )
     is_typed = bool(types) or "anyOf" in schema
-    is_listed = listed is None or any(value == entry and is_bool == isinstance(entry, bool) for entry in listed)
+    is_listed = listed is None or any(
+        value == entry and is_bool == isinstance(entry, bool) for entry in listed
+    )
     if (is_typed and not fits) or not is_listed:
         raise ValueError(f"{name} must be {_described(schema)}, got {shorten(value)}")
 
@@ -226,7 +250,10 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
         if first and len(value) != len(first):
             raise ValueError(f"{name} must have {len(first)} entries, got {shorten(value)}")
         schemas = first or [schema.get("items")] * len(value)
-        return [checked_value(value[place], schemas[place], f"{name}[{place}]") for place in range(len(value))]
+        return [
+            checked_value(value[place], schemas[place], f"{name}[{place}]")
+            for place in range(len(value))
+        ]
     if isinstance(value, dict):
         schema = schema.get("additionalProperties")
         return {key: checked_value(entry, schema, f"{name}.{key}") for key, entry in value.items()}

@@ -1,6 +1,7 @@
 """The base class of an engine's kind, and the records it is checked, measured and built with.
 
-Imports nothing heavy: the config asks the kinds. Their methods import what they need when they are called.
+Imports nothing heavy: the config asks the kinds. Their methods import what they need when they are
+called.
 """
 
 from __future__ import annotations
@@ -55,27 +56,33 @@ class EngineArguments:
     """All that an engine may want to know; each takes what it needs. Errors about these name them.
 
     Attributes:
-        precision, compute_dtype, kv_cache_dtype: number formats of weights, activations and cache, of the kind's
-            `choices`, checked before.
+        precision, compute_dtype, kv_cache_dtype: number formats of weights, activations and cache,
+            of the kind's `choices`, checked before.
         max_total_tokens: longest prompt with its completion.
         max_rows: completions decoded at the same time.
         min_rows: batches of an engine that shrinks them do not get smaller; 0: its own choice.
         settings: the engine's own, an instance of the kind's `settings`.
-        routed_experts: return the experts of each token with the episodes (column `routed_experts`).
-        top_logprobs: k, return the likeliest tokens and their log-probs too (columns `top_ids`, `top_logprobs`).
+        routed_experts: return the experts of each token with the episodes (column
+            `routed_experts`).
+        top_logprobs: k, return the likeliest tokens and their log-probs too (columns `top_ids`,
+            `top_logprobs`).
         directory: the engine's files, such as a log. Made by the engine.
         model: shape of the model; None while only settings are checked.
-        mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
+        mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts
+            JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
-        prepare: compile programs and start processes beside what the trainer does: for a run of many calls.
-        first_calls: prompts and distribution of the calls that such a run begins with. None: as many completions are
-            scored, of the longest length.
+        prepare: compile programs and start processes beside what the trainer does: for a run of
+            many calls.
+        first_calls: prompts and distribution of the calls that such a run begins with. None: as
+            many completions are scored, of the longest length.
         param_dtype: dtype of the pushed parameters.
-        platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
-        host_devices: devices of each host that is planned for and not here; 0: as many as this machine has.
+        platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda",
+            "tpu"; "" unknown.
+        host_devices: devices of each host that is planned for and not here; 0: as many as this
+            machine has.
         lag: steps that sampling runs ahead of training (`rollout.lag`).
-        lora: shape of the adapters that are pushed apart from their base, see `EngineKind.takes_adapters`; None: a push
-            is of one model.
+        lora: shape of the adapters that are pushed apart from their base, see
+            `EngineKind.takes_adapters`; None: a push is of one model.
     """
 
     precision: str = "exact"
@@ -107,7 +114,8 @@ class Lowerable(NamedTuple):
         name: "step", "prefill", ...
         trace: gives the traced program.
         held: bytes on each device of its arguments that live longer than it, by kind.
-        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
+        row_lengths: lengths of the rows that attention runs over; empty where each row has one
+            query.
         tokens: fewest tokens of a device in a forward pass.
     """
 
@@ -143,7 +151,8 @@ class DeviceShare(NamedTuple):
     Attributes:
         trainer: the trainer's part of each device, in (0, 1].
         reason: why the rest is not sampled from, for people.
-        sampling: the engine's part while it samples; 0 where the trainer's part is its own at all times.
+        sampling: the engine's part while it samples; 0 where the trainer's part is its own at all
+            times.
     """
 
     trainer: float
@@ -154,22 +163,27 @@ class DeviceShare(NamedTuple):
 class EngineKind:
     """Record of one kind of inference engine, with its abilities, checks, memory and builder.
 
-    An engine derives a class from this one and makes one instance of it, `ENGINE` in a built-in engine's folder.
+    An engine derives a class from this one and makes one instance of it, `ENGINE` in a built-in
+    engine's folder.
 
     Attributes:
         name: name in messages; of a built-in engine the value of `engine`.
         settings: frozen dataclass whose fields are declared with `fields.setting`.
-        precisions: allowed precisions of its weights, the first by default; empty: not for the caller to choose.
+        precisions: allowed precisions of its weights, the first by default; empty: not for the
+            caller to choose.
         compute_dtypes, cache_dtypes: allowed dtypes of activations and of the key-value cache.
         quantized: the precisions with quantized weights.
         quantized_compute: the activations' dtype that adds least to their error.
-        emulated, emulated_caches: the precisions and caches whose roundings the training stack can repeat.
+        emulated, emulated_caches: the precisions and caches whose roundings the training stack can
+            repeat.
         temperatures: smallest and largest temperature above 0 that it applies unchanged.
-        pushes: takes the trainer's weights. One that does not holds its own, and can't be trained with.
+        pushes: takes the trainer's weights. One that does not holds its own, and can't be trained
+            with.
         scores: has `score`.
         routes: can return the experts of each token.
         most_top_logprobs: largest `top_logprobs` that it returns; 0: none.
-        own_process: computes in another process. One that does not uses JAX's devices: its rows are cut to what fits.
+        own_process: computes in another process. One that does not uses JAX's devices: its rows are
+            cut to what fits.
     """
 
     name: str = ""
@@ -198,9 +212,11 @@ class EngineKind:
         raise NotImplementedError
 
     def check(self, arguments: EngineArguments) -> None:
-        """Refuse settings that do not fit each other, nor a model that is known; nothing is loaded or started.
+        """Refuse settings that do not fit each other, nor a model that is known; nothing is loaded
+        or started.
 
-        Called twice, for the settings alone (`model` None, `platform` ""), and when model and platform are known.
+        Called twice, for the settings alone (`model` None, `platform` ""), and when model and
+        platform are known.
         """
 
     def check_machine(self, arguments: EngineArguments) -> str:
@@ -208,11 +224,16 @@ class EngineKind:
         return ""
 
     def takes_adapters(self, settings: Any) -> bool:
-        """Whether a trainer of adapters pushes `models.lora.Adapted`: the base, and A and B, unmerged."""
+        """Whether a trainer of adapters pushes `models.lora.Adapted`: the base, and A and B,
+        unmerged.
+        """
         return False
 
-    def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
-        """The roundings of a precision and a cache, each may be "full". Refuses what the trainer can't repeat.
+    def scheme(
+        self, arguments: EngineArguments, precision: str, cache: str, platform: str
+    ) -> Scheme:
+        """The roundings of a precision and a cache, each may be "full". Refuses what the trainer
+        can't repeat.
 
         By default the roundings of the weights, and of a cache to nearest.
 
@@ -230,7 +251,9 @@ class EngineKind:
     def reserve_device_share(self, settings: Any, engines: int) -> None:
         """Leave the share of so many such engines free on the devices, before JAX starts."""
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
+    def memory(
+        self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int
+    ) -> list[MemoryPart]:
         """Parts of memory with `rows` completions decoded at a time."""
         return []
 
@@ -250,24 +273,30 @@ class EngineKind:
         """`build` the engine, and check that it has the methods of `protocol.Engine`.
 
         Raises:
-            UserError, EngineError, MemoryError: see `build`; UserError naming a method that is missing.
+            UserError, EngineError, MemoryError: see `build`; UserError naming a method that is
+                missing.
         """
         engine = self.build(arguments)
         wanted = ("push_weights", "generate", "release_weights", "close", *("score",) * self.scores)
         if missing := [name for name in wanted if not callable(getattr(engine, name, None))]:
             raise ArgumentError(
-                "engine", f"{self.name}: build returned {shorten(engine)}, which has no method {missing[0]}"
+                "engine",
+                f"{self.name}: build returned {shorten(engine)}, which has no method {missing[0]}",
             )
         return engine
 
     def check_start(self, engine: Engine) -> None:
-        """Raise the EngineError of a start that `build` with `prepare` left to go on, if it has failed by now."""
+        """Raise the EngineError of a start that `build` with `prepare` left to go on, if it has
+        failed by now.
+        """
 
     @property
     def choices(self) -> dict[str, tuple[str, ...]]:
         """Allowed values of the arguments that depend on the engine, by name."""
         names = ("precision", "compute_dtype", "kv_cache_dtype")
-        found = dict(zip(names, (self.precisions, self.compute_dtypes, self.cache_dtypes), strict=True))
+        found = dict(
+            zip(names, (self.precisions, self.compute_dtypes, self.cache_dtypes), strict=True)
+        )
         return {name: allowed for name, allowed in found.items() if allowed}
 
     def check_top_logprobs(self, count: int) -> None:
@@ -277,7 +306,11 @@ class EngineKind:
             UserError: naming `top_logprobs` and what is allowed.
         """
         if count > self.most_top_logprobs:
-            most = f"at most {self.most_top_logprobs:g} likeliest tokens" if self.most_top_logprobs else "none"
+            most = (
+                f"at most {self.most_top_logprobs:g} likeliest tokens"
+                if self.most_top_logprobs
+                else "none"
+            )
             raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {most}")
 
     def check_temperature(self, temperature: float) -> None:
@@ -293,4 +326,6 @@ def check_temperature(engine: str, temperature: float, allowed: tuple[float, flo
     """
     low, high = allowed
     if temperature and not low <= temperature <= high:
-        raise ArgumentError("temperature", f"got {temperature}, {engine} takes 0 (greedy) or {low} .. {high}")
+        raise ArgumentError(
+            "temperature", f"got {temperature}, {engine} takes 0 (greedy) or {low} .. {high}"
+        )

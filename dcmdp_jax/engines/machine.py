@@ -6,10 +6,13 @@ import jax.numpy as jnp
 
 MEMORY_PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
-# Name of the part with the caches of rows that wait to continue; it is held while any program samples.
+# Name of the part with the caches of rows that wait to continue; it is held while any program
+# samples.
 PREEMPTED = "preempted caches, at most"
 LOGITS_HELD = 3
-"""Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked copy."""
+"""Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked
+copy.
+"""
 
 
 class Machine(NamedTuple):
@@ -19,8 +22,10 @@ class Machine(NamedTuple):
         platform: "cpu", "gpu" or "tpu".
         devices: number of devices of this process.
         device_bytes: bytes of each that JAX may use; None if unknown, and on a CPU.
-        host_bytes: bytes that can still be allocated, swap included; None if the system does not report it.
-        process_bytes: bytes that this process has already, which `host_bytes` counts too; 0 if unknown.
+        host_bytes: bytes that can still be allocated, swap included; None if the system does not
+            report it.
+        process_bytes: bytes that this process has already, which `host_bytes` counts too; 0 if
+            unknown.
     """
 
     platform: str
@@ -34,7 +39,9 @@ class Machine(NamedTuple):
         return {"host": size * count} if self.platform == "cpu" else {"each": size}
 
     def product_item(self, dtype: str) -> int:
-        """Bytes of a number in a product: XLA's CPU backend multiplies bfloat16 in float32, and copies for it."""
+        """Bytes of a number in a product: XLA's CPU backend multiplies bfloat16 in float32, and
+        copies for it.
+        """
         return 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
 
     def on_first(self, size: int) -> dict[str, int]:
@@ -52,8 +59,8 @@ class MemoryPart(NamedTuple):
         host: bytes in the host's memory.
         phases: phases of a step in which it is held.
         lower: settings that make it smaller; empty where none does.
-        certain: bytes that the run certainly needs, on each device, the first and the host; the rest is an estimate or
-            a worst case.
+        certain: bytes that the run certainly needs, on each device, the first and the host; the
+            rest is an estimate or a worst case.
     """
 
     name: str
@@ -65,7 +72,9 @@ class MemoryPart(NamedTuple):
     certain: tuple[int, int, int] = (0, 0, 0)
 
     def on(self, place: str, *, certain: bool = False) -> int:
-        """Bytes on the "first" device, on each of the "other" devices, or in the "host"'s memory."""
+        """Bytes on the "first" device, on each of the "other" devices, or in the "host"'s
+        memory.
+        """
         each, first, host = self.certain if certain else (self.each, self.first, self.host)
         return {"first": each + first, "other": each, "host": host}[place]
 

@@ -8,11 +8,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, broken_tokens, sample_alone
+from dcmdp_jax.engines.protocol import (
+    Engine,
+    EngineError,
+    SamplingParams,
+    broken_tokens,
+    sample_alone,
+)
 
 logger = logging.getLogger(__name__)
 
-# Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves.
+# Finished steps after which the noise floor is measured: once, and then rarely, for the policy
+# moves.
 NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
 SCORED_AGAIN = 32
 """Completions scored in one pass."""
@@ -37,9 +44,11 @@ def noise_floor(
     first: int = 0,
     drop: bool = False,
 ) -> tuple[float | None, dict[int, np.ndarray]]:
-    """Measure the distance of an engine's log-probs from its own in another batch shape. No budget below it can be met.
+    """Measure the distance of an engine's log-probs from its own in another batch shape. No budget
+    below it can be met.
 
-    Completions are scored in one pass, and the first few sampled once more, each alone: the larger distance counts.
+    Completions are scored in one pass, and the first few sampled once more, each alone: the larger
+    distance counts.
 
     Args:
         engine: still has the weights that sampled.
@@ -48,11 +57,13 @@ def noise_floor(
         distance: of two arrays of log-probs, [n] nats each.
         seed, step: numbers of that call.
         first: number of the first completion among those of all hosts.
-        drop: log an error of the engine: a diagnostic does not end a run that goes on without what is broken.
+        drop: log an error of the engine: a diagnostic does not end a run that goes on without what
+            is broken.
 
     Returns:
-        The floor, None where it is not due or no completion is usable; and number of a completion -> the log-probs of
-        its tokens in one pass, [T] float32 nats, none where the sampled distribution was cut.
+        The floor, None where it is not due or no completion is usable; and number of a completion
+        -> the log-probs of its tokens in one pass, [T] float32 nats, none where the sampled
+        distribution was cut.
 
     Raises:
         EngineError: if the engine breaks, unless `drop`.
@@ -62,7 +73,9 @@ def noise_floor(
     if step not in NOISE_FLOOR_STEPS or not usable:
         return None, {}
     few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
-    pairs = zip(*((episode.prompt_ids, episode.completion_ids) for episode in usable.values()), strict=True)
+    pairs = zip(
+        *((episode.prompt_ids, episode.completion_ids) for episode in usable.values()), strict=True
+    )
     try:
         scored = engine.score(*map(list, pairs), temperature=sampling.temperature)
         together, alone = sample_alone(engine, few, sampled_again(sampling), seed=seed, step=step)
@@ -73,9 +86,13 @@ def noise_floor(
         return None, {}
     masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
     again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
-    sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()])
+    sampled = np.concatenate(
+        [episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()]
+    )
     # An engine scores with its whole distribution.
     distances = [] if sampling.cuts else [distance(again, sampled)]
     if together.size:
         distances.append(distance(alone, together))
-    return max(distances, default=None), {} if sampling.cuts else dict(zip(usable, scored, strict=True))
+    return max(distances, default=None), {} if sampling.cuts else dict(
+        zip(usable, scored, strict=True)
+    )

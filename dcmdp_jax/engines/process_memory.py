@@ -1,4 +1,6 @@
-"""Memory of a command's process: unneeded libraries, freed heap. Imports nothing large, so it can come first."""
+"""Memory of a command's process: unneeded libraries, freed heap. Imports nothing large, so it can
+come first.
+"""
 
 import ctypes
 import importlib.util
@@ -15,8 +17,8 @@ _TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 def hide_torch() -> None:
     """Make PyTorch look not installed in a command's process.
 
-    transformers imports it wherever it is installed, though its tokenizers do not need it: 330 MiB and two seconds per
-    start.
+    transformers imports it wherever it is installed, though its tokenizers do not need it: 330 MiB
+    and two seconds per start.
     """
     sys.modules.setdefault("torch", None)
 
@@ -30,16 +32,18 @@ def show_torch() -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory in the process, in commands on the CPU.
 
-    Does nothing without glibc, and where JAX uses an accelerator (the host would keep the memory that loading a model
-    takes). Call it before anything else is imported.
+    Does nothing without glibc, and where JAX uses an accelerator (the host would keep the memory
+    that loading a model takes). Call it before anything else is imported.
 
-    XLA's CPU backend allocates a program's results and temporary memory at each call. glibc takes blocks of that size
-    from the kernel and returns them, and the kernel clears each page at its first use: a third of a training step, and
-    four fifths of an addition. All threads share one heap: with a heap for each, what one thread frees is of no use to
-    the others, and a model of 135M parameters took 12 GiB where 6.8 do.
+    XLA's CPU backend allocates a program's results and temporary memory at each call. glibc takes
+    blocks of that size from the kernel and returns them, and the kernel clears each page at its
+    first use: a third of a training step, and four fifths of an addition. All threads share one
+    heap: with a heap for each, what one thread frees is of no use to the others, and a model of
+    135M parameters took 12 GiB where 6.8 do.
 
-    glibc reads only at process start that the heap asks for pages of 2 MiB, which are cleared in a tenth of the time: a
-    command restarts once, in place, with `GLIBC_TUNABLES` set. If that is set already, nothing is restarted.
+    glibc reads only at process start that the heap asks for pages of 2 MiB, which are cleared in a
+    tenth of the time: a command restarts once, in place, with `GLIBC_TUNABLES` set. If that is set
+    already, nothing is restarted.
     """
     if platform.libc_ver()[0] != "glibc" or not jax_takes_cpu():
         return
@@ -49,24 +53,35 @@ def keep_freed_memory() -> None:
     elif _TUNABLES not in os.environ:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _TUNABLES: LARGE_PAGES})
     libc = ctypes.CDLL(None)
-    for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _PAD_BYTES)):
+    for parameter, value in (
+        (_ARENA_MAX, 1),
+        (_MMAP_MAX, 0),
+        (_TRIM_THRESHOLD, -1),
+        (_TOP_PAD, _PAD_BYTES),
+    ):
         libc.mallopt(parameter, value)
 
 
 class _Mallinfo2(ctypes.Structure):
     """glibc's count of its heaps: ten numbers of bytes and blocks."""
 
-    _fields_ = (("others", ctypes.c_size_t * 8), ("free_bytes", ctypes.c_size_t), ("top_bytes", ctypes.c_size_t))
+    _fields_ = (
+        ("others", ctypes.c_size_t * 8),
+        ("free_bytes", ctypes.c_size_t),
+        ("top_bytes", ctypes.c_size_t),
+    )
 
 
 def release_freed_memory(above: int = 0) -> None:
     """Return freed memory of all threads to the kernel, after a large use.
 
-    Reading a checkpoint leaves several times the model's size in freed copies, and a phase of a large model's step
-    leaves its temporary memory, which the next phase can use in part only. Does nothing without glibc.
+    Reading a checkpoint leaves several times the model's size in freed copies, and a phase of a
+    large model's step leaves its temporary memory, which the next phase can use in part only. Does
+    nothing without glibc.
 
     Args:
-        above: do nothing unless more bytes than these are free. Memory of a small model stays for the next call.
+        above: do nothing unless more bytes than these are free. Memory of a small model stays for
+            the next call.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -81,7 +96,9 @@ def release_freed_memory(above: int = 0) -> None:
 
 
 def jax_takes_cpu() -> bool:
-    """Whether JAX will use the CPU: `JAX_PLATFORMS` says so, or no other backend is installed. Does not import JAX."""
+    """Whether JAX will use the CPU: `JAX_PLATFORMS` says so, or no other backend is installed. Does
+    not import JAX.
+    """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms.split(",")[0] == "cpu"
     # JAX finds GPU backends in the namespace package jax_plugins; TPUs need libtpu.

@@ -1,4 +1,6 @@
-"""The protocol that every inference engine implements, and the validation of its inputs and outputs."""
+"""The protocol that every inference engine implements, and the validation of its inputs and
+outputs.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,8 @@ class SamplingParams:
     Attributes:
         group_size: completions for each prompt, G.
         max_completion_tokens: length limit of a completion, end-of-sequence included.
-        temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at temperature 1).
+        temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at
+            temperature 1).
         top_p: nucleus mass; below 1 the log-probs are of the cut distribution.
         top_k: likeliest tokens to sample from, cut before the nucleus, likewise; 0: all.
         stop_token_ids: a completion ends with the first of these.
@@ -37,9 +40,13 @@ class SamplingParams:
         if self.group_size < 1:
             raise ArgumentError("group_size", f"got {self.group_size}, must be at least 1")
         if self.max_completion_tokens < 1:
-            raise ArgumentError("max_completion_tokens", f"got {self.max_completion_tokens}, must be at least 1")
+            raise ArgumentError(
+                "max_completion_tokens", f"got {self.max_completion_tokens}, must be at least 1"
+            )
         if not self.temperature >= 0:
-            raise ArgumentError("temperature", f"got {self.temperature}, must be 0 (greedy) or above")
+            raise ArgumentError(
+                "temperature", f"got {self.temperature}, must be 0 (greedy) or above"
+            )
         if not 0 < self.top_p <= 1:
             raise ArgumentError("top_p", f"got {self.top_p}, must be in (0, 1]")
 
@@ -52,98 +59,124 @@ class SamplingParams:
 class Engine(Protocol):
     """Samples completions and reports the probabilities it sampled them with.
 
-    Weights arrive by `push_weights` and stay until the next push or `release_weights`. Sampling is a function of (seed,
-    step, row), row being `(first_prompt + prompt) * group_size + member`: neither batch composition nor earlier calls
-    change it, nor which of several engines samples a prompt.
+    Weights arrive by `push_weights` and stay until the next push or `release_weights`. Sampling is
+    a function of (seed, step, row), row being `(first_prompt + prompt) * group_size + member`:
+    neither batch composition nor earlier calls change it, nor which of several engines samples a
+    prompt.
     """
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Take the trainer's parameters, converted to the engine's own precision; return when they are in use.
+        """Take the trainer's parameters, converted to the engine's own precision; return when they
+        are in use.
 
         Returns:
             What was measured on the way, by the names of observe/metric_names.py.
         """
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """Sample `group_size` completions for each prompt.
 
-        Groups come as they finish, each complete and once, a restart of the engine included. The caller pulls: what it
-        does with a group overlaps with sampling where the engine samples in another process, and an error of its own
-        does not reach the engine. An empty list says that no group has finished since; it lets the caller look for a
-        signal.
+        Groups come as they finish, each complete and once, a restart of the engine included. The
+        caller pulls: what it does with a group overlaps with sampling where the engine samples in
+        another process, and an error of its own does not reach the engine. An empty list says that
+        no group has finished since; it lets the caller look for a signal.
 
-        Close the iterator to stop sampling; the engine stays usable. Calls do not overlap: the next one may end an
-        iterator that was left open.
+        Close the iterator to stop sampling; the engine stays usable. Calls do not overlap: the next
+        one may end an iterator that was left open.
 
-        Log-probs are returned as they are, NaN too: `protocol.unusable_completions` decides what becomes of those.
+        Log-probs are returned as they are, NaN too: `protocol.unusable_completions` decides what
+        becomes of those.
 
         Args:
             prompts: int32 token ids, one array per prompt.
             sampling: the distribution; `top_p` is ignored at temperature 0.
             seed, step: 0 .. 2^32 - 1; with the row they determine the random numbers.
-            first_prompt: number of the first prompt where these are a share of a larger batch. Episodes number their
-                groups from 0 in any case.
+            first_prompt: number of the first prompt where these are a share of a larger batch.
+                Episodes number their groups from 0 in any case.
 
         Returns:
             The groups that are complete, maybe none, now and then.
 
         Raises:
-            ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too long for the engine, a
-                seed, a step or a temperature out of range; at once, before the first group is asked for.
+            ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too
+                long for the engine, a seed, a step or a temperature out of range; at once, before
+                the first group is asked for.
             EngineError: if no weights were pushed; later if the engine breaks for good.
         """
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> list[np.ndarray]:
         """The engine's own log-probs of given completions, each row in one pass.
 
-        They differ from those reported while sampling by the rounding of differently shaped products alone: the
-        engine's noise floor.
+        They differ from those reported while sampling by the rounding of differently shaped
+        products alone: the engine's noise floor.
 
         Args:
             prompts: int32 token ids, one array per completion.
             completions: int32 token ids.
-            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate` does.
+            temperature: divides the logits; 0 gives the log-probs at temperature 1, as `generate`
+                does.
 
         Returns:
             [T] float32 nats for each completion, full support.
 
         Raises:
-            ValueError: see `generate`; also for lists of different lengths, or for a negative temperature.
-            EngineError: if a log-prob is not finite, no weights were pushed, or the engine breaks for good.
+            ValueError: see `generate`; also for lists of different lengths, or for a negative
+                temperature.
+            EngineError: if a log-prob is not finite, no weights were pushed, or the engine breaks
+                for good.
         """
 
     def release_weights(self) -> None:
-        """Free the weights until the next push if they are in the trainer's memory, which its step needs."""
+        """Free the weights until the next push if they are in the trainer's memory, which its step
+        needs.
+        """
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""
 
 
 def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
-    """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more than rounding.
+    """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more
+    than rounding.
 
     Args:
         episodes: result of the engine's `generate`.
         drop: return them to be left out and counted; otherwise any is an error.
 
     Raises:
-        EngineError: naming the first such completion, token and value, unless `drop`; or if all are unusable.
+        EngineError: naming the first such completion, token and value, unless `drop`; or if all are
+            unusable.
     """
     unusable = np.array([broken_tokens(episode).any() for episode in episodes], bool)
     if unusable.any() and not drop:
         i = int(np.argmax(unusable))
         t = int(np.argmax(broken_tokens(episodes[i])))
-        token = f"token {t - episodes[i].prompt_length} (id {episodes[i].token_ids[t]}) of completion {i}"
+        token = (
+            f"token {t - episodes[i].prompt_length} (id {episodes[i].token_ids[t]}) of "
+            f"completion {i}"
+        )
         raise EngineError(
-            f"rollout: log-prob of {token} is {episodes[i].rollout_logprobs[t]}; the engine's numbers are broken, or "
-            "set `drop` to leave it out"
+            f"rollout: log-prob of {token} is {episodes[i].rollout_logprobs[t]}; the engine's "
+            "numbers are broken, or set `drop` to leave it out"
         )
     if unusable.all():
-        raise EngineError("rollout: no completion has usable log-probs; the engine's numbers are broken")
+        raise EngineError(
+            "rollout: no completion has usable log-probs; the engine's numbers are broken"
+        )
     return unusable
 
 
@@ -164,13 +197,16 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
         if (found != version).any():
             other = int(found[found != version][0])
             raise EngineError(
-                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
-                "a lag the weights of each step are those that were announced"
+                f"completion {row} has tokens of version {other}, version {version} was pushed "
+                "for them; with a lag the weights of each step are those that were announced"
             )
 
 
-def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int, *, whole: bool = False) -> None:
-    """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be wrong, silently.
+def check_top_logprobs(
+    episodes: Sequence[Episode], count: int, vocab_size: int, *, whole: bool = False
+) -> None:
+    """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be
+    wrong, silently.
 
     Args:
         episodes: answer of an engine that was asked for them.
@@ -185,8 +221,15 @@ def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int,
         found = [episode.columns.get(name) for name in (TOP_IDS, TOP_LOGPROBS)]
         expected = (len(episode.token_ids), count)
         if wrong := [x for x in found if x is None or x.shape != expected]:
-            had = "no likeliest tokens" if wrong[0] is None else f"likeliest tokens of shape {wrong[0].shape}"
-            raise EngineError(f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} (`top_logprobs`)")
+            had = (
+                "no likeliest tokens"
+                if wrong[0] is None
+                else f"likeliest tokens of shape {wrong[0].shape}"
+            )
+            raise EngineError(
+                f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} "
+                "(`top_logprobs`)"
+            )
         usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
         sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
         listed = [x[usable] for x in found]
@@ -204,8 +247,11 @@ _MORE = "the engine samples from more tokens than it lists; set a larger number"
 _LIST_TOLERANCE = 1e-3
 
 
-def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:
-    """Refuse experts that the model does not have: a forward pass would take others in their place, silently.
+def check_routed_experts(
+    episodes: Sequence[Episode], layers: int, per_token: int, experts: int
+) -> None:
+    """Refuse experts that the model does not have: a forward pass would take others in their place,
+    silently.
 
     Args:
         episodes: answer of an engine that was asked for the experts of each token.
@@ -214,8 +260,8 @@ def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: in
         experts: E of each layer; ids are below it.
 
     Raises:
-        EngineError: naming the first completion whose experts are missing, of a wrong shape, out of range, or the same
-            twice for a token.
+        EngineError: naming the first completion whose experts are missing, of a wrong shape, out of
+            range, or the same twice for a token.
     """
     for i, episode in enumerate(episodes):
         expected = (len(episode.token_ids), layers, per_token)
@@ -223,8 +269,12 @@ def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: in
             raise EngineError(f"rollout: completion {i}: {problem} (`routed_experts`)")
 
 
-def _routing_problem(routed: np.ndarray | None, expected: tuple[int, int, int], experts: int) -> str:
-    """Describe the first thing wrong with the experts of an episode's tokens; empty if nothing is."""
+def _routing_problem(
+    routed: np.ndarray | None, expected: tuple[int, int, int], experts: int
+) -> str:
+    """Describe the first thing wrong with the experts of an episode's tokens; empty if nothing
+    is.
+    """
     if routed is None:
         return "the engine returned no routed experts"
     if routed.shape != expected:
@@ -249,7 +299,8 @@ class _Reader(Protocol):
 def checked_sequences(
     engine: _Reader, sequences: Sequence[np.ndarray], what: str, *, reserve: int = 0
 ) -> list[np.ndarray]:
-    """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or too long.
+    """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or
+    too long.
 
     Args:
         engine: reads them; bounds the ids, and the tokens of a sequence and `reserve` together.
@@ -266,7 +317,9 @@ def checked_sequences(
     for index, sequence in enumerate(sequences):
         ids = np.asarray(sequence)
         if ids.ndim != 1 or ids.size == 0:
-            raise ValueError(f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids")
+            raise ValueError(
+                f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids"
+            )
         if not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"{what} {index}: dtype {ids.dtype}, token ids must be integers")
         outside = (ids < 0) | (ids >= vocab_size)
@@ -275,18 +328,24 @@ def checked_sequences(
             raise ValueError(f"{what} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
         if ids.size + reserve > limit:
             extra = f" and max_completion_tokens={reserve}" if reserve else ""
-            raise ValueError(f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}")
+            raise ValueError(
+                f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}"
+            )
         checked.append(ids.astype(np.int32))
     return checked
 
 
 def scored_rows(
-    engine: _Reader, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], temperature: float
+    engine: _Reader,
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    temperature: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
 
     Raises:
-        ValueError: see `checked_sequences`; also for lists of different lengths or a negative temperature.
+        ValueError: see `checked_sequences`; also for lists of different lengths or a negative
+            temperature.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
@@ -307,17 +366,26 @@ def check_finite(scored: Sequence[np.ndarray]) -> None:
     for completion, values in enumerate(scored):
         if not np.isfinite(values).all():
             token = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")
+            raise EngineError(
+                f"completion {completion}: the log-prob of token {token} is {values[token]}"
+            )
 
 
 def sample_alone(
-    engine: Engine, episodes: Mapping[int, Episode], sampling: SamplingParams, *, seed: int, step: int
+    engine: Engine,
+    episodes: Mapping[int, Episode],
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    step: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs of completions as they were sampled among others, and of the same tokens sampled alone.
+    """Log-probs of completions as they were sampled among others, and of the same tokens sampled
+    alone.
 
-    Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding tips over; each
-    completion is compared up to there. What differs is the batch that the engine computed them in. Scoring them again
-    in one pass shows less: vLLM's CPU kernels compute a whole row bit for bit as a large batch of single tokens.
+    Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding
+    tips over; each completion is compared up to there. What differs is the batch that the engine
+    computed them in. Scoring them again in one pass shows less: vLLM's CPU kernels compute a whole
+    row bit for bit as a large batch of single tokens.
 
     Args:
         engine: the engine that sampled, with the same weights.
@@ -334,9 +402,13 @@ def sample_alone(
     alone = dataclasses.replace(sampling, group_size=1)
     together, again = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
     for row, episode in episodes.items():
-        [other] = collect(engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row))
+        [other] = collect(
+            engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row)
+        )
         length = min(len(episode.completion_ids), len(other.completion_ids))
-        same = np.cumprod(episode.completion_ids[:length] == other.completion_ids[:length]).astype(bool)
+        same = np.cumprod(episode.completion_ids[:length] == other.completion_ids[:length]).astype(
+            bool
+        )
         same &= episode.sampled_mask[episode.prompt_length :][:length]
         together.append(episode.rollout_logprobs[episode.prompt_length :][:length][same])
         again.append(other.rollout_logprobs[other.prompt_length :][:length][same])

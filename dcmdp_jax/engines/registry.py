@@ -7,16 +7,21 @@ from dcmdp_jax.engines import engine_kind, http, local, vllm
 from dcmdp_jax.errors import ArgumentError, UserError, shorten, suggestion
 from dcmdp_jax.fields import declared, is_place, load_object
 
-ENGINES: dict[str, engine_kind.EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
+ENGINES: dict[str, engine_kind.EngineKind] = {
+    "local": local.ENGINE,
+    "vllm": vllm.ENGINE,
+    "http": http.ENGINE,
+}
 
 
 @functools.cache
 def find_engine(name: str) -> engine_kind.EngineKind:
-    """The kind of an engine: a built-in one, or that of `package.module:NAME` or `path/to/file.py:NAME`.
+    """The kind of an engine: a built-in one, or that of `package.module:NAME` or
+    `path/to/file.py:NAME`.
 
     Raises:
-        UserError: in one line, for another name, what can't be imported or is not an `EngineKind`, or has an
-            attribute of another type than in the base class.
+        UserError: in one line, for another name, what can't be imported or is not an `EngineKind`,
+            or has an attribute of another type than in the base class.
     """
     if (kind := ENGINES.get(name)) is not None:
         return kind
@@ -26,9 +31,14 @@ def find_engine(name: str) -> engine_kind.EngineKind:
         found = load_object(name)
     except UserError as error:
         raise ArgumentError("engine", f"{error}") from error
-    kind = found() if inspect.isclass(found) and issubclass(found, engine_kind.EngineKind) else found
+    kind = (
+        found() if inspect.isclass(found) and issubclass(found, engine_kind.EngineKind) else found
+    )
     if not isinstance(kind, engine_kind.EngineKind):
-        raise ArgumentError("engine", f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.engine_kind.EngineKind")
+        raise ArgumentError(
+            "engine",
+            f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.engine_kind.EngineKind",
+        )
     for attribute, default in vars(engine_kind.EngineKind).items():
         value = getattr(kind, attribute)
         if inspect.isfunction(default) and not callable(value):
@@ -41,14 +51,18 @@ def find_engine(name: str) -> engine_kind.EngineKind:
     except (TypeError, KeyError, NameError) as error:
         raise ArgumentError(
             "engine",
-            f"{name}: settings={shorten(kind.settings)}, must be a dataclass whose fields are declared with "
-            "dcmdp_jax.fields.setting",
+            f"{name}: settings={shorten(kind.settings)}, must be a dataclass whose fields are "
+            "declared with dcmdp_jax.fields.setting",
         ) from error
     return kind
 
 
 def unknown_engine(name: str, allowed: tuple[str, ...]) -> UserError:
     """The error for an unknown engine."""
-    servers = "" if "http" in allowed else "; http, a server of yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+    servers = (
+        ""
+        if "http" in allowed
+        else "; http, a server of yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+    )
     said = f"got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME"
     return ArgumentError("engine", f"{said}{servers}{suggestion(name, allowed)}")

@@ -1,4 +1,6 @@
-"""Facts of vLLM, in a sidecar and as a server: versions, temperatures, and one seed for each request."""
+"""Facts of vLLM, in a sidecar and as a server: versions, temperatures, and one seed for each
+request.
+"""
 
 import re
 from collections.abc import Sequence
@@ -26,16 +28,18 @@ def unsupported_version(version: str) -> str:
 
 
 def cache_rounding(cache: str, platform: str) -> str:
-    """Rounding of a cache, of `scheme.CACHES`, "" for none: the CPU build rounds FP8 towards zero."""
+    """Rounding of a cache, of `scheme.CACHES`, "" for none: the CPU build rounds FP8 towards
+    zero.
+    """
     return cache + "_truncated" * (platform == "cpu") if cache in FP8_CACHES else ""
 
 
 def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """Seeds that are functions of (seed, step, row) alone, whatever other rows are asked for.
 
-    The first 64-bit word of numpy's SeedSequence([seed, step, row]), whose values numpy keeps from version to version,
-    shifted right by one: vLLM takes a signed 64-bit seed and reads -1 as "none". Its CPU build looks at the low 32 bits
-    only; they are hashed as well as the others.
+    The first 64-bit word of numpy's SeedSequence([seed, step, row]), whose values numpy keeps from
+    version to version, shifted right by one: vLLM takes a signed 64-bit seed and reads -1 as
+    "none". Its CPU build looks at the low 32 bits only; they are hashed as well as the others.
 
     Args:
         seed, step: 0 .. 2^32 - 1.
@@ -45,7 +49,8 @@ def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.
         [n] int64 in 0 .. 2^63 - 1.
 
     Raises:
-        ValueError: for a number out of range, where SeedSequence would take two words and other triples could collide.
+        ValueError: for a number out of range, where SeedSequence would take two words and other
+            triples could collide.
     """
     triples = [(int(seed), int(step), int(row)) for row in rows]
     for triple in triples:

@@ -1,14 +1,16 @@
 """Environments, which a policy talks to in turns.
 
     class Game:
-        observation_role = "user"                       # of the chat messages that observations become; may be left out
+        observation_role = "user"                       # of the chat messages that observations
+        become; may be left out
 
-        def reset(self, prompt, **columns): ...         # -> None, or text that is added to the prompt
-        def step(self, text): ...                       # -> observation, reward, done
+        def reset(self, prompt, **columns): ...         # -> None, or text that is added to the
+        prompt def step(self, text): ...                       # -> observation, reward, done
 
-One object plays one completion. `reset` gets the prompt as reward functions do, and the data's columns. `step` gets the
-text that the policy wrote in its turn, and returns the text that it is answered, a number, and whether the completion
-ends here. Both may be `async def`. The reward `environment` is the sum of a completion's rewards.
+One object plays one completion. `reset` gets the prompt as reward functions do, and the data's
+columns. `step` gets the text that the policy wrote in its turn, and returns the text that it is
+answered, a number, and whether the completion ends here. Both may be `async def`. The reward
+`environment` is the sum of a completion's rewards.
 """
 
 import asyncio
@@ -52,14 +54,22 @@ class EnvironmentPool(Closing):
         timeout_s: wall-clock limit of one call for all completions, in seconds.
         memory_gib: address space of the process in GiB; 0 for no limit.
         output: file that gets what the environment prints, at its end; None discards it.
-        tools: the further arguments of `Tools` if the environment is functions. Each turn is then a call of its own.
+        tools: the further arguments of `Tools` if the environment is functions. Each turn is then a
+            call of its own.
         workers: processes; several for tools alone.
     """
 
     def __init__(
-        self, name: str, columns: Sequence[str], *, timeout_s: float, memory_gib: float = 0.0,
-        output: Path | None = None, tools: Sequence[Any] = (), workers: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        columns: Sequence[str],
+        *,
+        timeout_s: float,
+        memory_gib: float = 0.0,
+        output: Path | None = None,
+        tools: Sequence[Any] = (),
+        workers: int = 1,
+    ) -> None:
         self.name, self._timeout_s, self._tools = name, timeout_s, tools
         limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output, "workers": workers}
         self._pool = IsolatedPool(__name__, (name, list(columns), *tools), **limits)
@@ -71,12 +81,20 @@ class EnvironmentPool(Closing):
             RewardError: in one line, if that can't be done.
         """
         self._result("load", self._pool.load())
-        return self._result("tools", self._pool.submit("tools", wall_s=self._timeout_s)) if self._tools else []
+        return (
+            self._result("tools", self._pool.submit("tools", wall_s=self._timeout_s))
+            if self._tools
+            else []
+        )
 
     def reset(
-        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]], on_wait: Callable[[], None]
+        self,
+        prompts: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        on_wait: Callable[[], None],
     ) -> tuple[list[str], str]:
-        """Begin a batch; the first observation of each completion, mostly empty, and the role of the later ones.
+        """Begin a batch; the first observation of each completion, mostly empty, and the role of
+        the later ones.
 
         Raises:
             RewardError: in one line, with the completion that it is about.
@@ -84,9 +102,17 @@ class EnvironmentPool(Closing):
         asked = self._pool.submit("reset", list(prompts), dict(columns), wall_s=self._timeout_s)
         return tuple(self._result("reset", asked, on_wait))
 
-    def step(self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]) -> list[Step]:
-        """The responses of the environments of some completions to their turns. Raises as `reset`."""
-        parts = [([row], [text]) for row, text in zip(rows, texts, strict=True)] if self._tools else [(rows, texts)]
+    def step(
+        self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]
+    ) -> list[Step]:
+        """The responses of the environments of some completions to their turns. Raises as
+        `reset`.
+        """
+        parts = (
+            [([row], [text]) for row, text in zip(rows, texts, strict=True)]
+            if self._tools
+            else [(rows, texts)]
+        )
         calls = [self._pool.submit("step", *part, wall_s=self._timeout_s) for part in parts]
         return [Step(*each) for call in calls for each in self._steps(call, on_wait)]
 
@@ -113,7 +139,8 @@ class EnvironmentPool(Closing):
 
 
 def load(name: str, columns: Sequence[str], *tools: Any) -> Callable[..., list[Any]]:
-    """Import the environment, in its process; a function that calls its methods. `tools` are arguments of `Tools`.
+    """Import the environment, in its process; a function that calls its methods. `tools` are
+    arguments of `Tools`.
 
     Raises:
         RewardError: in one line that names it.
@@ -122,7 +149,9 @@ def load(name: str, columns: Sequence[str], *tools: Any) -> Callable[..., list[A
 
 
 class _Playing:
-    """The environments of one batch, until the next is begun. If their process is killed, they are gone."""
+    """The environments of one batch, until the next is begun. If their process is killed, they are
+    gone.
+    """
 
     def __init__(self, name: str, columns: Sequence[str]) -> None:
         self._make, self._place = load_environment(name, columns), name.rpartition(":")[0]
@@ -142,7 +171,9 @@ class _Playing:
 
         def begin(row: int) -> Any:
             self._environments.append(self._make())
-            return self._environments[row].reset(prompt=prompts[row], **{name: columns[name][row] for name in columns})
+            return self._environments[row].reset(
+                prompt=prompts[row], **{name: columns[name][row] for name in columns}
+            )
 
         observations = self._checked(begin, checked_observation, range(len(prompts)))
         role = getattr(self._environments[0], "observation_role", "user") if prompts else "user"
@@ -154,9 +185,13 @@ class _Playing:
         if rows and max(rows) >= len(self._environments):
             raise RewardError("its process died in step")
         said = dict(zip(rows, texts, strict=True))
-        return self._checked(lambda row: self._environments[row].step(said[row]), checked_step, rows)
+        return self._checked(
+            lambda row: self._environments[row].step(said[row]), checked_step, rows
+        )
 
-    def _checked(self, call: Callable[[int], Any], check: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+    def _checked(
+        self, call: Callable[[int], Any], check: Callable[[Any], Any], rows: Sequence[int]
+    ) -> list[Any]:
         """The results of the calls, checked."""
         try:
             given = [*map(call, rows)]
@@ -181,7 +216,8 @@ def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
         columns: names of the columns that `reset` will get.
 
     Raises:
-        RewardError: in one line, if it can't be imported, or has no `reset` or `step` that can be called so.
+        RewardError: in one line, if it can't be imported, or has no `reset` or `step` that can be
+            called so.
     """
     try:
         made = load_object(name, "class")
@@ -221,15 +257,22 @@ def checked_step(value: Any) -> Step:
         raise RewardError(f"step returned {shown(value)}, needs (observation, reward, done)")
     observation, reward, done = value[0], plain_value(value[1]), plain_value(value[2])
     if not isinstance(done, bool):
-        raise RewardError(f"step returned {shown(done)} as its third value, which must be True or False")
+        raise RewardError(
+            f"step returned {shown(done)} as its third value, which must be True or False"
+        )
     if not isinstance(observation, str) and not (observation is None and done):
         raise RewardError(f"step returned {shown(observation)} as observation, needs text")
     if not isinstance(reward, numbers.Real) or not abs(number := float(reward)) <= _LARGEST:
-        raise RewardError(f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}")
+        raise RewardError(
+            f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}"
+        )
     return Step([{"content": _bounded(observation or "")}], number, done)
 
 
 def _bounded(text: str) -> str:
     if len(text) > _LONGEST_OBSERVATION:
-        raise RewardError(f"an observation has {len(text):,} characters, at most {_LONGEST_OBSERVATION:,} are read")
+        raise RewardError(
+            f"an observation has {len(text):,} characters, at most {_LONGEST_OBSERVATION:,} are "
+            "read"
+        )
     return text

@@ -1,8 +1,9 @@
-"""Python functions as tools, which the policy calls in its chat template's own format. Runs in the isolated process.
+"""Python functions as tools, which the policy calls in its chat template's own format. Runs in the
+isolated process.
 
-A turn's calls are answered by their results, each a message of the role `tool`. A call that is malformed, has arguments
-that its tool's JSON schema does not allow, or raises is answered by a text that begins with "error: ". A turn without a
-call ends the completion.
+A turn's calls are answered by their results, each a message of the role `tool`. A call that is
+malformed, has arguments that its tool's JSON schema does not allow, or raises is answered by a text
+that begins with "error: ". A turn without a call ends the completion.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ class Tools:
     """The functions; they answer the turns of any completion.
 
     Args:
-        name: `tools:module:function,...`, or `tools:path.py:function,...` relative to the working directory.
+        name: `tools:module:function,...`, or `tools:path.py:function,...` relative to the working
+            directory.
         call_format: fields of the format of calls.
         longest: most characters of a result; a longer one is cut.
 
@@ -48,10 +50,16 @@ class Tools:
         self._format, self._longest = CallFormat(*call_format), longest
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """As `pool.load`'s function: the JSON schemas of "tools", what "reset" says first, the "step" of each turn."""
+        """As `pool.load`'s function: the JSON schemas of "tools", what "reset" says first, the
+        "step" of each turn.
+        """
         if method == "tools":
             return self._schemas
-        return [[""] * len(args[0]), "tool"] if method == "reset" else [self._step(text) for text in args[1]]
+        return (
+            [[""] * len(args[0]), "tool"]
+            if method == "reset"
+            else [self._step(text) for text in args[1]]
+        )
 
     def _step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
         calls, problems = self._format.find(text, self._schemas)
@@ -73,8 +81,16 @@ class Tools:
         try:
             value = self._functions[name](**checked)
             value = asyncio.run(value) if inspect.iscoroutine(value) else value
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
+            )
         except Exception as error:  # the user's function raises what it likes
             text = f"error: {type(error).__name__}: {error}"
         whole = text.encode(errors="replace").decode()  # no halves of surrogate pairs
-        return whole if len(whole) <= self._longest else f"{whole[: self._longest]} [cut, {len(whole):,} characters]"
+        return (
+            whole
+            if len(whole) <= self._longest
+            else f"{whole[: self._longest]} [cut, {len(whole):,} characters]"
+        )

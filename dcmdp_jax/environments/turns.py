@@ -1,7 +1,9 @@
-"""Completions in turns: the policy samples, the environment answers, and so on until one of them ends.
+"""Completions in turns: the policy samples, the environment answers, and so on until one of them
+ends.
 
-An answer becomes a message of the chat. Its tokens are given, not sampled: they are outside `Episode.sampled_mask`, so
-neither loss nor discrepancy has them. Tokens that were sampled stay as they were; nothing is tokenized again.
+An answer becomes a message of the chat. Its tokens are given, not sampled: they are outside
+`Episode.sampled_mask`, so neither loss nor discrepancy has them. Tokens that were sampled stay as
+they were; nothing is tokenized again.
 """
 
 import contextlib
@@ -39,7 +41,8 @@ class _Play:
         prompt: token ids, the first observation included.
         tools: JSON schemas of its tools.
         ids: token ids of each turn and each answer after the prompt.
-        columns: the engine's columns of sampled tokens, in the place of each turn; None in that of an answer.
+        columns: the engine's columns of sampled tokens, in the place of each turn; None in that of
+            an answer.
     """
 
     prompt: np.ndarray
@@ -74,19 +77,26 @@ class _Play:
         sampled_mask = np.concatenate([np.zeros(len(self.prompt), bool), *masks])
         turns = [columns for columns in self.columns if columns is not None]
         columns = {
-            name: over_sequence(name, np.concatenate([turn[name] for turn in turns]), sampled_mask) for name in turns[0]
+            name: over_sequence(name, np.concatenate([turn[name] for turn in turns]), sampled_mask)
+            for name in turns[0]
         }
         return Episode(self.token_ids, sampled_mask, group, member, self.finish_reason, columns)
 
 
 def answer_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], variables: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] = (), sampled: int | None = None, ends: Mapping[int, str] | None = None,
-) -> str:  # fmt: skip
-    """The template's text between the end token of one turn of the policy and the begin of the next.
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    sampled: int | None = None,
+    ends: Mapping[int, str] | None = None,
+) -> str:
+    """The template's text between the end token of one turn of the policy and the begin of the
+    next.
 
-    It begins behind the first end token that the template writes after the turn, if that was sampled. If another one
-    was, or the template writes none, it is all that the template writes after the turn.
+    It begins behind the first end token that the template writes after the turn, if that was
+    sampled. If another one was, or the template writes none, it is all that the template writes
+    after the turn.
 
     Args:
         tokenizer: with the chat template.
@@ -99,7 +109,10 @@ def answer_text(
     Raises:
         RewardError: in one line, if it can't, or leaves one of the two out.
     """
-    role, chat = messages[0]["role"], [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    role, chat = (
+        messages[0]["role"],
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}],
+    )
 
     def after_turn(answers: Sequence[Message]) -> str:
         return render_chat(tokenizer, [*chat, *answers], tools, **variables).partition(_MARK)[2]
@@ -109,11 +122,13 @@ def answer_text(
         # What stands before the answer, whose own text may hold anything.
         header = after_turn([{**messages[0], "content": _MARK}]).partition(_MARK)[0]
     except Exception as error:  # templates raise what they like
-        raise RewardError(f"the chat template can't render the role {role!r}: {one_line(error)}") from error
+        raise RewardError(
+            f"the chat template can't render the role {role!r}: {one_line(error)}"
+        ) from error
     if not after or not all(is_written(message["content"].strip(), after) for message in messages):
         raise RewardError(
-            f"the chat template leaves out a turn of the policy, or the observation after it (role {role!r}); it must "
-            "write both for task.environment"
+            "the chat template leaves out a turn of the policy, or the observation after it "
+            f"(role {role!r}); it must write both for task.environment"
         )
     header = os.path.commonprefix([header, after])
     ends = ends or end_texts(tokenizer)
@@ -124,16 +139,27 @@ def answer_text(
     return after[written[own_end] + len(ends[own_end]) :]
 
 
-def end_texts(tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None) -> dict[int, str]:
-    """The texts of tokens that end turns, by id, as a template writes them; without `ends` of all special tokens."""
-    added = {token: each for token, each in tokenizer.added_tokens_decoder.items() if ends is not None or each.special}
+def end_texts(
+    tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None
+) -> dict[int, str]:
+    """The texts of tokens that end turns, by id, as a template writes them; without `ends` of all
+    special tokens.
+    """
+    added = {
+        token: each
+        for token, each in tokenizer.added_tokens_decoder.items()
+        if ends is not None or each.special
+    }
     decode = token_text(tokenizer)
-    return {token: added[token].content if token in added else decode(token) for token in ends or added}
+    return {
+        token: added[token].content if token in added else decode(token) for token in ends or added
+    }
 
 
 @dataclasses.dataclass
 class TurnSampler:
-    """Samples completions in turns. After `generate` was iterated, `played` has what the environment gave.
+    """Samples completions in turns. After `generate` was iterated, `played` has what the
+    environment gave.
 
     Attributes:
         engine: has the weights of the step.
@@ -145,8 +171,8 @@ class TurnSampler:
         prompt_tokens: most tokens of a prompt with the first observation.
         prompt_suffix: end of the user's last message.
         variables: variables of the chat template.
-        stop_on_error: whether a failure of the environment raises. Otherwise completions that were being played end
-            without a reward.
+        stop_on_error: whether a failure of the environment raises. Otherwise completions that were
+            being played end without a reward.
     """
 
     engine: Engine
@@ -163,18 +189,26 @@ class TurnSampler:
     _warned: set[Any] = dataclasses.field(default_factory=set)
 
     def generate(
-        self, prompts: Sequence[np.ndarray], problems: Sequence[Problem], sampling: SamplingParams, *, seed: int,
-        step: int, first_prompt: int = 0, check_stop: Callable[[], None] = lambda: None,
-    ) -> Iterator[list[Episode]]:  # fmt: skip
+        self,
+        prompts: Sequence[np.ndarray],
+        problems: Sequence[Problem],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> Iterator[list[Episode]]:
         """Sample `group_size` completions for each prompt; all come together, after the last turn.
 
-        The first turn draws as `Engine.generate` would. A later one numbers its rows by the completions that are still
-        played, so a run on another number of hosts draws others there.
+        The first turn draws as `Engine.generate` would. A later one numbers its rows by the
+        completions that are still played, so a run on another number of hosts draws others there.
 
         Args:
             prompts: token ids of each problem.
             problems: the problem of each prompt.
-            sampling: G, temperature, stop tokens; `max_completion_tokens` bounds all turns and answers together.
+            sampling: G, temperature, stop tokens; `max_completion_tokens` bounds all turns and
+                answers together.
             seed, step, first_prompt: see `Engine.generate`.
             check_stop: called while waiting; what it raises ends the sampling.
 
@@ -193,8 +227,13 @@ class TurnSampler:
                 break
             together = size if turn == 0 else 1
             given = [plays[row].token_ids for row in live[::together]]
-            drawn = dataclasses.replace(sampling, max_completion_tokens=turn_tokens, group_size=together)
-            place = {"seed": seed + turn * _TURN_SEED_OFFSET, "first_prompt": first_prompt * size // together}
+            drawn = dataclasses.replace(
+                sampling, max_completion_tokens=turn_tokens, group_size=together
+            )
+            place = {
+                "seed": seed + turn * _TURN_SEED_OFFSET,
+                "first_prompt": first_prompt * size // together,
+            }
             sampled = self.engine.generate(given, drawn, step=step, **place)
             episodes = []
             with contextlib.closing(sampled) as groups:
@@ -208,16 +247,24 @@ class TurnSampler:
                 start = episode.prompt_length
                 play.add(ids, {name: column[start:] for name, column in episode.columns.items()})
                 is_ended = episode.finish_reason == "stop"
-                play.messages.append({"role": "assistant", "content": self._text(ids[:-1] if is_ended else ids)})
+                play.messages.append(
+                    {"role": "assistant", "content": self._text(ids[:-1] if is_ended else ids)}
+                )
                 play.turns, play.finish_reason = turn + 1, episode.finish_reason
             spoken = [row for row in live if plays[row].finish_reason == "stop"]
             room = limit - turn_tokens
-            live = self._answer(plays, spoken, role, turn, room=room, ends=ends, check_stop=check_stop)
+            live = self._answer(
+                plays, spoken, role, turn, room=room, ends=ends, check_stop=check_stop
+            )
         self._finish(plays)
         yield [play.episode(row // size, row % size) for row, play in enumerate(plays)]
 
     def _begin(
-        self, plays: list[_Play], problems: Sequence[Problem], size: int, check_stop: Callable[[], None]
+        self,
+        plays: list[_Play],
+        problems: Sequence[Problem],
+        size: int,
+        check_stop: Callable[[], None],
     ) -> str | None:
         """Reset the environments, and add what they say first to the prompts.
 
@@ -226,34 +273,48 @@ class TurnSampler:
         """
         given = [problem.given for problem in problems]
         try:
-            observations, role = self.pool.reset(given, columns_of(problems, self.columns), check_stop)
+            observations, role = self.pool.reset(
+                given, columns_of(problems, self.columns), check_stop
+            )
         except RewardError as failure:
             self._failed(failure, plays)
             return None
-        for row, (play, problem, text) in enumerate(zip(plays, problems, observations, strict=True)):
+        for row, (play, problem, text) in enumerate(
+            zip(plays, problems, observations, strict=True)
+        ):
             where = f"row {problem.index} of {problem.source}"
             if text != observations[row - row % size]:
                 raise RewardError(
-                    f"environment {self.pool.name}: reset says other things to the completions of one prompt "
-                    f"({where}); it must depend on its arguments alone"
+                    f"environment {self.pool.name}: reset says other things to the completions of "
+                    f"one prompt ({where}); it must depend on its arguments alone"
                 )
             if not text:
                 continue
             self._without_control_tokens({"content": text})
             asked = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
             chat = chat_messages(asked, self.prompt_suffix)
-            play.prompt = self._ids(render_chat(self.tokenizer, chat, problem.tools, **self.variables))
+            play.prompt = self._ids(
+                render_chat(self.tokenizer, chat, problem.tools, **self.variables)
+            )
             if len(play.prompt) > self.prompt_tokens:
                 raise RewardError(
-                    f"environment {self.pool.name}: the prompt of {where} has {len(play.prompt)} tokens with the "
-                    f"first observation, task.max_prompt_tokens is {self.prompt_tokens}"
+                    f"environment {self.pool.name}: the prompt of {where} has {len(play.prompt)} "
+                    "tokens with the first observation, task.max_prompt_tokens is "
+                    f"{self.prompt_tokens}"
                 )
         return role
 
     def _answer(
-        self, plays: list[_Play], spoken: list[int], role: str | None, turn: int, *, room: int, ends: Mapping[int, str],
+        self,
+        plays: list[_Play],
+        spoken: list[int],
+        role: str | None,
+        turn: int,
+        *,
+        room: int,
+        ends: Mapping[int, str],
         check_stop: Callable[[], None],
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Let the environment answer those who ended their turn; the rows that have another one.
 
         Args:
@@ -268,7 +329,9 @@ class TurnSampler:
         if role is None or not spoken:
             return []
         try:
-            steps = self.pool.step(spoken, [plays[row].messages[-1]["content"] for row in spoken], check_stop)
+            steps = self.pool.step(
+                spoken, [plays[row].messages[-1]["content"] for row in spoken], check_stop
+            )
         except RewardError as failure:
             self._failed(failure, [plays[row] for row in spoken])
             return []
@@ -278,9 +341,14 @@ class TurnSampler:
             play.reward, play.done = play.reward + answered.reward, answered.done
             if answered.done or turn + 1 == self.turns:
                 continue
-            messages = [{"role": role, **self._without_control_tokens(each)} for each in answered.observations]
+            messages = [
+                {"role": role, **self._without_control_tokens(each)}
+                for each in answered.observations
+            ]
             end = int(play.ids[-1][-1])
-            text = answer_text(self.tokenizer, messages, self.variables, play.tools, sampled=end, ends=ends)
+            text = answer_text(
+                self.tokenizer, messages, self.variables, play.tools, sampled=end, ends=ends
+            )
             # As behind the end token in a whole chat: some tokenizers write a space before a text.
             ids = self._ids(ends.get(end, "") + text)
             ids = ids[1:] if ids[0] == end else self._ids(text)
@@ -297,9 +365,11 @@ class TurnSampler:
         return control_tokens(self.tokenizer)
 
     def _without_control_tokens(self, message: Message) -> Message:
-        """A tool's result with a space in each control token of its text. Told once for each tool and token.
+        """A tool's result with a space in each control token of its text. Told once for each tool
+        and token.
 
-        What a tool gives comes from anywhere. An environment's text is its author's: it stays, and is told.
+        What a tool gives comes from anywhere. An environment's text is its author's: it stays, and
+        is told.
         """
         pattern = self._control_tokens
         name = message.get("name")
@@ -307,14 +377,28 @@ class TurnSampler:
             source = f"the tool {name}" if name else f"environment {self.pool.name}"
             if (source, token) not in self._warned:
                 self._warned.add((source, token))
-                consequence = "a space breaks it" if name else "the model reads it as the chat's own"
-                _LOG.warning("%s answers with the control token %s in its text: %s", source, token, consequence)
+                consequence = (
+                    "a space breaks it" if name else "the model reads it as the chat's own"
+                )
+                _LOG.warning(
+                    "%s answers with the control token %s in its text: %s",
+                    source,
+                    token,
+                    consequence,
+                )
         if not name:
             return message
-        return {**message, "content": pattern.sub(lambda token: f"{token[0][0]} {token[0][1:]}", message["content"])}
+        return {
+            **message,
+            "content": pattern.sub(
+                lambda token: f"{token[0][0]} {token[0][1:]}", message["content"]
+            ),
+        }
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(encode_texts(self.tokenizer, [text], "an environment's answer")[0], np.int32)
+        return np.asarray(
+            encode_texts(self.tokenizer, [text], "an environment's answer")[0], np.int32
+        )
 
     def _text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -328,14 +412,23 @@ class TurnSampler:
             play.reward = None
         if "failed" not in self._warned:
             self._warned.add("failed")
-            _LOG.warning("%s; the completions that were played get no reward. Later failures are only counted", failure)
+            _LOG.warning(
+                "%s; the completions that were played get no reward. Later failures are only "
+                "counted",
+                failure,
+            )
 
     def _finish(self, plays: list[_Play]) -> None:
         endless = sum(not play.done and play.turns == self.turns for play in plays)
         if endless and "endless" not in self._warned:
             self._warned.add("endless")
-            said = "environment %s: %d of %d completions ended by task.max_turns = %d, see environment/done_fraction"
+            said = (
+                "environment %s: %d of %d completions ended by task.max_turns = %d, see "
+                "environment/done_fraction"
+            )
             _LOG.warning(said, self.pool.name, endless, len(plays), self.turns)
         for row, play in enumerate(plays):
             ids = play.completion_ids
-            self.played[row] = Played(play.reward, play.messages, self._text(ids), ids, play.turns, play.done)
+            self.played[row] = Played(
+                play.reward, play.messages, self._text(ids), ids, play.turns, play.done
+            )

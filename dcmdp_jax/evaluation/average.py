@@ -25,14 +25,17 @@ class EvaluationResult:
 
     Attributes:
         task: its name.
-        scores: float32, the weighted sum of the rewards; with `math` alone 1 where the answer is right.
+        scores: float32, the weighted sum of the rewards; with `math` alone 1 where the answer is
+            right.
         lengths: int32, sampled tokens.
         truncated: bool, cut by the length limit.
         unparsed: bool, without an answer, which `math` scores 0; false where it is no reward.
         texts: objects, each completion's text.
-        found: objects, the answer that `math` found in it; None where there is none, or `math` is no reward.
-        unjudged: `verifier_timeouts`, `verifier_errors`, `verifier_over_budget` -> answers over the time limit, answers
-            that the verifier raised on, answers undecided when the budget of the batch ran out; they count as wrong.
+        found: objects, the answer that `math` found in it; None where there is none, or `math` is
+            no reward.
+        unjudged: `verifier_timeouts`, `verifier_errors`, `verifier_over_budget` -> answers over the
+            time limit, answers that the verifier raised on, answers undecided when the budget of
+            the batch ran out; they count as wrong.
         values: with several rewards, short name of each -> float32, NaN where it has no value.
         logged: name -> sum and count of what reward functions logged.
     """
@@ -65,7 +68,8 @@ class EvaluationResult:
 
     @property
     def pass_at(self) -> np.ndarray:
-        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems that one of the K solved.
+        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems that one
+        of the K solved.
 
         Solved: the answer is right, or the reward is above 0 where `math` is no reward.
         """
@@ -76,7 +80,11 @@ class EvaluationResult:
     def standard_error(self) -> float:
         """Standard error of `average`, from the spread between problems; NaN with one problem."""
         averages = self.problem_averages
-        return float(averages.std(ddof=1) / np.sqrt(len(averages))) if len(averages) > 1 else float("nan")
+        return (
+            float(averages.std(ddof=1) / np.sqrt(len(averages)))
+            if len(averages) > 1
+            else float("nan")
+        )
 
     @property
     def length_mean(self) -> float:
@@ -88,29 +96,40 @@ class EvaluationResult:
         return bootstrap_interval(self.problem_averages, seed=seed)
 
 
-COLUMNS = dict(scores=np.float32, lengths=np.int32, truncated=bool, unparsed=bool, texts=object, found=object)
+COLUMNS = dict(
+    scores=np.float32, lengths=np.int32, truncated=bool, unparsed=bool, texts=object, found=object
+)
 """Fields of a result with a value for each completion -> dtype."""
 UNJUDGED = ("timeouts", "errors", "over_budget")
 _SHOWN = 200
 
 
-def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence[str | None]) -> list[str]:
-    """The shares of a task's completions without an answer and cut, and an example of a wrong and of an unread one.
+def describe(
+    result: EvaluationResult, prompts: Sequence[str], answers: Sequence[str | None]
+) -> list[str]:
+    """The shares of a task's completions without an answer and cut, and an example of a wrong and
+    of an unread one.
 
     Args:
         result: the task's result.
         prompts: text of each problem's prompt.
         answers: its reference answer.
     """
-    said = [f"{result.task}: {result.unparsed.mean():.1%} without an answer, {result.truncated.mean():.1%} cut"]
-    for kind, wanted in (("wrong", ~result.unparsed & (result.scores <= 0)), ("without an answer", result.unparsed)):
+    said = [
+        f"{result.task}: {result.unparsed.mean():.1%} without an answer, "
+        f"{result.truncated.mean():.1%} cut"
+    ]
+    for kind, wanted in (
+        ("wrong", ~result.unparsed & (result.scores <= 0)),
+        ("without an answer", result.unparsed),
+    ):
         if wanted.any():
             problem, place = np.argwhere(wanted)[0].tolist()
             text, found = (each[problem, place] for each in (result.texts, result.found))
             read = "" if found is None else f"; read as {shorten(found)}"
             said.append(
-                f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> {shorten(text[-_SHOWN:])}{read}; reference "
-                f"{shorten(answers[problem])}"
+                f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> "
+                f"{shorten(text[-_SHOWN:])}{read}; reference {shorten(answers[problem])}"
             )
     return said
 
@@ -119,9 +138,13 @@ def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
     """Join the results of a task's parts, in order."""
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
     unjudged = {name: sum(part.unjudged[name] for part in parts) for name in parts[0].unjudged}
-    values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
+    values = {
+        name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values
+    }
     logged = add_logged([part.logged for part in parts])
-    return EvaluationResult(parts[0].task, **arrays, unjudged=unjudged, values=values, logged=logged)
+    return EvaluationResult(
+        parts[0].task, **arrays, unjudged=unjudged, values=values, logged=logged
+    )
 
 
 class Evaluator(Protocol):
@@ -165,8 +188,13 @@ def sampled_episodes(
     if parts.turns is None:
         generated = parts.engine.generate(asked, sampling, **numbers)
     else:
-        generated = parts.turns.generate(asked, prompts.problems, sampling, **numbers, check_stop=check_stop)
-    with activity(doing, len(asked) * size, "completions") as progress, contextlib.closing(generated) as groups:
+        generated = parts.turns.generate(
+            asked, prompts.problems, sampling, **numbers, check_stop=check_stop
+        )
+    with (
+        activity(doing, len(asked) * size, "completions") as progress,
+        contextlib.closing(generated) as groups,
+    ):
         for group in groups:
             check_stop()
             progress.done += len(group)
@@ -188,7 +216,8 @@ def evaluate(
     state: TrainerState = BEGINNING,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
-    """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has, and score them.
+    """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has,
+    and score them.
 
     Random numbers depend on (seed, step 0) alone, so that two policies are compared on the
     same draws.
@@ -201,19 +230,24 @@ def evaluate(
         seed: seed of the samples.
         first_prompt: number of the first prompt, where these are a share of the task.
         state: state of the run that reward functions get.
-        check_stop: called now and then while sampling and scoring; what it raises ends the evaluation.
+        check_stop: called now and then while sampling and scoring; what it raises ends the
+            evaluation.
 
     Raises:
         RewardError: in one line, if a reward function failed and the scorer stops then.
     """
     problems, size = prompts.problems, sampling.group_size
-    scoring = BatchScoring(parts.scorer, parts.tokenizer, [each for each in problems for _ in range(size)], state)
+    scoring = BatchScoring(
+        parts.scorer, parts.tokenizer, [each for each in problems for _ in range(size)], state
+    )
     shape = len(problems), size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
     if problems:  # a process of several may have no share of a short task
         numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
         doing = f"evaluating {task.removeprefix('eval/')}"
-        for episode in sampled_episodes(parts, scoring, prompts, sampling, numbers, doing=doing, check_stop=check_stop):
+        for episode in sampled_episodes(
+            parts, scoring, prompts, sampling, numbers, doing=doing, check_stop=check_stop
+        ):
             lengths[episode.group, episode.member] = episode.num_sampled
             truncated[episode.group, episode.member] = episode.finish_reason == "length"
     texts, scores = scoring.finish(check_stop)
@@ -221,12 +255,24 @@ def evaluate(
         scores = dataclasses.replace(scores, totals=np.nansum([*scores.values.values()], axis=0))
     judged = scores.grades is not None
     found = [parts.scorer.verifier.found_answer(text) if judged else None for text in texts]
-    columns = {"scores": scores.totals, "lengths": lengths, "truncated": truncated, "texts": texts, "found": found}
+    columns = {
+        "scores": scores.totals,
+        "lengths": lengths,
+        "truncated": truncated,
+        "texts": texts,
+        "found": found,
+    }
     columns["unparsed"] = [judged and each is None for each in found]
     return EvaluationResult(
         task=task,
-        **{name: np.array(values, COLUMNS[name]).reshape(shape) for name, values in columns.items()},
-        unjudged={f"verifier_{name}": getattr(scores.grades, name) if judged else 0 for name in UNJUDGED},
-        values={name: each.reshape(shape) for name, each in scores.values.items()} if len(scores.values) > 1 else {},
+        **{
+            name: np.array(values, COLUMNS[name]).reshape(shape) for name, values in columns.items()
+        },
+        unjudged={
+            f"verifier_{name}": getattr(scores.grades, name) if judged else 0 for name in UNJUDGED
+        },
+        values={name: each.reshape(shape) for name, each in scores.values.items()}
+        if len(scores.values) > 1
+        else {},
         logged=scores.logged,
     )

@@ -28,7 +28,9 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
     """
     correct = np.asarray(correct)
     if samples < 1 or np.any((correct < 0) | (correct > samples)):
-        raise ValueError(f"correct: got {correct.tolist()}, each must be from 0 to samples = {samples}")
+        raise ValueError(
+            f"correct: got {correct.tolist()}, each must be from 0 to samples = {samples}"
+        )
     drawn = np.arange(samples)
     # Once no wrong answer is left to draw the factor is 0, and so is every later product.
     factors = np.maximum(samples - correct[:, None] - drawn, 0) / (samples - drawn)
@@ -36,9 +38,11 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
 
 
 def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
-    """95% percentile interval of the mean over problems, from 2,000 resamples of the problems with replacement.
+    """95% percentile interval of the mean over problems, from 2,000 resamples of the problems with
+    replacement.
 
-    The interval says how the mean depends on the choice of problems; a problem's own samples are not resampled.
+    The interval says how the mean depends on the choice of problems; a problem's own samples are
+    not resampled.
 
     Args:
         values: [P] float64, one for each problem.
@@ -57,12 +61,16 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
 
 
 def t_quantile(count: int, level: float = _LEVEL) -> float:
-    """Half widths of an interval of this level in standard errors of the mean of `count` independent values."""
+    """Half widths of an interval of this level in standard errors of the mean of `count`
+    independent values.
+    """
     return float(stdtrit(count - 1, (1 + level) / 2))
 
 
 def t_half_width(values: Sequence[float]) -> float:
-    """Half of the 95% t interval of the mean of a few independent values, such as runs; NaN with one."""
+    """Half of the 95% t interval of the mean of a few independent values, such as runs; NaN with
+    one.
+    """
     if len(values) < 2:
         return float("nan")
     return float(t_quantile(len(values)) * np.std(values, ddof=1) / np.sqrt(len(values)))

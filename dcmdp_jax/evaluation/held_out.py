@@ -1,4 +1,6 @@
-"""The held-out tasks of a run: names, problems, K of each, what is recorded with avg@K, and overlaps with training."""
+"""The held-out tasks of a run: names, problems, K of each, what is recorded with avg@K, and
+overlaps with training.
+"""
 
 import re
 from collections import Counter, defaultdict
@@ -48,21 +50,26 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
 
     Args:
         task: locations, joined by commas.
-        samples: K of each task, or one for all; empty for the paper's of its benchmarks and 8 of others.
+        samples: K of each task, or one for all; empty for the paper's of its benchmarks and 8 of
+            others.
 
     Raises:
-        UserError: for an empty location, two tasks of one name, or numbers that don't fit the tasks.
+        UserError: for an empty location, two tasks of one name, or numbers that don't fit the
+            tasks.
     """
     locations = split_locations(task)
     if not all(locations):
         raise ArgumentError("task", f"got {shorten(task)}, an empty name is no task")
     if weighted := [location for location in locations if is_weighted(location)]:
         raise ArgumentError(
-            "task", f"got {shorten(weighted[0])}; weights are for training, K of each task is in `samples`"
+            "task",
+            f"got {shorten(weighted[0])}; weights are for training, K of each task is in `samples`",
         )
     if len(samples) not in (0, 1, len(locations)):
         raise ArgumentError(
-            "samples", f"got {len(samples)} numbers for {len(locations)} tasks; give one for all, one for each, or none"
+            "samples",
+            f"got {len(samples)} numbers for {len(locations)} tasks; give one for all, one for "
+            "each, or none",
         )
     names = location_names(locations)
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
@@ -73,17 +80,27 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
 
 
 def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of a task: avg@K, pass@K, interval, mean of each reward where there are several, what was logged."""
+    """Metrics of a task: avg@K, pass@K, interval, mean of each reward where there are several, what
+    was logged.
+    """
     interval = result.interval(seed=0) if len(result.scores) > 1 else ()
     task = result.task.removeprefix("eval/")
     valued = {name: values[np.isfinite(values)] for name, values in result.values.items()}
-    means = {name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size}
+    means = {
+        name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size
+    }
     return {
         f"eval/{task}/avg@{result.samples}": result.average,
         f"eval/{task}/pass@{result.samples}": float(result.pass_at[-1]),
         **{f"eval_reward/{task}/{name}": mean for name, mean in means.items()},
-        **{f"eval_logged/{task}/{name}": total / count for name, (total, count) in result.logged.items()},
-        **{f"eval_interval/{task}/{name}": bound for name, bound in zip(("low", "high"), interval, strict=False)},
+        **{
+            f"eval_logged/{task}/{name}": total / count
+            for name, (total, count) in result.logged.items()
+        },
+        **{
+            f"eval_interval/{task}/{name}": bound
+            for name, bound in zip(("low", "high"), interval, strict=False)
+        },
     }
 
 
@@ -116,7 +133,8 @@ class Overlap(NamedTuple):
     Attributes:
         problem: index of the evaluation problem.
         train_problem: index of the training problem.
-        share: share of the evaluation problem's runs of 8 words that the training problem has; 1 for the same text.
+        share: share of the evaluation problem's runs of 8 words that the training problem has; 1
+            for the same text.
     """
 
     problem: int
@@ -127,9 +145,9 @@ class Overlap(NamedTuple):
 def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[Overlap]:
     """Find training problems that are evaluation problems, or contain at least half of one.
 
-    Half counts the runs of 8 consecutive words (letters or digits) of the evaluation problem. A problem of fewer
-    than 8 words overlaps with the same text alone, but for white space and dollar signs. Some near matches ask a
-    changed question.
+    Half counts the runs of 8 consecutive words (letters or digits) of the evaluation problem. A
+    problem of fewer than 8 words overlaps with the same text alone, but for white space and dollar
+    signs. Some near matches ask a changed question.
 
     Args:
         prompts: texts of the evaluation problems.
@@ -145,14 +163,22 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
     found = []
     for train_index, prompt in enumerate(train_prompts):
         same = places.get(text := _SKIPPED.sub("", prompt), ())
-        shared = Counter(index for piece in (*_runs(prompt), text) for index in places.get(piece, ()))
-        shares = {index: 1.0 if index in same else count / len(runs[index]) for index, count in shared.items()}
-        found += [Overlap(index, train_index, share) for index, share in shares.items() if share >= _SHARE]
+        shared = Counter(
+            index for piece in (*_runs(prompt), text) for index in places.get(piece, ())
+        )
+        shares = {
+            index: 1.0 if index in same else count / len(runs[index])
+            for index, count in shared.items()
+        }
+        found += [
+            Overlap(index, train_index, share) for index, share in shares.items() if share >= _SHARE
+        ]
     return sorted(found)
 
 
 def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]:
-    """Problems of each task that training had, by the task's name; `train_problem` is the row in its file.
+    """Problems of each task that training had, by the task's name; `train_problem` is the row in
+    its file.
 
     Args:
         held_out: the tasks.
@@ -164,7 +190,9 @@ def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]
     with naming("config.task.train"):
         parts = parse_mixture(train)
         problems = [
-            each for part in parts for each in load_problems(part.location, on_bad_row="skip", answers="unused")
+            each
+            for part in parts
+            for each in load_problems(part.location, on_bad_row="skip", answers="unused")
         ]
     texts = [problem.prompt for problem in problems]
     return {
@@ -184,19 +212,27 @@ def leave_out(held_out: HeldOut, overlaps: Mapping[str, Sequence[Overlap]]) -> H
     """
     kept = []
     for task, prompts in held_out:
-        places = sorted(set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps[task.name]})
+        places = sorted(
+            set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps[task.name]}
+        )
         if not places:
             raise UserError(
-                f"--overlap=drop: every problem of {task.name} is in config.task.train, nothing is left to evaluate"
+                f"--overlap=drop: every problem of {task.name} is in config.task.train, nothing "
+                "is left to evaluate"
             )
         kept.append((task, prompts.select(places)))
     return tuple(kept)
 
 
 def describe_overlaps(
-    results: Sequence[EvaluationResult], overlaps: Mapping[str, Sequence[Overlap]], train: str, *, dropped: bool
+    results: Sequence[EvaluationResult],
+    overlaps: Mapping[str, Sequence[Overlap]],
+    train: str,
+    *,
+    dropped: bool,
 ) -> Iterator[str]:
-    """A line for each task that shares problems with training: how many, and its score without them.
+    """A line for each task that shares problems with training: how many, and its score without
+    them.
 
     Args:
         results: of each task.
@@ -210,8 +246,13 @@ def describe_overlaps(
             continue
         rest = [place for place in range(len(result.scores)) if place not in shared]
         alone = shown_score(result, float(result.scores[rest].mean())) if rest else "no problem"
-        scores = f"; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
-        yield f"overlap of {result.task} with {train}: {len(shared)} problems{', left out' if dropped else scores}"
+        scores = (
+            f"; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
+        )
+        yield (
+            f"overlap of {result.task} with {train}: {len(shared)} "
+            f"problems{', left out' if dropped else scores}"
+        )
 
 
 def _runs(prompt: str) -> set[tuple[str, ...]]:

@@ -1,7 +1,9 @@
-"""Per-problem JSON lines of an evaluation, written part by part: `dcmdp view` shows them, a killed one continues.
+"""Per-problem JSON lines of an evaluation, written part by part: `dcmdp view` shows them, a killed
+one continues.
 
-The first line says what is evaluated. Then, for each part of a task, one line per problem and one that closes the part.
-Nothing in the file depends on time, so a continued evaluation ends with the same bytes as an uninterrupted one.
+The first line says what is evaluated. Then, for each part of a task, one line per problem and one
+that closes the part. Nothing in the file depends on time, so a continued evaluation ends with the
+same bytes as an uninterrupted one.
 """
 
 import contextlib
@@ -49,7 +51,9 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"{path}: another process is writing this evaluation; choose another file") from None
+                raise UserError(
+                    f"{path}: another process is writing this evaluation; choose another file"
+                ) from None
             self._continue(path, json.loads(json.dumps(header)))
             on_failure.pop_all()
 
@@ -62,7 +66,9 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         """A part's result if the file has all of it."""
         return self._parts.get((task, part))
 
-    def append(self, part: int, asked: Sequence[Mapping[str, Any]], result: EvaluationResult) -> None:
+    def append(
+        self, part: int, asked: Sequence[Mapping[str, Any]], result: EvaluationResult
+    ) -> None:
         """Write a finished part, and wait until it is on the disk.
 
         Args:
@@ -72,14 +78,21 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         """
         lines = [
             {"task": result.task, **problem, "average": float(result.problem_averages[index])}
-            | {key: [_plain(value) for value in getattr(result, name)[index].tolist()] for name, key in _KEYS.items()}
+            | {
+                key: [_plain(value) for value in getattr(result, name)[index].tolist()]
+                for name, key in _KEYS.items()
+            }
             for index, problem in enumerate(asked)
         ]
-        self._write([*lines, {"task": result.task, "part": part, "problems": len(asked), **result.unjudged}])
+        self._write(
+            [*lines, {"task": result.task, "part": part, "problems": len(asked), **result.unjudged}]
+        )
         self._parts[result.task, part] = result
 
     def close_finished(self) -> None:
-        """Mark the evaluation as done and close the file: the next one with this name starts over."""
+        """Mark the evaluation as done and close the file: the next one with this name starts
+        over.
+        """
         self._write([_DONE])
         self._file.close()
 
@@ -141,25 +154,33 @@ def _check_header(path: Path, found: Mapping[str, Any], header: Mapping[str, Any
     for name, value in flatten(header).items():
         if there.get(name) != value:
             raise UserError(
-                f"{path}: holds an unfinished evaluation with {name.removeprefix('settings.')}="
-                f"{shorten(there.get(name))}, this one has {shorten(value)}; delete it, or choose another file"
+                f"{path}: holds an unfinished evaluation with "
+                f"{name.removeprefix('settings.')}={shorten(there.get(name))}, this one has "
+                f"{shorten(value)}; delete it, or choose another file"
             )
 
 
 def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> EvaluationResult:
-    columns = {name: np.array([each[key] for each in problems], COLUMNS[name]) for name, key in _KEYS.items()}
+    columns = {
+        name: np.array([each[key] for each in problems], COLUMNS[name])
+        for name, key in _KEYS.items()
+    }
     unjudged = {f"verifier_{name}": closing[f"verifier_{name}"] for name in UNJUDGED}
     return EvaluationResult(closing["task"], **columns, unjudged=unjudged)
 
 
-def open_output(out: Path | None, directory: Path, stem: str, header: Mapping[str, Any]) -> tuple[Path, EvaluationLog]:
-    """Choose the evaluation's JSON file, found writable, and open its lines, `NAME.problems.jsonl` next to it.
+def open_output(
+    out: Path | None, directory: Path, stem: str, header: Mapping[str, Any]
+) -> tuple[Path, EvaluationLog]:
+    """Choose the evaluation's JSON file, found writable, and open its lines, `NAME.problems.jsonl`
+    next to it.
 
-    Without `out` the name is the first of `stem`.json, `stem`-2.json, ... that is free or holds this evaluation
-    unfinished.
+    Without `out` the name is the first of `stem`.json, `stem`-2.json, ... that is free or holds
+    this evaluation unfinished.
 
     Args:
-        out: the JSON file. A finished evaluation there is replaced in the end, an unfinished one continued.
+        out: the JSON file. A finished evaluation there is replaced in the end, an unfinished one
+            continued.
         directory, stem: parts of the name without `out`.
         header: see `EvaluationLog`.
 
@@ -170,7 +191,9 @@ def open_output(out: Path | None, directory: Path, stem: str, header: Mapping[st
         names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
         out = next(path for name in names if _belongs(path := directory / f"{name}.json", header))
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--out: {out} can't be written; name a file in a directory one can write to")
+        raise UserError(
+            f"--out: {out} can't be written; name a file in a directory one can write to"
+        )
     lines = out.with_suffix(_LINES)
     if lines.exists() and lines.read_bytes().endswith(_encode(_DONE)):
         lines.unlink()
@@ -193,7 +216,12 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def evaluation_header(
-    settings: Mapping[str, Any], held_out: HeldOut, *, model: str, step: int | None, files: Iterable[Path]
+    settings: Mapping[str, Any],
+    held_out: HeldOut,
+    *,
+    model: str,
+    step: int | None,
+    files: Iterable[Path],
 ) -> dict[str, Any]:
     """Everything that changes a score: a continued evaluation must have the same.
 
@@ -206,7 +234,9 @@ def evaluation_header(
         "model": model,
         "step": step,
         # A directory may get other files under the same name.
-        "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)],
+        "weights": [
+            [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)
+        ],
         "settings": dict(settings),
         "problems": {task.name: digest_of(prompts) for task, prompts in held_out},
     }
@@ -234,7 +264,10 @@ def evaluation_record(
     tasks = {}
     for result, (_, prompts) in zip(results, held_out, strict=True):
         rows = [problem.index for problem in prompts.problems]
-        made = to_record(result, seed=seed) | {"dropped_prompts": prompts.dropped, "problem_rows": rows}
+        made = to_record(result, seed=seed) | {
+            "dropped_prompts": prompts.dropped,
+            "problem_rows": rows,
+        }
         if overlaps:
             made["overlap"] = [overlap._asdict() for overlap in overlaps[result.task]]
         tasks[result.task] = made

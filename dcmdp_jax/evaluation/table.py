@@ -21,7 +21,9 @@ _BENCHMARKS = {
     "minerva": ("Minerva", 4),
     "olympiadbench": ("Olympiad", 4),
 }
-"""Task name -> heading of its column and K of the paper's avg@K (section 6.1), in the order of the paper's columns."""
+"""Task name -> heading of its column and K of the paper's avg@K (section 6.1), in the order of the
+paper's columns.
+"""
 
 
 def paper_samples(task: str) -> int:
@@ -34,17 +36,20 @@ def paper_samples(task: str) -> int:
 
 
 def plain_average(results: Sequence[EvaluationResult]) -> float:
-    """The tables' Avg: the mean of the avg@K of one task or more, each task counted once whatever its size."""
+    """The tables' Avg: the mean of the avg@K of one task or more, each task counted once whatever
+    its size.
+    """
     return math.fsum(result.average for result in results) / len(results)
 
 
 def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int = 0) -> str:
-    """The paper's table as text: one row of avg@K in percent, and beneath it what the numbers rest on.
+    """The paper's table as text: one row of avg@K in percent, and beneath it what the numbers rest
+    on.
 
     Averages of a sum of rewards that leaves 0 .. 1 are no shares: they are plain numbers.
 
-    The benchmarks stand in the paper's order, other tasks after them under their own names, Avg last. Avg is the mean
-    of the columns that are there, unrounded: six benchmarks give the paper's.
+    The benchmarks stand in the paper's order, other tasks after them under their own names, Avg
+    last. Avg is the mean of the columns that are there, unrounded: six benchmarks give the paper's.
 
     Args:
         method: label of the row.
@@ -52,32 +57,54 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
         seed: seed of the bootstrap.
 
     Returns:
-        Aligned lines; beneath the scores K, the standard error and the 95% bootstrap interval over problems, unbiased
-        pass@k for powers of two and pass@K in percent, the shares of truncated completions and of those without an
-        answer in percent, the mean length in tokens, and how many answers the verifier gave up on.
+        Aligned lines; beneath the scores K, the standard error and the 95% bootstrap interval over
+        problems, unbiased pass@k for powers of two and pass@K in percent, the shares of truncated
+        completions and of those without an answer in percent, the mean length in tokens, and how
+        many answers the verifier gave up on.
     """
     ordered = sorted(results, key=lambda result: _place(result.task))
     average = (_percent if all(map(_is_share, ordered)) else number)(plain_average(ordered))
     rows = [["Method", *(column_name(result.task) for result in ordered), "Avg"]]
     rows.append([method, *(shown_score(result, result.average) for result in ordered), average])
-    powers = [2**power for power in range(1, 12) if 2**power < max(result.samples for result in ordered)]
+    powers = [
+        2**power for power in range(1, 12) if 2**power < max(result.samples for result in ordered)
+    ]
     columns = []
     for result in ordered:
-        found = {"K": str(result.samples), "standard error": shown_score(result, result.standard_error)}
-        found |= zip(("95% from", "95% to"), (shown_score(result, x) for x in result.interval(seed=seed)), strict=True)
-        found |= {f"pass@{k}": _percent(result.pass_at[k - 1]) if k <= result.samples else "-" for k in powers}
-        found |= {"pass@K": _percent(result.pass_at[-1]), "truncated %": _percent(result.truncated.mean())}
-        found |= {"no answer %": _percent(result.unparsed.mean()), "mean length": f"{result.length_mean:.1f}"}
-        columns.append(found | {name.replace("_", " "): str(count) for name, count in result.unjudged.items()})
+        found = {
+            "K": str(result.samples),
+            "standard error": shown_score(result, result.standard_error),
+        }
+        found |= zip(
+            ("95% from", "95% to"),
+            (shown_score(result, x) for x in result.interval(seed=seed)),
+            strict=True,
+        )
+        found |= {
+            f"pass@{k}": _percent(result.pass_at[k - 1]) if k <= result.samples else "-"
+            for k in powers
+        }
+        found |= {
+            "pass@K": _percent(result.pass_at[-1]),
+            "truncated %": _percent(result.truncated.mean()),
+        }
+        found |= {
+            "no answer %": _percent(result.unparsed.mean()),
+            "mean length": f"{result.length_mean:.1f}",
+        }
+        columns.append(
+            found | {name.replace("_", " "): str(count) for name, count in result.unjudged.items()}
+        )
     rows += [[name, *(column[name] for column in columns), ""] for name in columns[0]]
     return _align(rows, rules_after=(0, 1))
 
 
 def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
-    """One task's scores with JSON types; a standard error or interval that one problem can't give is None.
+    """One task's scores with JSON types; a standard error or interval that one problem can't give
+    is None.
 
-    `pass_at` holds unbiased pass@k for k = 1 .. K, `problem_averages` each problem's own avg@K, in the order the
-    problems were asked. `seed` is the bootstrap's.
+    `pass_at` holds unbiased pass@k for k = 1 .. K, `problem_averages` each problem's own avg@K, in
+    the order the problems were asked. `seed` is the bootstrap's.
     """
     interval = result.interval(seed=seed)
     return {
@@ -124,16 +151,21 @@ def read_scores(path: Path) -> Scores:
     try:
         tasks = dict(record["tasks"])
         averages = {name: float(task["average"]) for name, task in tasks.items()}
-        return Scores(str(record["method"]), averages, {name: int(task["samples"]) for name, task in tasks.items()})
+        return Scores(
+            str(record["method"]),
+            averages,
+            {name: int(task["samples"]) for name, task in tasks.items()},
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: no evaluation that dcmdp evaluate wrote ({error!r})") from None
 
 
 def format_comparison(runs: Sequence[Scores]) -> str:
-    """One table over methods and runs in the paper's layout: avg@K in percent, the best of each column with a star.
+    """One table over methods and runs in the paper's layout: avg@K in percent, the best of each
+    column with a star.
 
-    Runs of one method are one row: the mean of their scores, and with several runs half of its 95% t interval. Avg is
-    the mean of the columns, run by run.
+    Runs of one method are one row: the mean of their scores, and with several runs half of its 95%
+    t interval. Avg is the mean of the columns, run by run.
 
     Args:
         runs: at least one.
@@ -145,21 +177,26 @@ def format_comparison(runs: Sequence[Scores]) -> str:
     for run in runs[1:]:
         if run.samples != first.samples:
             raise UserError(
-                f"{first.method} and {run.method}: one table needs the same tasks and K of each, got {first.samples} "
-                f"and {run.samples}"
+                f"{first.method} and {run.method}: one table needs the same tasks and K of each, "
+                f"got {first.samples} and {run.samples}"
             )
     tasks = sorted(first.averages, key=_place)
     values: dict[str, list[list[float]]] = {}
     for run in runs:
         columns = [run.averages[task] for task in tasks]
         values.setdefault(run.method, []).append([*columns, math.fsum(columns) / len(columns)])
-    shares = [all(0 <= value <= 1 for value in column) for column in zip(*sum(values.values(), []), strict=True)]
+    shares = [
+        all(0 <= value <= 1 for value in column)
+        for column in zip(*sum(values.values(), []), strict=True)
+    ]
     means = {method: np.mean(each, axis=0) for method, each in values.items()}
     best = np.max(list(means.values()), axis=0)
     rows = [["Method", *map(column_name, tasks), "Avg"]]
     for method, each in values.items():
         cells = [f"{method} ({len(each)} runs)" if len(each) > 1 else method]
-        for mean, column, top, share in zip(means[method], zip(*each, strict=True), best, shares, strict=True):
+        for mean, column, top, share in zip(
+            means[method], zip(*each, strict=True), best, shares, strict=True
+        ):
             show = _percent if share else number
             half = f" ±{show(t_half_width(column))}" if len(column) > 1 else ""
             cells.append(f"{show(mean)}{half}{'*' if len(values) > 1 and mean == top else ''}")
@@ -169,7 +206,9 @@ def format_comparison(runs: Sequence[Scores]) -> str:
 
 
 def _place(task: str) -> int:
-    return list(_BENCHMARKS).index(task.lower()) if task.lower() in _BENCHMARKS else len(_BENCHMARKS)
+    return (
+        list(_BENCHMARKS).index(task.lower()) if task.lower() in _BENCHMARKS else len(_BENCHMARKS)
+    )
 
 
 def column_name(task: str) -> str:
@@ -190,7 +229,9 @@ def _is_share(result: EvaluationResult) -> bool:
 
 
 def shown_score(result: EvaluationResult, value: float) -> str:
-    """An average of a task's scores: in percent if each is between 0 and 1, else the reward's own number."""
+    """An average of a task's scores: in percent if each is between 0 and 1, else the reward's own
+    number.
+    """
     return _percent(value) if _is_share(result) else number(value)
 
 

@@ -1,8 +1,9 @@
-"""DC-GRPO in torch, for other people's trainers: discrepancy, penalized advantages, multiplier, surrogate.
+"""DC-GRPO in torch, for other people's trainers: discrepancy, penalized advantages, multiplier,
+surrogate.
 
-The same numbers as `dcmdp_jax.algorithm`, without jax. p is the training stack's probability of a sampled token under
-the weights that made the batch, q the inference engine's. `DcGrpo.charge` is all that a trainer needs to call, once in
-a training step, with the whole batch.
+The same numbers as `dcmdp_jax.algorithm`, without jax. p is the training stack's probability of a
+sampled token under the weights that made the batch, q the inference engine's. `DcGrpo.charge` is
+all that a trainer needs to call, once in a training step, with the whole batch.
 """
 
 import dataclasses
@@ -27,26 +28,34 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def require_same_shape(**tensors: Tensor) -> None:
-    """Raise a ValueError that names every tensor with its shape unless all have one shape: nothing broadcasts."""
+    """Raise a ValueError that names every tensor with its shape unless all have one shape: nothing
+    broadcasts.
+    """
     if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} is {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{shapes}: must be the same shape")
 
 
 def require_gradient(**logprobs: Tensor) -> None:
-    """Raise a ValueError for log-probs in float16: a ratio goes to e^20, a gradient above 65504 becomes inf."""
+    """Raise a ValueError for log-probs in float16: a ratio goes to e^20, a gradient above 65504
+    becomes inf.
+    """
     for name, tensor in logprobs.items():
         if tensor.dtype == torch.float16:
             raise ValueError(
-                f"{name} has dtype float16, in which a gradient above 65504 is inf; convert the logits to float32 "
-                "before the log-softmax"
+                f"{name} has dtype float16, in which a gradient above 65504 is inf; convert the "
+                "logits to float32 before the log-softmax"
             )
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """log p - log q in float32, clamped to [-20, 20]; gradient 1 inside and at the limits, 0 outside. NaN stays NaN."""
+    """log p - log q in float32, clamped to [-20, 20]; gradient 1 inside and at the limits, 0
+    outside. NaN stays NaN.
+    """
     require_same_shape(numerator=numerator, denominator=denominator)
-    difference = _clamp(numerator.float(), LOGPROB_LIMIT) - _clamp(denominator.float(), LOGPROB_LIMIT)
+    difference = _clamp(numerator.float(), LOGPROB_LIMIT) - _clamp(
+        denominator.float(), LOGPROB_LIMIT
+    )
     return _clamp(difference, MAX_LOG_RATIO)
 
 
@@ -73,12 +82,17 @@ def token_discrepancy(
     """
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
     if measure not in _MEASURES or sided not in _SIDES:
-        raise ValueError(f"measure={measure!r}, sided={sided!r}: allowed are {_MEASURES} and {_SIDES}")
+        raise ValueError(
+            f"measure={measure!r}, sided={sided!r}: allowed are {_MEASURES} and {_SIDES}"
+        )
     train, rollout = train_logprobs.detach().float(), rollout_logprobs.detach().float()
     if measure == "diff":
         train, rollout = train.clamp(max=0.0), rollout.clamp(max=0.0)
     if measure == "logit":
-        train, rollout = (x - torch.log(-torch.expm1(x)) for x in (y.clamp(max=-(2.0**-24)) for y in (train, rollout)))
+        train, rollout = (
+            x - torch.log(-torch.expm1(x))
+            for x in (y.clamp(max=-(2.0**-24)) for y in (train, rollout))
+        )
     log_ratio = clamped_log_ratio(train, rollout)
     if sided == "one":
         log_ratio = log_ratio.clamp(min=0.0)
@@ -89,7 +103,9 @@ def token_discrepancy(
     return log_ratio.abs()
 
 
-def penalized_advantages(advantages: Tensor, discrepancy: Tensor, multiplier: float | Tensor) -> Tensor:
+def penalized_advantages(
+    advantages: Tensor, discrepancy: Tensor, multiplier: float | Tensor
+) -> Tensor:
     """A_i - lambda delta_{i,t} (Eq. 8), a constant to the gradient.
 
     Args:
@@ -104,10 +120,15 @@ def penalized_advantages(advantages: Tensor, discrepancy: Tensor, multiplier: fl
         ValueError: if the shapes are others.
     """
     multiplier = torch.as_tensor(multiplier, dtype=torch.float32, device=discrepancy.device)
-    if discrepancy.dim() != 2 or advantages.shape not in (discrepancy.shape, discrepancy.shape[:1]) or multiplier.dim():
+    if (
+        discrepancy.dim() != 2
+        or advantages.shape not in (discrepancy.shape, discrepancy.shape[:1])
+        or multiplier.dim()
+    ):
         raise ValueError(
-            f"advantages is {list(advantages.shape)}, discrepancy is {list(discrepancy.shape)}, multiplier is "
-            f"{list(multiplier.shape)}: must be [N] or [N, T], [N, T], and a single number"
+            f"advantages is {list(advantages.shape)}, discrepancy is {list(discrepancy.shape)}, "
+            f"multiplier is {list(multiplier.shape)}: must be [N] or [N, T], [N, T], and a single "
+            "number"
         )
     advantages = advantages.detach().float()
     return (advantages[:, None] if advantages.dim() == 1 else advantages) - multiplier * discrepancy
@@ -122,20 +143,26 @@ def dual_update(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> float:
-    """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32; unchanged by a mean that is not finite."""
+    """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32; unchanged by a mean
+    that is not finite.
+    """
     if not math.isfinite(mean_discrepancy):
         return multiplier
     mean, c, rate, before = (
-        torch.tensor(value, dtype=torch.float32) for value in (mean_discrepancy, tolerance, learning_rate, multiplier)
+        torch.tensor(value, dtype=torch.float32)
+        for value in (mean_discrepancy, tolerance, learning_rate, multiplier)
     )
     return float((before + rate * (mean - c)).clamp(minimum, maximum))
 
 
-def discrepancy_statistics(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean and maximum of |p - q|, k1, k3, Pearson's correlation and effective sample size over the sampled tokens.
+def discrepancy_statistics(
+    train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """Mean and maximum of |p - q|, k1, k3, Pearson's correlation and effective sample size over the
+    sampled tokens.
 
-    Definitions as in `dcmdp_jax.algorithm.discrepancy.mismatch_statistics`; all 0 if no token was sampled. Not sums:
-    they are of the tokens given, and do not add over processes.
+    Definitions as in `dcmdp_jax.algorithm.discrepancy.mismatch_statistics`; all 0 if no token was
+    sampled. Not sums: they are of the tokens given, and do not add over processes.
 
     Args:
         train_logprobs, rollout_logprobs: same shape, nats.
@@ -143,9 +170,14 @@ def discrepancy_statistics(train_logprobs: Tensor, rollout_logprobs: Tensor, mas
     """
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     sampled = mask.bool()
-    train, rollout = train_logprobs.detach().float()[sampled], rollout_logprobs.detach().float()[sampled]
+    train, rollout = (
+        train_logprobs.detach().float()[sampled],
+        rollout_logprobs.detach().float()[sampled],
+    )
     if not train.numel():
-        return dict.fromkeys(("mean", "max", "kl_k1", "kl_k3", "pearson", "effective_sample_size"), 0.0)
+        return dict.fromkeys(
+            ("mean", "max", "kl_k1", "kl_k3", "pearson", "effective_sample_size"), 0.0
+        )
     delta = token_discrepancy(train, rollout)
     log_ratio = clamped_log_ratio(train, rollout).double()
     weights = (log_ratio - log_ratio.max()).exp()
@@ -160,16 +192,25 @@ def discrepancy_statistics(train_logprobs: Tensor, rollout_logprobs: Tensor, mas
         "kl_k1": float(-log_ratio.mean()),
         "kl_k3": float((torch.expm1(log_ratio) - log_ratio).mean()),
         "pearson": pearson,
-        "effective_sample_size": float(weights.sum() ** 2 / (weights.numel() * weights.square().sum())),
+        "effective_sample_size": float(
+            weights.sum() ** 2 / (weights.numel() * weights.square().sum())
+        ),
     }
 
 
 def clipped_surrogate(
-    train_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
+    train_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> Tensor:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9), r = exp(clip(log pi - log pi_old)).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9), r = exp(clip(log pi
+    - log pi_old)).
 
-    The gradient reaches `train_logprobs` alone: -r A where the clip does not bite, its ends included, 0 where it does.
+    The gradient reaches `train_logprobs` alone: -r A where the clip does not bite, its ends
+    included, 0 where it does.
 
     Args:
         train_logprobs, old_logprobs, advantages: same shape.
@@ -182,10 +223,14 @@ def clipped_surrogate(
         ValueError: if the shapes differ, or `train_logprobs` is float16.
     """
     require_gradient(train_logprobs=train_logprobs)
-    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    require_same_shape(
+        train_logprobs=train_logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
     advantages = advantages.detach().float()
     ratio = clamped_log_ratio(train_logprobs, old_logprobs.detach()).exp()
-    outside = torch.where(advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0))
+    outside = torch.where(
+        advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0)
+    )
     held = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     return -torch.where(outside, held, ratio) * advantages
 
@@ -221,7 +266,8 @@ class DcGrpo:
                 raise ValueError(f"{name} is {getattr(self, name)}: must be a finite number from 0")
         if not self.minimum <= self.multiplier <= self.maximum < math.inf:
             raise ValueError(
-                f"multiplier is {self.multiplier}: must be from minimum={self.minimum} to finite maximum={self.maximum}"
+                f"multiplier is {self.multiplier}: must be from minimum={self.minimum} to finite "
+                f"maximum={self.maximum}"
             )
         token_discrepancy(torch.zeros(1), torch.zeros(1), measure=self.measure, sided=self.sided)
 
@@ -235,7 +281,8 @@ class DcGrpo:
         reduce: Reduce | None = None,
         update: bool = True,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Penalize the advantages of a step's whole batch by lambda, then move lambda by its mean discrepancy.
+        """Penalize the advantages of a step's whole batch by lambda, then move lambda by its mean
+        discrepancy.
 
         A token whose engine reported no log-prob (NaN, as vLLM may) is neither charged nor counted.
 
@@ -247,34 +294,55 @@ class DcGrpo:
             update: false leaves lambda as it is, for evaluation.
 
         Returns:
-            Penalized advantages [N, T] float32, A where nothing was sampled; and metrics: `multiplier` that was used,
-            `mean` over all processes, `violation` (mean - c), and the statistics of this process's tokens.
+            Penalized advantages [N, T] float32, A where nothing was sampled; and metrics:
+            `multiplier` that was used, `mean` over all processes, `violation` (mean - c), and the
+            statistics of this process's tokens.
         """
-        used, (delta, sampled) = self.multiplier, self.charged_tokens(train_logprobs, rollout_logprobs, mask)
+        used, (delta, sampled) = (
+            self.multiplier,
+            self.charged_tokens(train_logprobs, rollout_logprobs, mask),
+        )
         sums = torch.stack([delta.double().sum(), sampled.double().sum()])
         total, count = (sums if reduce is None else reduce(sums)).tolist()
         mean = total / count if count else math.nan
         if update:
             self.move(mean)
         statistics = discrepancy_statistics(train_logprobs, rollout_logprobs, sampled)
-        metrics = statistics | {"multiplier": used, "mean": mean, "violation": mean - self.tolerance}
+        metrics = statistics | {
+            "multiplier": used,
+            "mean": mean,
+            "violation": mean - self.tolerance,
+        }
         return penalized_advantages(advantages, delta, used), metrics
 
-    def charged_tokens(self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The discrepancy of each token, 0 on those that are not charged; and which are: sampled, with a log-prob."""
-        require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    def charged_tokens(
+        self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The discrepancy of each token, 0 on those that are not charged; and which are: sampled,
+        with a log-prob.
+        """
+        require_same_shape(
+            train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
+        )
         sampled = mask.bool() & ~torch.isnan(rollout_logprobs)
-        delta = token_discrepancy(train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided)
+        delta = token_discrepancy(
+            train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided
+        )
         return torch.where(sampled, delta, torch.zeros_like(delta)), sampled
 
     def move(self, mean_discrepancy: float) -> None:
         """Move lambda at the end of a step."""
-        rule = {name: getattr(self, name) for name in ("tolerance", "learning_rate", "minimum", "maximum")}
+        rule = {
+            name: getattr(self, name)
+            for name in ("tolerance", "learning_rate", "minimum", "maximum")
+        }
         self.multiplier = dual_update(self.multiplier, mean_discrepancy, **rule)
         self.history.append(self.multiplier)
 
     def save(self, path: str | Path) -> None:
-        """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory, as a checkpoint's."""
+        """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory,
+        as a checkpoint's.
+        """
         path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.new")
@@ -290,23 +358,30 @@ class DcGrpo:
 
         Raises:
             FileNotFoundError: if it does not exist.
-            ValueError: naming the file, if it is not what `save` writes, its multiplier is out of range, or it has
-                fewer updates than `steps`.
+            ValueError: naming the file, if it is not what `save` writes, its multiplier is out of
+                range, or it has fewer updates than `steps`.
         """
         path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            multiplier, history = float(state["multiplier"]), [float(value) for value in state["history"]]
+            multiplier, history = (
+                float(state["multiplier"]),
+                [float(value) for value in state["history"]],
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not the state of DC-GRPO ({error})") from None
         if steps is not None:
             if not 1 <= steps <= len(history):
-                raise ValueError(f"{path}: steps is {steps}, it holds the state after 1 to {len(history)} updates")
+                raise ValueError(
+                    f"{path}: steps is {steps}, it holds the state after 1 to {len(history)} "
+                    "updates"
+                )
             history = history[:steps]
             multiplier = history[-1]
         if not self.minimum <= multiplier <= self.maximum:
             raise ValueError(
-                f"{path}: multiplier is {multiplier}, must be from minimum={self.minimum} to maximum={self.maximum}"
+                f"{path}: multiplier is {multiplier}, must be from minimum={self.minimum} to "
+                f"maximum={self.maximum}"
             )
         self.multiplier, self.history = multiplier, history
 
@@ -317,7 +392,9 @@ class DcGrpo:
 
 
 def require_columns(batch: Mapping[str, Any], advice: Mapping[str, str]) -> None:
-    """Raise a ValueError unless a trainer's batch has all columns; `advice` says for each what gives it."""
+    """Raise a ValueError unless a trainer's batch has all columns; `advice` says for each what
+    gives it.
+    """
     for name, setting in advice.items():
         column = batch[name] if name in batch.keys() else None  # noqa: SIM118 - a TensorDict iterates over its rows
         if column is None or len(column) == 0:

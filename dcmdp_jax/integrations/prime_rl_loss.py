@@ -8,10 +8,10 @@
     [orchestrator]
     max_off_policy_steps = 0
 
-prime-rl calls it for each sample and makes one optimizer update in a step, at whose end lambda moves. p is of the
-weights being trained: with one update a step these made the batch, unless rollouts lag behind the trainer, by up to
-`orchestrator.max_off_policy_steps` (8 by default). What the policy moved since is then in the discrepancy too; 0 keeps
-it out: older rollouts are dropped.
+prime-rl calls it for each sample and makes one optimizer update in a step, at whose end lambda
+moves. p is of the weights being trained: with one update a step these made the batch, unless
+rollouts lag behind the trainer, by up to `orchestrator.max_off_policy_steps` (8 by default). What
+the policy moved since is then in the discrepancy too; 0 keeps it out: older rollouts are dropped.
 """
 
 from pathlib import Path
@@ -27,13 +27,19 @@ class DcGrpoLoss:
     """The loss, its multiplier, and the sums of the step so far.
 
     Args:
-        state_path: JSON file of lambda, read now if it is there and written by rank 0 after each step.
-        resume_steps: training steps of the checkpoint that the run resumes from, if it is not the last one.
+        state_path: JSON file of lambda, read now if it is there and written by rank 0 after each
+            step.
+        resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
+            last one.
         settings: keyword arguments of `DcGrpo`.
     """
 
     def __init__(
-        self, *, state_path: str | Path | None = None, resume_steps: int | None = None, **settings: Any
+        self,
+        *,
+        state_path: str | Path | None = None,
+        resume_steps: int | None = None,
+        **settings: Any,
     ) -> None:
         self.dc_grpo, self._path = DcGrpo(**settings), state_path
         self.dc_grpo.resume(state_path, steps=resume_steps)
@@ -43,30 +49,49 @@ class DcGrpoLoss:
     def __call__(self, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a sample, summed over its tokens, and metrics.
 
-            l_t = -r_t (A - lambda delta_t),    r_t = exp(log pi - sg(log pi)) = 1, whose gradient is that of log pi
+            l_t = -r_t (A - lambda delta_t),    r_t = exp(log pi - sg(log pi)) = 1, whose gradient
+            is that of log pi
 
-        which is Eq. 9 where each batch is used once; its clip never bites there. A token whose engine reported no
-        log-prob (NaN) is neither charged nor counted, as in `DcGrpo.charge`; a NaN of the trainer stays.
+        which is Eq. 9 where each batch is used once; its clip never bites there. A token whose
+        engine reported no log-prob (NaN) is neither charged nor counted, as in `DcGrpo.charge`; a
+        NaN of the trainer stays.
 
         Args:
-            inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`, `loss_mask`,
-                `loss_weights` or None, [T] each.
+            inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`,
+                `loss_mask`, `loss_weights` or None, [T] each.
         """
         train, mask = inputs.trainer_logprobs, inputs.loss_mask.bool()
-        given = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask", "loss_weights")
+        given = (
+            "trainer_logprobs",
+            "inference_logprobs",
+            "advantages",
+            "loss_mask",
+            "loss_weights",
+        )
         fields = {name: getattr(inputs, name) for name in given}
         require_same_shape(**{name: value for name, value in fields.items() if value is not None})
         delta, counted = self.dc_grpo.charged_tokens(train, inputs.inference_logprobs, mask)
-        self._sums += torch.stack([delta.double().sum(), counted.double().sum()]).to(self._sums.device)
-        charged = penalized_advantages(inputs.advantages[None], delta[None], self.dc_grpo.multiplier)[0]
+        self._sums += torch.stack([delta.double().sum(), counted.double().sum()]).to(
+            self._sums.device
+        )
+        charged = penalized_advantages(
+            inputs.advantages[None], delta[None], self.dc_grpo.multiplier
+        )[0]
         ratio = torch.exp(train - train.detach())
-        weights = mask.to(ratio.dtype) if inputs.loss_weights is None else mask * inputs.loss_weights
+        weights = (
+            mask.to(ratio.dtype) if inputs.loss_weights is None else mask * inputs.loss_weights
+        )
         loss = -torch.where(mask, ratio * charged * weights, torch.zeros_like(ratio)).sum()
         mean = delta.sum() / counted.sum().clamp(min=1)
-        return loss, {"dc_grpo/mean": mean, "dc_grpo/multiplier": torch.full_like(mean, self.dc_grpo.multiplier)}
+        return loss, {
+            "dc_grpo/mean": mean,
+            "dc_grpo/multiplier": torch.full_like(mean, self.dc_grpo.multiplier),
+        }
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
-        """End of a step: move lambda by the mean over all ranks. Of several optimizers only the first one counts."""
+        """End of a step: move lambda by the mean over all ranks. Of several optimizers only the
+        first one counts.
+        """
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
@@ -87,7 +112,9 @@ _loss: DcGrpoLoss | None = None
 
 
 def dc_grpo_loss(inputs: Any, **settings: Any) -> Any:
-    """The function that `import_path` names; `settings` are arguments of `DcGrpoLoss`, made at the first call."""
+    """The function that `import_path` names; `settings` are arguments of `DcGrpoLoss`, made at the
+    first call.
+    """
     global _loss
     from prime_rl.trainer.rl.loss import LossOutputs
 

@@ -5,7 +5,8 @@
             return make_trainer(RayPPOTrainer)(*args, dc_grpo=DcGrpo(tolerance=0.0037), **options)
 
 with `trainer.algorithm.policy_loss_type=regular`, no `off_policy_correction`, and
-`generator.sampling_params.logprobs=0` or more. Lambda is kept as dc_grpo.json in each checkpoint's folder.
+`generator.sampling_params.logprobs=0` or more. Lambda is kept as dc_grpo.json in each checkpoint's
+folder.
 """
 
 import os
@@ -58,6 +59,8 @@ def charge(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
     }
     require_columns(batch, advice)
     mask = batch["loss_mask"]
-    charged, metrics = dc_grpo.charge(batch["advantages"], batch["action_log_probs"], batch["rollout_logprobs"], mask)
+    charged, metrics = dc_grpo.charge(
+        batch["advantages"], batch["action_log_probs"], batch["rollout_logprobs"], mask
+    )
     batch["advantages"] = charged * mask
     return metrics

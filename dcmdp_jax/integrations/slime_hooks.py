@@ -1,9 +1,10 @@
 """DC-GRPO in slime: a function for `--custom-advantage-function-path`.
 
     --custom-advantage-function-path dcmdp_jax.integrations.slime_hooks.dc_grpo_advantages
-    --custom-config-path dc_grpo.yaml        # dc_grpo_tolerance: 0.0037; dc_grpo_state: checkpoints/dc_grpo.json; ...
-    --get-mismatch-metrics                   # so that slime computes the training stack's log-probs before the update
-    --custom-tis-function-path dcmdp_jax.integrations.slime_hooks.no_weights      # which that flag asks for
+    --custom-config-path dc_grpo.yaml        # dc_grpo_tolerance: 0.0037; dc_grpo_state:
+    checkpoints/dc_grpo.json; ... --get-mismatch-metrics                   # so that slime computes
+    the training stack's log-probs before the update --custom-tis-function-path
+    dcmdp_jax.integrations.slime_hooks.no_weights      # which that flag asks for
 
 slime calls it once in a step in each data-parallel rank, with the rank's whole batch.
 """
@@ -23,16 +24,19 @@ _state: DcGrpo | None = None
 def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """Set `advantages` and `returns` of a batch, lists of [T_i] tensors; move lambda.
 
-    `rewards` are group-relative already (`--rewards-normalization`), as slime's own GRPO takes them.
+    `rewards` are group-relative already (`--rewards-normalization`), as slime's own GRPO takes
+    them.
 
     Args:
-        args: slime's; `dc_grpo_tolerance` and, if given, `dc_grpo_multiplier`, `dc_grpo_learning_rate`,
-            `dc_grpo_minimum`, `dc_grpo_maximum`, `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the JSON file
-            of lambda.
-        rollout_data: `log_probs`, `rollout_log_probs`, `loss_masks`, `rewards`, a list entry for each sample.
+        args: slime's; `dc_grpo_tolerance` and, if given, `dc_grpo_multiplier`,
+            `dc_grpo_learning_rate`, `dc_grpo_minimum`, `dc_grpo_maximum`, `dc_grpo_measure`,
+            `dc_grpo_sided`, and `dc_grpo_state`, the JSON file of lambda.
+        rollout_data: `log_probs`, `rollout_log_probs`, `loss_masks`, `rewards`, a list entry for
+            each sample.
 
     Raises:
-        ValueError: in one line, if a setting or the log-probs are not there, or context parallelism splits samples.
+        ValueError: in one line, if a setting or the log-probs are not there, or context parallelism
+            splits samples.
     """
     dc_grpo = _settings(args)
     advice = {
@@ -40,18 +44,26 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         "rollout_log_probs": "an engine with log-probs",
     }
     require_columns(rollout_data, advice)
-    train, rollout, masks = (rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks"))
+    train, rollout, masks = (
+        rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks")
+    )
     lengths = [len(values) for values in train]
     if any(lengths != [len(values) for values in column] for column in (rollout, masks)):
-        raise ValueError("dc_grpo: log-probs and masks differ in length: context parallelism above 1 is not supported")
+        raise ValueError(
+            "dc_grpo: log-probs and masks differ in length: context parallelism above 1 is not "
+            "supported"
+        )
     rewards = rollout_data["rewards"]
     if len(rewards) != len(lengths):
-        raise ValueError(f"dc_grpo: {len(rewards)} rewards of {len(lengths)} samples: must be one of each")
+        raise ValueError(
+            f"dc_grpo: {len(rewards)} rewards of {len(lengths)} samples: must be one of each"
+        )
     device = train[0].device
     rewards = torch.tensor(rewards, dtype=torch.float32, device=device)
     # Samples behind one another: a row for each token.
     flat = [
-        torch.cat([torch.as_tensor(x, device=device) for x in values])[:, None] for values in (train, rollout, masks)
+        torch.cat([torch.as_tensor(x, device=device) for x in values])[:, None]
+        for values in (train, rollout, masks)
     ]
     advantages = rewards.repeat_interleave(torch.tensor(lengths, device=device))
     charged, metrics = dc_grpo.charge(advantages, *flat, reduce=_over_ranks)
@@ -68,8 +80,8 @@ def no_weights(
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """Loss and masks as they are, no metrics: the charge already answers for the mismatch.
 
-    slime refuses `--get-mismatch-metrics` without `--custom-tis-function-path`, and multiplies the loss by what that
-    function makes of it.
+    slime refuses `--get-mismatch-metrics` without `--custom-tis-function-path`, and multiplies the
+    loss by what that function makes of it.
     """
     return pg_loss, loss_masks, {}
 
@@ -78,7 +90,11 @@ def _settings(args: Any) -> DcGrpo:
     """The state of this process, made at the first call."""
     global _state
     if _state is None:
-        given = {name: getattr(args, f"dc_grpo_{name}") for name in _SETTINGS if hasattr(args, f"dc_grpo_{name}")}
+        given = {
+            name: getattr(args, f"dc_grpo_{name}")
+            for name in _SETTINGS
+            if hasattr(args, f"dc_grpo_{name}")
+        }
         if "tolerance" not in given:
             raise ValueError("dc_grpo: set dc_grpo_tolerance in the file of --custom-config-path")
         _state = DcGrpo(**given)
@@ -91,5 +107,7 @@ def _over_ranks(sums: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_initialized():
         from megatron.core import mpu
 
-        torch.distributed.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        torch.distributed.all_reduce(
+            sums, group=mpu.get_data_parallel_group(with_context_parallel=True)
+        )
     return sums

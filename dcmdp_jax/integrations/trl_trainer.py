@@ -1,10 +1,13 @@
-"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine that sampled.
+"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine
+that sampled.
 
-    trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=..., args=GRPOConfig(use_vllm=True, ...), ...)
+    trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=...,
+    args=GRPOConfig(use_vllm=True, ...), ...)
 
 The engine must report log-probs: vLLM does, and so may a `rollout_func`. Set
-`vllm_importance_sampling_correction=False` unless you want TRL's importance weights on top. Metrics are logged as
-`dc_grpo/*`; lambda is kept as dc_grpo.json in each checkpoint, and a resumed run takes it from there.
+`vllm_importance_sampling_correction=False` unless you want TRL's importance weights on top. Metrics
+are logged as `dc_grpo/*`; lambda is kept as dc_grpo.json in each checkpoint, and a resumed run
+takes it from there.
 """
 
 from __future__ import annotations
@@ -28,17 +31,26 @@ class DcGrpoTrainer(GRPOTrainer):
 
     Args:
         dc_grpo: c, lambda and what moves it.
-        on_batch: called with each training batch, for example to record it (`dcmdp_jax.record.record_trl`).
+        on_batch: called with each training batch, for example to record it
+            (`dcmdp_jax.record.record_trl`).
         options: keyword arguments of `GRPOTrainer`.
 
     Raises:
-        ValueError: with `use_liger_kernel`, whose fused loss drops the ratio and the tokens' advantages.
+        ValueError: with `use_liger_kernel`, whose fused loss drops the ratio and the tokens'
+            advantages.
     """
 
-    def __init__(self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any
+    ) -> None:
         self.dc_grpo, self._on_batch = dc_grpo, on_batch
-        if any(isinstance(each, GRPOConfig) and each.use_liger_kernel for each in (*args, *options.values())):
-            raise ValueError("DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a token")
+        if any(
+            isinstance(each, GRPOConfig) and each.use_liger_kernel
+            for each in (*args, *options.values())
+        ):
+            raise ValueError(
+                "DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a token"
+            )
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))
 
@@ -47,8 +59,8 @@ class DcGrpoTrainer(GRPOTrainer):
         rollout = output.get("sampling_per_token_logps")
         if rollout is None:
             raise ValueError(
-                "DcGrpoTrainer: the batch has no sampling_per_token_logps: set use_vllm=True, or have rollout_func "
-                "return logprobs"
+                "DcGrpoTrainer: the batch has no sampling_per_token_logps: set use_vllm=True, or "
+                "have rollout_func return logprobs"
             )
         mode = "train" if self.model.training else "eval"
         train = self._old_logprobs(output)
@@ -56,9 +68,13 @@ class DcGrpoTrainer(GRPOTrainer):
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
         output["advantages"], metrics = self.dc_grpo.charge(
-            output["advantages"], train, rollout, mask, update=mode == "train",
+            output["advantages"],
+            train,
+            rollout,
+            mask,
+            update=mode == "train",
             reduce=lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum"),
-        )  # fmt: skip
+        )
         for name, value in prefixed(metrics).items():
             self._metrics[mode][name].append(value)
         if self._on_batch is not None and mode == "train":
@@ -66,7 +82,9 @@ class DcGrpoTrainer(GRPOTrainer):
         return output
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor:
-        """Log-probs under the weights that made the batch. TRL leaves them out where its loss does not need them."""
+        """Log-probs under the weights that made the batch. TRL leaves them out where its loss does
+        not need them.
+        """
         if (known := output.get("old_per_token_logps")) is not None:
             return known
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)

@@ -1,6 +1,7 @@
 """DC-GRPO in verl: a registered advantage estimator and a registered policy loss.
 
-Put into a module of your own, named in VERL_USE_EXTERNAL_MODULES so that verl imports it in every process:
+Put into a module of your own, named in VERL_USE_EXTERNAL_MODULES so that verl imports it in every
+process:
 
     from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
     from dcmdp_jax.integrations.verl_hooks import register
@@ -9,10 +10,10 @@ Put into a module of your own, named in VERL_USE_EXTERNAL_MODULES so that verl i
 and set `algorithm.adv_estimator=dc_grpo`, `actor_rollout_ref.actor.policy_loss.loss_mode=dc_grpo`,
 `actor_rollout_ref.rollout.calculate_log_probs=True`, and no `algorithm.rollout_correction`.
 
-verl gives an estimator rewards and masks but no log-probs. So the estimator makes verl's own group-relative advantages,
-and `compute_advantage`, which calls it with the whole batch on the driver, charges them. Where an agent loop gives a
-session several outputs, the session counts once in its group, by its last output, as under verl's own grpo; every
-output's tokens are charged.
+verl gives an estimator rewards and masks but no log-probs. So the estimator makes verl's own
+group-relative advantages, and `compute_advantage`, which calls it with the whole batch on the
+driver, charges them. Where an agent loop gives a session several outputs, the session counts once
+in its group, by its last output, as under verl's own grpo; every output's tokens are charged.
 """
 
 import functools
@@ -55,8 +56,10 @@ def register(
     Args:
         dc_grpo: c, lambda and what moves it.
         state_path: JSON file of lambda, read now if it is there and written in each step.
-        resume_steps: training steps of the checkpoint that the run resumes from, if it is not the last one.
-        on_batch: called with each `DataProto` after its advantages are charged, for example to record it.
+        resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
+            last one.
+        on_batch: called with each `DataProto` after its advantages are charged, for example to
+            record it.
     """
     from verl.trainer.ppo import core_algos, ray_trainer
 
@@ -116,14 +119,21 @@ def charge(dc_grpo: DcGrpo, batch: Any) -> None:
     advice = "actor_rollout_ref.rollout.calculate_log_probs=True and no bypass_mode"
     require_columns(batch, dict.fromkeys(("old_log_probs", "rollout_log_probs"), advice))
     charged, metrics = dc_grpo.charge(
-        batch["advantages"], batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+        batch["advantages"],
+        batch["old_log_probs"],
+        batch["rollout_log_probs"],
+        batch["response_mask"],
     )
     batch["advantages"] = charged * batch["response_mask"]
     _LOG.info("dc_grpo: %s", described(metrics))
 
 
 def group_advantages(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, config: Any = None, **_: Any
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Any,
+    config: Any = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """verl's own GRPO advantages, [N, T] each; `compute_advantage` charges them."""
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
@@ -146,7 +156,8 @@ def policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The clipped surrogate of Eq. 9, averaged as verl does: without verl's dual clip and importance weights.
+    """The clipped surrogate of Eq. 9, averaged as verl does: without verl's dual clip and
+    importance weights.
 
     The charge already answers for the mismatch; weights on top would answer twice.
 
@@ -156,12 +167,22 @@ def policy_loss(
     from verl.trainer.ppo.core_algos import agg_loss
 
     if rollout_is_weights is not None:
-        raise ValueError("dc_grpo: importance weights on top of the charge; set algorithm.rollout_correction=null")
+        raise ValueError(
+            "dc_grpo: importance weights on top of the charge; set "
+            "algorithm.rollout_correction=null"
+        )
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     require_same_shape(log_prob=log_prob, response_mask=response_mask)
     losses = clipped_surrogate(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high)
     losses = torch.where(response_mask.bool(), losses, torch.zeros_like(losses))
-    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
-    drift = ((log_prob - old_log_prob).detach() * response_mask).sum() / response_mask.sum().clamp(min=1)
+    loss = agg_loss(
+        loss_mat=losses,
+        loss_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        **config.global_batch_info,
+    )
+    drift = ((log_prob - old_log_prob).detach() * response_mask).sum() / response_mask.sum().clamp(
+        min=1
+    )
     return loss, {"actor/ppo_kl": -drift.item()}

@@ -1,4 +1,6 @@
-"""A test kit for an engine that a user brings: `check_engine` asks it for all that the protocol promises."""
+"""A test kit for an engine that a user brings: `check_engine` asks it for all that the protocol
+promises.
+"""
 
 from collections.abc import Sequence
 
@@ -10,13 +12,19 @@ from dcmdp_jax.types import Params
 
 
 def check_engine(
-    engine: Engine, params: Params, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, vocab_size: int,
+    engine: Engine,
+    params: Params,
+    prompts: Sequence[np.ndarray],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int,
     scores: bool = True,
-) -> float:  # fmt: skip
-    """Ask an engine for all that `protocol.Engine` promises, in a test of yours. The engine stays open.
+) -> float:
+    """Ask an engine for all that `protocol.Engine` promises, in a test of yours. The engine stays
+    open.
 
-    What its methods return, the same completions for the same (seed, step, row) in a call of its own, sampling that
-    goes on after an iterator was closed, and scores of what it sampled.
+    What its methods return, the same completions for the same (seed, step, row) in a call of its
+    own, sampling that goes on after an iterator was closed, and scores of what it sampled.
 
     Args:
         engine: engine to check.
@@ -27,7 +35,8 @@ def check_engine(
         scores: whether it has `score`.
 
     Returns:
-        The largest difference in nats between a sampled token's log-prob and its score; 0 without `score`.
+        The largest difference in nats between a sampled token's log-prob and its score; 0 without
+        `score`.
 
     Raises:
         EngineError: for what it returns.
@@ -52,8 +61,9 @@ def check_engine(
     for one, again in zip(whole[group_size:], sampled(prompts[1:], 4), strict=True):
         if not np.array_equal(one.token_ids, again.token_ids):
             raise EngineError(
-                f"completion {one.member} of prompt {one.group} is another one when its prompt is sampled in a smaller "
-                "call with the same seed, step and row: a resumed run would not repeat an uninterrupted one"
+                f"completion {one.member} of prompt {one.group} is another one when its prompt is "
+                "sampled in a smaller call with the same seed, step and row: a resumed run would "
+                "not repeat an uninterrupted one"
             )
     engine.release_weights()
     engine.push_weights(params, 1)
@@ -61,19 +71,32 @@ def check_engine(
         return 0.0
     ends = [one.prompt_length for one in whole]
     given = [one.token_ids[end:] for one, end in zip(whole, ends, strict=True)]
-    values = list(engine.score([prompts[one.group] for one in whole], given, temperature=sampling.temperature))
+    values = list(
+        engine.score([prompts[one.group] for one in whole], given, temperature=sampling.temperature)
+    )
     if len(values) != len(given):
         raise EngineError(f"score gave {len(values)} arrays for {len(given)} completions")
     for index, (score, ids) in enumerate(zip(values, given, strict=True)):
-        if not isinstance(score, np.ndarray) or score.dtype != np.float32 or score.shape != ids.shape:
-            raise EngineError(f"score of completion {index} is {_array_text(score)}, must be float32 {ids.shape}")
+        if (
+            not isinstance(score, np.ndarray)
+            or score.dtype != np.float32
+            or score.shape != ids.shape
+        ):
+            raise EngineError(
+                f"score of completion {index} is {_array_text(score)}, must be float32 {ids.shape}"
+            )
     check_finite(values)
     own = (one.rollout_logprobs[end:] for one, end in zip(whole, ends, strict=True))
-    return max(float(np.abs(score - logprobs).max()) for score, logprobs in zip(values, own, strict=True))
+    return max(
+        float(np.abs(score - logprobs).max()) for score, logprobs in zip(values, own, strict=True)
+    )
 
 
 def check_episodes(
-    episodes: Sequence[Episode], prompts: Sequence[np.ndarray], sampling: SamplingParams, vocab_size: int
+    episodes: Sequence[Episode],
+    prompts: Sequence[np.ndarray],
+    sampling: SamplingParams,
+    vocab_size: int,
 ) -> None:
     """Refuse episodes of other prompts, or with arrays that `Episode` does not allow.
 
@@ -87,33 +110,54 @@ def check_episodes(
             raise EngineError(f"generate gave {type(episode).__name__}, must give lists of Episode")
         where = f"completion {episode.member} of prompt {episode.group}"
         if not 0 <= episode.group < len(prompts) or not 0 <= episode.member < sampling.group_size:
-            raise EngineError(f"{where}: asked were {len(prompts)} prompts with {sampling.group_size} completions each")
+            raise EngineError(
+                f"{where}: asked were {len(prompts)} prompts with {sampling.group_size} "
+                "completions each"
+            )
         if problem := _array_problem(episode):
             raise EngineError(f"{where}: {problem}")
         prompt = np.asarray(prompts[episode.group])
         length = len(episode.token_ids) - len(prompt)
         if not 1 <= length <= sampling.max_completion_tokens:
-            raise EngineError(f"{where}: {length} tokens, must be 1 .. {sampling.max_completion_tokens}")
-        if not np.array_equal(episode.token_ids[: len(prompt)], prompt) or episode.sampled_mask[: len(prompt)].any():
-            raise EngineError(f"{where}: token_ids must begin with the prompt, whose sampled_mask is False")
+            raise EngineError(
+                f"{where}: {length} tokens, must be 1 .. {sampling.max_completion_tokens}"
+            )
+        if (
+            not np.array_equal(episode.token_ids[: len(prompt)], prompt)
+            or episode.sampled_mask[: len(prompt)].any()
+        ):
+            raise EngineError(
+                f"{where}: token_ids must begin with the prompt, whose sampled_mask is False"
+            )
         if not episode.sampled_mask.any():
             raise EngineError(f"{where}: sampled_mask says that no token was sampled")
         outside = (episode.token_ids < 0) | (episode.token_ids >= vocab_size)
         if outside.any():
-            raise EngineError(f"{where}: token id {episode.token_ids[outside][0]} is outside 0 .. {vocab_size - 1}")
+            raise EngineError(
+                f"{where}: token id {episode.token_ids[outside][0]} is outside 0 .. "
+                f"{vocab_size - 1}"
+            )
 
 
 def _array_problem(episode: Episode) -> str:
-    """Describe the first array of an episode that is missing, or of another dtype or length; empty if none is."""
+    """Describe the first array of an episode that is missing, or of another dtype or length; empty
+    if none is.
+    """
     size = np.size(episode.token_ids)
-    arrays = {"token_ids": (episode.token_ids, np.int32), "sampled_mask": (episode.sampled_mask, np.bool_)}
+    arrays = {
+        "token_ids": (episode.token_ids, np.int32),
+        "sampled_mask": (episode.sampled_mask, np.bool_),
+    }
     for name in ("rollout_logprobs", "policy_versions", *episode.columns):
         if name not in COLUMNS:
             return f"column {name!r} is none of {', '.join(COLUMNS)}"
         arrays[name] = episode.columns.get(name), COLUMNS[name].dtype
     for name, (array, dtype) in arrays.items():
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape[:1] != (size,):
-            return f"{name} is {_array_text(array)}, must be {np.dtype(dtype)} with an entry for each of {size} tokens"
+            return (
+                f"{name} is {_array_text(array)}, must be {np.dtype(dtype)} with an entry for "
+                f"each of {size} tokens"
+            )
     return ""
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 def array_checksum(x: jax.Array) -> jax.Array:
     """sum_i bits_i (2 i + 1) mod 2^32 over the elements in row-major order, [] uint32.
 
-    The odd factors detect elements that changed places. Equal arrays have equal checksums on every device layout.
+    The odd factors detect elements that changed places. Equal arrays have equal checksums on every
+    device layout.
 
     Args:
         x: array with elements of 1, 2 or 4 bytes.

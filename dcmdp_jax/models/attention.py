@@ -17,29 +17,36 @@ from dcmdp_jax.types import Array
 
 KERNELS = ("xla", "blockwise", "cudnn", "splash")
 SKIP_SEGMENTS = {"blockwise": 0, "cudnn": 16, "splash": 0}
-"""Kernels whose time does not grow with the other segments of a row, so that long rows with many segments serve all ->
-how many a row has at most by default, 0 for any number. cuDNN's memory grows with it: 2.2 of 69 GiB for Qwen3-1.7B at
-16, where rows leave 6% empty if the median sequence is a tenth of the longest (25% with 8, 3% with 32)."""
+"""Kernels whose time does not grow with the other segments of a row, so that long rows with many
+segments serve all -> how many a row has at most by default, 0 for any number. cuDNN's memory grows
+with it: 2.2 of 69 GiB for Qwen3-1.7B at 16, where rows leave 6% empty if the median sequence is a
+tenth of the longest (25% with 8, 3% with 32).
+"""
 _SPLASH_BLOCK = 128
 _SHORT = 192
 # Of cuDNN's packed layout: with more, what it keeps is more than a mask.
 _MOST_SEGMENTS = 32
 
 AttendRows = Callable[..., jax.Array]
-"""(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]; scalars may follow."""
+"""(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]; scalars may
+follow.
+"""
 
 
-def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK) -> str:
+def choose_kernel(
+    setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK
+) -> str:
     """The kernel for the setting.
 
-    "auto" is splash on TPU, cudnn on GPU in half precision, blockwise on CPU, else xla. Short rows are xla's.
+    "auto" is splash on TPU, cudnn on GPU in half precision, blockwise on CPU, else xla. Short rows
+    are xla's.
 
     Args:
         setting: "auto" or one of `KERNELS`.
         dtype: dtype of the activations.
         platform: the devices' platform.
-        length: length of the longest rows. "auto" uses xla where splash takes no such rows, and on CPU for rows of
-            fewer than 192 tokens.
+        length: length of the longest rows. "auto" uses xla where splash takes no such rows, and on
+            CPU for rows of fewer than 192 tokens.
 
     Raises:
         ValueError: for a setting that is neither "auto" nor one of `KERNELS`.
@@ -77,12 +84,13 @@ def row_attention(
         query, key, value: H is a multiple of K.
         segment_ids: equal ids adjacent; 0 is padding, whose outputs are not used.
         kernel: one of `KERNELS`. "blockwise" computes some rows as "xla" does, see `has_scores`.
-        one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
-            cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
+        one_segment: rows hold one segment and padding after it, so the causal mask is all that real
+            tokens need and cudnn runs without a mask in memory. Padding then sees the segment; its
+            outputs are not used.
         segments: segments of a row at most; 0 for any number. See `statistics_kept` for cudnn.
         ops: the platform's operations; its attention is the kernel "xla".
-        mesh: the devices that rows and heads are split over, for all but xla; None where the arguments are one
-            device's own.
+        mesh: the devices that rows and heads are split over, for all but xla; None where the
+            arguments are one device's own.
         window: w, at least 1; 0 for none.
         slides: whether the window holds, for layers of a scan that differ in it; None: it does.
 
@@ -108,9 +116,11 @@ def row_attention(
 
 
 def statistics_kept(kernel: str, segments: int) -> int:
-    """Float32 values of each token and head that a kernel keeps for its backward pass, more than one.
+    """Float32 values of each token and head that a kernel keeps for its backward pass, more than
+    one.
 
-    With 2 to 32 segments a row cudnn runs without a mask, each segment a sequence of its own, and keeps as many values.
+    With 2 to 32 segments a row cudnn runs without a mask, each segment a sequence of its own, and
+    keeps as many values.
 
     Args:
         kernel: one of `KERNELS`.
@@ -120,7 +130,9 @@ def statistics_kept(kernel: str, segments: int) -> int:
 
 
 def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
-    """A kernel with a window that holds where `slides`. One that takes no traced window runs in either of two forms."""
+    """A kernel with a window that holds where `slides`. One that takes no traced window runs in
+    either of two forms.
+    """
 
     def attended(*arguments: jax.Array) -> jax.Array:
         inputs, flags = arguments[:4], arguments[4:]
@@ -134,21 +146,27 @@ def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) ->
 
 
 def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | None) -> bool:
-    """Whether a kernel computes the scores [length, length] of whole rows, for each head, in memory.
+    """Whether a kernel computes the scores [length, length] of whole rows, for each head, in
+    memory.
 
-    "xla" does. "blockwise" does so for rows of fewer than 192 tokens, whose blocks save nothing on a CPU, and for rows
-    or query heads that a mesh doesn't split evenly, which only the compiler can split.
+    "xla" does. "blockwise" does so for rows of fewer than 192 tokens, whose blocks save nothing on
+    a CPU, and for rows or query heads that a mesh doesn't split evenly, which only the compiler can
+    split.
 
     Args:
         kernel: one of `KERNELS`.
-        rows, length, heads: shape of the queries, over all devices but for the axes of a shard_map around.
+        rows, length, heads: shape of the queries, over all devices but for the axes of a shard_map
+            around.
         mesh: see `row_attention`.
     """
     if kernel != "blockwise" or length < _SHORT:
         return kernel in ("xla", "blockwise")
     if mesh is None:
         return False
-    return bool(rows % math.prod(mesh.shape[axis] for axis in _free_rows(mesh)) or heads % mesh.shape["tensor"])
+    return bool(
+        rows % math.prod(mesh.shape[axis] for axis in _free_rows(mesh))
+        or heads % mesh.shape["tensor"]
+    )
 
 
 def _free_rows(mesh: Mesh) -> tuple[str, ...]:
@@ -159,8 +177,9 @@ def _free_rows(mesh: Mesh) -> tuple[str, ...]:
 def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> AttendRows:
     """Run a kernel on each device's own rows and heads; also inside a shard_map over data.
 
-    The compiler can't split these kernels itself. It refuses Mosaic's (splash). cuDNN's call brings a partitioner of
-    its own, which knows no mesh inside a shard_map and no key-value heads that tensor doesn't divide (jax 0.10.2).
+    The compiler can't split these kernels itself. It refuses Mosaic's (splash). cuDNN's call brings
+    a partitioner of its own, which knows no mesh inside a shard_map and no key-value heads that
+    tensor doesn't divide (jax 0.10.2).
 
     Args:
         attend: the kernel, of arguments alone.
@@ -173,18 +192,30 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
         return attend
 
     def mapped(
-        query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *flags: jax.Array
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array,
+        *flags: jax.Array,
     ) -> jax.Array:
         ways, heads, kv_heads = mesh.shape["tensor"], query.shape[2], key.shape[2]
         if heads % ways:
-            raise UserError(f"mesh tensor: got {ways}, attention needs a divisor of the {heads} query heads")
-        # Key-value heads that tensor doesn't divide: each goes to several devices, beside the query heads it serves.
+            raise UserError(
+                f"mesh tensor: got {ways}, attention needs a divisor of the {heads} query heads"
+            )
+        # Key-value heads that tensor doesn't divide: each goes to several devices, beside the query
+        # heads it serves.
         copies = ways // math.gcd(ways, kv_heads)
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
         rows = _free_rows(mesh)
         split = P(rows, None, "tensor", None)
-        specs = {"in_specs": (split, split, split, P(rows, None), *(P() for _ in flags)), "out_specs": split}
-        return shard_map_over(free_axes(mesh), attend, mesh, **specs)(query, key, value, segment_ids, *flags)
+        specs = {
+            "in_specs": (split, split, split, P(rows, None), *(P() for _ in flags)),
+            "out_specs": split,
+        }
+        return shard_map_over(free_axes(mesh), attend, mesh, **specs)(
+            query, key, value, segment_ids, *flags
+        )
 
     return mapped
 
@@ -200,11 +231,20 @@ def _cudnn(
     window: int = 0,
 ) -> jax.Array:
     if not one_segment and statistics_kept("cudnn", segments):
-        return gpu.packed_attention(query, key, value, segment_ids, segments=segments, window=window)
+        return gpu.packed_attention(
+            query, key, value, segment_ids, segments=segments, window=window
+        )
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     scale = 1.0 / math.sqrt(query.shape[-1])
     # JAX counts the tokens before a query.
     local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, scale=scale, local_window_size=local, implementation="cudnn"
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=True,
+        scale=scale,
+        local_window_size=local,
+        implementation="cudnn",
     )

@@ -38,8 +38,8 @@ class ModelConfig:
     Attributes:
         model_type: the family, of `families.FAMILIES`.
         vocab_size: rows of the embedding, padding rows included.
-        hidden_size, intermediate_size: residual and MLP width; of a mixture of experts the latter is the shared
-            expert's, if it has one.
+        hidden_size, intermediate_size: residual and MLP width; of a mixture of experts the latter
+            is the shared expert's, if it has one.
         num_layers, num_heads, num_kv_heads, head_dim: decoder depth and attention shape.
         rope_theta, rope_scaling: rotary base and its scaling.
         rms_norm_eps: added to the mean square.
@@ -51,15 +51,21 @@ class ModelConfig:
         num_experts_per_tok: experts that compute each token.
         moe_intermediate_size: width of an expert.
         norm_topk_prob: divide the probabilities of a token's experts by their sum.
-        sliding_window: tokens that a token of a sliding layer sees, itself included; 0 without such layers.
+        sliding_window: tokens that a token of a sliding layer sees, itself included; 0 without such
+            layers.
         sliding_layers: their indices.
-        sliding_rope_theta: base of their rotary embedding, which is not scaled; 0: theirs is that of other layers.
+        sliding_rope_theta: base of their rotary embedding, which is not scaled; 0: theirs is that
+            of other layers.
         rope_free_layers: indices of layers without rotary embedding.
-        recurrent_layers: indices of the layers that are `gated_delta.GatedDeltaNet` in place of attention.
-        linear_conv_kernel_dim: tokens that their convolution sees, itself included; 0 without such layers.
-        linear_num_key_heads, linear_num_value_heads: their heads; each key head serves as many value heads.
+        recurrent_layers: indices of the layers that are `gated_delta.GatedDeltaNet` in place of
+            attention.
+        linear_conv_kernel_dim: tokens that their convolution sees, itself included; 0 without such
+            layers.
+        linear_num_key_heads, linear_num_value_heads: their heads; each key head serves as many
+            value heads.
         linear_key_head_dim, linear_value_head_dim: sizes of these heads.
-        partial_rotary_factor: share of a head's dimensions, from the first on, that the rotary embedding turns.
+        partial_rotary_factor: share of a head's dimensions, from the first on, that the rotary
+            embedding turns.
         query_pre_attn_scalar: scores are divided by its square root; 0: by that of head_dim.
     """
 
@@ -97,42 +103,78 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
-            raise UserError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(FAMILIES))}")
-        for name in ("sliding_layers", "rope_free_layers", "recurrent_layers"):  # lists in a saved record
+            raise UserError(
+                f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(FAMILIES))}"
+            )
+        for name in (
+            "sliding_layers",
+            "rope_free_layers",
+            "recurrent_layers",
+        ):  # lists in a saved record
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if self.family.experts else ()
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        )
+        experts = (
+            ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+            if self.family.experts
+            else ()
+        )
         for name in (*sizes, *experts):
             if getattr(self, name) < 1:
                 why = f" for model_type={self.model_type}" if name in experts else ""
                 raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1{why}")
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"num_heads: got {self.num_heads}, must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise UserError(
+                f"num_heads: got {self.num_heads}, must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise UserError(f"head_dim: got {self.head_dim}, must be even (rotary embedding pairs dimensions)")
+            raise UserError(
+                f"head_dim: got {self.head_dim}, must be even (rotary embedding pairs dimensions)"
+            )
         for name in ("rope_theta", "rms_norm_eps"):
             _, low, high = hf_fields.RANGES[name]
             if not low <= getattr(self, name) <= high:
-                raise UserError(f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]")
+                raise UserError(
+                    f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]"
+                )
         if self.rotary_dim < 2 or self.rotary_dim % 2:
-            share = f"got {self.partial_rotary_factor:g}, must be an even number of head_dim={self.head_dim}"
+            share = (
+                f"got {self.partial_rotary_factor:g}, must be an even number of "
+                f"head_dim={self.head_dim}"
+            )
             raise UserError(f"partial_rotary_factor: {share}")
         if self.family.full_attention_every:
             recurrent, keys = len(self.recurrent_layers), self.linear_num_key_heads
             if not 0 < recurrent < self.num_layers:
-                said = f"{recurrent} of {self.num_layers} layers are linear_attention, must be some and not all"
+                said = (
+                    f"{recurrent} of {self.num_layers} layers are linear_attention, must be "
+                    "some and not all"
+                )
                 raise UserError(f"layer_types: {said}")
             if (values := self.linear_num_value_heads) % keys:
                 said = f"got {values}, must be a multiple of linear_num_key_heads={keys}"
                 raise UserError(f"linear_num_value_heads: {said}")
         if self.num_experts and not self.family.experts:
-            raise UserError(f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}")
+            raise UserError(
+                f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}"
+            )
         if 0 < self.num_experts < (used := self.num_experts_per_tok):
-            raise UserError(f"num_experts_per_tok: got {used}, must be at most num_experts={self.num_experts}")
+            raise UserError(
+                f"num_experts_per_tok: got {used}, must be at most num_experts={self.num_experts}"
+            )
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
-        """Kind of layers -> their indices; "" where all have the same parameters. Those of each kind are stacked."""
+        """Kind of layers -> their indices; "" where all have the same parameters. Those of each
+        kind are stacked.
+        """
         layers, recurrent = range(self.num_layers), self.recurrent_layers
         full = tuple(index for index in layers if index not in recurrent)
         return {"recurrent": recurrent, "full": full} if recurrent else {"": full}
@@ -140,7 +182,11 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[tuple[str, int], ...]:
         """Kind of each layer, and its place among the layers of that kind."""
-        places = {at: (kind, place) for kind, those in self.kinds.items() for place, at in enumerate(those)}
+        places = {
+            at: (kind, place)
+            for kind, those in self.kinds.items()
+            for place, at in enumerate(those)
+        }
         return tuple(places[index] for index in range(self.num_layers))
 
     def by_kind(self, layers: Any) -> dict[str, Any]:
@@ -177,9 +223,13 @@ class ModelConfig:
 
     @property
     def layer_ropes(self) -> tuple[str, ...]:
-        """Rotary embedding of each layer: "global" (`rope_theta` with its scaling), "sliding" (its own) or "none"."""
+        """Rotary embedding of each layer: "global" (`rope_theta` with its scaling), "sliding" (its
+        own) or "none".
+        """
         sliding = "sliding" if self.sliding_rope_theta else "global"
-        special = dict.fromkeys(self.sliding_layers, sliding) | dict.fromkeys(self.rope_free_layers, "none")
+        special = dict.fromkeys(self.sliding_layers, sliding) | dict.fromkeys(
+            self.rope_free_layers, "none"
+        )
         return tuple(special.get(index, "global") for index in range(self.num_layers))
 
     def layer_windows(self, length: int) -> tuple[int, ...]:
@@ -198,11 +248,15 @@ class ModelConfig:
         return self._mlp_width(self.num_experts)
 
     def _mlp_width(self, experts: int) -> int:
-        return sum(getattr(self, name) * (experts if "moe" in name else 1) for name in self.mlp_fields)
+        return sum(
+            getattr(self, name) * (experts if "moe" in name else 1) for name in self.mlp_fields
+        )
 
     @property
     def mlp_fields(self) -> tuple[str, ...]:
-        """Fields of the widths of a layer's MLPs: one MLP's, or the experts' and the shared one's, if there is one."""
+        """Fields of the widths of a layer's MLPs: one MLP's, or the experts' and the shared one's,
+        if there is one.
+        """
         expert, mlp = ("moe_intermediate_size",), ("intermediate_size",)
         return expert + mlp * self.family.shared_expert if self.num_experts else mlp
 
@@ -212,5 +266,7 @@ class ModelConfig:
         return self.num_layers, self.num_experts_per_tok, self.num_experts
 
 
-RECURRENT_SIZES = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("linear_"))
+RECURRENT_SIZES = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("linear_")
+)
 """Fields of recurrent layers, in config.json too."""

@@ -1,7 +1,9 @@
-"""Declare a parameter of a model once, with everything that is known of it as metadata of its `nnx.Param`.
+"""Declare a parameter of a model once, with everything that is known of it as metadata of its
+`nnx.Param`.
 
-A module built from declarations holds shapes and no arrays: a model of any size is built in milliseconds. `params.py`
-walks it and derives shapes, initial values, shardings, Hugging Face tensors and what an engine quantizes.
+A module built from declarations holds shapes and no arrays: a model of any size is built in
+milliseconds. `params.py` walks it and derives shapes, initial values, shardings, Hugging Face
+tensors and what an engine quantizes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
 class Stack(NamedTuple):
-    """A leading axis along which many modules of one kind are stored, such as the layers of a decoder.
+    """A leading axis along which many modules of one kind are stored, such as the layers of a
+    decoder.
 
     Attributes:
         axis: the logical name of the axis, "layers" or "experts".
@@ -35,7 +38,8 @@ class Stack(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A second Hugging Face layout of a stacked leaf: its innermost stacked axis and several matrices in one tensor.
+    """A second Hugging Face layout of a stacked leaf: its innermost stacked axis and several
+    matrices in one tensor.
 
     Attributes:
         hf_name: the tensor, of shape [size of the innermost stack, parts x out, in].
@@ -56,9 +60,9 @@ class Declaration(NamedTuple):
         shape: shape of the whole leaf, stacked axes first.
         axes: logical name of each dimension of `shape`.
         init: makes the initial values.
-        hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer, with "{layers}"
-            where the number of the layer belongs, and so for each stacked axis. None for a layout that only engines
-            use.
+        hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer,
+            with "{layers}" where the number of the layer belongs, and so for each stacked axis.
+            None for a layout that only engines use.
         transposed: Hugging Face stores the matrix as [out, in], we as [in, out].
         quantized: engines that quantize weights quantize this one.
         stacks: the stacked axes, outermost first.
@@ -93,14 +97,21 @@ def parameter(
         shape, axes: shape and axes of one module; `stacks` go before them.
         init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
     """
-    shape, axes = (*(stack.size for stack in stacks), *shape), (*(stack.axis for stack in stacks), *axes)
-    metadata = Declaration((), shape, axes, init, hf_name, transposed, quantized, stacks, fused)._asdict()
+    shape, axes = (
+        (*(stack.size for stack in stacks), *shape),
+        (*(stack.axis for stack in stacks), *axes),
+    )
+    metadata = Declaration(
+        (), shape, axes, init, hf_name, transposed, quantized, stacks, fused
+    )._asdict()
     del metadata["path"]
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)
 
 
 def declarations(module: nnx.Module, prefix: tuple[str, ...] = ()) -> Iterator[Declaration]:
-    """Yield every parameter of a module, in the order in which the modules' constructors declare them."""
+    """Yield every parameter of a module, in the order in which the modules' constructors declare
+    them.
+    """
     for name, value in vars(module).items():
         path = (*prefix, name)
         if isinstance(value, nnx.Param):

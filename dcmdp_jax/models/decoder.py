@@ -1,8 +1,9 @@
 """The decoder of all families of `families.py`.
 
 Flax NNX modules declare their parameters and are used as pure functions of them.
-Parameters are a plain nested dict with the layers stacked on the leading axis, which optax, Orbax and the sharding
-table understand; `params.py` derives everything about them from the modules' declarations.
+Parameters are a plain nested dict with the layers stacked on the leading axis, which optax, Orbax
+and the sharding table understand; `params.py` derives everything about them from the modules'
+declarations.
 """
 
 import dataclasses
@@ -21,7 +22,14 @@ from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.gated_delta import GatedDeltaNet, Recur, rows
-from dcmdp_jax.models.layers import MLP, Linear, LoraKernel, RMSNorm, all_rotary_tables, embedding_scale
+from dcmdp_jax.models.layers import (
+    MLP,
+    Linear,
+    LoraKernel,
+    RMSNorm,
+    all_rotary_tables,
+    embedding_scale,
+)
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
@@ -39,8 +47,10 @@ Reduce = Callable[[jax.Array], jax.Array]
 """Adds the partial results of the devices that share the heads and the MLP of a layer."""
 
 Observe = Callable[[str, Callable[[jax.Array], Any], jax.Array], Any]
-"""(name of an operator of a layer, operator, its input) -> its output; "attention" and "mlp" give a cache or a report
-with it. To record what the operators of a layer read and give, or to run them on other inputs."""
+"""(name of an operator of a layer, operator, its input) -> its output; "attention" and "mlp" give a
+cache or a report with it. To record what the operators of a layer read and give, or to run them on
+other inputs.
+"""
 
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
@@ -54,11 +64,12 @@ class Compute:
 
     Attributes:
         dtype: "float32", "bfloat16" or "float16", of activations and products.
-        remat: "none" saves all, on a GPU what is more than elementwise; "dots" saves matrix products, "full" saves only
-            each layer's input.
+        remat: "none" saves all, on a GPU what is more than elementwise; "dots" saves matrix
+            products, "full" saves only each layer's input.
         attention: "auto" or one of `attention.KERNELS`.
-        scan_unroll: layers in one iteration of the scan over layers. 1 compiles fastest. All of them halves the time of
-            a backward pass on CPU and saves a quarter of a GPU's memory traffic: a loop copies saved activations.
+        scan_unroll: layers in one iteration of the scan over layers. 1 compiles fastest. All of
+            them halves the time of a backward pass on CPU and saves a quarter of a GPU's memory
+            traffic: a loop copies saved activations.
         logprob_chunk: tokens whose [chunk, V] logits exist at one time.
         one_segment: rows hold one completion each (see `row_attention`).
         segments: completions of a row at most; 0 for any number.
@@ -83,14 +94,20 @@ class Compute:
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and rotary embedding around an attention function given by the caller.
+    """Projections, head norms and rotary embedding around an attention function given by the
+    caller.
 
     Attributes:
         fused: W_q, W_k and W_v are one matrix `qkv`; see `fuse_projections`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        hf_name: str,
+        stacks: tuple[Stack, ...] = (),
+        fused: bool = False,
     ) -> None:
         self.config, self.fused, self.gated = config, fused, config.family.output_gate
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -98,12 +115,24 @@ class Attention(nnx.Module):
         embed, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
         options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
-            self.qkv = Linear((embed, queries + 2 * kv_width), ("embed", "heads"), hf_name=None, bias=bias, **options)
+            self.qkv = Linear(
+                (embed, queries + 2 * kv_width),
+                ("embed", "heads"),
+                hf_name=None,
+                bias=bias,
+                **options,
+            )
         else:
             query, shared = ("embed", "heads"), ("embed", "kv_heads")
-            self.q = Linear((embed, queries), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options)
-            self.k = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options)
-            self.v = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options)
+            self.q = Linear(
+                (embed, queries), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options
+            )
+            self.k = Linear(
+                (embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options
+            )
+            self.v = Linear(
+                (embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options
+            )
         if config.family.qk_norm:
             whole, head = config.family.qk_norm == "width", (config.head_dim, "head_dim")
             norm = {"eps": eps, "stacks": stacks, "family": config.family}
@@ -119,7 +148,10 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
-        widths = config.num_heads * config.head_dim * (1 + self.gated), config.num_kv_heads * config.head_dim
+        widths = (
+            config.num_heads * config.head_dim * (1 + self.gated),
+            config.num_kv_heads * config.head_dim,
+        )
         scales: list[jax.Array | None] = [None, None]
         if config.family.qk_norm == "head":
             counts = config.num_heads, config.num_kv_heads
@@ -132,11 +164,15 @@ class Attention(nnx.Module):
         if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
             scale = None if scales[0] is None else jnp.concatenate(scales)
-            query, key = ops.split(self._rotated(both.reshape(heads), scale, rotary, ops), config.num_heads, 2)
+            query, key = ops.split(
+                self._rotated(both.reshape(heads), scale, rotary, ops), config.num_heads, 2
+            )
         else:
             query, key = ops.split(both, widths[0], 2) if self.fused else (self.q(x), self.k(x))
             if self.gated:
-                query, gate = jnp.moveaxis(query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim), 3, 0)
+                query, gate = jnp.moveaxis(
+                    query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim), 3, 0
+                )
             if config.family.qk_norm == "width":
                 query, key = self.q_norm(query), self.k_norm(key)
             query, key = (
@@ -147,7 +183,9 @@ class Attention(nnx.Module):
             value = self.v(x)
         if config.query_pre_attn_scalar not in (0, config.head_dim):
             # Kernels divide by sqrt(h).
-            query = query * jnp.asarray(math.sqrt(config.head_dim / config.query_pre_attn_scalar), query.dtype)
+            query = query * jnp.asarray(
+                math.sqrt(config.head_dim / config.query_pre_attn_scalar), query.dtype
+            )
         attended, cache = attend(query, key, value.reshape(heads))
         if self.gated:
             attended = attended * jax.nn.sigmoid(gate)
@@ -160,16 +198,20 @@ class Attention(nnx.Module):
             return ops.rotate(x, rotary)
         if (turned := self.config.rotary_dim) < self.config.head_dim:
             normed = rms_norm(self.q_norm.read(x), scale, self.config.rms_norm_eps).astype(x.dtype)
-            return jnp.concatenate([ops.rotate(normed[..., :turned], rotary), normed[..., turned:]], axis=-1)
-        return ops.norm_and_rotate(self.q_norm.read(x), scale, rotary, self.config.rms_norm_eps).astype(x.dtype)
+            return jnp.concatenate(
+                [ops.rotate(normed[..., :turned], rotary), normed[..., turned:]], axis=-1
+            )
+        return ops.norm_and_rotate(
+            self.q_norm.read(x), scale, rotary, self.config.rms_norm_eps
+        ).astype(x.dtype)
 
 
 class Block(nnx.Module):
     """One decoder layer; the same for training rows and for decoding with a cache.
 
     Attributes:
-        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: norms before and after the sub-layers, or None; see
-            `families.Family`.
+        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: norms before and after the
+            sub-layers, or None; see `families.Family`.
     """
 
     def __init__(
@@ -182,7 +224,12 @@ class Block(nnx.Module):
         fused_mlp: bool = False,
     ) -> None:
         prefix = "model.layers.{layers}"
-        options = {"eps": config.rms_norm_eps, "axis": "norm", "stacks": stacks, "family": config.family}
+        options = {
+            "eps": config.rms_norm_eps,
+            "axis": "norm",
+            "stacks": stacks,
+            "family": config.family,
+        }
 
         def norm(place: str) -> RMSNorm | None:
             name = config.family.norms.get(place)
@@ -192,7 +239,9 @@ class Block(nnx.Module):
         if kind == "recurrent":
             self.attention = GatedDeltaNet(config, hf_name=f"{prefix}.linear_attn", stacks=stacks)
         else:
-            self.attention = Attention(config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention)
+            self.attention = Attention(
+                config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention
+            )
         self.attention_out_norm, self.mlp_norm = norm("attention_out_norm"), norm("mlp_norm")
         feed_forward = MoE if config.num_experts else MLP
         self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
@@ -215,17 +264,18 @@ class Block(nnx.Module):
         Args:
             x: residual stream.
             rotary: `rotary_tables` of the layer.
-            attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None; of a
-                recurrent layer a `Recur`.
+            attend: gets rotated queries and keys and the values, returns the attended heads and a
+                cache, or None; of a recurrent layer a `Recur`.
             ops: the platform's operations.
             mesh, replayed: see `moe.MoE`.
-            reduce: adds up the outputs of attention and MLP, for a caller whose `shard_map` gives each device its own
-                heads and its own part of the MLP; the layer's config is then that of the part. None: each device has
-                all of them.
+            reduce: adds up the outputs of attention and MLP, for a caller whose `shard_map` gives
+                each device its own heads and its own part of the MLP; the layer's config is then
+                that of the part. None: each device has all of them.
             observe: runs each operator: "attention", "mlp", and the norms that the layer has.
 
         Returns:
-            The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
+            The residual stream after the layer, the cache that `attend` returned, and what the
+            layer reports.
         """
         reduce = reduce or (lambda partial: partial)
 
@@ -234,21 +284,33 @@ class Block(nnx.Module):
             return x if norm is None else observe(name, norm, x)
 
         def feed_forward(x: jax.Array) -> tuple[jax.Array, Aux]:
-            return (self.mlp(x, ops), {}) if isinstance(self.mlp, MLP) else self.mlp(x, ops, mesh, replayed)
+            return (
+                (self.mlp(x, ops), {})
+                if isinstance(self.mlp, MLP)
+                else self.mlp(x, ops, mesh, replayed)
+            )
 
         read = normed("attention_norm", x)
-        attended, cache = observe("attention", lambda x: self.attention(x, rotary, attend, ops), read)
+        attended, cache = observe(
+            "attention", lambda x: self.attention(x, rotary, attend, ops), read
+        )
         x = x + normed("attention_out_norm", reduce(attended))
         y, aux = observe("mlp", feed_forward, normed("mlp_norm", x))
         return x + normed("mlp_out_norm", reduce(y)), cache, aux
 
 
 class Layers(nnx.Module):
-    """The blocks of a decoder with more than one kind of layers: each kind's are stacked by themselves."""
+    """The blocks of a decoder with more than one kind of layers: each kind's are stacked by
+    themselves.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         for kind, numbers in config.kinds.items():
-            setattr(self, kind, Block(config, stacks=(Stack("layers", len(numbers), numbers),), kind=kind))
+            setattr(
+                self,
+                kind,
+                Block(config, stacks=(Stack("layers", len(numbers), numbers),), kind=kind),
+            )
 
 
 class Decoder(nnx.Module):
@@ -258,22 +320,37 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        normal, shape = (
+            jax.nn.initializers.normal(config.initializer_range),
+            (config.vocab_size, config.hidden_size),
+        )
         stack = Stack("layers", config.num_layers)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
         self.layers = Layers(config) if config.recurrent_layers else Block(config, stacks=(stack,))
         self.norm = _last_norm(config)
         if not config.tie_word_embeddings:
-            self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)
+            self.output = parameter(
+                shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True
+            )
 
 
 def _last_norm(config: ModelConfig) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, axis="norm", hf_name="model.norm", family=config.family)
+    return RMSNorm(
+        config.hidden_size,
+        config.rms_norm_eps,
+        axis="norm",
+        hf_name="model.norm",
+        family=config.family,
+    )
 
 
 @functools.lru_cache(maxsize=32)
-def _block_graph(config: ModelConfig, kind: str, fused_attention: bool, fused_mlp: bool) -> nnx.GraphDef:
-    return nnx.graphdef(Block(config, kind=kind, fused_attention=fused_attention, fused_mlp=fused_mlp))
+def _block_graph(
+    config: ModelConfig, kind: str, fused_attention: bool, fused_mlp: bool
+) -> nnx.GraphDef:
+    return nnx.graphdef(
+        Block(config, kind=kind, fused_attention=fused_attention, fused_mlp=fused_mlp)
+    )
 
 
 def hidden_states_and_aux(
@@ -291,28 +368,33 @@ def hidden_states_and_aux(
     replayed: Integer[Array, "R L layers k"] | None = None,
     scheme: Scheme = FULL,
 ) -> tuple[Float[jax.Array, "R L D"], Aux]:
-    """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts token t + 1.
+    """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts
+    token t + 1.
 
     Args:
         params: tree of `params.init_params`.
         config: the model.
-        input_ids, position_ids, segment_ids: positions restart with each segment, segment 0 is padding.
+        input_ids, position_ids, segment_ids: positions restart with each segment, segment 0 is
+            padding.
         compute: dtype, rematerialization and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
-        look_up: the lookup in an embedding whose width is split over devices, see `look_up_split`; None: the
-            compiler's own.
+        look_up: the lookup in an embedding whose width is split over devices, see `look_up_split`;
+            None: the compiler's own.
         mesh: the mesh, for kernels that need `shard_map`.
         counted: the tokens that the layers report on; None: all but padding.
         replayed: the experts of each token, see `moe.MoE`; None: the router's choice.
         scheme: roundings of an engine: its `products`, of a dense model alone, and its `cache`.
 
     Returns:
-        Hidden states in the compute dtype; and `moe.router_sums` of each layer, stacked on the first axis, empty for a
-        dense model.
+        Hidden states in the compute dtype; and `moe.router_sums` of each layer, stacked on the
+        first axis, empty for a dense model.
     """
     dtype = jnp.dtype(compute.dtype)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    kernel, ops = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]), choose_ops(platform)
+    kernel, ops = (
+        choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]),
+        choose_ops(platform),
+    )
     counted = segment_ids > 0 if counted is None else counted
     tables, ropes = all_rotary_tables(config, position_ids), config.layer_ropes
     windows = config.layer_windows(input_ids.shape[1])
@@ -323,20 +405,30 @@ def hidden_states_and_aux(
         own["rope"] = jnp.asarray([list(tables).index(rope) for rope in ropes])
     if min(windows) < max(windows):
         own["slides"] = jnp.asarray(windows) > 0
-    # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
-    # Adapters are matrices of their own.
+    # Heads that are split over devices stay in matrices of their own: a fused one would have to be
+    # dealt out again. Adapters are matrices of their own.
     fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1) and not has_adapters(params)
     axes = ("rows", "length", "hidden")
     how = {"kernel": kernel, "ops": ops, "mesh": mesh}
-    how |= {"one_segment": compute.one_segment, "segments": compute.segments, "window": max(windows)}
+    how |= {
+        "one_segment": compute.one_segment,
+        "segments": compute.segments,
+        "window": max(windows),
+    }
 
-    def layer(x: jax.Array, xs: tuple[Params, jax.Array | None, dict[str, jax.Array]]) -> tuple[jax.Array, Aux]:
+    def layer(
+        x: jax.Array, xs: tuple[Params, jax.Array | None, dict[str, jax.Array]]
+    ) -> tuple[jax.Array, Aux]:
         layer_params, replayed, own = xs
-        rotary = jax.tree.map(lambda x: x[own["rope"]], stacked) if "rope" in own else tables[ropes[0]]
+        rotary = (
+            jax.tree.map(lambda x: x[own["rope"]], stacked) if "rope" in own else tables[ropes[0]]
+        )
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
             key, value = (round_cache(x, scheme.cache) for x in (key, value))
-            return row_attention(query, key, value, segment_ids, slides=own.get("slides"), **how), None
+            return row_attention(
+                query, key, value, segment_ids, slides=own.get("slides"), **how
+            ), None
 
         used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
         used = with_scheme(used, scheme)
@@ -347,57 +439,89 @@ def hidden_states_and_aux(
     if compute.remat == "full":
         layer = jax.checkpoint(layer)
     elif compute.remat == "dots":
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        layer = jax.checkpoint(
+            layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        )
     elif platform == "gpu":
-        # Each value that the loop over layers keeps is copied to a stack of all layers, and from it.
+        # Each value that the loop over layers keeps is copied to a stack of all layers, and from
+        # it.
         layer = jax.checkpoint(layer, policy=_is_kernel, prevent_cse=False)
     table = params["embedding"]
-    found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
+    found = (
+        look_up(table, input_ids)
+        if look_up
+        else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
+    )
     x = constrain(embedding_scale(config, found), axes)
     replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
     if not config.recurrent_layers:
-        x, aux = jax.lax.scan(layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll)
+        x, aux = jax.lax.scan(
+            layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll
+        )
         return final_norm(params, config, x), aux
     # One iteration of the scan is a period of the layers' kinds.
     count = config.num_layers // config.period
-    xs = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), (params["layers"], replayed))
+    xs = jax.tree.map(
+        lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), (params["layers"], replayed)
+    )
 
     def period(x: jax.Array, part: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
         reports = []
         for index in range(config.period):
-            x, aux = layer(x, (layer_of(part[0], config, index), None if replayed is None else part[1][index], own))
+            x, aux = layer(
+                x,
+                (
+                    layer_of(part[0], config, index),
+                    None if replayed is None else part[1][index],
+                    own,
+                ),
+            )
             reports.append(aux)
         return x, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
     x, aux = jax.lax.scan(period, x, xs, unroll=max(1, compute.scan_unroll // config.period))
-    return final_norm(params, config, x), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
+    return final_norm(params, config, x), jax.tree.map(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux
+    )
 
 
 def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a checkpoint keeps a value for the backward pass: products, attention, loops over blocks of either."""
-    return primitive.name in ("dot_general", "scan", "while") or primitive.name.startswith("dot_product_attention")
+    """Whether a checkpoint keeps a value for the backward pass: products, attention, loops over
+    blocks of either.
+    """
+    return primitive.name in ("dot_general", "scan", "while") or primitive.name.startswith(
+        "dot_product_attention"
+    )
 
 
 def look_up_split(
-    table: Float[Array, "V part"], input_ids: Int[Array, "R L"], *, dtype: jnp.dtype, axes: KernelAxes
+    table: Float[Array, "V part"],
+    input_ids: Int[Array, "R L"],
+    *,
+    dtype: jnp.dtype,
+    axes: KernelAxes,
 ) -> Float[jax.Array, "R L D"]:
     """Look rows up in a table that is split over devices, without holding the whole table on one.
 
-    x[r, t] = table[input_ids[r, t]], for code inside a `shard_map` that splits rows over `axes.embed`.
+    x[r, t] = table[input_ids[r, t]], for code inside a `shard_map` that splits rows over
+    `axes.embed`.
 
-    The token ids of all rows go to each device, which looks up its own columns of them; then each device gets all
-    columns of its own rows. So R L D numbers travel instead of V D, once forward and once backward, and the table's
-    gradient is summed in float32 on the device that holds the columns. Left to the compiler, the whole table in
-    `dtype` was on each device, and so was its gradient: 1.2 GiB each for a vocabulary of 151,936 and a width of 4,096.
+    The token ids of all rows go to each device, which looks up its own columns of them; then each
+    device gets all columns of its own rows. So R L D numbers travel instead of V D, once forward
+    and once backward, and the table's gradient is summed in float32 on the device that holds the
+    columns. Left to the compiler, the whole table in `dtype` was on each device, and so was its
+    gradient: 1.2 GiB each for a vocabulary of 151,936 and a width of 4,096.
 
     Args:
         table: [V, D] master parameters; the device's part, [V / vocab, D / embed].
         input_ids: the device's rows.
         dtype: dtype of the result.
-        axes: `embed`, the manual mesh axis that splits D and the rows; `vocab`, the one that splits V, or None.
+        axes: `embed`, the manual mesh axis that splits D and the rows; `vocab`, the one that splits
+            V, or None.
 
     Returns:
-        In `dtype`; the same numbers as a lookup in the whole table, on every device of `axes.vocab`.
+        In `dtype`; the same numbers as a lookup in the whole table, on every device of
+        `axes.vocab`.
     """
     ids = jax.lax.all_gather(input_ids, axes.embed, axis=0, tiled=True)
     if axes.vocab is None:
@@ -428,10 +552,12 @@ def has_adapters(params: Params) -> bool:
 
 
 def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
-    """Concatenate W_q, W_k, W_v of a layer to one matrix "qkv", and with `mlp` W_gate and W_up to "gate_up".
+    """Concatenate W_q, W_k, W_v of a layer to one matrix "qkv", and with `mlp` W_gate and W_up to
+    "gate_up".
 
-    One larger product runs faster than three small ones. In training only q, k and v are fused: the backward pass of a
-    fused MLP would concatenate both gradients, which costs more than the product saves.
+    One larger product runs faster than three small ones. In training only q, k and v are fused: the
+    backward pass of a fused MLP would concatenate both gradients, which costs more than the product
+    saves.
 
     Args:
         layer_params: parameters of one layer; kernels may be `QuantizedKernel`s.
@@ -445,12 +571,16 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     if not is_recurrent(layer_params):
         attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:
-        feed_forward = map_mlps(lambda x: {"gate_up": fused(x["gate"], x["up"]), "down": x["down"]}, feed_forward)
+        feed_forward = map_mlps(
+            lambda x: {"gate_up": fused(x["gate"], x["up"]), "down": x["down"]}, feed_forward
+        )
     return {**layer_params, "attention": attention, "mlp": feed_forward}
 
 
 def map_mlps(function: Callable[[Params], Params], feed_forward: Params) -> Params:
-    """Apply a function to the parameters of a layer's MLP, or of its experts and of the shared one by themselves."""
+    """Apply a function to the parameters of a layer's MLP, or of its experts and of the shared one
+    by themselves.
+    """
     if "experts" not in feed_forward:
         return function(feed_forward)
     return {name: function(own) if "down" in own else own for name, own in feed_forward.items()}
@@ -465,7 +595,8 @@ def layer_of(layers: Params, config: ModelConfig, index: int) -> Params:
     """Parameters of one layer.
 
     Args:
-        layers: "layers" of a tree as `params.init_params` makes it, or of a whole number of periods of it.
+        layers: "layers" of a tree as `params.init_params` makes it, or of a whole number of periods
+            of it.
         config: the model.
         index: the layer.
     """
@@ -477,12 +608,15 @@ def block_of(layer_params: Params, config: ModelConfig) -> Block:
     """One layer with its parameters, for training and for engines that keep a key-value cache.
 
     Args:
-        layer_params: parameters of one layer, also after `fuse_projections`; kernels may be `QuantizedKernel`s.
+        layer_params: parameters of one layer, also after `fuse_projections`; kernels may be
+            `QuantizedKernel`s.
         config: the model.
     """
     mlp = layer_params["mlp"]
     kind = "recurrent" if is_recurrent(layer_params) else ""
-    graph = _block_graph(config, kind, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
+    graph = _block_graph(
+        config, kind, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp)
+    )
     leaves = jax.tree.map(nnx.Param, layer_params, is_leaf=lambda x: not isinstance(x, dict))
     return nnx.merge(graph, nnx.State(leaves))
 

@@ -1,13 +1,18 @@
-"""Decoder families as rows of data, each difference declared once; modules and engines read it here.
+"""Decoder families as rows of data, each difference declared once; modules and engines read it
+here.
 
-Every switch is one that a layer has in place of another. A family that needs more is named in `MISSING`.
+Every switch is one that a layer has in place of another. A family that needs more is named in
+`MISSING`.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_POST = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+_POST = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
 _SANDWICH = _POST | {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
 
 
@@ -16,29 +21,37 @@ class Family(NamedTuple):
 
     Attributes:
         architecture: class of transformers and vLLM.
-        norms: norm of a layer -> its name in Hugging Face's files. `attention_norm` and `mlp_norm` are before a
-            sub-layer, `attention_out_norm` and `mlp_out_norm` after it, before it is added to the residual stream.
-        qk_norm: RMS norm of queries and keys: "" for none, "head" for each head, "width" for all heads together.
+        norms: norm of a layer -> its name in Hugging Face's files. `attention_norm` and `mlp_norm`
+            are before a sub-layer, `attention_out_norm` and `mlp_out_norm` after it, before it is
+            added to the residual stream.
+        qk_norm: RMS norm of queries and keys: "" for none, "head" for each head, "width" for all
+            heads together.
         float32_norm: norms multiply by their weights in float32, and round once.
         unit_offset: norms multiply by 1 + w; w begins at 0.
         gate: activation of the MLP's gate, "silu" or "gelu_tanh".
         scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
-        full_every: every n-th layer sees all tokens before it, the others a sliding window. 0: all layers slide where
-            config.json has a window; None: none does.
+        full_every: every n-th layer sees all tokens before it, the others a sliding window. 0: all
+            layers slide where config.json has a window; None: none does.
         rope_free_every: every n-th layer has no rotary embedding; 0: all have it.
         experts: each layer has a mixture of experts in place of the MLP.
-        shared_expert: beside them an MLP that every token passes through, times the sigmoid of a gate; its width is
-            `intermediate_size`, in config.json `shared_expert_intermediate_size`. `norm_topk_prob` is always true.
-        qkv_bias: q, k and v always have biases, and o none; else config.json's `attention_bias` says it of all four.
-        own_head_dim: config.json's `head_dim` counts everywhere; vLLM's class of another family takes the model's width
-            divided by its heads.
-        full_attention_every: every n-th layer is attention, the others are recurrent (`gated_delta`); 0: none is.
-        output_gate: attention is multiplied by the sigmoid of a gate, which `q_proj` has beside each head's query.
-        partial_rotary: share of a head's dimensions that turn, where config.json has none; 0: it may have none.
+        shared_expert: beside them an MLP that every token passes through, times the sigmoid of a
+            gate; its width is `intermediate_size`, in config.json
+            `shared_expert_intermediate_size`. `norm_topk_prob` is always true.
+        qkv_bias: q, k and v always have biases, and o none; else config.json's `attention_bias`
+            says it of all four.
+        own_head_dim: config.json's `head_dim` counts everywhere; vLLM's class of another family
+            takes the model's width divided by its heads.
+        full_attention_every: every n-th layer is attention, the others are recurrent
+            (`gated_delta`); 0: none is.
+        output_gate: attention is multiplied by the sigmoid of a gate, which `q_proj` has beside
+            each head's query.
+        partial_rotary: share of a head's dimensions that turn, where config.json has none; 0: it
+            may have none.
         left_out: how the names of tensors begin that a checkpoint may hold and the decoder has not.
         sliding_rope: sliding layers have an unscaled rotary embedding of their own.
         rope_theta: rotary base where config.json has none.
-        defaults: other fields of config.json -> the value of one that is absent, as in transformers.
+        defaults: other fields of config.json -> the value of one that is absent, as in
+            transformers.
         written: fields written to config.json where no layer slides.
         gguf: its name in GGUF files; "": not read from them.
     """
@@ -80,7 +93,11 @@ FAMILIES = {
     "mistral": Family(
         "MistralForCausalLM",
         full_every=0,
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        defaults={
+            "sliding_window": 4096,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -97,7 +114,10 @@ FAMILIES = {
         sliding_rope=True,
         rope_theta=500000.0,
         defaults={
-            "sliding_window": 4096, "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "gemma3_text": Family(
@@ -112,8 +132,13 @@ FAMILIES = {
         sliding_rope=True,
         rope_theta=1e6,
         defaults={
-            "sliding_window": 4096, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 131072,
-            "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000.0,
+            "hidden_activation": "gelu_pytorch_tanh",
         },
         gguf="gemma3",
     ),
@@ -127,12 +152,16 @@ FAMILIES = {
         partial_rotary=0.25,
         left_out=("model.visual.", "mtp."),
         defaults={
-            "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "head_dim": 256,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
         },
         written={},
     ),
-}  # fmt: skip
+}
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
     architecture="Qwen3_5MoeForCausalLM", experts=True, shared_expert=True
 )
@@ -144,7 +173,10 @@ WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 MISSING = {
     "qwen3_next": "recurrent layers with fused projections",
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), "multi-head latent attention (MLA)"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"),
+        "multi-head latent attention (MLA)",
+    ),
     "gpt_oss": "attention sinks and biased, clamped experts",
     "gemma2": "soft caps of logits and scores",
     "gemma3": "images; a text-only Gemma 3 has model_type gemma3_text",

@@ -1,11 +1,14 @@
-"""Recurrent layers of the gated delta rule (Yang et al. 2025, arXiv:2412.06464), as Qwen3.5's in transformers.
+"""Recurrent layers of the gated delta rule (Yang et al. 2025, arXiv:2412.06464), as Qwen3.5's in
+transformers.
 
-Each value head has a state S [k, v]. With a normed query q and key k, a value v, a decay a in (0, 1) and a rate b:
+Each value head has a state S [k, v]. With a normed query q and key k, a value v, a decay a in (0,
+1) and a rate b:
 
     S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,      y_t = S_t^T q_t
 
-`step` computes a token as written. `in_chunks` computes 64 tokens at a time by matrix products: the same sums in
-another order, so that the two agree up to rounding. The state is float32, whatever the compute dtype.
+`step` computes a token as written. `in_chunks` computes 64 tokens at a time by matrix products: the
+same sums in another order, so that the two agree up to rounding. The state is float32, whatever the
+compute dtype.
 """
 
 import math
@@ -60,8 +63,9 @@ Recur = Callable[[Mixed], tuple[jax.Array, Any]]
 
 
 class Heads(NamedTuple):
-    """Arguments of the recurrence, float32: `query` (times 1 / sqrt(k)) and `key` [B, T, H, k] of length 1, `value`
-    [B, T, H, v], `log_decay` and `rate` [B, T, H]."""
+    """Arguments of the recurrence, float32: `query` (times 1 / sqrt(k)) and `key` [B, T, H, k] of
+    length 1, `value` [B, T, H, v], `log_decay` and `rate` [B, T, H].
+    """
 
     query: jax.Array
     key: jax.Array
@@ -71,21 +75,37 @@ class Heads(NamedTuple):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Projections, gates and norm around a recurrence given by the caller; `decoder.Attention`'s place."""
+    """Projections, gates and norm around a recurrence given by the caller; `decoder.Attention`'s
+    place.
+    """
 
-    def __init__(self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = ()) -> None:
+    def __init__(
+        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = ()
+    ) -> None:
         self.config, heads, embed = config, config.linear_num_value_heads, config.hidden_size
-        width, normal = heads * config.linear_value_head_dim, jax.nn.initializers.normal(config.initializer_range)
+        width, normal = (
+            heads * config.linear_value_head_dim,
+            jax.nn.initializers.normal(config.initializer_range),
+        )
         vector = {"stacks": stacks, "axes": ("norm",)}
-        self.dt_bias = parameter((heads,), init=jax.nn.initializers.ones, hf_name=f"{hf_name}.dt_bias", **vector)
+        self.dt_bias = parameter(
+            (heads,), init=jax.nn.initializers.ones, hf_name=f"{hf_name}.dt_bias", **vector
+        )
         self.a_log = parameter((heads,), init=_log_uniform, hf_name=f"{hf_name}.A_log", **vector)
-        shape, axes = (config.mixed_width, 1, config.linear_conv_kernel_dim), ("heads", "norm", "norm")
-        self.conv = parameter(shape, axes, init=normal, hf_name=f"{hf_name}.conv1d.weight", stacks=stacks)
+        shape, axes = (
+            (config.mixed_width, 1, config.linear_conv_kernel_dim),
+            ("heads", "norm", "norm"),
+        )
+        self.conv = parameter(
+            shape, axes, init=normal, hf_name=f"{hf_name}.conv1d.weight", stacks=stacks
+        )
         norm = {"axis": "head_dim", "hf_name": f"{hf_name}.norm", "stacks": stacks}
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, **norm)
         options, inward = {"std": config.initializer_range, "stacks": stacks}, ("embed", "heads")
         self.o = Linear((width, embed), inward[::-1], hf_name=f"{hf_name}.out_proj", **options)
-        self.mixed = Linear((embed, config.mixed_width), inward, hf_name=f"{hf_name}.in_proj_qkv", **options)
+        self.mixed = Linear(
+            (embed, config.mixed_width), inward, hf_name=f"{hf_name}.in_proj_qkv", **options
+        )
         self.gate = Linear((embed, width), inward, hf_name=f"{hf_name}.in_proj_z", **options)
         # Engines quantize neither: they are small, and a decay acts on all later tokens.
         options["quantized"] = False
@@ -96,7 +116,9 @@ class GatedDeltaNet(nnx.Module):
         speed = jnp.exp(at_least_float32(self.a_log.get_value()))
         wait = at_least_float32(self.decay(x)) + self.dt_bias.get_value()
         kernel = self.conv.get_value()[:, 0]
-        mixed = Mixed(self.mixed(x), kernel, -speed * jax.nn.softplus(wait), jax.nn.sigmoid(self.rate(x)))
+        mixed = Mixed(
+            self.mixed(x), kernel, -speed * jax.nn.softplus(wait), jax.nn.sigmoid(self.rate(x))
+        )
         y, state = recur(mixed)
         y = self.norm(y.astype(x.dtype))
         gate = jax.nn.silu(at_least_float32(self.gate(x))).reshape(y.shape)
@@ -112,21 +134,31 @@ def at_least_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def rows(config: ModelConfig, segment_ids: Int[jax.Array, "R L"], mixed: Mixed) -> tuple[jax.Array, None]:
+def rows(
+    config: ModelConfig, segment_ids: Int[jax.Array, "R L"], mixed: Mixed
+) -> tuple[jax.Array, None]:
     """A `Recur` of packed rows: state and convolution begin anew with each segment."""
     return in_chunks(heads(config, convolved(mixed, segment_ids), mixed), segment_ids)[0], None
 
 
-def prefill(config: ModelConfig, lengths: Int[jax.Array, " R"], mixed: Mixed) -> tuple[jax.Array, State]:
-    """A `Recur` of right-padded rows of one segment; also returns the state after each row's last token."""
+def prefill(
+    config: ModelConfig, lengths: Int[jax.Array, " R"], mixed: Mixed
+) -> tuple[jax.Array, State]:
+    """A `Recur` of right-padded rows of one segment; also returns the state after each row's last
+    token.
+    """
     length, before = mixed.channels.shape[1], config.linear_conv_kernel_dim - 1
     real = (jnp.arange(length) < lengths[:, None])[..., None]
     one = jnp.zeros(real.shape[:2], jnp.int32)
     # Padding neither decays the state nor adds to it.
-    still = mixed._replace(log_decay=jnp.where(real, mixed.log_decay, 0), rate=jnp.where(real, mixed.rate, 0))
+    still = mixed._replace(
+        log_decay=jnp.where(real, mixed.log_decay, 0), rate=jnp.where(real, mixed.rate, 0)
+    )
     y, memory = in_chunks(heads(config, convolved(mixed, one), still), one)
     at = lengths[:, None] + jnp.arange(-before, 0)
-    window = at_least_float32(jnp.take_along_axis(mixed.channels, jnp.maximum(at, 0)[..., None], axis=1))
+    window = at_least_float32(
+        jnp.take_along_axis(mixed.channels, jnp.maximum(at, 0)[..., None], axis=1)
+    )
     return y, State(memory, jnp.where(at[..., None] >= 0, window, 0).swapaxes(1, 2))
 
 
@@ -146,12 +178,17 @@ def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Arr
     for back in range(size):
         shifted, ids = (jnp.roll(x, back, axis=1) for x in (channels, segment_ids))
         own = (ids == segment_ids) & (jnp.arange(segment_ids.shape[1]) >= back)
-        total += jnp.where(own[..., None], at_least_float32(shifted), 0) * mixed.kernel[:, size - 1 - back]
+        total += (
+            jnp.where(own[..., None], at_least_float32(shifted), 0)
+            * mixed.kernel[:, size - 1 - back]
+        )
     return jax.nn.silu(total).astype(channels.dtype)
 
 
 def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
-    """Split the channels after the convolution into heads; a key head serves several value heads."""
+    """Split the channels after the convolution into heads; a key head serves several value
+    heads.
+    """
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     size, width = config.linear_key_head_dim, key_heads * config.linear_key_head_dim
     query, key, value = jnp.split(at_least_float32(channels), (width, 2 * width), axis=-1)
@@ -162,7 +199,13 @@ def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
         return jnp.repeat(x, value_heads // key_heads, axis=2)
 
     value = value.reshape(*value.shape[:2], value_heads, config.linear_value_head_dim)
-    return Heads(unit(query) / math.sqrt(size), unit(key), value, mixed.log_decay, at_least_float32(mixed.rate))
+    return Heads(
+        unit(query) / math.sqrt(size),
+        unit(key),
+        value,
+        mixed.log_decay,
+        at_least_float32(mixed.rate),
+    )
 
 
 def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, jax.Array]:
@@ -181,15 +224,17 @@ def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, 
 def in_chunks(
     tokens: Heads, segment_ids: Int[jax.Array, "B L"], chunk: int = CHUNK
 ) -> tuple[Float[jax.Array, "B L H v"], Float[jax.Array, "B H k v"]]:
-    """The recurrence over rows, `chunk` tokens at a time, as `torch_chunk_gated_delta_rule` of transformers.
+    """The recurrence over rows, `chunk` tokens at a time, as `torch_chunk_gated_delta_rule` of
+    transformers.
 
-    Within a chunk, with G_i the sum of log a up to token i, the changes u_i = b_i (v_i - a_i S_(i-1)^T k_i) solve
+    Within a chunk, with G_i the sum of log a up to token i, the changes u_i = b_i (v_i - a_i
+    S_(i-1)^T k_i) solve
 
         u_i + sum_(j < i) b_i exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) S^T k_i),
 
-    a triangular system, S being the state before the chunk. A token sees nothing of another segment. Each G_i - G_j is
-    a sum of its own: as a difference of two sums it has lost the digits of a slow decay after fast ones, and the result
-    is 25 times as far from the exact one.
+    a triangular system, S being the state before the chunk. A token sees nothing of another
+    segment. Each G_i - G_j is a sum of its own: as a difference of two sums it has lost the digits
+    of a slow decay after fast ones, and the result is 25 times as far from the exact one.
 
     Args:
         tokens: arguments of the recurrence.
@@ -203,7 +248,9 @@ def in_chunks(
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
     def chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
-        """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the state as it is."""
+        """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the
+        state as it is.
+        """
         padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)), mode=mode)
         return jnp.moveaxis(padded.reshape(batch, -1, chunk, *x.shape[2:]), (1, 2), (0, 3))
 
@@ -224,7 +271,12 @@ def in_chunks(
     with products_in(query.dtype):
         inverse = _unit_inverse(jnp.einsum("...ik,...jk->...ij", rated, key) * between)
         within = jnp.einsum("...ik,...jk->...ij", query, key) * between
-        parts = inverse @ (value * rate[..., None]), inverse @ (rated * since), within, query * since
+        parts = (
+            inverse @ (value * rate[..., None]),
+            inverse @ (rated * since),
+            within,
+            query * since,
+        )
         parts = *parts, key * between[..., -1, :, None], since[..., -1:, :]
         memory, y = jax.lax.scan(advance, memory, parts)
     y = jnp.moveaxis(y, (0, 3), (1, 2)).reshape(batch, -1, *y.shape[2:3], y.shape[-1])
@@ -232,9 +284,11 @@ def in_chunks(
 
 
 def _unit_inverse(system: Float[jax.Array, "... c c"]) -> Float[jax.Array, "... c c"]:
-    """The inverse of 1 + the part of `system` below its diagonal, by products that a mesh splits over rows and heads.
+    """The inverse of 1 + the part of `system` below its diagonal, by products that a mesh splits
+    over rows and heads.
 
-    Of a matrix of two blocks with inverses A and B on the diagonal and C below, the block below is -B C A.
+    Of a matrix of two blocks with inverses A and B on the diagonal and C below, the block below is
+    -B C A.
     """
     size, places = 1, jnp.arange(system.shape[-1])
     inverse = jnp.broadcast_to(jnp.eye(places.size, dtype=system.dtype), system.shape)

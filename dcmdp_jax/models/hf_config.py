@@ -1,4 +1,6 @@
-"""config.json in and out: a `ModelConfig` from the fields that transformers writes, and the fields of one."""
+"""config.json in and out: a `ModelConfig` from the fields that transformers writes, and the fields
+of one.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +14,9 @@ from dcmdp_jax.models.hf_fields import Fields, in_range
 from dcmdp_jax.models.rope import FULL, LINEAR, SLIDING, read_ropes, rope_fields
 
 TEXT_PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."
-"""How the names of a decoder begin: in a class of its own, in one that holds it beside an image tower."""
+"""How the names of a decoder begin: in a class of its own, in one that holds it beside an image
+tower.
+"""
 _MOST_PARAMS = 10**13
 # transformers' values of fields that are absent, in families whose `defaults` have no others.
 _DEFAULTS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
@@ -24,38 +28,52 @@ _REFUSED_FLAGS = {
 }
 _REFUSED_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GATES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-# Field of config.json -> that of `ModelConfig`, as they are written before and after the activation.
+# Field of config.json -> that of `ModelConfig`, as they are written before and after the
+# activation.
 _SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")} | {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
-_OTHERS = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "initializer_range")
+_OTHERS = (
+    "rms_norm_eps",
+    "rope_theta",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+    "initializer_range",
+)
 _SHARED = "shared_expert_intermediate_size"
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-    """Read the fields of a config.json of a supported family; nothing is allocated, whatever the sizes.
+    """Read the fields of a config.json of a supported family; nothing is allocated, whatever the
+    sizes.
 
     Raises:
-        UserError: "config.json: " and the field, its value and what it must be, when the family, an activation, a
-            sliding window or a rotary scaling is one that this code would compute wrongly, a needed field is missing,
-            malformed or out of range, or sizes do not fit each other.
+        UserError: "config.json: " and the field, its value and what it must be, when the family, an
+            activation, a sliding window or a rotary scaling is one that this code would compute
+            wrongly, a needed field is missing, malformed or out of range, or sizes do not fit each
+            other.
     """
     model_type = fields.get("model_type")
     if (inner := WRAPPERS.get(str(model_type))) is not None:
         text = fields.get("text_config")
         if not isinstance(text, dict) or text.get("model_type", inner) != inner:
-            raise UserError(f"config.json: text_config is {shorten(text)}, must be an object of model_type {inner!r}")
+            raise UserError(
+                f"config.json: text_config is {shorten(text)}, must be an object of model_type "
+                f"{inner!r}"
+            )
         # Images are not read; the model ties its output layer where the outer field says so.
         tied = {name: value for name, value in fields.items() if name == "tie_word_embeddings"}
         fields, model_type = text | tied, inner
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
         supported = ", ".join(sorted(FAMILIES))
-        raise UserError(f"config.json: model_type is {shorten(model_type)},{needs} supported are {supported}")
+        raise UserError(
+            f"config.json: model_type is {shorten(model_type)},{needs} supported are {supported}"
+        )
     family = FAMILIES[model_type]
     found = Fields({**_DEFAULTS, **family.defaults, **fields})
     _check_supported(found, family)
@@ -75,33 +93,46 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         attention_bias=family.qkv_bias or found.flag("attention_bias"),
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range"),
-        query_pre_attn_scalar=number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else 0,
+        query_pre_attn_scalar=number("query_pre_attn_scalar")
+        if "query_pre_attn_scalar" in family.defaults
+        else 0,
         **(_read_experts(found, family) if family.experts else {}),
         **({name: number(name) for name in RECURRENT_SIZES} if family.full_attention_every else {}),
     )
-    # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
-    layer = config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.stored_mlp_width
+    # The matrices alone, by multiplication: a count of declared parameters would walk a billion
+    # layers.
+    layer = (
+        config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.stored_mlp_width
+    )
     matrices = config.hidden_size * (layers * layer + config.vocab_size)
     if matrices > _MOST_PARAMS:
         names = (*config.mlp_fields, *("num_experts",) * (config.num_experts > 0))
         width = ", ".join(f"{name} {getattr(config, name)}" for name in names)
         raise UserError(
-            f"config.json: vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, {width} and {layers} "
-            f"layers make {matrices:.2g} parameters, more than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
+            f"config.json: vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, "
+            f"{width} and {layers} layers make {matrices:.2g} parameters, more than "
+            f"{_MOST_PARAMS:.0e}; one of the sizes is wrong"
         )
     return config
 
 
 def _check_supported(fields: Fields, family: Family) -> None:
     """Refuse an activation, soft caps and flags that the decoder does not have."""
-    gate, spelled = _GATES[family.gate], "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    gate, spelled = (
+        _GATES[family.gate],
+        "hidden_activation" if "hidden_activation" in fields else "hidden_act",
+    )
     if (act := fields.get(spelled, gate)) != gate:
         raise UserError(f"config.json: {spelled} is {shorten(act)}, only {gate!r} is supported")
     for name in _REFUSED_NUMBERS:
         if fields.get(name) is not None:
-            raise UserError(f"config.json: {name} is {shorten(fields[name])}, only null is supported")
+            raise UserError(
+                f"config.json: {name} is {shorten(fields[name])}, only null is supported"
+            )
     if family.output_gate and not fields.get("attn_output_gate", True):
-        raise UserError("config.json: attn_output_gate is false, only attention with its gate is supported")
+        raise UserError(
+            "config.json: attn_output_gate is false, only attention with its gate is supported"
+        )
     for name, reason in _REFUSED_FLAGS.items():
         if fields.flag(name):
             raise UserError(f"config.json: {name} is true, only {reason} supported")
@@ -110,27 +141,40 @@ def _check_supported(fields: Fields, family: Family) -> None:
 def _attention_sizes(fields: Fields) -> dict[str, int]:
     """Width, heads, key-value heads and head size that fit each other."""
     heads, hidden_size = fields.number("num_attention_heads"), fields.number("hidden_size")
-    kv_heads = heads if fields.get("num_key_value_heads", 0) is None else fields.number("num_key_value_heads")
+    kv_heads = (
+        heads
+        if fields.get("num_key_value_heads", 0) is None
+        else fields.number("num_key_value_heads")
+    )
     if heads % kv_heads:
         raise UserError(
-            f"config.json: num_attention_heads is {heads}, must be a multiple of num_key_value_heads={kv_heads}"
+            f"config.json: num_attention_heads is {heads}, must be a multiple of "
+            f"num_key_value_heads={kv_heads}"
         )
     head_dim = fields.get("head_dim")
     if head_dim is None:
         if hidden_size % heads:
             raise UserError(
-                f"config.json: hidden_size is {hidden_size}, must be a multiple of num_attention_heads={heads} where "
-                "head_dim is not given"
+                f"config.json: hidden_size is {hidden_size}, must be a multiple of "
+                f"num_attention_heads={heads} where head_dim is not given"
             )
         head_dim = hidden_size // heads
     head_dim = in_range("head_dim", head_dim)
     if head_dim % 2:
-        raise UserError(f"config.json: head_dim is {head_dim}, must be even (rotary embedding pairs dimensions)")
-    return {"hidden_size": hidden_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        raise UserError(
+            f"config.json: head_dim is {head_dim}, must be even (rotary embedding pairs dimensions)"
+        )
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
 
 
 def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
-    """Which layers slide and over how many tokens, and which have no rotary embedding, as `ModelConfig` has them.
+    """Which layers slide and over how many tokens, and which have no rotary embedding, as
+    `ModelConfig` has them.
 
     Args:
         fields: fields of config.json.
@@ -142,21 +186,35 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
     """
 
     def chosen(name: str, values: tuple[Any, ...], period: int) -> list[Any]:
-        """`name` of each layer: values[1] every `period` layers and values[0] between, where config.json has none."""
+        """`name` of each layer: values[1] every `period` layers and values[0] between, where
+        config.json has none.
+        """
         found = fields.get(name)
         if found is None:
             return [values[bool(period) and (index + 1) % period == 0] for index in range(layers)]
-        if not isinstance(found, list) or len(found) < layers or any(value not in values for value in found):
-            wrong = [value for value in found if value not in values] if isinstance(found, list) else [found]
+        if (
+            not isinstance(found, list)
+            or len(found) < layers
+            or any(value not in values for value in found)
+        ):
+            wrong = (
+                [value for value in found if value not in values]
+                if isinstance(found, list)
+                else [found]
+            )
             said = shorten(wrong[0]) if wrong else f"{len(found)} entries"
             allowed = " or ".join(map(repr, values))
-            raise UserError(f"config.json: {name} has {said}, must have {allowed} for each of {layers} layers")
+            raise UserError(
+                f"config.json: {name} has {said}, must have {allowed} for each of {layers} layers"
+            )
         return found[:layers]
 
     pattern: dict[str, Any] = {}
     window = fields.get("sliding_window")
     if family.full_every is not None and window is not None:
-        period = in_range("sliding_window_pattern", fields.get("sliding_window_pattern") or family.full_every or 1)
+        period = in_range(
+            "sliding_window_pattern", fields.get("sliding_window_pattern") or family.full_every or 1
+        )
         kinds = chosen("layer_types", (SLIDING, FULL), period if family.full_every else 0)
         sliding = tuple(index for index, kind in enumerate(kinds) if kind == SLIDING)
         pattern |= {
@@ -166,9 +224,13 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
     if family.full_attention_every:
         every = fields.get("full_attention_interval") or family.full_attention_every
         kinds = chosen("layer_types", (LINEAR, FULL), in_range("full_attention_interval", every))
-        pattern["recurrent_layers"] = tuple(index for index, kind in enumerate(kinds) if kind == LINEAR)
+        pattern["recurrent_layers"] = tuple(
+            index for index, kind in enumerate(kinds) if kind == LINEAR
+        )
     if family.rope_free_every:
-        period = in_range("no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every)
+        period = in_range(
+            "no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every
+        )
         has_rope = chosen("no_rope_layers", (1, 0), period)
         pattern["rope_free_layers"] = tuple(index for index, has in enumerate(has_rope) if not has)
     return pattern
@@ -181,14 +243,24 @@ def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         ("mlp_only_layers", fields.get("mlp_only_layers") or [], []),
     ):
         if value != only:
-            raise UserError(f"config.json: {name} is {shorten(value)}, only {only} is supported (experts everywhere)")
+            raise UserError(
+                f"config.json: {name} is {shorten(value)}, only {only} is supported (experts "
+                "everywhere)"
+            )
     # transformers 5 calls the field num_local_experts inside, and writes either.
-    if (value := fields.get("num_experts")) is None and (value := fields.get("num_local_experts")) is None:
+    if (value := fields.get("num_experts")) is None and (
+        value := fields.get("num_local_experts")
+    ) is None:
         raise UserError("config.json: num_experts is missing, must be a number")
     experts, chosen = in_range("num_experts", value), fields.number("num_experts_per_tok")
     if chosen > experts:
-        raise UserError(f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}")
-    width, normed = fields.number("moe_intermediate_size"), family.shared_expert or fields.flag("norm_topk_prob")
+        raise UserError(
+            f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}"
+        )
+    width, normed = (
+        fields.number("moe_intermediate_size"),
+        family.shared_expert or fields.flag("norm_topk_prob"),
+    )
     return dict(zip(_EXPERTS, (experts, chosen, width, normed), strict=True))
 
 
@@ -209,33 +281,54 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         **{name: getattr(config, name) for name in _OTHERS},
         "use_cache": True,
     }
-    fields |= family.written if family.full_every is None else {"sliding_window": config.sliding_window or None}
+    fields |= (
+        family.written
+        if family.full_every is None
+        else {"sliding_window": config.sliding_window or None}
+    )
     if not family.qkv_bias:
         fields["attention_bias"] = config.attention_bias
     if family.experts:
-        fields |= {name: getattr(config, name) for name in _EXPERTS} | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        fields |= {name: getattr(config, name) for name in _EXPERTS} | {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     if family.shared_expert:
         fields[_SHARED] = fields.pop("intermediate_size")
-    sliding_theta = (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
+    sliding_theta = (
+        (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
+    )
     fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta)
     if config.recurrent_layers:
-        fields |= {name: getattr(config, name) for name in (*RECURRENT_SIZES, "partial_rotary_factor")}
+        fields |= {
+            name: getattr(config, name) for name in (*RECURRENT_SIZES, "partial_rotary_factor")
+        }
     if family.full_every or config.recurrent_layers:
-        kinds = dict.fromkeys(config.sliding_layers, SLIDING) | dict.fromkeys(config.recurrent_layers, LINEAR)
+        kinds = dict.fromkeys(config.sliding_layers, SLIDING) | dict.fromkeys(
+            config.recurrent_layers, LINEAR
+        )
         fields["layer_types"] = [kinds.get(index, FULL) for index in range(config.num_layers)]
     if family.rope_free_every:
         fields["no_rope_layers"] = [int(rope != "none") for rope in config.layer_ropes]
     if family.defaults.get("pad_token_id", 0) >= config.vocab_size:
-        fields["pad_token_id"] = None  # transformers' default, which is no token of a small vocabulary
+        fields["pad_token_id"] = (
+            None  # transformers' default, which is no token of a small vocabulary
+        )
     if config.query_pre_attn_scalar:
         fields |= {"query_pre_attn_scalar": config.query_pre_attn_scalar, "hidden_activation": gate}
     return fields
 
 
 def wrapping_class(directory: Path) -> str:
-    """The class of transformers for a directory of a decoder beside an image tower; "" for a decoder alone."""
+    """The class of transformers for a directory of a decoder beside an image tower; "" for a
+    decoder alone.
+    """
     inner = WRAPPERS.get(str(read_json_object(directory / "config.json").get("model_type")))
-    return "" if inner is None else FAMILIES[inner].architecture.replace("CausalLM", "ConditionalGeneration")
+    return (
+        ""
+        if inner is None
+        else FAMILIES[inner].architecture.replace("CausalLM", "ConditionalGeneration")
+    )
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
@@ -243,13 +336,17 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
     Raises:
         FileNotFoundError: without a config.json.
-        UserError: naming the file, if it is not a JSON object, or as `from_hf`; for a run's directory.
+        UserError: naming the file, if it is not a JSON object, or as `from_hf`; for a run's
+            directory.
     """
     path = Path(directory) / "config.json"
     fields = read_json_object(path) if path.is_file() else {}
     # A run's config.json has its settings; a checkpoint has none.
     if "run_dir" in fields or not path.is_file() and _is_of_a_run(path.parent.resolve()):
-        raise UserError(f"{directory}: belongs to a run; export it first: dcmdp convert export {directory} OUT_DIR")
+        raise UserError(
+            f"{directory}: belongs to a run; export it first: dcmdp convert export {directory} "
+            "OUT_DIR"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json, not a Hugging Face model directory")
     try:

@@ -4,14 +4,35 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError, shorten
 
-# Type, lowest and highest value, names. The highest are far above any model: they keep products and float32 in range.
+# Type, lowest and highest value, names. The highest are far above any model: they keep products and
+# float32 in range.
 _RANGES = (
-    (int, 1, 2**31 - 1, "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"),
-    (int, 1, 2**31 - 1, "num_key_value_heads sliding_window query_pre_attn_scalar original_max_position_embeddings"),
+    (
+        int,
+        1,
+        2**31 - 1,
+        "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads",
+    ),
+    (
+        int,
+        1,
+        2**31 - 1,
+        "num_key_value_heads sliding_window query_pre_attn_scalar original_max_position_embeddings",
+    ),
     (int, 2, 2**31 - 1, "head_dim max_position_embeddings"),
     (int, 2, 64, "linear_conv_kernel_dim"),
-    (int, 1, 10_000, "num_hidden_layers sliding_window_pattern no_rope_layer_interval full_attention_interval"),
-    (int, 1, 100_000, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
+    (
+        int,
+        1,
+        10_000,
+        "num_hidden_layers sliding_window_pattern no_rope_layer_interval full_attention_interval",
+    ),
+    (
+        int,
+        1,
+        100_000,
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim",
+    ),
     (float, 1e-6, 1.0, "partial_rotary_factor"),
     (int, 1, 100_000, "num_experts num_experts_per_tok shared_expert_intermediate_size"),
     (float, 1.001, 1e15, "rope_theta rope_local_base_freq"),
@@ -34,11 +55,19 @@ def in_range(name: str, value: Any) -> int | float:
         UserError: naming the field and what it must be, for another type or a value out of range.
     """
     kind, low, high = RANGES[name]
-    # 4096.0 is a whole number too. The comparison also refuses NaN and infinity, and integers too large for a float.
-    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value == kind(value):
+    # 4096.0 is a whole number too. The comparison also refuses NaN and infinity, and integers too
+    # large for a float.
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and value == kind(value)
+    ):
         return kind(value)
     words = "a whole number" if kind is int else "a number"
-    raise UserError(f"config.json: {name} is {shorten(value)}, must be {words} in [{low:g}, {high:.10g}]")
+    raise UserError(
+        f"config.json: {name} is {shorten(value)}, must be {words} in [{low:g}, {high:.10g}]"
+    )
 
 
 class Fields(dict[str, Any]):
@@ -47,7 +76,9 @@ class Fields(dict[str, Any]):
     def number(self, name: str) -> int | float:
         """A number that must be there, see `in_range`."""
         if (value := self.get(name)) is None:
-            raise UserError(f"config.json: {name} is {'null' if name in self else 'missing'}, must be a number")
+            raise UserError(
+                f"config.json: {name} is {'null' if name in self else 'missing'}, must be a number"
+            )
         return in_range(name, value)
 
     def flag(self, name: str) -> bool:

@@ -13,7 +13,13 @@ from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import TOKENIZER_FILES
 from dcmdp_jax.models.gguf_convert import PACKAGE, package_model
 
-_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *TOKENIZER_FILES,
+)
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _ENDS_BYTES = 1 << 16
 _FOLDERS = ("models", "runs")
@@ -27,18 +33,21 @@ def is_hub_name(path: str) -> bool:
 
 
 def is_fetched(path: str) -> bool:
-    """Whether `model_directory` fetches what a path names: a model of the Hub or of a Python package."""
+    """Whether `model_directory` fetches what a path names: a model of the Hub or of a Python
+    package.
+    """
     return is_hub_name(path) or path.startswith(PACKAGE)
 
 
 @functools.cache
 def model_directory(path: str) -> Path:
-    """The directory of a model: `path` itself if there is such a directory, else a package's or one of the Hub.
+    """The directory of a model: `path` itself if there is such a directory, else a package's or one
+    of the Hub.
 
     `pip:NAME` is the model in a Python package's GGUF file; see `gguf_convert.package_model`.
 
-    A model is fetched once, into the Hub's cache (`HF_HOME`). `OWNER/NAME@REVISION` pins a branch, a tag or a commit.
-    What was fetched before needs no network, a pinned commit never again.
+    A model is fetched once, into the Hub's cache (`HF_HOME`). `OWNER/NAME@REVISION` pins a branch,
+    a tag or a commit. What was fetched before needs no network, a pinned commit never again.
 
     Raises:
         UserError: in one line, if there is neither, or it can't be fetched.
@@ -49,8 +58,8 @@ def model_directory(path: str) -> Path:
         return package_model(path.removeprefix(PACKAGE))
     if not is_hub_name(path):
         raise UserError(
-            f"no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one, and OWNER/MODEL or "
-            "OWNER/MODEL@REVISION in its place names one on the Hub"
+            f"no directory {path}; `hf download OWNER/MODEL --local-dir {path}` fetches one, and "
+            "OWNER/MODEL or OWNER/MODEL@REVISION in its place names one on the Hub"
         )
     # Imported late: only this needs it.
     from huggingface_hub import snapshot_download
@@ -58,12 +67,14 @@ def model_directory(path: str) -> Path:
     name, _, revision = path.partition("@")
     try:
         with activity(f"fetching {path} from the Hub"):
-            directory = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
+            directory = Path(
+                snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES))
+            )
     except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
         said = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(
-            f"no directory {path}, and it can't be fetched from the Hub ({said}); check name, network "
-            "and `hf auth login`, or copy the model's directory here"
+            f"no directory {path}, and it can't be fetched from the Hub ({said}); check name, "
+            "network and `hf auth login`, or copy the model's directory here"
         ) from error
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"{path} on the Hub has no .safetensors file; other formats are not read")
@@ -80,9 +91,14 @@ def check_push(name: str) -> None:
 
     found = _NAME.fullmatch(name)
     if found is None or found[2]:
-        raise UserError(f"--push: got {name!r}, must be USER/NAME: letters, digits, '.', '_' and '-'")
+        raise UserError(
+            f"--push: got {name!r}, must be USER/NAME: letters, digits, '.', '_' and '-'"
+        )
     if not get_token():
-        raise UserError(f"--push={name}: no token of the Hub; run `hf auth login` or set HF_TOKEN. Nothing was written")
+        raise UserError(
+            f"--push={name}: no token of the Hub; run `hf auth login` or set HF_TOKEN. Nothing "
+            "was written"
+        )
 
 
 def push(directory: Path, name: str, *, message: str) -> str:
@@ -92,14 +108,19 @@ def push(directory: Path, name: str, *, message: str) -> str:
         The address of the commit.
 
     Raises:
-        UserError: in one line that says where the files are, if the Hub can't be reached or refuses.
+        UserError: in one line that says where the files are, if the Hub can't be reached or
+            refuses.
     """
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         api.create_repo(name, exist_ok=True)
-        return str(api.upload_folder(repo_id=name, folder_path=directory, commit_message=message).commit_url)
+        return str(
+            api.upload_folder(
+                repo_id=name, folder_path=directory, commit_message=message
+            ).commit_url
+        )
     except Exception as error:  # as above
         said = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(
@@ -109,7 +130,9 @@ def push(directory: Path, name: str, *, message: str) -> str:
 
 
 def ends_of_files(directory: Path) -> Iterator[bytes]:
-    """Name, size and both ends of each file: all of a small one, the table and the last values of a large one."""
+    """Name, size and both ends of each file: all of a small one, the table and the last values of a
+    large one.
+    """
     for path in sorted(directory.iterdir()):
         if path.suffix not in (".json", ".safetensors"):
             continue

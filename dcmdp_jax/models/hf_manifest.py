@@ -1,4 +1,6 @@
-"""Checks of a Hugging Face directory: tensors against config.json by their headers, and values that must be finite."""
+"""Checks of a Hugging Face directory: tensors against config.json by their headers, and values that
+must be finite.
+"""
 
 import contextlib
 import math
@@ -48,7 +50,8 @@ class Manifest(NamedTuple):
 
     Attributes:
         tensors: name of each tensor of the model -> where it is.
-        redundant_head: the file in which a tied model stores its output layer all the same, or None.
+        redundant_head: the file in which a tied model stores its output layer all the same, or
+            None.
         dtypes: how many tensors are stored as "F32", "BF16", "F16".
         num_bytes: bytes of all tensors together.
         left_out: entry of `families.Family.left_out` -> how many tensors of it the files hold.
@@ -76,7 +79,9 @@ class Files(contextlib.ExitStack):
                 with path.open("rb") as file:
                     pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
                 reason = "a Git LFS pointer, `git lfs pull` fetches the file" if pointer else error
-                raise UserError(f"{path}: truncated or not a safetensors file ({reason})") from error
+                raise UserError(
+                    f"{path}: truncated or not a safetensors file ({reason})"
+                ) from error
         return self._open[path]
 
 
@@ -89,15 +94,19 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
 
     Raises:
         FileNotFoundError: if the directory has neither file.
-        UserError: naming the file and the tensor or the field of config.json, for a shard that the index names and is
-            missing, a file that is truncated or no safetensors file, another number of layers, a tensor that is
-            missing, unknown, or of the wrong shape or dtype.
+        UserError: naming the file and the tensor or the field of config.json, for a shard that the
+            index names and is missing, a file that is truncated or no safetensors file, another
+            number of layers, a tensor that is missing, unknown, or of the wrong shape or dtype.
     """
     directory = Path(directory)
     found, others = _locate(directory), config.family.left_out
     left_out = Counter(prefix for name in found for prefix in others if name.startswith(prefix))
     wrapped = hf_config.WRAPPED_PREFIX if others else hf_config.TEXT_PREFIX
-    inside = {name.replace(wrapped, hf_config.TEXT_PREFIX, 1): name for name in found if not name.startswith(others)}
+    inside = {
+        name.replace(wrapped, hf_config.TEXT_PREFIX, 1): name
+        for name in found
+        if not name.startswith(others)
+    }
     located = {own: found[name] for own, name in inside.items()}
     # Before names are made of a number of layers that may be anything.
     _check_counts(directory, config, located)
@@ -117,8 +126,12 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
-            f"{listing}: tensor {missing[0]} is missing{more}, expected {list(places[missing[0]].shape)}"
-            + "; or set tie_word_embeddings to true in config.json" * (missing[0] == decoder.HF_OUTPUT)
+            (
+                f"{listing}: tensor {missing[0]} is missing{more}, expected "
+                f"{list(places[missing[0]].shape)}"
+            )
+            + "; or set tie_word_embeddings to true in config.json"
+            * (missing[0] == decoder.HF_OUTPUT)
         )
     if config.tie_word_embeddings:
         allowed[decoder.HF_OUTPUT] = allowed[decoder.HF_EMBEDDING]
@@ -128,17 +141,23 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
         for name, path in located.items():
             if name not in allowed:
                 raise UserError(
-                    f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} with this config.json"
+                    (
+                        f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} "
+                        "with this config.json"
+                    )
                     + "; or set tie_word_embeddings to false there" * (name == decoder.HF_OUTPUT)
                 )
             stored = files[path].get_slice(inside[name])
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if shape != allowed[name]:
                 raise UserError(
-                    f"{path}: tensor {name} is {list(shape)}, expected {list(allowed[name])} by config.json"
+                    f"{path}: tensor {name} is {list(shape)}, expected {list(allowed[name])} by "
+                    "config.json"
                 )
             if dtype not in _SOURCE_DTYPES:
-                raise UserError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
+                raise UserError(
+                    f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}"
+                )
             dtypes[dtype] += 1
             num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
         redundant = located.get(decoder.HF_OUTPUT) if config.tie_word_embeddings else None
@@ -161,8 +180,9 @@ def check_redundant_head(manifest: Manifest, files: Files) -> None:
         part = slice(start, min(start + 8192, rows))
         if not np.array_equal(head[part], embedding[part], equal_nan=True):
             raise UserError(
-                f"{manifest.redundant_head}: tensor {decoder.HF_OUTPUT} differs from {decoder.HF_EMBEDDING}, but "
-                "config.json ties them; set tie_word_embeddings to false there to load it"
+                f"{manifest.redundant_head}: tensor {decoder.HF_OUTPUT} differs from "
+                f"{decoder.HF_EMBEDDING}, but config.json ties them; set tie_word_embeddings to "
+                "false there to load it"
             )
 
 
@@ -170,19 +190,26 @@ def check_values(manifest: Manifest) -> None:
     """Read every tensor once, part by part, and refuse what `hf_weights.load_params` refuses.
 
     Raises:
-        UserError: see `check_redundant_head`; naming file, tensor, the first value that is not finite and where it is.
+        UserError: see `check_redundant_head`; naming file, tensor, the first value that is not
+            finite and where it is.
     """
     with Files() as files:
         check_redundant_head(manifest, files)
-        for path, name in dict.fromkeys((stored.path, stored.name) for stored in manifest.tensors.values()):
+        for path, name in dict.fromkeys(
+            (stored.path, stored.name) for stored in manifest.tensors.values()
+        ):
             check_tensor(files, path, name, jnp.dtype("float32"))
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether a contiguous float32 or bfloat16 array holds no NaN and no infinity; takes no memory of its size."""
+    """Whether a contiguous float32 or bfloat16 array holds no NaN and no infinity; takes no memory
+    of its size.
+    """
     exponent = _EXPONENTS[values.dtype.itemsize]
     bits = values.reshape(-1).view(exponent.dtype)
-    return all((bits[i : i + _BLOCK] & exponent).max() != exponent for i in range(0, bits.size, _BLOCK))
+    return all(
+        (bits[i : i + _BLOCK] & exponent).max() != exponent for i in range(0, bits.size, _BLOCK)
+    )
 
 
 def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
@@ -208,7 +235,9 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
 
 
 def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
-    """Compare the layers and experts of config.json with the stored ones, where these are numbered without a gap."""
+    """Compare the layers and experts of config.json with the stored ones, where these are numbered
+    without a gap.
+    """
     for field, pattern, wanted, what in (
         ("num_hidden_layers", _LAYER, config.num_layers, "layers"),
         ("num_experts", _EXPERT, config.num_experts, "experts"),
@@ -217,13 +246,14 @@ def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]
         found = len(stored)
         if not found and what == "layers":
             raise UserError(
-                f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., names must be those of "
-                f"transformers' {config.family.architecture}"
+                f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., "
+                f"names must be those of transformers' {config.family.architecture}"
             )
         if wanted and found and found != wanted and max(stored) == found - 1:
             raise UserError(
-                f"{directory}/config.json: {field} is {wanted}, the safetensors files hold {found} {what} "
-                f"({stored[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
+                f"{directory}/config.json: {field} is {wanted}, the safetensors files hold "
+                f"{found} {what} ({stored[found - 1]} is of the last); correct config.json or "
+                "fetch the weights it belongs to"
             )
 
 
@@ -240,12 +270,17 @@ def _locate(directory: Path) -> dict[str, Path]:
             located[name] = directory / shard
             if not located[name].is_file():
                 raise UserError(
-                    f"{index}: tensor {shorten_name(name)} is said to be in {shorten_name(shard)}, which is missing"
+                    f"{index}: tensor {shorten_name(name)} is said to be in "
+                    f"{shorten_name(shard)}, which is missing"
                 )
         for path in dict.fromkeys(located.values()):
             held = set(files[path].keys())
-            if absent := [name for name, place in located.items() if place == path and name not in held]:
-                raise UserError(f"{path}: tensor {shorten_name(absent[0])} is missing, {INDEX} says it is here")
+            if absent := [
+                name for name, place in located.items() if place == path and name not in held
+            ]:
+                raise UserError(
+                    f"{path}: tensor {shorten_name(absent[0])} is missing, {INDEX} says it is here"
+                )
             if unlisted := sorted(name for name in held if name not in located):
                 raise UserError(f"{path}: tensor {shorten_name(unlisted[0])} is unknown to {INDEX}")
     return located
@@ -255,13 +290,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json_object(index).get("weight_map")
     if weight_map is None:
         raise UserError(f"{index}: has no weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
         raise UserError(f"{index}: weight_map must map tensor names to file names")
     for name, shard in weight_map.items():
         # Links inside the directory may lead out of it, as in the Hub's cache.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise UserError(
-                f"{index}: tensor {shorten_name(name)} is said to be in {shorten(shard)}, outside the directory; "
-                "name files inside it"
+                f"{index}: tensor {shorten_name(name)} is said to be in {shorten(shard)}, outside "
+                "the directory; name files inside it"
             )
     return weight_map

@@ -1,4 +1,6 @@
-"""Parameters from Hugging Face directories and back: safetensors in, config.json, safetensors and tokenizer out."""
+"""Parameters from Hugging Face directories and back: safetensors in, config.json, safetensors and
+tokenizer out.
+"""
 
 import contextlib
 import ctypes
@@ -36,24 +38,29 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shardings: Params | None = None) -> Params:
+def load_params(
+    directory: str | Path, config: ModelConfig, *, dtype: str, shardings: Params | None = None
+) -> Params:
     """Parameters of a Hugging Face directory, layers stacked, each leaf straight onto its devices.
 
-    The manifest is checked first. Files are memory-mapped; every device's shard of a leaf is read by itself, so the
-    host holds one leaf at a time and, on several hosts, each reads only what its devices keep.
+    The manifest is checked first. Files are memory-mapped; every device's shard of a leaf is read
+    by itself, so the host holds one leaf at a time and, on several hosts, each reads only what its
+    devices keep.
 
     Args:
         directory: see `check_manifest`; float32, bfloat16 or float16 tensors.
         config: the model in `directory`.
         dtype: "float32" or "bfloat16", of the parameters; narrowing rounds to nearest even.
-        shardings: a `jax.sharding.Sharding` for each leaf, as a tree; None puts all on the first device.
+        shardings: a `jax.sharding.Sharding` for each leaf, as a tree; None puts all on the first
+            device.
 
     Returns:
         The tree of `params.init_params`.
 
     Raises:
-        FileNotFoundError, ValueError: see `check_manifest`; and ValueError for another dtype, when a tied model stores
-            an lm_head that differs from its embedding, or for a tensor with values that are not finite, naming it.
+        FileNotFoundError, ValueError: see `check_manifest`; and ValueError for another dtype, when
+            a tied model stores an lm_head that differs from its embedding, or for a tensor with
+            values that are not finite, naming it.
     """
     target = _target_dtype(dtype)
     manifest = hf_manifest.check_manifest(directory, config)
@@ -65,9 +72,13 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
     with hf_manifest.Files() as files:
         hf_manifest.check_redundant_head(manifest, files)
 
-        def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+        def load(
+            path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding
+        ) -> jax.Array:
             tensors = names[tuple(entry.key for entry in path)]
-            done: dict[str, np.ndarray] = {}  # devices that hold the same part of a leaf get one reading of it
+            done: dict[
+                str, np.ndarray
+            ] = {}  # devices that hold the same part of a leaf get one reading of it
 
             def read(name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
                 stored, transposed = manifest.tensors[name], places[name].transposed
@@ -81,12 +92,17 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 if (key := str(index)) in done:
                     return done[key]
-                index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, leaf.shape, strict=True))
+                index = tuple(
+                    slice(*part.indices(size)[:2])
+                    for part, size in zip(index, leaf.shape, strict=True)
+                )
                 out = done[key] = np.empty([part.stop - part.start for part in index], target)
                 stacked = len(next(iter(tensors)))
                 starts = [part.start for part in index[:stacked]]
                 for offsets in np.ndindex(out.shape[:stacked]):
-                    at = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
+                    at = tuple(
+                        start + offset for start, offset in zip(starts, offsets, strict=True)
+                    )
                     read(tensors[at], index[stacked:], out[offsets])
                 return out
 
@@ -103,18 +119,25 @@ def directory_digest(directory: Path, config: ModelConfig) -> int:
     digest, tensors = 0, hf_manifest.check_manifest(directory, config).tensors
     with hf_manifest.Files() as files:
         for name, place in hf_tensors(config).items():
-            first = (slice(1), slice(place.shape[1])) if len(place.shape) > 1 else (slice(place.shape[0]),)
+            first = (
+                (slice(1), slice(place.shape[1]))
+                if len(place.shape) > 1
+                else (slice(place.shape[0]),)
+            )
             values = _read(files, tensors[name], tuple(slice(0, part.stop) for part in first))
             digest = zlib.crc32(np.ascontiguousarray(values.astype(jnp.bfloat16)).tobytes(), digest)
     return digest
 
 
-def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it is asked for.
+def iterate_hf_tensors(
+    params: Params, config: ModelConfig, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it
+    is asked for.
 
     Args:
-        params: tree of `params.init_params`, of jax (any sharding; over several processes, all must iterate) or numpy
-            arrays.
+        params: tree of `params.init_params`, of jax (any sharding; over several processes, all must
+            iterate) or numpy arrays.
         config: the model.
         dtype: "float32" or "bfloat16" of the results.
 
@@ -130,25 +153,30 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
     for name, place in hf_tensors(config).items():
         leaf = place.leaf(params)
         tensor: Array = leaf[place.index] if place.index else leaf
-        # Cast where the array lives, so that half the bytes move; transpose on the host, where it is a view.
+        # Cast where the array lives, so that half the bytes move; transpose on the host, where it
+        # is a view.
         host = to_host(tensor.astype(target))
         host = np.ascontiguousarray(host.T if place.transposed else host)
         if not hf_manifest.all_finite(host):
             raise UserError(
-                f"params: tensor {name} has {int((~np.isfinite(host)).sum()):,} value(s) of {host.size:,} that are not "
-                f"finite in {dtype}; an earlier checkpoint may be whole"
+                f"params: tensor {name} has {int((~np.isfinite(host)).sum()):,} value(s) of "
+                f"{host.size:,} that are not finite in {dtype}; an earlier checkpoint may be whole"
             )
         yield name, host
 
 
-def save_params(params: Params, config: ModelConfig, directory: str | Path, *, dtype: str, **options: Any) -> None:
+def save_params(
+    params: Params, config: ModelConfig, directory: str | Path, *, dtype: str, **options: Any
+) -> None:
     """Write parameters as a directory that transformers and vLLM load.
 
     Args:
         params: see `iterate_hf_tensors`, also for what is refused.
         config, directory, dtype, options: see `save_tensors`.
     """
-    save_tensors(iterate_hf_tensors(params, config, dtype), config, directory, dtype=dtype, **options)
+    save_tensors(
+        iterate_hf_tensors(params, config, dtype), config, directory, dtype=dtype, **options
+    )
 
 
 def save_tensors(
@@ -163,9 +191,10 @@ def save_tensors(
 ) -> None:
     """Write a directory that transformers and vLLM load; it appears whole or not at all.
 
-    Everything is written to a hidden sibling, synced to disk and renamed. With the weights come config.json (with the
-    special token ids of `tokenizer_dir`/config.json, or of generation_config.json where that is missing) and, from
-    `tokenizer_dir`, the tokenizer's files and generation_config.json.
+    Everything is written to a hidden sibling, synced to disk and renamed. With the weights come
+    config.json (with the special token ids of `tokenizer_dir`/config.json, or of
+    generation_config.json where that is missing) and, from `tokenizer_dir`, the tokenizer's files
+    and generation_config.json.
 
     Args:
         tensors: names and values of all that `hf_tensors` lists, in its order, in `dtype`.
@@ -188,7 +217,8 @@ def save_tensors(
         raise UserError(f"max_shard_bytes: got {max_shard_bytes}, must be at least 1")
     with whole_directory(directory, overwrite=overwrite) as partial:
         copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
-        # Where a config names no version, transformers takes a tokenizer of many tokens for a broken one of Mistral's.
+        # Where a config names no version, transformers takes a tokenizer of many tokens for a
+        # broken one of Mistral's.
         version = {"transformers_version": importlib.metadata.version("transformers")}
         fields = hf_config.to_hf(config, dtype=dtype) | version | _token_ids(tokenizer_dir)
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
@@ -205,7 +235,11 @@ def save_tensors(
             filled, total = filled + num_bytes, total + num_bytes
         weight_map = {}
         for number, names in enumerate(shards, 1):
-            file = hf_manifest.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = (
+                hf_manifest.SINGLE
+                if len(shards) == 1
+                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            )
             held = dict(next(tensors) for _ in names)
             try:
                 # transformers refuses a file whose metadata does not say the framework.
@@ -222,7 +256,8 @@ def save_tensors(
 def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
     """A hidden sibling to write into, which then becomes `directory`, whole or not at all.
 
-    What a killed process left of an earlier one is removed: a sibling that no process holds a lock on.
+    What a killed process left of an earlier one is removed: a sibling that no process holds a lock
+    on.
 
     Raises:
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
@@ -233,7 +268,9 @@ def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory}: is a file, choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise FileExistsError(f"{directory}: is not empty, choose another directory or ask to overwrite")
+        raise FileExistsError(
+            f"{directory}: is not empty, choose another directory or ask to overwrite"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     for stale in directory.parent.glob(f".{name}.partial-*"):
         with contextlib.suppress(OSError), _locked(stale):
@@ -261,7 +298,9 @@ def _target_dtype(dtype: str) -> np.dtype:
     return jnp.dtype(dtype)
 
 
-def _read(files: hf_manifest.Files, stored: hf_manifest.Stored, index: tuple[slice, ...]) -> np.ndarray:
+def _read(
+    files: hf_manifest.Files, stored: hf_manifest.Stored, index: tuple[slice, ...]
+) -> np.ndarray:
     """Part of a tensor as it is stored, [out, in] for a matrix."""
     tensor = files[stored.path].get_slice(stored.name)
     if stored.fused is None:
@@ -274,11 +313,17 @@ def _read(files: hf_manifest.Files, stored: hf_manifest.Stored, index: tuple[sli
 def _tokenizer_files(directory: Path) -> list[Path]:
     if not has_tokenizer(directory):
         raise FileNotFoundError(f"{directory}: has no tokenizer (tokenizer.json or vocab.json)")
-    return [path for name in (*TOKENIZER_FILES, _GENERATION) if (path := directory / name).is_file()]
+    return [
+        path for name in (*TOKENIZER_FILES, _GENERATION) if (path := directory / name).is_file()
+    ]
 
 
 def _token_ids(directory: str | Path | None) -> dict[str, Any]:
-    files = [Path(directory) / name for name in ("config.json", _GENERATION)] if directory is not None else []
+    files = (
+        [Path(directory) / name for name in ("config.json", _GENERATION)]
+        if directory is not None
+        else []
+    )
     fields = next((read_json_object(path) for path in files if path.is_file()), {})
     return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
 
@@ -299,7 +344,9 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock. Raises OSError if another process holds it, or it can't be locked."""
+    """Hold a directory's lock. Raises OSError if another process holds it, or it can't be
+    locked.
+    """
     with _opened(directory) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -310,7 +357,8 @@ def _replace(partial: Path, directory: Path) -> None:
     if directory.is_dir() and any(directory.iterdir()):
         exchange = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
         if exchange(_HERE, os.fsencode(partial), _HERE, os.fsencode(directory), _EXCHANGE):
-            # Not every file system can. If this process is killed in between, `whole_directory` puts the old one back.
+            # Not every file system can. If this process is killed in between, `whole_directory`
+            # puts the old one back.
             old = partial.with_name(f".{directory.name}.before-{secrets.token_hex(4)}")
             directory.rename(old)
             try:

@@ -20,7 +20,9 @@ from dcmdp_jax.models.rope import RopeScaling
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("base", "a", "b"), meta_fields=("scale",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("base", "a", "b"), meta_fields=("scale",)
+)
 @dataclasses.dataclass(frozen=True)
 class LoraKernel:
     """A frozen matrix with its adapter.
@@ -38,7 +40,8 @@ class LoraKernel:
 
 
 def kernel_matmul(
-    x: jax.Array, kernel: jax.Array | QuantizedKernel | RoundsInputs | scheme_products.SchemeKernel | LoraKernel
+    x: jax.Array,
+    kernel: jax.Array | QuantizedKernel | RoundsInputs | scheme_products.SchemeKernel | LoraKernel,
 ) -> jax.Array:
     """x W, and with an adapter x W + scale (x A) B, in the dtype of `x` [T, in]."""
     if isinstance(kernel, LoraKernel):
@@ -54,7 +57,8 @@ def kernel_matmul(
 
 
 class Linear(nnx.Module):
-    """y = x W + b; W [in, out] may be a `QuantizedKernel` (engine), a `SchemeKernel` or a `LoraKernel` (training).
+    """y = x W + b; W [in, out] may be a `QuantizedKernel` (engine), a `SchemeKernel` or a
+    `LoraKernel` (training).
 
     Products run in the dtype of `x`, parameters are cast to it.
     """
@@ -75,21 +79,37 @@ class Linear(nnx.Module):
         Args:
             sizes, axes: in and out, and their logical names.
             std: standard deviation of a fresh W.
-            hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines use.
+            hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines
+                use.
             bias: whether there is a b, initially 0.
             stacks: see `declare.parameter`.
             quantized: engines that quantize weights quantize W.
         """
-        weight, bias_name = (None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias"))
+        weight, bias_name = (
+            None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias")
+        )
         normal = jax.nn.initializers.normal(std)
         self.kernel = parameter(
-            sizes, axes, init=normal, hf_name=weight, stacks=stacks, transposed=True, quantized=quantized
+            sizes,
+            axes,
+            init=normal,
+            hf_name=weight,
+            stacks=stacks,
+            transposed=True,
+            quantized=quantized,
         )
-        self.bias = parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stacks=stacks) if bias else None
+        self.bias = (
+            parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stacks=stacks)
+            if bias
+            else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that contracts two.
-        y = kernel_matmul(x.reshape(-1, x.shape[-1]), self.kernel.get_value()).reshape(*x.shape[:-1], -1)
+        # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that
+        # contracts two.
+        y = kernel_matmul(x.reshape(-1, x.shape[-1]), self.kernel.get_value()).reshape(
+            *x.shape[:-1], -1
+        )
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
 
@@ -107,7 +127,9 @@ class RMSNorm(nnx.Module):
         family: families.Family = families.FAMILIES["llama"],
     ) -> None:
         init = _zeros if family.unit_offset else _ones
-        self.scale = parameter((size,), (axis,), init=init, hf_name=f"{hf_name}.weight", stacks=stacks)
+        self.scale = parameter(
+            (size,), (axis,), init=init, hf_name=f"{hf_name}.weight", stacks=stacks
+        )
         self.eps, self.unit_offset, self.float32 = eps, family.unit_offset, family.float32_norm
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -133,13 +155,24 @@ class MLP(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        hf_name: str,
+        stacks: tuple[Stack, ...] = (),
+        fused: bool = False,
     ) -> None:
-        self.fused, self.width, self.silu = fused, config.intermediate_size, config.family.gate == "silu"
+        self.fused, self.width, self.silu = (
+            fused,
+            config.intermediate_size,
+            config.family.gate == "silu",
+        )
         inward, outward = (config.hidden_size, self.width), (self.width, config.hidden_size)
         options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
-            self.gate_up = Linear((inward[0], 2 * self.width), ("embed", "mlp"), hf_name=None, **options)
+            self.gate_up = Linear(
+                (inward[0], 2 * self.width), ("embed", "mlp"), hf_name=None, **options
+            )
         else:
             self.gate = Linear(inward, ("embed", "mlp"), hf_name=f"{hf_name}.gate_proj", **options)
             self.up = Linear(inward, ("embed", "mlp"), hf_name=f"{hf_name}.up_proj", **options)
@@ -151,16 +184,20 @@ class MLP(nnx.Module):
             gate, up = both[..., : self.width], both[..., self.width :]
         else:
             gate, up = self.gate(x), self.up(x)
-        return self.down(ops.swiglu(gate, up) if self.silu else jax.nn.gelu(gate, approximate=True) * up)
+        return self.down(
+            ops.swiglu(gate, up) if self.silu else jax.nn.gelu(gate, approximate=True) * up
+        )
 
 
 def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.ndarray, float]:
-    """Inverse frequencies of a rotary embedding of `ModelConfig.layer_ropes` and the factor on cos and sin.
+    """Inverse frequencies of a rotary embedding of `ModelConfig.layer_ropes` and the factor on cos
+    and sin.
 
-    The unscaled frequencies are theta^(-2i/h). "linear" divides all by `factor`; "yarn" (Peng et al. 2023,
-    arXiv:2309.00071, eq. 20-23) divides the slow ones and ramps between; "llama3" likewise by wavelength. The
-    formulas are from transformers' `modeling_rope_utils`, each operation rounded to float32 where it rounds: at
-    position 30,000 the last bit of a frequency turns a head by 1e-3 radians, so being more exact is being different.
+    The unscaled frequencies are theta^(-2i/h). "linear" divides all by `factor`; "yarn" (Peng et
+    al. 2023, arXiv:2309.00071, eq. 20-23) divides the slow ones and ramps between; "llama3"
+    likewise by wavelength. The formulas are from transformers' `modeling_rope_utils`, each
+    operation rounded to float32 where it rounds: at position 30,000 the last bit of a frequency
+    turns a head by 1e-3 radians, so being more exact is being different.
 
     Returns:
         [rotary_dim / 2] float32, radians per position, and the attention factor.
@@ -168,7 +205,9 @@ def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.nd
     if rope == "none":  # angles of zero turn nothing
         return np.zeros(config.rotary_dim // 2, np.float32), 1.0
     if rope == "sliding":
-        config = dataclasses.replace(config, rope_theta=config.sliding_rope_theta, rope_scaling=RopeScaling())
+        config = dataclasses.replace(
+            config, rope_theta=config.sliding_rope_theta, rope_scaling=RopeScaling()
+        )
     scaling, dim, one = config.rope_scaling, config.rotary_dim, np.float32(1)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -178,29 +217,41 @@ def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.nd
     if scaling.kind == "linear":
         return plain / factor, 1.0
     if scaling.kind == "llama3":
-        length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+        length, low, high = (
+            scaling.original_max_position_embeddings,
+            scaling.low_freq_factor,
+            scaling.high_freq_factor,
+        )
         # torch divides a number by a tensor as number * (1 / tensor).
         wavelength = np.float32(2 * math.pi) * (one / plain)
-        smooth = (np.float32(length) * (one / wavelength) - np.float32(low)) / np.float32(high - low)
+        smooth = (np.float32(length) * (one / wavelength) - np.float32(low)) / np.float32(
+            high - low
+        )
         middle = (one - smooth) * plain / factor + smooth * plain
         chosen = np.where(wavelength > length / low, plain / factor, middle)
         return np.where(wavelength < length / high, plain, chosen), 1.0
 
     def dimension(rotations: float) -> float:
         length = scaling.original_max_position_embeddings
-        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return (
+            dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        )
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     width = last - first if last != first else 0.001
-    kept = one - np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
+    kept = one - np.clip(
+        (np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1
+    )
     return one / (factor * periods) * (one - kept) + plain * kept, yarn_attention_factor(scaling)
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """Yarn's scale of cos and sin: 0.1 m log(factor) + 1 (Peng et al. 2023, section 3.4), or the quotient of two."""
+    """Yarn's scale of cos and sin: 0.1 m log(factor) + 1 (Peng et al. 2023, section 3.4), or the
+    quotient of two.
+    """
     if scaling.attention_factor:
         return scaling.attention_factor
 
@@ -212,12 +263,14 @@ def yarn_attention_factor(scaling: RopeScaling) -> float:
     return scale(1.0)
 
 
-def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "global") -> tuple[jax.Array, jax.Array]:
+def rotary_tables(
+    config: ModelConfig, position_ids: jax.Array, rope: str = "global"
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the angles of one of `ModelConfig.layer_ropes`, for `Ops.rotate`.
 
     Returns:
-        (cos, cos) and (-sin, sin) for the two halves of what turns: float32 `[..., 2, rotary_dim / 2]` for position_ids
-        `[...]`.
+        (cos, cos) and (-sin, sin) for the two halves of what turns: float32 `[..., 2, rotary_dim /
+        2]` for position_ids `[...]`.
     """
     frequencies, factor = rotary_frequencies(config, rope)
     angles = position_ids[..., None].astype(jnp.float32) * frequencies
@@ -225,15 +278,25 @@ def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "glo
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
-def all_rotary_tables(config: ModelConfig, position_ids: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+def all_rotary_tables(
+    config: ModelConfig, position_ids: jax.Array
+) -> dict[str, tuple[jax.Array, jax.Array]]:
     """`rotary_tables` of each rotary embedding that the model has.
 
     The barrier keeps XLA from recomputing cosines in every layer's fusion.
     """
     ropes = dict.fromkeys(config.layer_ropes)
-    return jax.lax.optimization_barrier({rope: rotary_tables(config, position_ids, rope) for rope in ropes})
+    return jax.lax.optimization_barrier(
+        {rope: rotary_tables(config, position_ids, rope) for rope in ropes}
+    )
 
 
 def embedding_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Looked up embeddings as the first layer reads them: times sqrt(D), rounded to their dtype, in some families."""
-    return x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype) if config.family.scaled_embedding else x
+    """Looked up embeddings as the first layer reads them: times sqrt(D), rounded to their dtype, in
+    some families.
+    """
+    return (
+        x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+        if config.family.scaled_embedding
+        else x
+    )

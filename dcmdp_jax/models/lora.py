@@ -1,8 +1,10 @@
-"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685); PEFT's directories.
+"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685); PEFT's
+directories.
 
     y = x W + (alpha / r) (x A) B,      A [in, r],   B [r, out],   W frozen
 
-Adapters are declared, drawn, sharded and saved like any parameters. The base holds W, in float32, bfloat16 or int8.
+Adapters are declared, drawn, sharded and saved like any parameters. The base holds W, in float32,
+bfloat16 or int8.
 """
 
 import functools
@@ -27,8 +29,19 @@ from dcmdp_jax.models.config import ALL_LINEAR, Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.hf_weights import whole_directory
 from dcmdp_jax.models.layers import LoraKernel
-from dcmdp_jax.models.params import declared_tensors, declared_tree, model_declarations, quantized_leaves
-from dcmdp_jax.models.quantize import QuantizedKernel, in_float32, is_quantized, quantize_tree, stored
+from dcmdp_jax.models.params import (
+    declared_tensors,
+    declared_tree,
+    model_declarations,
+    quantized_leaves,
+)
+from dcmdp_jax.models.quantize import (
+    QuantizedKernel,
+    in_float32,
+    is_quantized,
+    quantize_tree,
+    stored,
+)
 from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Params
 
@@ -38,8 +51,8 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
     """Declarations of the matrices that get an adapter.
 
     Raises:
-        ArgumentError: for a target that matches no linear layer, or that is of an expert, and for a rank above that of
-            a matrix.
+        ArgumentError: for a target that matches no linear layer, or that is of an expert, and for a
+            rank above that of a matrix.
     """
     linear = [one for one in model_declarations(model) if one.quantized and one.stacks]
     dense = [one for one in linear if len(one.stacks) == 1]
@@ -48,14 +61,20 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
     for name in names:
         if name not in allowed:
             experts = name in {_module(one) for one in linear}
-            why = "adapters of experts are not supported" if experts else "no linear layer has that name"
+            why = (
+                "adapters of experts are not supported"
+                if experts
+                else "no linear layer has that name"
+            )
             said = f"got {name!r}, {why}; allowed are {', '.join(allowed)}, or {ALL_LINEAR}"
             raise ArgumentError("lora_targets", said + suggestion(name, (*allowed, ALL_LINEAR)))
     chosen = tuple(one for one in dense if _module(one) in names)
     for one in chosen:
         if lora.rank > (most := min(one.shape[-2:])):
             raise ArgumentError(
-                "lora_rank", f"got {lora.rank}, {_module(one)} is {one.shape[-2]} x {one.shape[-1]}: at most {most}"
+                "lora_rank",
+                f"got {lora.rank}, {_module(one)} is {one.shape[-2]} x {one.shape[-1]}: at most "
+                f"{most}",
             )
     return chosen
 
@@ -65,8 +84,9 @@ def adapter_declarations(
 ) -> tuple[Declaration, ...]:
     """Declarations of A and B of every adapted matrix, named as PEFT names them.
 
-    `prefix` is how the names of the decoder begin in the class of the base. A is drawn uniformly within +-1/sqrt(in),
-    PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins as the base.
+    `prefix` is how the names of the decoder begin in the class of the base. A is drawn uniformly
+    within +-1/sqrt(in), PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins
+    as the base.
     """
     found = []
     for one in adapted_layers(model, lora):
@@ -75,15 +95,28 @@ def adapter_declarations(
         *leading, inward, outward = one.axes
         layer = one.hf_name.removeprefix(hf_config.TEXT_PREFIX).removesuffix(".weight")
         name = f"{_PREFIX}{prefix}{layer}"
-        shared: dict[str, Any] = {"transposed": True, "quantized": False, "stacks": one.stacks, "fused": None}
+        shared: dict[str, Any] = {
+            "transposed": True,
+            "quantized": False,
+            "stacks": one.stacks,
+            "fused": None,
+        }
         a = Declaration(
-            (*path, "a"), (*stacked, rows, lora.rank), (*leading, inward, "rank"), _uniform,
-            f"{name}.lora_A.weight", **shared,
-        )  # fmt: skip
+            (*path, "a"),
+            (*stacked, rows, lora.rank),
+            (*leading, inward, "rank"),
+            _uniform,
+            f"{name}.lora_A.weight",
+            **shared,
+        )
         b = Declaration(
-            (*path, "b"), (*stacked, lora.rank, columns), (*leading, "rank", outward), jax.nn.initializers.zeros,
-            f"{name}.lora_B.weight", **shared,
-        )  # fmt: skip
+            (*path, "b"),
+            (*stacked, lora.rank, columns),
+            (*leading, "rank", outward),
+            jax.nn.initializers.zeros,
+            f"{name}.lora_B.weight",
+            **shared,
+        )
         found += [a, b]
     return tuple(found)
 
@@ -119,12 +152,15 @@ class SavedAdapters(NamedTuple):
         return Lora(self.rank, self.alpha, tuple(self.targets))
 
 
-def load_base(directory: Path, model: ModelConfig, dtype: str, shardings: Params | None = None) -> Params:
+def load_base(
+    directory: Path, model: ModelConfig, dtype: str, shardings: Params | None = None
+) -> Params:
     """The frozen parameters of a Hugging Face directory.
 
     Args:
         directory, model, shardings: see `hf_weights.load_params`.
-        dtype: "float32", "bfloat16", or "int8": the linear layers' matrices are quantized, the rest is bfloat16.
+        dtype: "float32", "bfloat16", or "int8": the linear layers' matrices are quantized, the rest
+            is bfloat16.
     """
     stored = "float32" if dtype == "float32" else "bfloat16"
     base = hf_weights.load_params(directory, model, dtype=stored, shardings=shardings)
@@ -149,32 +185,39 @@ class Adapted(NamedTuple):
 
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
-    """The base with a `LoraKernel` for every matrix that has an adapter, for the training stack's forward pass."""
+    """The base with a `LoraKernel` for every matrix that has an adapter, for the training stack's
+    forward pass.
+    """
     return _joined(base, adapters, lambda kernel, a, b: LoraKernel(kernel, a, b, lora.scale))
 
 
 def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = None) -> Params:
-    """W + D, D = (alpha / r) A B, computed and returned in float32, for engines and exports; the rest as in the base.
+    """W + D, D = (alpha / r) A B, computed and returned in float32, for engines and exports; the
+    rest as in the base.
 
-    An engine then rounds the sum once, to its own precision. With `rounded_to`, an engine's precision (see
-    `quantize.stored`), W + Q(W + D) - Q(W): the change as that rounding lets it arrive.
+    An engine then rounds the sum once, to its own precision. With `rounded_to`, an engine's
+    precision (see `quantize.stored`), W + Q(W + D) - Q(W): the change as that rounding lets it
+    arrive.
     """
 
     def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
         change = _product(a, b) * lora.scale
-        return in_float32(kernel) + (change if rounded_to is None else _arriving(kernel, change, rounded_to))
+        return in_float32(kernel) + (
+            change if rounded_to is None else _arriving(kernel, change, rounded_to)
+        )
 
     whole = _joined(base, adapters, merge)
     return jax.tree.map(in_float32, whole, is_leaf=is_quantized)
 
 
 def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -> jax.Array:
-    """How far an engine's rounding Q of the merged matrices bends what the adapters change, [] float32.
+    """How far an engine's rounding Q of the merged matrices bends what the adapters change, []
+    float32.
 
         ||Q(W + D) - Q(W) - D|| / ||D||,     D = (alpha / r) A B,
 
-    over all adapted matrices: 0 if the engine gets D as it is, about 1 if the change is lost between two numbers that
-    the engine can hold; 0 where D is 0.
+    over all adapted matrices: 0 if the engine gets D as it is, about 1 if the change is lost
+    between two numbers that the engine can hold; 0 where D is 0.
 
     Args:
         base, adapters, lora: see `merged`.
@@ -184,7 +227,9 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
 
     def measure(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> None:
         change = _product(a, b) * lora.scale
-        squares.append((jnp.sum((_arriving(kernel, change, precision) - change) ** 2), jnp.sum(change**2)))
+        squares.append(
+            (jnp.sum((_arriving(kernel, change, precision) - change) ** 2), jnp.sum(change**2))
+        )
 
     _joined(base, adapters, measure)
     bent, whole = (sum(each) for each in zip(*squares, strict=True))
@@ -195,7 +240,9 @@ def merged_and_measured(
     base: Params, adapters: Params, lora: Lora, precision: str
 ) -> tuple[Params, dict[str, jax.Array]]:
     """`merged`, and `merge_rounding` as a metric. Arguments as of `merge_rounding`."""
-    return merged(base, adapters, lora), {"mismatch/merge_rounding": merge_rounding(base, adapters, lora, precision)}
+    return merged(base, adapters, lora), {
+        "mismatch/merge_rounding": merge_rounding(base, adapters, lora, precision)
+    }
 
 
 def _arriving(kernel: jax.Array | QuantizedKernel, change: jax.Array, precision: str) -> jax.Array:
@@ -227,16 +274,26 @@ def _module(declared: Declaration) -> str:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ALL = "base_model.model.", Lora(1, 1.0, (ALL_LINEAR,))
-# What the classes of transformers, also older ones, write before a decoder's layers: with a head, with an image tower.
+# What the classes of transformers, also older ones, write before a decoder's layers: with a head,
+# with an image tower.
 _LAYERS = re.compile(r"base_model\.model\.((?:model\.|language_model\.){0,2})layers\.")
 _BASE, _DIGEST = "base_checksum", "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
 _FREE = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout"),
-    *("megatron_core", "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type"),
+    *(
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "revision",
+        "target_modules",
+        "task_type",
+    ),
 }
-# Values of fields of a plain one. An initialization by PiSSA, OLoRA, CorDA or LoftQ takes its share from the base.
+# Values of fields of a plain one. An initialization by PiSSA, OLoRA, CorDA or LoftQ takes its share
+# from the base.
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITIAL}
 
@@ -247,7 +304,8 @@ class Adapter(NamedTuple):
     Attributes:
         lora: its shape.
         params: float32 NumPy arrays in the tree of `lora.adapter_declarations`.
-        base_checksum, base_digest: sums of its base (see `save_adapter`); None where the file has none.
+        base_checksum, base_digest: sums of its base (see `save_adapter`); None where the file has
+            none.
     """
 
     lora: Lora
@@ -257,46 +315,73 @@ class Adapter(NamedTuple):
 
 
 def base_checksum(base: Params) -> int:
-    """One checksum of the base in bfloat16: the sum of `array_checksum` over its arrays, mod 2^32."""
+    """One checksum of the base in bfloat16: the sum of `array_checksum` over its arrays, mod
+    2^32.
+    """
     return sum(int(array_checksum(leaf)) for leaf in jax.tree.leaves(base)) % 2**32
 
 
 def save_adapter(
-    adapters: Params, model: ModelConfig, lora: Lora, directory: Path, *, base_model: str, checksum: int,
-    digest: int, overwrite: bool = False, base_class: str = "",
-) -> None:  # fmt: skip
+    adapters: Params,
+    model: ModelConfig,
+    lora: Lora,
+    directory: Path,
+    *,
+    base_model: str,
+    checksum: int,
+    digest: int,
+    overwrite: bool = False,
+    base_class: str = "",
+) -> None:
     """Write adapters as PEFT reads them; the directory appears whole or not at all.
 
-    PEFT adds them by the names of the base's modules, so they fit one class alone of those that read the base.
+    PEFT adds them by the names of the base's modules, so they fit one class alone of those that
+    read the base.
 
     Args:
         adapters: tree of `lora.adapter_declarations`.
         model, lora: the base's shape and the adapters'.
         directory: created.
         base_model: directory or Hub name of the base, for people and for PEFT's `AutoPeftModel`.
-        checksum, digest: `base_checksum`, and `hf_weights.directory_digest` of the base, kept in the file's metadata.
+        checksum, digest: `base_checksum`, and `hf_weights.directory_digest` of the base, kept in
+            the file's metadata.
         overwrite: replace a directory that is not empty.
-        base_class: class of transformers of a base that holds a decoder beside others; "" is the decoder's own.
+        base_class: class of transformers of a base that holds a decoder beside others; "" is the
+            decoder's own.
 
     Raises:
         FileExistsError, OSError: naming the directory, if it can't be written.
     """
     fields = {
-        "base_model_name_or_path": base_model, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": lora.rank,
-        "target_modules": target_modules(model, lora), "task_type": "CAUSAL_LM",
-    }  # fmt: skip
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": target_modules(model, lora),
+        "task_type": "CAUSAL_LM",
+    }
     prefix = hf_config.TEXT_PREFIX
     if base_class:
         # By a task's type PEFT would load the decoder's own class, which has other names.
-        prefix, mapping = hf_config.WRAPPED_PREFIX, {"base_model_class": base_class, "parent_library": "transformers"}
+        prefix, mapping = (
+            hf_config.WRAPPED_PREFIX,
+            {"base_model_class": base_class, "parent_library": "transformers"},
+        )
         fields |= {"task_type": None, "auto_mapping": mapping}
     tensors = {}
     for name, place in declared_tensors(adapter_declarations(model, lora, prefix)).items():
         tensors[name] = np.ascontiguousarray(to_host(place.leaf(adapters)[place.index]).T)
     with whole_directory(directory, overwrite=overwrite) as partial:
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, partial / TENSORS, metadata={"format": "pt", _BASE: str(checksum), _DIGEST: str(digest)})
+        save_file(
+            tensors,
+            partial / TENSORS,
+            metadata={"format": "pt", _BASE: str(checksum), _DIGEST: str(digest)},
+        )
 
 
 def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
@@ -312,12 +397,21 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
     """
     fields = read_json_object(directory / CONFIG)
     for name, value in {"peft_type": "LORA", **fields}.items():
-        if name in _PLAIN and value not in _PLAIN[name] or name not in _FREE | _PLAIN.keys() and value:
+        if (
+            name in _PLAIN
+            and value not in _PLAIN[name]
+            or name not in _FREE | _PLAIN.keys()
+            and value
+        ):
             raise UserError(
-                f"{directory / CONFIG}: {name} is {value!r}; plain LoRA alone is supported (no DoRA, rslora, biases, "
-                "modules_to_save or ranks by layer, no initialization that changes the base)"
+                f"{directory / CONFIG}: {name} is {value!r}; plain LoRA alone is supported (no "
+                "DoRA, rslora, biases, modules_to_save or ranks by layer, no initialization that "
+                "changes the base)"
             )
-    for name, kinds, what in (("r", int, "a whole number"), ("lora_alpha", int | float, "a number")):
+    for name, kinds, what in (
+        ("r", int, "a whole number"),
+        ("lora_alpha", int | float, "a number"),
+    ):
         value = fields.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
             raise UserError(f"{directory / CONFIG}: {name} is {value!r}, must be {what} above 0")
@@ -327,7 +421,10 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{directory / TENSORS}: can't be read ({error})") from error
-    prefix = next((match[1] for name in sorted(found) if (match := _LAYERS.match(name))), hf_config.TEXT_PREFIX)
+    prefix = next(
+        (match[1] for name in sorted(found) if (match := _LAYERS.match(name))),
+        hf_config.TEXT_PREFIX,
+    )
     lora = _shape(directory, fields, sorted(found), model, prefix)
     declared = adapter_declarations(model, lora, prefix)
     places = declared_tensors(declared)
@@ -335,25 +432,40 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
         have, want = (None if name not in each else each[name].shape for each in (found, places))
         if have != want:
             raise UserError(
-                f"{directory / TENSORS}: {name} has shape {have or 'missing'}, this base and adapter_config.json ask "
-                f"for {want or 'no such tensor'}; is the adapter of another model?"
+                f"{directory / TENSORS}: {name} has shape {have or 'missing'}, this base and "
+                f"adapter_config.json ask for {want or 'no such tensor'}; is the adapter of "
+                "another model?"
             )
         if not np.isfinite(found[name]).all():
-            raise UserError(f"{directory / TENSORS}: {name} has values that are not finite; is the file damaged?")
+            raise UserError(
+                f"{directory / TENSORS}: {name} has values that are not finite; is the file "
+                "damaged?"
+            )
     tree = declared_tree(declared, lambda one: np.empty(one.shape, np.float32))
     for name, place in places.items():
         place.leaf(tree)[place.index] = found[name].T
-    return Adapter(lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST)))
+    return Adapter(
+        lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST))
+    )
 
 
-def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig, prefix: str) -> Lora:
+def _shape(
+    directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig, prefix: str
+) -> Lora:
     """The adapter's shape; its tensors must belong to the layers that adapter_config.json names."""
-    linear = {one.rpartition(".lora_")[0] for one in declared_tensors(adapter_declarations(model, _ALL, prefix))}
+    linear = {
+        one.rpartition(".lora_")[0]
+        for one in declared_tensors(adapter_declarations(model, _ALL, prefix))
+    }
     for name in found:
-        if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or name.rpartition(".lora_")[0] not in linear:
+        if (
+            re.fullmatch(r".*\.lora_[AB]\.weight", name) is None
+            or name.rpartition(".lora_")[0] not in linear
+        ):
             raise UserError(
-                f"{directory / TENSORS}: {name} is no LoRA matrix of a linear layer of this base; embeddings, head, "
-                "experts and whole layers are not supported: save the adapter without them"
+                f"{directory / TENSORS}: {name} is no LoRA matrix of a linear layer of this base; "
+                "embeddings, head, experts and whole layers are not supported: save the adapter "
+                "without them"
             )
     layers = {name.rpartition(".lora_")[0] for name in found}
     targets, rank = fields.get("target_modules"), int(fields["r"])
@@ -361,16 +473,21 @@ def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: 
         wanted = {layer for layer in linear if _targeted(layer.removeprefix(_PREFIX), targets)}
     except (re.error, TypeError):
         raise UserError(
-            f"{directory / CONFIG}: target_modules is {targets!r:.80}, must be a list of names or a regular expression"
+            f"{directory / CONFIG}: target_modules is {targets!r:.80}, must be a list of names or "
+            "a regular expression"
         ) from None
     for names, what in ((wanted - layers, "lacks"), (layers - wanted, "has")):
         if names:
             raise UserError(
-                f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {what} {min(names)}; PEFT "
-                "would load another model: compare the two files"
+                f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {what} "
+                f"{min(names)}; PEFT would load another model: compare the two files"
             )
     try:
-        lora = Lora(rank, float(fields["lora_alpha"]), tuple(sorted({name.rpartition(".")[2] for name in layers})))
+        lora = Lora(
+            rank,
+            float(fields["lora_alpha"]),
+            tuple(sorted({name.rpartition(".")[2] for name in layers})),
+        )
         adapter_declarations(model, lora)
     except ArgumentError as error:
         raise UserError(f"{directory / CONFIG}: r is {rank}: {error.said}") from error
@@ -378,7 +495,9 @@ def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: 
 
 
 def _targeted(layer: str, targets: Any) -> bool:
-    """Whether PEFT adapts a layer: a text is a regular expression for its whole name, a list holds ends of names."""
+    """Whether PEFT adapts a layer: a text is a regular expression for its whole name, a list holds
+    ends of names.
+    """
     if isinstance(targets, str):
         return targets == ALL_LINEAR or re.fullmatch(targets, layer) is not None
     return any(f".{layer}".endswith(f".{one}") for one in targets)

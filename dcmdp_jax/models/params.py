@@ -1,4 +1,6 @@
-"""Tables derived from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
+"""Tables derived from the declarations of a model's parameters: shapes, initial values, axes,
+Hugging Face tensors.
+"""
 
 import functools
 import itertools
@@ -46,7 +48,9 @@ def declared_shapes(declared: Iterable[Declaration], dtype: str) -> Params:
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """Names of the axes of every parameter, in the tree of `init_params`, for `parallel.sharding.param_shardings`."""
+    """Names of the axes of every parameter, in the tree of `init_params`, for
+    `parallel.sharding.param_shardings`.
+    """
     return declared_axes(model_declarations(config))
 
 
@@ -73,8 +77,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
 def draw_params(declared: Iterable[Declaration], key: jax.Array, dtype: str) -> Params:
     """Draw declared parameters, each with its initializer.
 
-    The key of a parameter is `key` folded with a checksum of its path, so that a parameter that is added to a model
-    changes the initial values of no other.
+    The key of a parameter is `key` folded with a checksum of its path, so that a parameter that is
+    added to a model changes the initial values of no other.
 
     Args:
         declared: the parameters.
@@ -101,13 +105,17 @@ def check_params(params: Params, config: ModelConfig) -> None:
 
     def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf) for path, leaf in leaves}
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf)
+            for path, leaf in leaves
+        }
 
     expected, given = shapes(param_shapes(config)), shapes(params)
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
             raise ValueError(
-                f"params: {name} has shape {given.get(name, 'missing')}, the model has {expected.get(name, 'no such')}"
+                f"params: {name} has shape {given.get(name, 'missing')}, the model has "
+                f"{expected.get(name, 'no such')}"
             )
 
 
@@ -178,15 +186,22 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
     def add(members: Iterable[Declaration], index: tuple[int, ...], names: dict[str, int]) -> None:
         """The tensors of declarations whose first `len(index)` stacked axes are at `index`."""
         depth = len(index)
-        for axis, group in itertools.groupby(members, key=lambda one: one.axes[depth] if one.stacks[depth:] else None):
+        for axis, group in itertools.groupby(
+            members, key=lambda one: one.axes[depth] if one.stacks[depth:] else None
+        ):
             inner = list(group)
             if axis is None:
                 for declared in inner:
                     tensors[declared.hf_name.format(**names)] = tensor(declared, index, names)
                 continue
-            # Layers of two kinds are in two stacks: each layer's tensors follow those of the layer before it.
+            # Layers of two kinds are in two stacks: each layer's tensors follow those of the layer
+            # before it.
             stacks = dict.fromkeys(one.stacks[depth] for one in inner)
-            places = ((number, place, stack) for stack in stacks for place, number in enumerate(stack.members))
+            places = (
+                (number, place, stack)
+                for stack in stacks
+                for place, number in enumerate(stack.members)
+            )
             for number, place, stack in sorted(places):
                 alike = [one for one in inner if one.stacks[depth] == stack]
                 add(alike, (*index, place), names | {axis: number})

@@ -1,4 +1,6 @@
-"""Precision of matrix products. Products of float32 operands are computed in float32 on every platform."""
+"""Precision of matrix products. Products of float32 operands are computed in float32 on every
+platform.
+"""
 
 import contextlib
 import functools
@@ -20,18 +22,24 @@ PRECISE = jax.lax.Precision.HIGHEST
 def products_in(dtype: jax.typing.DTypeLike) -> AbstractContextManager[object]:
     """Within it, a program that computes in `dtype` is traced: forward, backward, kernels.
 
-    XLA's default for float32 operands is TensorFloat-32 on NVIDIA GPUs and bfloat16 on TPUs, which leaves 10 or 7 bits
-    of their 23. Products of bfloat16 and float16 operands are exact by default, and kernels for TPUs refuse any other
-    precision for them.
+    XLA's default for float32 operands is TensorFloat-32 on NVIDIA GPUs and bfloat16 on TPUs, which
+    leaves 10 or 7 bits of their 23. Products of bfloat16 and float16 operands are exact by default,
+    and kernels for TPUs refuse any other precision for them.
 
     Args:
         dtype: dtype of activations and products.
     """
-    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else contextlib.nullcontext()
+    return (
+        jax.default_matmul_precision("highest")
+        if jnp.dtype(dtype) == jnp.float32
+        else contextlib.nullcontext()
+    )
 
 
 def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Trace a function whose keyword `program` has a `compute_dtype` within `products_in` that dtype."""
+    """Trace a function whose keyword `program` has a `compute_dtype` within `products_in` that
+    dtype.
+    """
 
     @functools.wraps(function)
     def traced(*arguments: Any, **names: Any) -> _T:
@@ -42,12 +50,16 @@ def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
-    """`precision` of a product of two arrays of `dtype`, for code that is traced outside of `products_in`."""
+    """`precision` of a product of two arrays of `dtype`, for code that is traced outside of
+    `products_in`.
+    """
     return PRECISE if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def euclidean_norm(tree: Params) -> jax.Array:
-    """The norm of all leaves together. Dot products: a sum of squares would write the squares first."""
+    """The norm of all leaves together. Dot products: a sum of squares would write the squares
+    first.
+    """
 
     def squared(leaf: jax.Array) -> jax.Array:
         axes = tuple(range(leaf.ndim))

@@ -1,4 +1,6 @@
-"""Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel or per group of its inputs."""
+"""Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel or per group of
+its inputs.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +23,8 @@ class QuantizedKernel(NamedTuple):
     """A matrix stored as W ~ values * scale.
 
     Attributes:
-        values: [in, out] int8 or float8_e4m3fn (fewer bits too, a byte each), or uint8, places in the table of nf4.
+        values: [in, out] int8 or float8_e4m3fn (fewer bits too, a byte each), or uint8, places in
+            the table of nf4.
         scale: [out] float32, positive; [G, out] of `GROUPED`, of G groups of inputs.
     """
 
@@ -34,7 +37,9 @@ class QuantizedKernel(NamedTuple):
         return self.scale.ndim == self.values.ndim
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel",), meta_fields=("precision", "axis"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("kernel",), meta_fields=("precision", "axis")
+)
 @dataclasses.dataclass(frozen=True)
 class RoundsInputs:
     """A matrix whose inputs are rounded first, see `round_inputs`.
@@ -51,23 +56,31 @@ class RoundsInputs:
 
 
 def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """x (values * scale) in float32. A scale for each output is applied after the product, scales of groups before."""
+    """x (values * scale) in float32. A scale for each output is applied after the product, scales
+    of groups before.
+    """
     if kernel.grouped:
         return jnp.matmul(x, in_float32(kernel).astype(x.dtype), preferred_element_type=jnp.float32)
-    return jnp.matmul(x, kernel.values.astype(x.dtype), preferred_element_type=jnp.float32) * kernel.scale
+    return (
+        jnp.matmul(x, kernel.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        * kernel.scale
+    )
 
 
 def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
-    """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts anything.
+    """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts
+    anything.
 
-    With `keep_quantized` quantized matrices stay so, and each product converts its own: for platforms that do it while
-    they read the matrix, where a second copy of the weights would cost what quantization saves.
+    With `keep_quantized` quantized matrices stay so, and each product converts its own: for
+    platforms that do it while they read the matrix, where a second copy of the weights would cost
+    what quantization saves.
 
-    Exact for int8 and float8 values, in float32 and in bfloat16 (at most 7 significant bits); scales stay float32.
-    XLA on CPU dequantizes a matrix in memory before each product with it, which doubled the time of a [64, 1024] x
-    [1024, 3072] product; a loop that uses a matrix again and again wants it dequantized once, before the loop. The
-    converter's own speed then matters little: 4M float8 values take 1.6 ms by `astype`, 0.9-1.8 ms by bit operations or
-    a table of 256. Matrices with groups become arrays, rounded to `dtype` with their scales.
+    Exact for int8 and float8 values, in float32 and in bfloat16 (at most 7 significant bits);
+    scales stay float32. XLA on CPU dequantizes a matrix in memory before each product with it,
+    which doubled the time of a [64, 1024] x [1024, 3072] product; a loop that uses a matrix again
+    and again wants it dequantized once, before the loop. The converter's own speed then matters
+    little: 4M float8 values take 1.6 ms by `astype`, 0.9-1.8 ms by bit operations or a table of
+    256. Matrices with groups become arrays, rounded to `dtype` with their scales.
     """
 
     def leaf(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
@@ -85,28 +98,33 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
 
         scale = max_in |W| / M,    values = round(W / scale),
 
-    M = 127, 7, 3, 1 for "int8", "int4", "int3", "int2", rounded to integers; M = 448 for "fp8", to the nearest
-    float8_e4m3fn; ties to even. So |W - values * scale| <= scale / 2 in integers; in fp8 at most 2^-4 |W|, or
-    2^-10 scale where W / scale is below 2^-6.
-    A column of zeros, or one too small for its scale to be a normal float32, gets scale 1 and values 0.
+    M = 127, 7, 3, 1 for "int8", "int4", "int3", "int2", rounded to integers; M = 448 for "fp8", to
+    the nearest float8_e4m3fn; ties to even. So |W - values * scale| <= scale / 2 in integers; in
+    fp8 at most 2^-4 |W|, or 2^-10 scale where W / scale is below 2^-6.
+    A column of zeros, or one too small for its scale to be a normal float32, gets scale 1 and
+    values 0.
 
-    Those of `GROUPED` are the library qwix's: in each group of inputs scale = max |W| / M, with M = 448 (mxfp8), 6
-    (mxfp4, nvfp4), 7.5 (int4) or 1 (nf4). A scale of mxfp8 and mxfp4 is rounded up to a power of two; one of nvfp4 to
-    e4m3 after the matrix is divided by max |W| / (6 x 448), its float32 scale.
+    Those of `GROUPED` are the library qwix's: in each group of inputs scale = max |W| / M, with M =
+    448 (mxfp8), 6 (mxfp4, nvfp4), 7.5 (int4) or 1 (nf4). A scale of mxfp8 and mxfp4 is rounded up
+    to a power of two; one of nvfp4 to e4m3 after the matrix is divided by max |W| / (6 x 448), its
+    float32 scale.
 
     Args:
         kernel: [..., in, out], any float dtype; computed in float32.
         precision: one of `PRECISIONS`.
 
     Returns:
-        values [..., in, out] and scale [..., out] or [..., G, out], see `QuantizedKernel`. A column or group with a NaN
-        has a NaN scale, but on a CPU, where XLA's reduction of large matrices loses it.
+        values [..., in, out] and scale [..., out] or [..., G, out], see `QuantizedKernel`. A column
+        or group with a NaN has a NaN scale, but on a CPU, where XLA's reduction of large matrices
+        loses it.
 
     Raises:
         ValueError: for another precision, or groups that do not divide the inputs.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision: got {precision!r}, quantized ones are {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"precision: got {precision!r}, quantized ones are {', '.join(PRECISIONS)}"
+        )
     kernel = kernel.astype(jnp.float32)
     if precision in GROUPED:
         return _in_groups(kernel, GROUPED[precision])
@@ -115,7 +133,11 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     # The quotient of a column's largest entry may round to just above the limit.
     scaled = jnp.clip(kernel / scale[..., None, :], -limit, limit)
-    values = scaled.astype(jnp.float8_e4m3fn) if precision == "fp8" else jnp.round(scaled).astype(jnp.int8)
+    values = (
+        scaled.astype(jnp.float8_e4m3fn)
+        if precision == "fp8"
+        else jnp.round(scaled).astype(jnp.int8)
+    )
     return QuantizedKernel(values, scale)
 
 
@@ -124,7 +146,8 @@ def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKer
 
     whole = inverse = 1.0
     if form.qtype == "nvfp4":
-        # Products: where XLA divides by one number for all, and where it multiplies by its inverse, depends on shapes.
+        # Products: where XLA divides by one number for all, and where it multiplies by its inverse,
+        # depends on shapes.
         largest = jnp.max(jnp.abs(kernel), axis=(-2, -1), keepdims=True)
         largest = jax.lax.pmax(largest, axis) if axis else largest
         whole = largest * (1 / _NVFP4_MAX)
@@ -132,18 +155,22 @@ def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKer
         whole, inverse = (jnp.where(small, 1.0, x) for x in (whole, _NVFP4_MAX / largest))
     inputs = kernel.ndim - 2
     others = [axis for axis in range(kernel.ndim) if axis != inputs]
-    found = qwix.quantize(kernel * inverse, form.qtype, channelwise_axes=others, tiled_axes={inputs: form.size})
+    found = qwix.quantize(
+        kernel * inverse, form.qtype, channelwise_axes=others, tiled_axes={inputs: form.size}
+    )
     dtype = {"int4": jnp.int8, "nf4": jnp.uint8}.get(form.qtype, jnp.float8_e4m3fn)
     return QuantizedKernel(found.qvalue.astype(dtype), found.scale * whole)
 
 
 def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
-    """Inputs [T, in] of a product, each token rounded like a matrix of one column; gradients pass straight through.
+    """Inputs [T, in] of a product, each token rounded like a matrix of one column; gradients pass
+    straight through.
 
     Args:
         x: in any float dtype, which the result has too.
         precision: one of `GROUPED`.
-        axis: see `RoundsInputs`: nvfp4's scale of a token is that of all its inputs, on whichever device.
+        axis: see `RoundsInputs`: nvfp4's scale of a token is that of all its inputs, on whichever
+            device.
     """
     exact = jax.lax.stop_gradient(x)
     columns = exact[..., None].astype(jnp.float32)
@@ -152,11 +179,15 @@ def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
 
 
 def with_rounded_inputs(layer_params: Params, precision: str, axis: str = "") -> Params:
-    """Parameters of dense layers, kernels as `RoundsInputs` if the precision rounds inputs, see `Grouped`."""
+    """Parameters of dense layers, kernels as `RoundsInputs` if the precision rounds inputs, see
+    `Grouped`.
+    """
     if precision not in GROUPED or not GROUPED[precision].rounds_inputs:
         return layer_params
 
-    def leaf(path: tuple, x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel | RoundsInputs:
+    def leaf(
+        path: tuple, x: jax.Array | QuantizedKernel
+    ) -> jax.Array | QuantizedKernel | RoundsInputs:
         return RoundsInputs(x, precision, axis) if path[-1].key == "kernel" else x
 
     return jax.tree_util.tree_map_with_path(leaf, layer_params, is_leaf=is_quantized)
@@ -167,10 +198,13 @@ def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
 
     Args:
         w: the matrix.
-        precision: a dtype, "exact", or one of `PRECISIONS`, for each column; of another name (blocks of fp8, a server's
-            own) the first of these that it begins with, else bfloat16.
+        precision: a dtype, "exact", or one of `PRECISIONS`, for each column; of another name
+            (blocks of fp8, a server's own) the first of these that it begins with, else bfloat16.
     """
-    name = next((each for each in (*_LIMITS, "float16", "float32") if precision.startswith(each)), "bfloat16")
+    name = next(
+        (each for each in (*_LIMITS, "float16", "float32") if precision.startswith(each)),
+        "bfloat16",
+    )
     name = precision if precision in GROUPED else name
     if name in PRECISIONS:
         return quantize_kernel(w, name)
@@ -185,18 +219,25 @@ def in_float32(x: jax.Array | QuantizedKernel) -> jax.Array:
         if x.grouped:
             import qwix  # an optional extra
 
-            return qwix.dequantize(qwix.QArray(*x, qtype="nf4" if x.values.dtype == jnp.uint8 else None))
+            return qwix.dequantize(
+                qwix.QArray(*x, qtype="nf4" if x.values.dtype == jnp.uint8 else None)
+            )
         return x.values.astype(jnp.float32) * x.scale[..., None, :]
     return x.astype(jnp.float32)
 
 
 def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
-    """`quantize_kernel` of the leaves that the tree `quantized` (see `params.quantized_leaves`) marks."""
-    return jax.tree.map(lambda x, chosen: quantize_kernel(x, precision) if chosen else x, tree, quantized)
+    """`quantize_kernel` of the leaves that the tree `quantized` (see `params.quantized_leaves`)
+    marks.
+    """
+    return jax.tree.map(
+        lambda x, chosen: quantize_kernel(x, precision) if chosen else x, tree, quantized
+    )
 
 
 def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
-    """Marked leaves with the values that a quantized engine multiplies by, and the gradient of the leaves themselves.
+    """Marked leaves with the values that a quantized engine multiplies by, and the gradient of the
+    leaves themselves.
 
         value  values * scale of `quantize_kernel`,      d value / d leaf = 1
 
@@ -227,9 +268,11 @@ _NUMBERS = 1 << 18
 
 
 def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
-    """Columns [..., in, some of out] of each matrix that `quantized` (see `params.quantized_leaves`) marks.
+    """Columns [..., in, some of out] of each matrix that `quantized` (see
+    `params.quantized_leaves`) marks.
 
-    Whole columns, since these share a scale; evenly chosen, 2^18 numbers of each matrix or one column at least.
+    Whole columns, since these share a scale; evenly chosen, 2^18 numbers of each matrix or one
+    column at least.
     """
     return [
         leaf[..., :: -(-leaf.shape[-1] // max(1, _NUMBERS * leaf.shape[-1] // leaf.size))]
@@ -238,13 +281,18 @@ def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
     ]
 
 
-def arrival(before: list[jax.Array], params: Params, quantized: Params, precision: str) -> dict[str, jax.Array]:
-    """Share of the engine's weights that an update D = W' - W changes, and what rounding Q does to it.
+def arrival(
+    before: list[jax.Array], params: Params, quantized: Params, precision: str
+) -> dict[str, jax.Array]:
+    """Share of the engine's weights that an update D = W' - W changes, and what rounding Q does to
+    it.
 
-        mismatch/push_changed = mean [Q(W') != Q(W)],    mismatch/push_rounding = ||Q(W') - Q(W) - D|| / ||D||
+        mismatch/push_changed = mean [Q(W') != Q(W)],    mismatch/push_rounding = ||Q(W') - Q(W) -
+        D|| / ||D||
 
-    0 for an engine that gets D as it is, 1 where none of it arrives, more where the few weights that change jump by
-    more than all of D; 0 where D is 0. Without D's errors of rounding adding up: Q(W') is always nearest to W'.
+    0 for an engine that gets D as it is, 1 where none of it arrives, more where the few weights
+    that change jump by more than all of D; 0 where D is 0. Without D's errors of rounding adding
+    up: Q(W') is always nearest to W'.
 
     Args:
         before: `watched_columns` of the parameters W before the step.
@@ -261,4 +309,7 @@ def arrival(before: list[jax.Array], params: Params, quantized: Params, precisio
         bent += jnp.sum((in_float32(held[1]) - in_float32(held[0]) - (new - old)) ** 2)
         whole += jnp.sum((new - old) ** 2)
     rounding = jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
-    return {"mismatch/push_changed": changed / sum(x.size for x in before), "mismatch/push_rounding": rounding}
+    return {
+        "mismatch/push_changed": changed / sum(x.size for x in before),
+        "mismatch/push_rounding": rounding,
+    }

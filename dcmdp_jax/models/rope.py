@@ -11,7 +11,8 @@ from dcmdp_jax.models.hf_fields import in_range
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Kinds of layers in config.json."""
 _PARTIAL = "partial_rotary_factor"
-# The others: which dimensions turn by which coordinate of an image; all coordinates of a text are the same.
+# The others: which dimensions turn by which coordinate of an image; all coordinates of a text are
+# the same.
 _UNSCALED = (_PARTIAL, "mrope_section", "mrope_interleaved")
 # Rotary scaling -> the fields it must have, and those it may have.
 _ROPE_FIELDS = {
@@ -20,7 +21,10 @@ _ROPE_FIELDS = {
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
-    "llama3": (("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
+    "llama3": (
+        ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        (),
+    ),
 }
 
 
@@ -52,19 +56,27 @@ class RopeScaling:
     high_freq_factor: float = 4.0
 
 
-def read_ropes(fields: Mapping[str, Any], family: Family, max_position_embeddings: int) -> dict[str, Any]:
-    """Rotary embedding of all layers, and of sliding ones where the family's have their own, as `ModelConfig` has them.
+def read_ropes(
+    fields: Mapping[str, Any], family: Family, max_position_embeddings: int
+) -> dict[str, Any]:
+    """Rotary embedding of all layers, and of sliding ones where the family's have their own, as
+    `ModelConfig` has them.
 
     transformers 5 writes `rope_parameters` of such a family by kind of layer.
 
     Raises:
-        UserError: naming the field, for a scaling that is unknown, incomplete, or given twice with different values.
+        UserError: naming the field, for a scaling that is unknown, incomplete, or given twice with
+            different values.
     """
     kinds = fields.get("rope_parameters")
     partial = {}
     if family.partial_rotary:
         own = kinds if isinstance(kinds, dict) else {}
-        partial = {_PARTIAL: in_range(_PARTIAL, own.get(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary)))}
+        partial = {
+            _PARTIAL: in_range(
+                _PARTIAL, own.get(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary))
+            )
+        }
         plain = {name: value for name, value in own.items() if name not in _UNSCALED}
         fields = {**fields, "rope_parameters": plain if own else kinds, _PARTIAL: None}
     by_kind = family.sliding_rope and isinstance(kinds, dict) and bool({SLIDING, FULL} & set(kinds))
@@ -78,25 +90,50 @@ def read_ropes(fields: Mapping[str, Any], family: Family, max_position_embedding
     base = theta if local is None else in_range("rope_local_base_freq", local)
     sliding, unscaled = _rope(own, max_position_embeddings, base)
     if unscaled != RopeScaling():
-        raise UserError(f"config.json: rope_parameters of {SLIDING} is scaled ({unscaled.kind}), must be default")
-    return found if (sliding, unscaled) == (theta, scaling) else found | {"sliding_rope_theta": sliding}
+        raise UserError(
+            f"config.json: rope_parameters of {SLIDING} is scaled ({unscaled.kind}), must be "
+            "default"
+        )
+    return (
+        found
+        if (sliding, unscaled) == (theta, scaling)
+        else found | {"sliding_rope_theta": sliding}
+    )
 
 
-def _rope(fields: Mapping[str, Any], max_position_embeddings: int, base: float = 10000.0) -> tuple[float, RopeScaling]:
-    """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+def _rope(
+    fields: Mapping[str, Any], max_position_embeddings: int, base: float = 10000.0
+) -> tuple[float, RopeScaling]:
+    """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling`.
 
-    As transformers: an empty section counts as absent, `rope_theta` and `original_max_position_embeddings` may stand
-    outside. Where it would take one of two values that disagree, both are refused: engines and releases differ.
+    As transformers: an empty section counts as absent, `rope_theta` and
+    `original_max_position_embeddings` may stand outside. Where it would take one of two values that
+    disagree, both are refused: engines and releases differ.
     """
-    sections = [name for name in ("rope_scaling", "rope_parameters") if fields.get(name) is not None]
+    sections = [
+        name for name in ("rope_scaling", "rope_parameters") if fields.get(name) is not None
+    ]
     for name in sections:
         if not isinstance(fields[name], dict):
-            raise UserError(f"config.json: {name} is {shorten(fields[name])}, must be an object or null")
-    found = {name: _rope_section(name, fields, max_position_embeddings, base) for name in sections if fields[name]}
+            raise UserError(
+                f"config.json: {name} is {shorten(fields[name])}, must be an object or null"
+            )
+    found = {
+        name: _rope_section(name, fields, max_position_embeddings, base)
+        for name in sections
+        if fields[name]
+    }
     if len(set(found.values())) > 1:
-        said = " and ".join(f"{name} {shorten(fields[name])} (base {found[name][0]:g})" for name in found)
-        raise UserError(f"config.json: {said} disagree; keep the one that the model was trained with")
-    return next(iter(found.values()), None) or _rope_section("rope_scaling", fields, max_position_embeddings, base)
+        said = " and ".join(
+            f"{name} {shorten(fields[name])} (base {found[name][0]:g})" for name in found
+        )
+        raise UserError(
+            f"config.json: {said} disagree; keep the one that the model was trained with"
+        )
+    return next(iter(found.values()), None) or _rope_section(
+        "rope_scaling", fields, max_position_embeddings, base
+    )
 
 
 def _rope_section(
@@ -110,24 +147,33 @@ def _rope_section(
                 in_range(name, value)  # NaN would disagree with itself
         if None not in (outside, inside) and outside != inside:
             raise UserError(
-                f"config.json: {name} is {shorten(outside)}, in {section} it is {shorten(inside)}; keep the one that "
-                "the model was trained with"
+                f"config.json: {name} is {shorten(outside)}, in {section} it is "
+                f"{shorten(inside)}; keep the one that the model was trained with"
             )
         if outside is not None:
             raw[name] = outside
     theta = in_range("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", base)))
     kind, older = raw.pop("rope_type", None), raw.pop("type", None)
     if None not in (kind, older) and kind != older:
-        raise UserError(f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; keep one")
+        raise UserError(
+            f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; "
+            "keep one"
+        )
     kind = next((each for each in (kind, older) if each is not None), "default")
     if not isinstance(kind, str) or kind not in ("default", *_ROPE_FIELDS):
         supported = ", ".join(_ROPE_FIELDS)
-        raise UserError(f"config.json: rope_type is {shorten(kind)}, supported are default, {supported}")
+        raise UserError(
+            f"config.json: rope_type is {shorten(kind)}, supported are default, {supported}"
+        )
     if raw.pop("partial_rotary_factor", None) not in (None, 1.0):
-        raise UserError("config.json: partial_rotary_factor other than 1 is not used by these families")
+        raise UserError(
+            "config.json: partial_rotary_factor other than 1 is not used by these families"
+        )
     known = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
     if unknown := sorted(set(raw) - known):
-        raise UserError(f"config.json: {section} has the unknown field {shorten(unknown[0])} for {kind!r}")
+        raise UserError(
+            f"config.json: {section} has the unknown field {shorten(unknown[0])} for {kind!r}"
+        )
     if kind == "default":
         return theta, RopeScaling()
     needed, optional = _ROPE_FIELDS[kind]
@@ -139,11 +185,13 @@ def _rope_section(
         raise UserError(f"config.json: {section} of type {kind!r} needs the field {missing[0]!r}")
     if not isinstance(truncate := values.pop("truncate", True), bool):
         raise UserError(f"config.json: truncate is {shorten(truncate)}, must be true or false")
-    scaling = RopeScaling(kind, truncate=truncate, **{name: in_range(name, value) for name, value in values.items()})
+    scaling = RopeScaling(
+        kind, truncate=truncate, **{name: in_range(name, value) for name, value in values.items()}
+    )
     if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError(
-            f"config.json: low_freq_factor is {scaling.low_freq_factor:g}, must be below high_freq_factor="
-            f"{scaling.high_freq_factor:g}"
+            f"config.json: low_freq_factor is {scaling.low_freq_factor:g}, must be below "
+            f"high_freq_factor={scaling.high_freq_factor:g}"
         )
     return theta, scaling
 
@@ -153,12 +201,15 @@ def rope_fields(theta: float, scaling: RopeScaling, sliding_theta: float | None)
 
     Args:
         theta, scaling: base and scaling.
-        sliding_theta: base of sliding layers; None where the family's have no rotary embedding of their own.
+        sliding_theta: base of sliding layers; None where the family's have no rotary embedding of
+            their own.
     """
     fields: dict[str, Any] = {}
     if scaling.kind != "default":
         needed, optional = _ROPE_FIELDS[scaling.kind]
-        changed = [name for name in optional if getattr(scaling, name) != getattr(RopeScaling(), name)]
+        changed = [
+            name for name in optional if getattr(scaling, name) != getattr(RopeScaling(), name)
+        ]
         values = {name: getattr(scaling, name) for name in (*needed, *changed)}
         fields["rope_scaling"] = {"rope_type": scaling.kind, **values}
     if sliding_theta is not None:

@@ -25,10 +25,12 @@ class RowOutputs(NamedTuple):
 
     Attributes:
         logprobs, entropy: [R, L] float32 nats, of the completion tokens.
-        router: `moe.router_sums` of each layer over the positions that predict a completion token, stacked; empty of a
-            dense model.
-        top_logprobs: [R, L, k] float32 nats, of the ids of the column `top_ids`; None where the rows have none.
-        kept_mass: [R, L] float32, S, the probability of these ids before the distribution was cut to them; or None.
+        router: `moe.router_sums` of each layer over the positions that predict a completion token,
+            stacked; empty of a dense model.
+        top_logprobs: [R, L, k] float32 nats, of the ids of the column `top_ids`; None where the
+            rows have none.
+        kept_mass: [R, L] float32, S, the probability of these ids before the distribution was cut
+            to them; or None.
     """
 
     logprobs: jax.Array
@@ -42,9 +44,12 @@ RowLogprobs = Callable[[Params, Rows], RowOutputs]
 """(params, rows [R, L]) -> `RowOutputs`."""
 
 Probe = Callable[[Params, np.ndarray], Array]
-"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1.
+"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first,
+temperature 1.
 
-May return a jax array that is still being computed: it is read after the engine has loaded the weights."""
+May return a jax array that is still being computed: it is read after the engine has loaded the
+weights.
+"""
 
 
 def make_row_logprobs(
@@ -66,18 +71,28 @@ def make_row_logprobs(
         model: the model.
         compute: dtype, rematerialization, kernel and chunk.
         temperature: the one that completions are sampled at.
-        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
-        scheme: roundings of the engine that the forward pass repeats; gradients pass straight through.
+        mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on
+            this mesh.
+        scheme: roundings of the engine that the forward pass repeats; gradients pass straight
+            through.
         head_dtype: "compute", or "float32" for the product of the output layer.
         top_gradient: the gradient of `top_logprobs` flows too.
-        cut: True cuts the distribution of rows with `top_ids` to these ids, like the engine's (top-p, top-k).
+        cut: True cuts the distribution of rows with `top_ids` to these ids, like the engine's
+            (top-p, top-k).
     """
     pin: dict[str, Any] = {"mesh": mesh}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient or cut}
+    how = {
+        "temperature": temperature,
+        "chunk": compute.logprob_chunk,
+        "listed_gradient": top_gradient or cut,
+    }
     token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
     if not sharding.data_parallel_only(mesh):
-        pin |= {"constrain": sharding.constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
+        pin |= {
+            "constrain": sharding.constrain(mesh),
+            "look_up": _lookup_over_model_axes(model, compute, mesh),
+        }
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
     def row_logprobs(params: Params, rows: Rows) -> RowOutputs:
@@ -88,17 +103,28 @@ def make_row_logprobs(
         output = decoder.output_kernel(params)
         if scheme.weights:
             output = quantize.straight_through(output, True, scheme.weights)
-            layers = quantize.straight_through(params["layers"], quantized_leaves(model)["layers"], scheme.weights)
+            layers = quantize.straight_through(
+                params["layers"], quantized_leaves(model)["layers"], scheme.weights
+            )
             params = {**params, "layers": layers}
         hidden, router = decoder.hidden_states_and_aux(
-            params, model, rows.input_ids, rows.position_ids, rows.segment_ids, compute,
+            params,
+            model,
+            rows.input_ids,
+            rows.position_ids,
+            rows.segment_ids,
+            compute,
             counted=logprobs.predicting(rows.completion_mask) if model.num_experts else None,
-            replayed=rows.columns.get("routed_experts"), scheme=scheme, **pin,
-        )  # fmt: skip
+            replayed=rows.columns.get("routed_experts"),
+            scheme=scheme,
+            **pin,
+        )
         if head_dtype != "compute":
             hidden = hidden.astype(head_dtype)
         listed = (rows.columns[TOP_IDS],) if TOP_IDS in rows.columns else ()
-        of_tokens, entropy, *of_top = token_logprobs(hidden, output, rows.input_ids, rows.completion_mask, *listed)
+        of_tokens, entropy, *of_top = token_logprobs(
+            hidden, output, rows.input_ids, rows.completion_mask, *listed
+        )
         if not of_top or not cut:
             return RowOutputs(of_tokens, entropy, router, *of_top)
         mask, present, [top] = rows.completion_mask, listed[0] >= 0, of_top
@@ -113,7 +139,9 @@ def make_row_logprobs(
 
 def without_replay(rows: Rows) -> Rows:
     """Rows for another policy than the one that sampled: experts are its router's choice."""
-    return rows._replace(columns={name: x for name, x in rows.columns.items() if name != "routed_experts"})
+    return rows._replace(
+        columns={name: x for name, x in rows.columns.items() if name != "routed_experts"}
+    )
 
 
 def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
@@ -122,28 +150,39 @@ def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
     split = {
         name: sharding.PARAM_AXES[name]
         for name, size in sizes.items()
-        if mesh.shape[sharding.PARAM_AXES[name]] > 1 and size % mesh.shape[sharding.PARAM_AXES[name]] == 0
+        if mesh.shape[sharding.PARAM_AXES[name]] > 1
+        and size % mesh.shape[sharding.PARAM_AXES[name]] == 0
     }
     return logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
 
 
-def _lookup_over_model_axes(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> decoder.LookUp | None:
-    """The embedding's lookup with rows split over fsdp and expert; None where the embedding's width is whole."""
+def _lookup_over_model_axes(
+    model: config.ModelConfig, compute: Compute, mesh: Mesh
+) -> decoder.LookUp | None:
+    """The embedding's lookup with rows split over fsdp and expert; None where the embedding's width
+    is whole.
+    """
     axes = kernel_axes(model, mesh)
     if axes.embed is None:
         return None
     rows = P(("fsdp", "expert"))
     look_up = functools.partial(decoder.look_up_split, dtype=compute.dtype, axes=axes)
     return sharding.shard_map_over(
-        sharding.MODEL_AXES, look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows
+        sharding.MODEL_AXES,
+        look_up,
+        mesh,
+        in_specs=(P(axes.vocab, axes.embed), rows),
+        out_specs=rows,
     )
 
 
-def _over_model_axes(token_logprobs: Callable[..., Any], model: config.ModelConfig, mesh: Mesh) -> Callable[..., Any]:
+def _over_model_axes(
+    token_logprobs: Callable[..., Any], model: config.ModelConfig, mesh: Mesh
+) -> Callable[..., Any]:
     """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
 
-    Each part of the output matrix is gathered once a pass and its gradient reduced once. Left to the compiler, both
-    would happen in each chunk of tokens.
+    Each part of the output matrix is gathered once a pass and its gradient reduced once. Left to
+    the compiler, both would happen in each chunk of tokens.
     """
     axes = kernel_axes(model, mesh)
     rows = P(("fsdp", "expert"))
@@ -151,7 +190,10 @@ def _over_model_axes(token_logprobs: Callable[..., Any], model: config.ModelConf
 
     def mapped(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         further = (rows,) * (len(arguments) - 4)
-        specs = {"in_specs": (rows, P(*axes), rows, rows, *further), "out_specs": (rows, rows, *further)}
+        specs = {
+            "in_specs": (rows, P(*axes), rows, rows, *further),
+            "out_specs": (rows, rows, *further),
+        }
         return sharding.shard_map_over(sharding.MODEL_AXES, sharded, mesh, **specs)(*arguments)
 
     return mapped
@@ -169,7 +211,9 @@ def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape
         shards, multiple = row_shards(mesh), 128 if compute.attention == "splash" else 1
-        padded = np.zeros((-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32)
+        padded = np.zeros(
+            (-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32
+        )
         padded[:count, :tokens] = ids
         places = np.broadcast_to(np.arange(padded.shape[1], dtype=np.int32), padded.shape)
         real = np.zeros(padded.shape, bool)

@@ -1,7 +1,9 @@
-"""Token sampling: random keys from (seed, step, row, token), and inverse-CDF sampling that returns the log-prob.
+"""Token sampling: random keys from (seed, step, row, token), and inverse-CDF sampling that returns
+the log-prob.
 
-Gumbel noise would need V random numbers and two logarithms for each row; the inverse CDF needs two random words.
-On CPU, 128 rows: 0.6 against 0.1 ms at V = 64, 7.6 against 0.6 ms at 2,048, 690 against 20 ms at 151,936.
+Gumbel noise would need V random numbers and two logarithms for each row; the inverse CDF needs two
+random words. On CPU, 128 rows: 0.6 against 0.1 ms at V = 64, 7.6 against 0.6 ms at 2,048, 690
+against 20 ms at 151,936.
 """
 
 from typing import NamedTuple
@@ -33,14 +35,17 @@ def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
 
     Args:
         seed, step: [] uint32.
-        rows: [R] uint32, `prompt * group_size + member` in the whole call, whichever batch computes the row.
+        rows: [R] uint32, `prompt * group_size + member` in the whole call, whichever batch computes
+            the row.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, rows))
 
 
 def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Make random words, [R, 2] uint32, for token `tokens[r]` [R] int32 of each row: from fold_in(row key, token)."""
+    """Make random words, [R, 2] uint32, for token `tokens[r]` [R] int32 of each row: from
+    fold_in(row key, token).
+    """
     zero = jnp.zeros(tokens.shape, jnp.uint32)
     token_keys = jnp.stack(_threefry(keys, zero, tokens.astype(jnp.uint32)), axis=-1)
     first, second = (_threefry(token_keys, zero, zero + np.uint32(count)) for count in (0, 1))
@@ -48,9 +53,11 @@ def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute Threefry-2x32 with 20 rounds (Salmon et al. 2011), equal to jax.random's, for keys [R, 2] and words [R].
+    """Compute Threefry-2x32 with 20 rounds (Salmon et al. 2011), equal to jax.random's, for keys
+    [R, 2] and words [R].
 
-    Unrolled: on CPU jax.random's is a loop of small kernels, 0.1 ms of a 1.7 ms step (0.6M, 32 rows).
+    Unrolled: on CPU jax.random's is a loop of small kernels, 0.1 ms of a 1.7 ms step (0.6M, 32
+    rows).
     """
     schedule = keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ np.uint32(0x1BD11BDA)
     high, low = high + schedule[0], low + schedule[1]
@@ -65,8 +72,9 @@ def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Arr
 def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     """Mask the nucleus: the smallest set of most likely tokens whose mass reaches `top_p`.
 
-    All tokens tied with the last one needed are included, so the result does not depend on the order of ties. Found by
-    bisection over the bits of the probabilities (non-negative floats sort like their bits): 31 sums, no sort.
+    All tokens tied with the last one needed are included, so the result does not depend on the
+    order of ties. Found by bisection over the bits of the probabilities (non-negative floats sort
+    like their bits): 31 sums, no sort.
 
     Args:
         scaled: [R, V] float32 logits over temperature.
@@ -85,34 +93,46 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
         return jnp.where(mass >= wanted, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
-    # The most likely token has weight exp(0) = 1 and stays in, even if rounding leaves the sum below `wanted`.
-    return bits >= jnp.minimum(threshold, jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))[:, None]
+    # The most likely token has weight exp(0) = 1 and stays in, even if rounding leaves the sum
+    # below `wanted`.
+    return (
+        bits
+        >= jnp.minimum(threshold, jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))[:, None]
+    )
 
 
 def choose_tokens(
-    logits: jax.Array, words: jax.Array, inverse_temperature: jax.Array, top_p: jax.Array, mode: str, top: int = 0
+    logits: jax.Array,
+    words: jax.Array,
+    inverse_temperature: jax.Array,
+    top_p: jax.Array,
+    mode: str,
+    top: int = 0,
 ) -> tuple[jax.Array, ...]:
     """Sample one token for each row and return the log-prob it was sampled with.
 
-    Tokens are split into blocks of 128. One word selects a block by the cumulative sum of block masses, the other
-    selects a token within it. Each word gives a uniform number of 24 bits, so a block's probability has an error of at
-    most 2^-24 plus the rounding of a float32 cumulative sum over V / 128 terms. A token's probability within its block
-    has the same error relative to the block, so rare tokens keep their relative odds. Total variation from the reported
-    distribution, measured on random logits: 1e-6 at V = 64, 2e-6 at 2,048, 2e-5 at 151,936. A token of probability 0 is
-    never sampled.
+    Tokens are split into blocks of 128. One word selects a block by the cumulative sum of block
+    masses, the other selects a token within it. Each word gives a uniform number of 24 bits, so a
+    block's probability has an error of at most 2^-24 plus the rounding of a float32 cumulative sum
+    over V / 128 terms. A token's probability within its block has the same error relative to the
+    block, so rare tokens keep their relative odds. Total variation from the reported distribution,
+    measured on random logits: 1e-6 at V = 64, 2e-6 at 2,048, 2e-5 at 151,936. A token of
+    probability 0 is never sampled.
 
     Args:
         logits: [R, V] float32, before temperature.
         words: [R, 2] uint32, random.
         inverse_temperature: [] float32, 1 / temperature; not used by "greedy".
         top_p: [] float32; used by "nucleus" only.
-        mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely token, ties: the
-            first; its log-prob at temperature 1). "sample:K" and "nucleus:K" first leave out all but the K likeliest.
+        mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely
+            token, ties: the first; its log-prob at temperature 1). "sample:K" and "nucleus:K" first
+            leave out all but the K likeliest.
         top: k, also list the likeliest tokens of the distribution; not of "greedy". 0: none.
 
     Returns:
-        tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or +inf. With `top` also
-        [R, k] of both, likeliest first: id -1 and 0 nats for what has probability 0.
+        tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or
+        +inf. With `top` also [R, k] of both, likeliest first: id -1 and 0 nats for what has
+        probability 0.
 
     Raises:
         ValueError: for another mode.
@@ -132,17 +152,25 @@ def choose_tokens(
     top_logit = jnp.max(scaled, axis=-1, keepdims=True)
     width = min(_BLOCK, vocab)
     blocks = -(-vocab // width)
-    centered = jnp.pad(scaled - top_logit, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf)
+    centered = jnp.pad(
+        scaled - top_logit, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf
+    )
     centered = centered.reshape(rows, blocks, width)
     masses = jnp.sum(jnp.exp(centered), axis=-1)
     # Else a GPU's compiler adds the normalizer up from the logits, and reads them once more.
-    masses = jax.lax.platform_dependent(masses, cuda=jax.lax.optimization_barrier, default=lambda x: x)
+    masses = jax.lax.platform_dependent(
+        masses, cuda=jax.lax.optimization_barrier, default=lambda x: x
+    )
     block = _invert(masses, words[:, 0])
     within = jnp.take_along_axis(centered, block[:, None, None], axis=1)[:, 0]
     place = _invert(jnp.exp(within), words[:, 1])
     chosen = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
     normalizer = jnp.log(jnp.sum(masses, axis=-1))
-    return block * width + place, chosen - normalizer, *_likeliest(scaled - top_logit, normalizer, top)
+    return (
+        block * width + place,
+        chosen - normalizer,
+        *_likeliest(scaled - top_logit, normalizer, top),
+    )
 
 
 def _likeliest(centered: jax.Array, normalizer: jax.Array, top: int) -> tuple[jax.Array, ...]:
@@ -154,9 +182,12 @@ def _likeliest(centered: jax.Array, normalizer: jax.Array, top: int) -> tuple[ja
 
 
 def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
-    """Return the first index whose cumulative mass exceeds u * total, u = the word's upper 24 bits / 2^24 < 1."""
+    """Return the first index whose cumulative mass exceeds u * total, u = the word's upper 24 bits
+    / 2^24 < 1.
+    """
     uniform = (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-    # Rounding can make the sum step at an entry of mass 0: exclude those. (jnp.cumsum is quadratic on CPU.)
+    # Rounding can make the sum step at an entry of mass 0: exclude those. (jnp.cumsum is quadratic
+    # on CPU.)
     cumulative = jnp.where(masses > 0, jax.lax.associative_scan(jnp.add, masses, axis=-1), 0.0)
     target = uniform * jnp.max(cumulative, axis=-1)
     return jnp.argmax(cumulative > target[:, None], axis=-1).astype(jnp.int32)

@@ -16,7 +16,8 @@ class Grouped(NamedTuple):
     Attributes:
         qtype: its name in the library qwix.
         size: inputs of a group.
-        rounds_inputs: the layers' linears round their inputs too, each token by itself; the output layer does not.
+        rounds_inputs: the layers' linears round their inputs too, each token by itself; the output
+            layer does not.
     """
 
     qtype: str
@@ -43,10 +44,11 @@ class Scheme:
     """The roundings of one engine. Imports no JAX, so that engines' records can name them.
 
     Attributes:
-        weights: precision that matrices are rounded to, the output matrix too, one of `quantize.PRECISIONS`, some of
-            which round inputs too, see `Grouped`; "" for none.
-        products: rounding of the linear layers' products, one of `PRODUCTS`, see `scheme_products`; the output layer,
-            embedding, norms and attention stay in the compute dtype. "" for none. Not together with `weights`.
+        weights: precision that matrices are rounded to, the output matrix too, one of
+            `quantize.PRECISIONS`, some of which round inputs too, see `Grouped`; "" for none.
+        products: rounding of the linear layers' products, one of `PRODUCTS`, see `scheme_products`;
+            the output layer, embedding, norms and attention stay in the compute dtype. "" for none.
+            Not together with `weights`.
         skip_qkv: products of the q, k and v projections are not rounded.
         cache: rounding of keys, after their rotation, and of values, one of `CACHES`; "" for none.
     """
@@ -59,9 +61,13 @@ class Scheme:
     def __post_init__(self) -> None:
         for name, allowed in (("products", PRODUCTS), ("cache", CACHES)):
             if getattr(self, name) not in ("", *allowed):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, allowed are '', {', '.join(allowed)}")
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)!r}, allowed are '', {', '.join(allowed)}"
+                )
         if self.weights and self.products:
-            raise ValueError(f"weights: got {self.weights!r} with products={self.products!r}, one of them is ''")
+            raise ValueError(
+                f"weights: got {self.weights!r} with products={self.products!r}, one of them is ''"
+            )
 
 
 FULL = Scheme()
@@ -69,17 +75,21 @@ FULL = Scheme()
 
 
 def weights_alone(precision: str, cache: str) -> Scheme:
-    """The scheme of an engine that dequantizes its weights and computes as the trainer does, as the embedded one does.
+    """The scheme of an engine that dequantizes its weights and computes as the trainer does, as the
+    embedded one does.
 
     Args:
         precision: "full", or of `quantize.PRECISIONS`.
         cache: "full" or "fp8".
     """
-    return Scheme(weights="" if precision == "full" else precision, cache="" if cache == "full" else cache)
+    return Scheme(
+        weights="" if precision == "full" else precision, cache="" if cache == "full" else cache
+    )
 
 
 def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> None:
-    """Refuse one of `GROUPED` without its library, or with groups that do not divide the inputs of a matrix.
+    """Refuse one of `GROUPED` without its library, or with groups that do not divide the inputs of
+    a matrix.
 
     Args:
         precision: of any kind; others than these are fine.
@@ -95,14 +105,19 @@ def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> N
     if find_spec("qwix") is None:
         wrong = "which needs qwix: pip install 'dcmdp-jax[qwix]'"
     elif model is not None:
-        sizes = {"hidden_size": model.hidden_size, "num_heads x head_dim": model.num_heads * model.head_dim // tensor}
+        sizes = {
+            "hidden_size": model.hidden_size,
+            "num_heads x head_dim": model.num_heads * model.head_dim // tensor,
+        }
         sizes |= {name: getattr(model, name) // tensor for name in model.mlp_fields}
         if model.recurrent_layers:
             sizes["linear_num_value_heads x linear_value_head_dim"] = (
                 model.linear_num_value_heads * model.linear_value_head_dim // tensor
             )
         if odd := [f"{name}={size}" for name, size in sizes.items() if size % form.size]:
-            wrong = f"whose groups of {form.size} do not divide {odd[0]}" + " of each device" * (tensor > 1)
+            wrong = f"whose groups of {form.size} do not divide {odd[0]}" + " of each device" * (
+                tensor > 1
+            )
         elif form.rounds_inputs and model.num_experts:
             wrong = f"which rounds inputs of dense layers alone; choose {form.qtype}"
     if wrong:

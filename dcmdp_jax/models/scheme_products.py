@@ -1,7 +1,9 @@
-"""A linear layer's product, and cached keys and values, rounded as vLLM rounds them; gradients pass straight through.
+"""A linear layer's product, and cached keys and values, rounded as vLLM rounds them; gradients pass
+straight through.
 
-y = Q(x) Q(W): both factors have the values that the engine multiplies by, sums are in float32. The gradient is that of
-the plain product at the rounded factors, d y / d x = Q(W), d y / d W = Q(x) (Bengio et al. 2013).
+y = Q(x) Q(W): both factors have the values that the engine multiplies by, sums are in float32. The
+gradient is that of the plain product at the rounded factors, d y / d x = Q(W), d y / d W = Q(x)
+(Bengio et al. 2013).
 
 | `Scheme.products` | W | x |
 |---|---|---|
@@ -10,7 +12,8 @@ the plain product at the rounded factors, d y / d x = Q(W), d y / d W = Q(x) (Be
 | fp8_per_block | e4m3, max / 448 for each 128 x 128 of the same matrices | e4m3, max / 448 for 128 of a token |
 | fp8_weights_per_block | that of fp8_per_block as vLLM's CPU kernel reads it: times the scale, in bfloat16 | as it is |
 
-A maximum over an axis that a mesh splits is that of all devices: arrays here are global, the compiler reduces.
+A maximum over an axis that a mesh splits is that of all devices: arrays here are global, the
+compiler reduces.
 """
 
 import dataclasses
@@ -26,18 +29,22 @@ from dcmdp_jax.types import Params
 
 BLOCK = 128
 _E5M2_MAX = 57344.0
-# vLLM's least maxima: of a token in int8; of a token, of 128 of it and of a block of weights in fp8.
+# vLLM's least maxima: of a token in int8; of a token, of 128 of it and of a block of weights in
+# fp8.
 _LEAST_INT8, _LEAST_TOKEN, _LEAST_GROUP, _LEAST_BLOCK = 1e-7, 1.0 / 512, 1e-10, 1e-4
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("weights", "scale"), meta_fields=("products",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("weights", "scale"), meta_fields=("products",)
+)
 @dataclasses.dataclass(frozen=True)
 class SchemeKernel:
     """A matrix whose product is rounded.
 
     Attributes:
         weights: [in, out], the parameter itself; the gradient flows here.
-        scale: [G, out] float32, constant: of each block of `in / G` inputs, rounded up to whole blocks.
+        scale: [G, out] float32, constant: of each block of `in / G` inputs, rounded up to whole
+            blocks.
         products: `Scheme.products`.
     """
 
@@ -50,8 +57,10 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     """One layer's parameters, its matrices as `SchemeKernel`s.
 
     Args:
-        layer_params: parameters of one layer, also after `decoder.fuse_projections`; of a dense model.
-        scheme: with `products`, or `weights` whose inputs are rounded; without, the parameters come back.
+        layer_params: parameters of one layer, also after `decoder.fuse_projections`; of a dense
+            model.
+        scheme: with `products`, or `weights` whose inputs are rounded; without, the parameters come
+            back.
     """
     if not scheme.products:
         return with_rounded_inputs(layer_params, scheme.weights)
@@ -78,15 +87,21 @@ def _product(x: jax.Array, weights: jax.Array, scale: jax.Array, products: str) 
     return _forward(x, weights, scale, products)[0]
 
 
-def _forward(x: jax.Array, weights: jax.Array, scale: jax.Array, products: str) -> tuple[jax.Array, tuple]:
+def _forward(
+    x: jax.Array, weights: jax.Array, scale: jax.Array, products: str
+) -> tuple[jax.Array, tuple]:
     values, x_scale = _round_tokens(x, products)
     columns = _round_weights(weights, scale, products)
     if products == "int8":
-        sums = jnp.matmul(values.astype(jnp.int8), columns.astype(jnp.int8), preferred_element_type=jnp.int32)
+        sums = jnp.matmul(
+            values.astype(jnp.int8), columns.astype(jnp.int8), preferred_element_type=jnp.int32
+        )
         y = sums.astype(jnp.float32) * x_scale * scale
     elif products == "fp8":
         # Exact in bfloat16 and in float32.
-        sums = jnp.matmul(values.astype(x.dtype), columns.astype(x.dtype), preferred_element_type=jnp.float32)
+        sums = jnp.matmul(
+            values.astype(x.dtype), columns.astype(x.dtype), preferred_element_type=jnp.float32
+        )
         y = sums * x_scale * scale
     else:
         factors = _scaled_tokens(values, x_scale), _scaled_weights(columns, scale, products)
@@ -99,10 +114,14 @@ def _forward(x: jax.Array, weights: jax.Array, scale: jax.Array, products: str) 
     return y.astype(x.dtype), (kept, x_scale, weights, scale)
 
 
-def _backward(products: str, saved: tuple, y_bar: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward(
+    products: str, saved: tuple, y_bar: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     values, x_scale, weights, scale = saved
     rounded_x = _scaled_tokens(values.astype(jnp.float32), x_scale).astype(y_bar.dtype)
-    rounded_weights = _scaled_weights(_round_weights(weights, scale, products), scale, products).astype(y_bar.dtype)
+    rounded_weights = _scaled_weights(
+        _round_weights(weights, scale, products), scale, products
+    ).astype(y_bar.dtype)
     x_bar = jnp.matmul(y_bar, rounded_weights.T)
     weights_bar = jnp.matmul(rounded_x.T, y_bar)
     return x_bar, weights_bar.astype(weights.dtype), jnp.zeros_like(scale)
@@ -114,8 +133,8 @@ _product.defvjp(_forward, _backward)
 def round_cache(x: jax.Array, cache: str) -> jax.Array:
     """Keys or values as an engine with this cache reads them; the gradient passes straight through.
 
-    e4m3 ("fp8") and e5m2, saturating, with scale 1. "_truncated": towards zero, as vLLM's CPU build (0.32) stores them;
-    others round to nearest, ties to even.
+    e4m3 ("fp8") and e5m2, saturating, with scale 1. "_truncated": towards zero, as vLLM's CPU build
+    (0.32) stores them; others round to nearest, ties to even.
 
     Args:
         x: any shape and float dtype.
@@ -134,7 +153,9 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
 
 
 def _truncate(x: jax.Array, mantissa_bits: int, least_exponent: int) -> jax.Array:
-    """Finite float32 towards zero, to a mantissa of so many bits, and below 2^least_exponent to its steps there."""
+    """Finite float32 towards zero, to a mantissa of so many bits, and below 2^least_exponent to its
+    steps there.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     normal = jax.lax.bitcast_convert_type(
         bits & jnp.uint32((0xFFFFFFFF << (23 - mantissa_bits)) & 0xFFFFFFFF), jnp.float32
@@ -176,7 +197,9 @@ def _as_pushed(kernel: jax.Array) -> jax.Array:
 
 
 def rounded_in_blocks(weights: jax.Array) -> jax.Array:
-    """A matrix rounded to float8_e4m3fn with a scale for each block of 128 x 128, as vLLM rounds its bfloat16 form."""
+    """A matrix rounded to float8_e4m3fn with a scale for each block of 128 x 128, as vLLM rounds
+    its bfloat16 form.
+    """
     [scale] = _scales([weights], "fp8_per_block")
     values = _round_weights(weights, scale, "fp8_per_block")
     return _scaled_weights(values, scale, "fp8_per_block").astype(weights.dtype)
@@ -189,14 +212,19 @@ def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.A
     values = _to_e4m3(_as_pushed(weights) * (1.0 / _by_input(scale, weights.shape[0])))
     if products != "fp8_weights_per_block":
         return values
-    # vLLM's CPU kernel reads a value below 2^-6, which has no leading 1, as if it had: m / 8 2^-6 as (1 + m / 8) 2^-7.
+    # vLLM's CPU kernel reads a value below 2^-6, which has no leading 1, as if it had: m / 8 2^-6
+    # as (1 + m / 8) 2^-7.
     small = jnp.abs(values) < 2.0**-6
     return jnp.where(small, jnp.copysign(2.0**-7 + jnp.abs(values) / 2, values), values)
 
 
 def _scaled_weights(values: jax.Array, scale: jax.Array, products: str) -> jax.Array:
     rounded = values * _by_input(scale, values.shape[0])
-    return rounded.astype(jnp.bfloat16).astype(jnp.float32) if products == "fp8_weights_per_block" else rounded
+    return (
+        rounded.astype(jnp.bfloat16).astype(jnp.float32)
+        if products == "fp8_weights_per_block"
+        else rounded
+    )
 
 
 def _by_input(scale: jax.Array, size: int) -> jax.Array:
@@ -222,11 +250,15 @@ def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _scaled_tokens(values: jax.Array, scale: jax.Array) -> jax.Array:
-    return values * (scale if scale.shape[1] == 1 else jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]])
+    return values * (
+        scale if scale.shape[1] == 1 else jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]]
+    )
 
 
 def _over_448(largest: jax.Array) -> jax.Array:
-    """XLA multiplies by the inverse of a number that it knows to be one for all, and a last digit decides many ties."""
+    """XLA multiplies by the inverse of a number that it knows to be one for all, and a last digit
+    decides many ties.
+    """
     return largest / jax.lax.optimization_barrier(jnp.full_like(largest, FP8_MAX))
 
 

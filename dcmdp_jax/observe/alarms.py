@@ -1,4 +1,6 @@
-"""Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of `lab.mismatch.diagnosis`."""
+"""Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of
+`lab.mismatch.diagnosis`.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -23,24 +25,53 @@ _CHARGE_SHARE, _SHARE_STEPS = 0.1, 5
 """A share of the update and steps: chosen on long completions, docs/evidence.md."""
 _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
 """Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
-_PUSH_ROUNDING, _IDENTICAL = "mismatch/push_rounding", ("completion/identical_fraction", "completion/identical_chance")
-_MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = 0.7, 10.0, 0.8, 0.2, 0.04, 0.1
+_PUSH_ROUNDING, _IDENTICAL = (
+    "mismatch/push_rounding",
+    ("completion/identical_fraction", "completion/identical_chance"),
+)
+_MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = (
+    0.7,
+    10.0,
+    0.8,
+    0.2,
+    0.04,
+    0.1,
+)
 _CUT, _CUT_BEFORE, _CUT_STEPS = 0.9, 0.5, 2
 """Shares of completions at the length limit, now and at best before, and steps: guesses."""
 _FLOAT32_ROUNDING, _ROUNDING_STEPS = 1e-6, 2
-"""A mean |p - q| between float32 programs is 1e-8 to 1e-6, of bfloat16 1e-3. One step alone may have no signal."""
+"""A mean |p - q| between float32 programs is 1e-8 to 1e-6, of bfloat16 1e-3. One step alone may
+have no signal.
+"""
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 _NOTHING = np.zeros(0), np.zeros(0)
 
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
 """Alarms that compare with c, at least where delta mixes staleness in."""
 WATCHED = (
-    "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
-    "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
-    "completion/truncated_fraction", "policy/kl", "policy/router_loss",
-    "discrepancy/max", "dual/multiplier", "dual/charge_share", "reward/mean",
-    "reward/all_equal_groups", "discrepancy/spent", "displacement/abs_p95", _PUSH_ROUNDING, *_IDENTICAL,
-)  # fmt: skip
+    "discrepancy/mean",
+    "discrepancy/broken_completions",
+    "dual/tolerance",
+    "mismatch/k1",
+    "mismatch/k3",
+    "mismatch/effective_sample_size",
+    "mismatch/noise_floor",
+    "rollout/staleness_max",
+    "policy/entropy",
+    _STALENESS,
+    "completion/truncated_fraction",
+    "policy/kl",
+    "policy/router_loss",
+    "discrepancy/max",
+    "dual/multiplier",
+    "dual/charge_share",
+    "reward/mean",
+    "reward/all_equal_groups",
+    "discrepancy/spent",
+    "displacement/abs_p95",
+    _PUSH_ROUNDING,
+    *_IDENTICAL,
+)
 """Metrics that the alarms look at."""
 
 
@@ -90,10 +121,11 @@ def alarms(series: Series) -> list[Alarm]:
 
 
 def broken_completions(discrepancy: np.ndarray) -> float:
-    """Share of the completions that stand apart: mean discrepancy above 0.1 and 10 times the median completion's.
+    """Share of the completions that stand apart: mean discrepancy above 0.1 and 10 times the median
+    completion's.
 
-    A precision or other weights affect every completion. Retokenized completions diverge from the first changed token
-    on, in the affected completions only.
+    A precision or other weights affect every completion. Retokenized completions diverge from the
+    first changed token on, in the affected completions only.
 
     Args:
         discrepancy: mean of each completion; 0 on padding, which does not count. Any shape.
@@ -105,7 +137,9 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
-    """The last `count` values; NaN, by which no rule speaks, if there are fewer or one is not finite."""
+    """The last `count` values; NaN, by which no rule speaks, if there are fewer or one is not
+    finite.
+    """
     values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
     return values if len(values) == count and np.isfinite(values).all() else np.full(count, np.nan)
 
@@ -122,19 +156,30 @@ def _floor(series: Series) -> float:
 
 
 def bounded_metric(metrics: Collection[str]) -> str:
-    """Which of a run's metrics its budget c bounds: the mean discrepancy, or a quantile (`algorithm.budget`)."""
+    """Which of a run's metrics its budget c bounds: the mean discrepancy, or a quantile
+    (`algorithm.budget`).
+    """
     return "discrepancy/spent" if "discrepancy/spent" in metrics else "discrepancy/mean"
 
 
 def _over(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    mean, c = float(_last(series, bounded_metric(series)).mean()), float(_last(series, "dual/tolerance", 1)[0])
+    mean, c = (
+        float(_last(series, bounded_metric(series)).mean()),
+        float(_last(series, "dual/tolerance", 1)[0]),
+    )
     return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
 
 
 def _mixed_lag(series: Series, count: int = WINDOW) -> float:
-    """Age of the oldest token of the last steps, where delta mixes it in; 0 where the two are apart."""
-    return 0.0 if _STALENESS in series else float(np.nan_to_num(_last(series, "rollout/staleness_max", count).max()))
+    """Age of the oldest token of the last steps, where delta mixes it in; 0 where the two are
+    apart.
+    """
+    return (
+        0.0
+        if _STALENESS in series
+        else float(np.nan_to_num(_last(series, "rollout/staleness_max", count).max()))
+    )
 
 
 def _course(series: Series) -> np.ndarray:
@@ -150,12 +195,17 @@ def _trend(series: Series, name: str) -> tuple[float, float, float]:
 
 
 def _support(series: Series) -> Iterator[str]:
-    k1, k3, size = (_last(series, f"mismatch/{name}") for name in ("k1", "k3", "effective_sample_size"))
+    k1, k3, size = (
+        _last(series, f"mismatch/{name}") for name in ("k1", "k3", "effective_sample_size")
+    )
     missing = k1 - k3
-    if size.mean() >= _LEAST_SAMPLE_SIZE and missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) > _MISSING_MASS:
+    if (
+        size.mean() >= _LEAST_SAMPLE_SIZE
+        and missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) > _MISSING_MASS
+    ):
         yield (
-            f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is "
-            "cut (top-p, top-k). Sample with top_p=1 and no top_k."
+            f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine "
+            "did not: sampling is cut (top-p, top-k). Sample with top_p=1 and no top_k."
         )
 
 
@@ -163,26 +213,31 @@ def _retokenization(series: Series) -> Iterator[str]:
     broken = _last(series, "discrepancy/broken_completions", _BROKEN_STEPS)
     if broken.min() > 0 and not _mixed_lag(series, _BROKEN_STEPS):
         yield (
-            f"{broken.mean():.1%} of the completions disagree wildly while the others agree: they, or their prompts, "
-            "were decoded and encoded again on their way. Pass the sampled token ids on."
+            f"{broken.mean():.1%} of the completions disagree wildly while the others agree: "
+            "they, or their prompts, were decoded and encoded again on their way. Pass the "
+            "sampled token ids on."
         )
 
 
 def _staleness(series: Series) -> Iterator[str]:
     if (moved := _last(series, _STALENESS).mean()) > _MOST_STALENESS:
         yield (
-            f"Since its tokens were sampled the policy moved by {moved:.2g} nats a token: the clip stops many. "
-            "Lower rollout.lag or the learning rate, or set algorithm.ratio_denominator=proximal."
+            f"Since its tokens were sampled the policy moved by {moved:.2g} nats a token: the "
+            "clip stops many. Lower rollout.lag or the learning rate, or set "
+            "algorithm.ratio_denominator=proximal."
         )
     if (lag := _mixed_lag(series)) and (over := _over(series)):
         yield (
-            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were sampled by weights up "
-            f"to {lag:.0f} steps old. Push weights more often, or correct by importance weights."
+            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were "
+            f"sampled by weights up to {lag:.0f} steps old. Push weights more often, or correct "
+            "by importance weights."
         )
 
 
 def _jump(series: Series) -> tuple[float, float, int] | None:
-    """Usual and last delta, and the place where it rose, if it rose to 5 times what was usual before the window."""
+    """Usual and last delta, and the place where it rose, if it rose to 5 times what was usual
+    before the window.
+    """
     values = _course(series)
     if len(values) < WINDOW + _USUAL_STEPS:
         return None
@@ -193,32 +248,52 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge(series: Series) -> Iterator[str]:
-    """The charge is much of the update; or lambda rises in vain; or it charges tokens an advantage as delta rises."""
-    share, equal = (_last(series, name, _SHARE_STEPS) for name in ("dual/charge_share", "reward/all_equal_groups"))
+    """The charge is much of the update; or lambda rises in vain; or it charges tokens an advantage
+    as delta rises.
+    """
+    share, equal = (
+        _last(series, name, _SHARE_STEPS)
+        for name in ("dual/charge_share", "reward/all_equal_groups")
+    )
     # Without a prompt that has a signal the charge is all there is, however small: another problem.
     share = share[~(equal >= 1)]
     share = float(np.median(share)) if 2 * len(share) >= _SHARE_STEPS else np.nan
     names = "dual/multiplier", bounded_metric(series), "discrepancy/max"
     multiplier, delta, largest = (_last(series, name) for name in names)
-    (first, last), (earlier, later) = multiplier[[0, -1]], (half.mean() for half in np.split(delta, 2))
-    vain = later >= earlier and not later <= _last(series, "dual/tolerance", 1)[0] and not share < _LEAST_SHARE
+    (first, last), (earlier, later) = (
+        multiplier[[0, -1]],
+        (half.mean() for half in np.split(delta, 2)),
+    )
+    vain = (
+        later >= earlier
+        and not later <= _last(series, "dual/tolerance", 1)[0]
+        and not share < _LEAST_SHARE
+    )
     rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
     every, whole = series.get("dual/multiplier", _NOTHING)[1], (multiplier * largest)[-3:]
     if len(every) and share > _CHARGE_SHARE:
-        text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
+        text = (
+            f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy "
+            "learns the charge."
+        )
     elif vain and rises:
         text = (
-            f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now {later:.3g}, "
-            "did not follow: c may be below what a charge reaches."
+            f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the "
+            f"discrepancy, now {later:.3g}, did not follow: c may be below what a charge reaches."
         )
     elif whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
         text = (
-            f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} charges single tokens "
-            f"{whole.max():.2g}, as much as an advantage: the charge may be the cause. If not, check the push."
+            f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} "
+            f"charges single tokens {whole.max():.2g}, as much as an advantage: the charge may be "
+            "the cause. If not, check the push."
         )
     else:
         return
-    remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
+    remedy = (
+        "or a smaller multiplier"
+        if every.min() == every.max()
+        else "lower multiplier_max, or raise c"
+    )
     yield f"{text} Set algorithm.method=grpo, {remedy}."
 
 
@@ -232,8 +307,9 @@ def _weight_sync(series: Series) -> Iterator[str]:
         if rewards[place - 3 : place].mean() < before - _REWARD_FALL * abs(before):
             return
     yield (
-        f"The discrepancy rose from {usual:.3g} to {last:.3g} within a few steps: the engine's weights are not the "
-        "trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier."
+        f"The discrepancy rose from {usual:.3g} to {last:.3g} within a few steps: the engine's "
+        "weights are not the trainer's. Check the push, compare checksums, and run dcmdp probe "
+        "with --earlier."
     )
 
 
@@ -242,9 +318,15 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     if len(delta) < WINDOW:
         return
     first, last = float(delta[0]), float(delta[-3:].mean())
-    if last < max(_BEHIND * first, _FLOORS * _floor(series)) or _rank_correlation(delta) < _STEADY_BEHIND:
+    if (
+        last < max(_BEHIND * first, _FLOORS * _floor(series))
+        or _rank_correlation(delta) < _STEADY_BEHIND
+    ):
         return
-    kept, surprise = np.median(_last(series, _PUSH_ROUNDING)), _last(series, "engine/surprise", len(delta))
+    kept, surprise = (
+        np.median(_last(series, _PUSH_ROUNDING)),
+        _last(series, "engine/surprise", len(delta)),
+    )
     before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
     still = np.isnan(kept) and abs(now - before) <= _ENGINE_MOVES * before
     if kept >= _MOSTLY_KEPT:
@@ -254,9 +336,10 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     else:
         return
     yield (
-        f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands still: {why}. The "
-        "updates do not reach it: no push, or updates below what its dtype holds. Compare its weights over steps; give "
-        "the engine float32, or raise the learning rate."
+        f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands "
+        f"still: {why}. The updates do not reach it: no push, or updates below what its dtype "
+        "holds. Compare its weights over steps; give the engine float32, or raise the learning "
+        "rate."
     )
 
 
@@ -265,17 +348,23 @@ def _identical(series: Series) -> Iterator[str]:
     more = twins - chance
     if more.mean() - 4 * more.std() / np.sqrt(WINDOW) > _TWINS:
         yield (
-            f"{twins.mean():.1%} of the completions equal another one of their group token by token, "
-            f"{chance.mean():.1%} would by chance. Seed each completion of a group differently."
+            f"{twins.mean():.1%} of the completions equal another one of their group token by "
+            f"token, {chance.mean():.1%} would by chance. Seed each completion of a group "
+            "differently."
         )
 
 
 def _noise(series: Series) -> Iterator[str]:
-    delta, c, floor = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)[0], _floor(series)
+    delta, c, floor = (
+        _last(series, bounded_metric(series)),
+        _last(series, "dual/tolerance", 1)[0],
+        _floor(series),
+    )
     if np.mean(delta > c) > 0.5 and floor <= c and delta.mean() <= _FLOORS * floor:
         yield (
-            f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the noise of the engine, "
-            f"{floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}."
+            f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the "
+            f"noise of the engine, {floor:.3g} against itself: lambda charges for rounding. Raise "
+            f"c above {2 * floor:.2g}."
         )
 
 
@@ -283,8 +372,9 @@ def _mismatch(series: Series) -> Iterator[str]:
     if over := _over(series):
         floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
         yield (
-            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor {floor}: the engines "
-            "differ. Run dcmdp probe on this run for the cause; then raise c, or the engine's precision."
+            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor "
+            f"{floor}: the engines differ. Run dcmdp probe on this run for the cause; then raise "
+            "c, or the engine's precision."
         )
 
 
@@ -297,13 +387,16 @@ def _entropy_moves(series: Series) -> bool:
 
 def _collapse(series: Series) -> Iterator[str]:
     first, last, steady = _trend(series, "discrepancy/mean")
-    rises = last > _FLOORS * _floor(series) and last >= _GROWTH * first and steady >= _RANK_CORRELATION
+    rises = (
+        last > _FLOORS * _floor(series) and last >= _GROWTH * first and steady >= _RANK_CORRELATION
+    )
     if rises and _entropy_moves(series):
         before, after, _ = _trend(series, "policy/entropy")
         yield (
-            f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
-            f"{before:.3g} to {after:.3g} nats: a collapse may be ahead. Go back to an earlier checkpoint with a lower "
-            "learning rate, a more precise engine or, where lambda is above 0, without the charge."
+            f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and "
+            f"the entropy went from {before:.3g} to {after:.3g} nats: a collapse may be ahead. Go "
+            "back to an earlier checkpoint with a lower learning rate, a more precise engine or, "
+            "where lambda is above 0, without the charge."
         )
 
 
@@ -312,9 +405,9 @@ def _displacement(series: Series) -> Iterator[str]:
     before, after, _ = _trend(series, "discrepancy/mean")
     if after <= before and last >= _TAIL_GROWTH * first and steady >= _RANK_CORRELATION:
         yield (
-            f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from {first:.3g} to "
-            f"{last:.3g}, the discrepancy did not: the policy became confident while the engines diverged. Constrain "
-            "log-odds instead: measure=logit, budget=p95."
+            f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from "
+            f"{first:.3g} to {last:.3g}, the discrepancy did not: the policy became confident "
+            "while the engines diverged. Constrain log-odds instead: measure=logit, budget=p95."
         )
 
 
@@ -326,9 +419,10 @@ def _rounding(series: Series) -> Iterator[str]:
     # A charge of exactly 0, as without a mismatch, has a share of 0.
     if not others and equal.min() >= 1 and share.min() >= 1 and delta.max() <= floor:
         yield (
-            f"No prompt has unequal rewards, so the charge is the whole update, and its discrepancy, {delta[-1]:.2g}, "
-            "is the rounding of the engine: the optimizer makes full steps of it, however small. Take problems whose "
-            "rewards differ, or set algorithm.drop_equal_groups=true, or algorithm.method=grpo."
+            "No prompt has unequal rewards, so the charge is the whole update, and its "
+            f"discrepancy, {delta[-1]:.2g}, is the rounding of the engine: the optimizer makes "
+            "full steps of it, however small. Take problems whose rewards differ, or set "
+            "algorithm.drop_equal_groups=true, or algorithm.method=grpo."
         )
 
 
@@ -337,9 +431,10 @@ def _truncation(series: Series) -> Iterator[str]:
     before, now = cut[:-_CUT_STEPS], cut[-_CUT_STEPS:]
     if len(before) and before.min() <= _CUT_BEFORE and now.min() >= _CUT:
         yield (
-            f"The length limit cuts {now[-1]:.0%} of the completions, where it cut {before.min():.0%} before. Compare "
-            "the end tokens of the policy, of its teacher and of its data (eos_token_id in generation_config.json); if "
-            "completions only need more room, raise rollout.max_completion_tokens."
+            f"The length limit cuts {now[-1]:.0%} of the completions, where it cut "
+            f"{before.min():.0%} before. Compare the end tokens of the policy, of its teacher and "
+            "of its data (eos_token_id in generation_config.json); if completions only need more "
+            "room, raise rollout.max_completion_tokens."
         )
 
 
@@ -360,13 +455,18 @@ _RULES: Mapping[str, tuple[Callable[[Series], Iterator[str]], tuple[str, ...]]] 
     "noise": (_noise, ()),
     "charge": (_charge, ()),
     "weight_sync": (_weight_sync, ("retokenization", "charge", "unseen_updates")),
-    "mismatch": (_mismatch, ("support", "retokenization", "staleness", "noise", "weight_sync", "unseen_updates")),
+    "mismatch": (
+        _mismatch,
+        ("support", "retokenization", "staleness", "noise", "weight_sync", "unseen_updates"),
+    ),
     "collapse": (_collapse, ("weight_sync", "unseen_updates")),
     "displacement": (_displacement, ("collapse",)),
     "rounding": (_rounding, ()),
     "truncation": (_truncation, ()),
 }
-"""Alarm -> its rule, which yields what is wrong (the first counts), and the alarms before it that explain it."""
+"""Alarm -> its rule, which yields what is wrong (the first counts), and the alarms before it that
+explain it.
+"""
 
 ALARMS = {name: f"alarm/{name}" for name in _RULES}
 """Every alarm's name -> its metric."""

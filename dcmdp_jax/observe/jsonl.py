@@ -2,9 +2,9 @@
 
 A line is one object, NaN is preserved, and a torn last line is detected.
 
-JSON cannot represent NaN and infinity. They are written as the strings "NaN", "Infinity" and "-Infinity" (protobuf's
-JSON convention): every parser reads the file, a diverged value differs from a missing one, and Python's `float()` and
-pandas convert the strings back.
+JSON cannot represent NaN and infinity. They are written as the strings "NaN", "Infinity" and
+"-Infinity" (protobuf's JSON convention): every parser reads the file, a diverged value differs from
+a missing one, and Python's `float()` and pandas convert the strings back.
 """
 
 import json
@@ -73,7 +73,8 @@ def json_values(value: Any, *, by_name: bool = False) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ValueError(
-        f"a record holds {value!r} of type {type(value).__name__}; allowed: text, numbers, lists, mappings"
+        f"a record holds {value!r} of type {type(value).__name__}; allowed: text, numbers, lists, "
+        "mappings"
     )
 
 
@@ -96,24 +97,35 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def is_number(value: object) -> bool:
     """Whether a value of a record is a number or null."""
-    return value is None or isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+    return (
+        value is None or isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+    )
 
 
 def readable(path: Path, allowed: Callable[[Any], bool] | None = None) -> list[dict[str, Any]]:
-    """All records that can be read, as `truncate` leaves them; for readers that must not stop a run from starting."""
-    return [record for *_, record in _lines(path, allowed) if record is not None] if path.exists() else []
+    """All records that can be read, as `truncate` leaves them; for readers that must not stop a run
+    from starting.
+    """
+    return (
+        [record for *_, record in _lines(path, allowed) if record is not None]
+        if path.exists()
+        else []
+    )
 
 
-def truncate(path: Path, last_step: float = math.inf, allowed: Callable[[Any], bool] | None = None) -> None:
+def truncate(
+    path: Path, last_step: float = math.inf, allowed: Callable[[Any], bool] | None = None
+) -> None:
     """Atomically drop the records of steps after `last_step`, and unreadable lines.
 
-    A file that needs no change is not touched. An unreadable line in the middle (after a power cut) is dropped with a
-    warning: a metric line must not stop a run from resuming.
+    A file that needs no change is not touched. An unreadable line in the middle (after a power cut)
+    is dropped with a warning: a metric line must not stop a run from resuming.
 
     Args:
         path: file of records with "step"; may be missing.
         last_step: the last step to keep.
-        allowed: whether a record may have a value; a line with another one is unreadable. None allows all.
+        allowed: whether a record may have a value; a line with another one is unreadable. None
+            allows all.
     """
     if not path.exists():
         return
@@ -132,7 +144,9 @@ def truncate(path: Path, last_step: float = math.inf, allowed: Callable[[Any], b
 def _lines(
     path: Path, allowed: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
-    """Yield (line number, ends in a newline, bytes, record or None if unreadable) for every non-empty line."""
+    """Yield (line number, ends in a newline, bytes, record or None if unreadable) for every
+    non-empty line.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -141,5 +155,7 @@ def _lines(
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            whole = isinstance(record, dict) and (allowed is None or all(map(allowed, record.values())))
+            whole = isinstance(record, dict) and (
+                allowed is None or all(map(allowed, record.values()))
+            )
             yield number, line.endswith(b"\n"), line, record if whole else None

@@ -6,14 +6,16 @@ import numpy as np
 
 
 class Leg(NamedTuple):
-    """A leg of the gap, between the engine while decoding and its own scores of the tokens, or these and the trainer.
+    """A leg of the gap, between the engine while decoding and its own scores of the tokens, or
+    these and the trainer.
 
         q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass
 
     Attributes:
         name: both ends.
         mean: mean |difference| of the probabilities.
-        log_ratio: mean difference of the log-probs, nats; both legs add up to the mean of log q - log p.
+        log_ratio: mean difference of the log-probs, nats; both legs add up to the mean of log q -
+            log p.
         share: sum_t (leg)(q - p) / sum_t (q - p)^2; both legs add up to 1.
     """
 
@@ -34,6 +36,11 @@ def legs_of(decoded: np.ndarray, scored: np.ndarray, trained: np.ndarray) -> lis
     q, s, p = map(np.exp, logs)
     square = float(np.sum((q - p) ** 2)) or np.inf
     return [
-        Leg(name, float(np.mean(np.abs(a - b))), float(np.mean(log_a - log_b)), float((a - b) @ (q - p)) / square)
+        Leg(
+            name,
+            float(np.mean(np.abs(a - b))),
+            float(np.mean(log_a - log_b)),
+            float((a - b) @ (q - p)) / square,
+        )
         for name, a, b, log_a, log_b in ((DECODING, q, s, *logs[:2]), (ONE_PASS, s, p, *logs[1:]))
     ]

@@ -1,7 +1,7 @@
 """Every metric a run records: name, unit, meaning, and the function that makes it.
 
-The one table, which the report reads and docs/metrics.md is written from. `grep '"NAME"'` finds a metric in the file of
-its function; a test holds that.
+The one table, which the report reads and docs/metrics.md is written from. `grep '"NAME"'` finds a
+metric in the file of its function; a test holds that.
 """
 
 import re
@@ -203,7 +203,9 @@ eval_interval/{task}/{bound} | reward | held-out {task}, {bound} bound of avg@K'
 eval_reward/{task}/{reward} | reward | held-out {task}/{reward}: mean of this one of several rewards, before its weight
 eval_logged/{task}/{name} | as logged | {task}/{name}: what reward functions logged on a held-out task (log_metric)
 """
-"""Under `@FILE:FUNCTION` the metrics that it makes, in the order to show them. Indented lines go on."""
+"""Under `@FILE:FUNCTION` the metrics that it makes, in the order to show them. Indented lines go
+on.
+"""
 
 
 def _rows() -> Iterator[Metric]:
@@ -224,15 +226,23 @@ _PATTERNS = {
 }
 
 
-def form_of_score(name: str, values: Iterable[float], recorded: Iterable[str]) -> Callable[[float], str]:
-    """Return how to write a held-out score: `percent` for a share; `number` for a sum of rewards or outside 0 .. 1.
+def form_of_score(
+    name: str, values: Iterable[float], recorded: Iterable[str]
+) -> Callable[[float], str]:
+    """Return how to write a held-out score: `percent` for a share; `number` for a sum of rewards or
+    outside 0 .. 1.
 
     Args:
-        name: of the metric, `eval/<task>/avg@K`, `eval/<task>/pass@K`, or `eval/<task>/loss`, which is no share.
+        name: of the metric, `eval/<task>/avg@K`, `eval/<task>/pass@K`, or `eval/<task>/loss`, which
+            is no share.
         values: all its values.
         recorded: names of the run's metrics; a run whose reward is a sum has `eval_reward/`.
     """
-    summed = name.endswith("/loss") or "/avg@" in name and any(each.startswith("eval_reward/") for each in recorded)
+    summed = (
+        name.endswith("/loss")
+        or "/avg@" in name
+        and any(each.startswith("eval_reward/") for each in recorded)
+    )
     return number if summed or any(value < 0 or value > 1 for value in values) else percent
 
 
@@ -244,12 +254,14 @@ def metric_of(name: str) -> Metric:
     """The table's row for a recorded name, with the names of task, reward or data source in it.
 
     Args:
-        name: a metric name. One that is in no table gets an empty unit and description, so that a reader
-            of a newer or older run shows it all the same.
+        name: a metric name. One that is in no table gets an empty unit and description, so that a
+            reader of a newer or older run shows it all the same.
     """
     if name in METRICS:
         return METRICS[name]
     for pattern, metric in _PATTERNS.items():
         if found := pattern.fullmatch(name):
-            return metric._replace(name=name, description=metric.description.format(**found.groupdict()))
+            return metric._replace(
+                name=name, description=metric.description.format(**found.groupdict())
+            )
     return Metric(name, "", "", "")

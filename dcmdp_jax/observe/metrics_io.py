@@ -1,16 +1,19 @@
-"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, trackers; read back. The starts of a run.
+"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, trackers; read back.
+The starts of a run.
 
 A run directory holds
 
-    metrics.jsonl   {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and one more of the same
+    metrics.jsonl   {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and
+    one more of the same
                     step for an evaluation; readers merge by step
     rollouts/       tokens with both probabilities of some steps, see `dcmdp_jax.observe.rollouts`
-    samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ..., "rewards": ..., ...}
-    starts.jsonl    {"step": 0, "time": ..., "command": ..., "commit": ..., "machine": ...}: one line for a start
-    tensorboard/    the same scalars ("@" of a name becomes "_": TensorBoard allows no such character)
+    samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ...,
+    "rewards": ..., ...} starts.jsonl    {"step": 0, "time": ..., "command": ..., "commit": ...,
+    "machine": ...}: one line for a start tensorboard/    the same scalars ("@" of a name becomes
+    "_": TensorBoard allows no such character)
 
-`step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the initial policy.
-`dcmdp_jax.observe.jsonl` defines how numbers that are not finite are written.
+`step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the
+initial policy. `dcmdp_jax.observe.jsonl` defines how numbers that are not finite are written.
 """
 
 import logging
@@ -31,7 +34,13 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl, rollouts, trackers
-from dcmdp_jax.observe.jsonl import HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, STARTS_FILE, TENSORBOARD_DIRECTORY
+from dcmdp_jax.observe.jsonl import (
+    HELD_OUT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    STARTS_FILE,
+    TENSORBOARD_DIRECTORY,
+)
 from dcmdp_jax.version import __version__
 
 
@@ -49,7 +58,11 @@ def record_start(run_dir: Path, step: int, devices: int, started: datetime | Non
         moment = started
     device, program = jax.devices()[0], Path(sys.argv[0])
     # `python -m bin.train` of a checkout is `dcmdp train`.
-    name = f"dcmdp {program.stem}" if program.parent == Path(__file__).resolve().parents[2] / "bin" else program.name
+    name = (
+        f"dcmdp {program.stem}"
+        if program.parent == Path(__file__).resolve().parents[2] / "bin"
+        else program.name
+    )
     line = {
         "step": step,
         "time": moment.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -58,20 +71,34 @@ def record_start(run_dir: Path, step: int, devices: int, started: datetime | Non
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",
+        "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, "
+        f"{platform.machine()}",
     }
     with open(run_dir / jsonl.STARTS_FILE, "a", encoding="utf-8") as file:
         file.write(jsonl.encode(line))
 
 
 def code_commit() -> str:
-    """The commit of the checkout that this package is run from, with `+changes` if files differ; "" outside of one."""
+    """The commit of the checkout that this package is run from, with `+changes` if files differ; ""
+    outside of one.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+changes"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--abbrev=10",
+        "--dirty=+changes",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5.0, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -92,22 +119,25 @@ class MetricsWriter:
 
     In a run of several hosts only process 0 makes a writer.
 
-    Resuming: lines of steps after `resume_step` are dropped atomically and a line torn by a kill is repaired, in both
-    files, so a resumed run records each step once. Write a step before its checkpoint is saved; otherwise a kill
-    between the two loses the step's line.
+    Resuming: lines of steps after `resume_step` are dropped atomically and a line torn by a kill is
+    repaired, in both files, so a resumed run records each step once. Write a step before its
+    checkpoint is saved; otherwise a kill between the two loses the step's line.
 
     Args:
         run_dir: made if absent.
-        projects: "wandb" or "trackio" -> project to mirror scalars and samples to (`Tracker`); "" for none.
-        resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
-            lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
+        projects: "wandb" or "trackio" -> project to mirror scalars and samples to (`Tracker`); ""
+            for none.
+        resume_step: the last finished step of the checkpoint the run continues from. None starts a
+            new run; lines of an earlier attempt without a checkpoint are moved to
+            `metrics.jsonl.previous`.
         rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
         devices: number of training devices; None for all of JAX's.
         started: see `record_start`.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
-        UserError: if the run directory can't be written, or a tracker is not installed or does not start.
+        UserError: if the run directory can't be written, or a tracker is not installed or does not
+            start.
     """
 
     def __init__(
@@ -133,16 +163,24 @@ class MetricsWriter:
             jsonl.truncate(run_dir / STARTS_FILE)
             for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
-            self._rollouts = rollouts.RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
+            self._rollouts = rollouts.RolloutWriter(
+                run_dir, every_steps=rollouts_every_steps, resume_step=resume_step
+            )
         except OSError as error:
-            raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
+            raise UserError(
+                f"run directory {run_dir} can't be written ({error.strerror}); choose another"
+            ) from error
         record_start(run_dir, resume_step or 0, devices or jax.device_count(), started)
-        self._trackers = [trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()]
-        # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
+        self._trackers = [
+            trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()
+        ]
+        # Imported late: it imports torch wherever torch is installed, five seconds before every
+        # error message.
         from tensorboardX import SummaryWriter
 
-        # The suffix keeps a run that resumes within the second from truncating the event file before it (tensorboardX
-        # 2.6 names files by the second and opens them for writing). Events from purge_step on are hidden.
+        # The suffix keeps a run that resumes within the second from truncating the event file
+        # before it (tensorboardX 2.6 names files by the second and opens them for writing). Events
+        # from purge_step on are hidden.
         self._tensorboard = SummaryWriter(
             str(run_dir / TENSORBOARD_DIRECTORY),
             purge_step=0 if resume_step is None else resume_step + 1,
@@ -159,18 +197,21 @@ class MetricsWriter:
             metrics: name to scalar: a number or an array of shape []. Waits for arrays on a device.
 
         Raises:
-            ValueError: if the step goes backwards, a value is not a scalar, a metric is named "step", or the writer
-                is closed.
+            ValueError: if the step goes backwards, a value is not a scalar, a metric is named
+                "step", or the writer is closed.
         """
         if step < self._step:
             raise ValueError(f"metrics of step {step} came after step {self._step}")
         self._step, values = step, {}
-        # A transfer guard allows an explicit device_get. A list keeps the order of the names; a dict
-        # would come back sorted.
+        # A transfer guard allows an explicit device_get. A list keeps the order of the names; a
+        # dict would come back sorted.
         for name, value in zip(metrics, jax.device_get(list(metrics.values())), strict=True):
             number = None if np.ndim(value) else np.asarray(value).item()
             if name == "step" or not isinstance(number, int | float):
-                raise ValueError(f'metric {name} is {value!r}; allowed: a number or an array of shape [], not "step"')
+                raise ValueError(
+                    f"metric {name} is {value!r}; allowed: a number or an array of shape [], not "
+                    '"step"'
+                )
             values[name] = number
         self._append(METRICS_FILE, step, [values | {CLOCK: round(time.time(), 3)}])
         if (tensorboard := self._live_tensorboard()) is not None:
@@ -187,8 +228,9 @@ class MetricsWriter:
 
         Args:
             step: finished training steps.
-            records: host data: "prompt", "completion", "answer", "reward", "rewards", "source", "discrepancy_mean",
-                and "extra" where reward functions logged something about the completion.
+            records: host data: "prompt", "completion", "answer", "reward", "rewards", "source",
+                "discrepancy_mean", and "extra" where reward functions logged something about the
+                completion.
 
         Raises:
             ValueError: if JSON can't represent a value of a record, or the writer is closed.
@@ -198,13 +240,16 @@ class MetricsWriter:
             tracker.write_samples(step, records)
 
     def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write completions of held-out problems to held_out_samples.jsonl, in place of earlier ones of `step`.
+        """Write completions of held-out problems to held_out_samples.jsonl, in place of earlier
+        ones of `step`.
 
-        A run that was killed before the evaluation's metrics were written evaluates that step again.
+        A run that was killed before the evaluation's metrics were written evaluates that step
+        again.
 
         Args:
             step: finished training steps.
-            records: host data: "task", "place" of the problem, "prompt", "completion", "answer", "reward".
+            records: host data: "task", "place" of the problem, "prompt", "completion", "answer",
+                "reward".
         """
         jsonl.truncate(self._run_dir / HELD_OUT_FILE, step - 1)
         self._append(HELD_OUT_FILE, step, records)
@@ -226,13 +271,16 @@ class MetricsWriter:
     def _live_tensorboard(self) -> Any:
         """The TensorBoard writer, or None once its thread has died.
 
-        tensorboardX writes in a thread, behind a queue of a fixed length. A full disk ends that thread, and then the
-        queue would block the run, in the next `put` or at the process's exit.
+        tensorboardX writes in a thread, behind a queue of a fixed length. A full disk ends that
+        thread, and then the queue would block the run, in the next `put` or at the process's exit.
         """
         if self._tensorboard is not None:
             events = self._tensorboard.file_writer.event_writer
             if not events._worker.is_alive():
-                _LOG.warning("TensorBoard's files can't be written (is the disk full?); going on without them")
+                _LOG.warning(
+                    "TensorBoard's files can't be written (is the disk full?); going on without "
+                    "them"
+                )
                 events._event_queue.cancel_join_thread()
                 self._tensorboard = None
         return self._tensorboard
@@ -249,7 +297,9 @@ class MetricsWriter:
 
 
 class NoWriter:
-    """Takes every call of a `MetricsWriter` and does nothing: for processes other than the first."""
+    """Takes every call of a `MetricsWriter` and does nothing: for processes other than the
+    first.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: None
@@ -258,15 +308,21 @@ class NoWriter:
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
     """Whether a metric of `step` whose name starts with `prefix` is on disk."""
     records = jsonl.readable(Path(run_dir) / METRICS_FILE, jsonl.is_number)
-    return any(record.get("step") == step and any(name.startswith(prefix) for name in record) for record in records)
+    return any(
+        record.get("step") == step and any(name.startswith(prefix) for name in record)
+        for record in records
+    )
 
 
 def read_metrics(run_dir: str | Path) -> Series:
-    """Every metric of a run directory, lines of one step merged (the later line wins), torn last line ignored.
+    """Every metric of a run directory, lines of one step merged (the later line wins), torn last
+    line ignored.
 
     Returns:
-        Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN. A table with a row for each
-        step: `pandas.DataFrame({name: pandas.Series(values, steps) for name, (steps, values) in metrics.items()})`.
+        Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN. A table
+        with a row for each
+        step: `pandas.DataFrame({name: pandas.Series(values, steps) for name, (steps, values) in
+            metrics.items()})`.
 
     Raises:
         ValueError: if the directory or a metric in it is missing, or a line that can't be read.
@@ -287,12 +343,17 @@ def read_metrics(run_dir: str | Path) -> Series:
             merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
-    tables = {name: np.array(list(zip(*sorted(points.items()), strict=True))) for name, points in merged.items()}
+    tables = {
+        name: np.array(list(zip(*sorted(points.items()), strict=True)))
+        for name, points in merged.items()
+    }
     return {name: (steps.astype(np.int64), values) for name, (steps, values) in tables.items()}
 
 
 def without_placeholder(series: Series, measured_steps: int) -> Series:
-    """The metrics without what compares with c at the first steps, which measure c: a setting is in its place there."""
+    """The metrics without what compares with c at the first steps, which measure c: a setting is in
+    its place there.
+    """
     kept = dict(series)
     for name in _AGAINST_C & series.keys():
         steps, values = kept.pop(name)
@@ -308,5 +369,7 @@ def _prepare(path: Path, resume_step: int | None) -> None:
     elif path.exists() and path.stat().st_size:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)
-        _LOG.warning("a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
+        _LOG.warning(
+            "a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name
+        )
     path.touch()

@@ -1,8 +1,9 @@
 """Parts that all pages and figures share: HTML of the templates, one figure style, completions.
 
-A page extends `templates/page.html`, which has the style, and uses the macros of `parts.html`: `table`, `figure`,
-`warnings`. Figures, data and scripts are embedded, all text is escaped, and no page makes a request: it runs the
-scripts of `templates/` that it names, and its content security policy allows their hashes alone.
+A page extends `templates/page.html`, which has the style, and uses the macros of `parts.html`:
+`table`, `figure`, `warnings`. Figures, data and scripts are embedded, all text is escaped, and no
+page makes a request: it runs the scripts of `templates/` that it names, and its content security
+policy allows their hashes alone.
 """
 
 import base64
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, distinguishable with common color blindness; without yellow, which is faint on white.
+# Okabe and Ito's, distinguishable with common color blindness; without yellow, which is faint on
+# white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK, MUTED = "#222222", "#666666"
 LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 _DPI = 130
 _FINEST = 4000
-"""Points of a curve or an area above which it is a picture within the SVG: a screen has no more columns."""
+"""Points of a curve or an area above which it is a picture within the SVG: a screen has no more
+columns.
+"""
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -39,8 +43,9 @@ def render_page(template: str, **values: Any) -> str:
 
     Args:
         template: file name in `templates/`.
-        values: variables of the template; `scripts`, names of scripts in `templates/`, is empty if absent. Filters:
-            `as_text` makes text of a JSON value, `number` and `percent` format as in `number_format`.
+        values: variables of the template; `scripts`, names of scripts in `templates/`, is empty if
+            absent. Filters: `as_text` makes text of a JSON value, `number` and `percent` format as
+            in `number_format`.
 
     Raises:
         jinja2.UndefinedError: if the template reads a value that is not given.
@@ -73,8 +78,12 @@ def make_figure(
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
-def style_axes(axes: "Axes", title: str = "", *, x: str = "", y: str = "", legend: bool = False) -> None:
-    """Finish a panel: heading, axis labels, a faint grid behind the data, and of the frame the bottom alone."""
+def style_axes(
+    axes: "Axes", title: str = "", *, x: str = "", y: str = "", legend: bool = False
+) -> None:
+    """Finish a panel: heading, axis labels, a faint grid behind the data, and of the frame the
+    bottom alone.
+    """
     axes.set_title(title, fontsize=10, color=INK, loc="left", pad=6)
     axes.set_xlabel(x, color=MUTED, fontsize=9)
     axes.set_ylabel(y, color=MUTED, fontsize=9)
@@ -89,9 +98,11 @@ def style_axes(axes: "Axes", title: str = "", *, x: str = "", y: str = "", legen
 
 
 def inline_svg(figure: "Figure") -> markupsafe.Markup:
-    """Draw each panel of a matplotlib figure as an `<svg>` element; the figure's heading is for pictures alone.
+    """Draw each panel of a matplotlib figure as an `<svg>` element; the figure's heading is for
+    pictures alone.
 
-    Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a picture before.
+    Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a
+    picture before.
     """
     import matplotlib
 
@@ -102,21 +113,37 @@ def inline_svg(figure: "Figure") -> markupsafe.Markup:
             area.set_rasterized(sum(len(path.vertices) for path in area.get_paths()) > _FINEST)
     figure.suptitle("")
     made = []
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dcmdp_jax", "font.family": "sans-serif"}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "dcmdp_jax", "font.family": "sans-serif"}
+    ):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         for panel in figure.axes:
             for axes in figure.axes:
                 axes.set_visible(axes is panel)
             drawn = io.StringIO()
-            figure.savefig(drawn, format="svg", dpi=_DPI, metadata={"Date": None}, bbox_inches="tight", pad_inches=0.06)
+            figure.savefig(
+                drawn,
+                format="svg",
+                dpi=_DPI,
+                metadata={"Date": None},
+                bbox_inches="tight",
+                pad_inches=0.06,
+            )
             text = drawn.getvalue()
-            made.append(re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL))
+            made.append(
+                re.sub(
+                    r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL
+                )
+            )
     return markupsafe.Markup("".join(made))
 
 
-def page_figures(figures: "Iterable[tuple[str, str, Figure | None]]", directory: Path) -> list[tuple[str, str]]:
-    """Save figures as `directory`/STEM.png, and draw them for a page; a figure that is None is left out.
+def page_figures(
+    figures: "Iterable[tuple[str, str, Figure | None]]", directory: Path
+) -> list[tuple[str, str]]:
+    """Save figures as `directory`/STEM.png, and draw them for a page; a figure that is None is left
+    out.
 
     Args:
         figures: file stem, caption and figure.
@@ -170,7 +197,9 @@ _USER = re.compile(
 
 
 def title_of(prompt: str) -> str:
-    """The first line of a prompt's last user message, or of the prompt where no chat template is known."""
+    """The first line of a prompt's last user message, or of the prompt where no chat template is
+    known.
+    """
     message = _USER.split(prompt)[-1] if _USER.search(prompt) else re.sub(CONTROL, "", prompt)
     lines = re.split(CONTROL, message.lstrip())[0].strip().splitlines()
     return lines[0] if lines else ""
@@ -180,8 +209,9 @@ MOST_TOKENS = 260_000
 """Tokens on one page, at `_BYTES` each."""
 _BYTES = 17
 _FULL_COLOR = 0.99
-"""Quantile of |p - q| over a page's tokens from which on a token has the full color: mismatch differs by orders between
-engines, so no absolute scale shows all."""
+"""Quantile of |p - q| over a page's tokens from which on a token has the full color: mismatch
+differs by orders between engines, so no absolute scale shows all.
+"""
 _UNIT = 100_000
 _LEAST_SHOWN, _MOST_SHOWN, _OVERHEAD = 100, 2_000, 20
 """Tokens of a completion on a page: at least and at most; what its other fields take, in tokens."""
@@ -196,11 +226,13 @@ class Completion(NamedTuple):
     Attributes:
         run, source: names.
         step: finished training steps.
-        prompt, answer, found: texts, the last what was read as the completion's answer; "" if not known.
+        prompt, answer, found: texts, the last what was read as the completion's answer; "" if not
+            known.
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
-        top: for each token at most `MOST_LISTED` of the engine's likeliest in its place: text, p and q.
+        top: for each token at most `MOST_LISTED` of the engine's likeliest in its place: text, p
+            and q.
         reward, advantage: the completion's.
         discrepancy: mean |p - q| over its sampled tokens, where the tokens are not known.
     """
@@ -221,23 +253,29 @@ class Completion(NamedTuple):
     discrepancy: float | None = None
 
 
-def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
-    """Return what `completions.js` shows, in few bytes: 2,000 completions with short prompts stay below 5 MB.
+def completions_data(
+    completions: Sequence[Completion], most_tokens: int = MOST_TOKENS
+) -> dict[str, Any]:
+    """Return what `completions.js` shows, in few bytes: 2,000 completions with short prompts stay
+    below 5 MB.
 
-    Tokens are numbers into one list of words, probabilities have five decimals, long completions are cut, and long
-    prompts in their middle; both say by how much.
+    Tokens are numbers into one list of words, probabilities have five decimals, long completions
+    are cut, and long prompts in their middle; both say by how much.
 
     Args:
-        completions: in any order. If they are too many, each is cut to as many tokens as fit, but not below 100, or
-            without tokens to 17 times as many characters; then every k-th is kept, so that all steps stay. What is cut
-            or left out is counted.
+        completions: in any order. If they are too many, each is cut to as many tokens as fit, but
+            not below 100, or without tokens to 17 times as many characters; then every k-th is
+            kept, so that all steps stay. What is cut or left out is counted.
         most_tokens: on the page.
 
     Returns:
-        Values that JSON can hold: `words`; `rows`, the largest mean |p - q| first; `left_out`; `unit`, by which
-        probabilities are multiplied; and `full_color`, the |p - q| from which on a token has the full color.
+        Values that JSON can hold: `words`; `rows`, the largest mean |p - q| first; `left_out`;
+        `unit`, by which probabilities are multiplied; and `full_color`, the |p - q| from which on a
+        token has the full color.
     """
-    sizes = np.array([len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64)
+    sizes = np.array(
+        [len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64
+    )
     if any(each.top is not None for each in completions):
         most_tokens //= 1 + MOST_LISTED  # a listed token takes what a token does
     counts = range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
@@ -245,20 +283,32 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     longest = max((n for n in counts if tokens[n] <= most_tokens), default=_LEAST_SHOWN)
     kept = completions[:: max(1, math.ceil(tokens[longest] / most_tokens))]
     words: dict[str, int] = {}
-    rows = sorted((_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0))
+    rows = sorted(
+        (_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0)
+    )
     pairs = [pair for row in rows if "p" in row for pair in zip(row["p"], row["q"], strict=True)]
     full = np.quantile([abs(p - q) for p, q in pairs if p is not None] or [0], _FULL_COLOR)
-    shown = {"words": list(words), "rows": rows, "left_out": len(completions) - len(kept), "control": CONTROL}
+    shown = {
+        "words": list(words),
+        "rows": rows,
+        "left_out": len(completions) - len(kept),
+        "control": CONTROL,
+    }
     return shown | {"unit": _UNIT, "full_color": max(1.0, float(full)) / _UNIT}
 
 
 def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "run": each.run, "step": each.step, "source": each.source, "prompt": _without_middle(each.prompt),
+        "run": each.run,
+        "step": each.step,
+        "source": each.source,
+        "prompt": _without_middle(each.prompt),
         "title": title_of(each.prompt),
-        "reward": _finite(each.reward), "advantage": _finite(each.advantage), "answer": each.answer,
+        "reward": _finite(each.reward),
+        "advantage": _finite(each.advantage),
+        "answer": each.answer,
         "found": each.found,
-    }  # fmt: skip
+    }
     if each.tokens is None:
         text = each.text[: longest * _BYTES]
         row |= {"discrepancy": _finite(each.discrepancy), "text": text, "length": len(each.text)}
@@ -268,13 +318,19 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
     mean = float(np.abs(p - q)[sampled].mean()) if sampled.any() else None
     shown = slice(0, longest)
     row |= {
-        "discrepancy": _finite(mean), "length": len(each.tokens), "more": max(0, len(each.tokens) - longest),
+        "discrepancy": _finite(mean),
+        "length": len(each.tokens),
+        "more": max(0, len(each.tokens) - longest),
         "tokens": [words.setdefault(word, len(words)) for word in each.tokens[shown]],
-        "p": _whole(p[shown], sampled[shown]), "q": _whole(q[shown], sampled[shown]),
-    }  # fmt: skip
+        "p": _whole(p[shown], sampled[shown]),
+        "q": _whole(q[shown], sampled[shown]),
+    }
     if each.top is not None:
         row["top"] = [
-            [(words.setdefault(word, len(words)), round(_UNIT * p), round(_UNIT * q)) for word, p, q in state]
+            [
+                (words.setdefault(word, len(words)), round(_UNIT * p), round(_UNIT * q))
+                for word, p, q in state
+            ]
             for state in each.top[shown]
         ]
     return row
@@ -283,11 +339,16 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
 def _without_middle(prompt: str) -> str:
     """A prompt with what it begins with and, as the question may come last, what it ends with."""
     cut, half = len(prompt) - _LONGEST_PROMPT, _LONGEST_PROMPT // 2
-    return prompt if cut <= 0 else f"{prompt[:half]}\n[... {cut:,} characters ...]\n{prompt[-half:]}"
+    return (
+        prompt if cut <= 0 else f"{prompt[:half]}\n[... {cut:,} characters ...]\n{prompt[-half:]}"
+    )
 
 
 def _whole(values: np.ndarray, known: np.ndarray) -> list[int | None]:
-    return [round(_UNIT * v) if k else None for v, k in zip(values.tolist(), known.tolist(), strict=True)]
+    return [
+        round(_UNIT * v) if k else None
+        for v, k in zip(values.tolist(), known.tolist(), strict=True)
+    ]
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,7 +1,8 @@
 """Figures of one or several runs: pure functions from recorded metrics to matplotlib figures.
 
-`FIGURES` has them all. Each takes {label: metrics of the run, as returned by `read_metrics`} and returns a `Figure`, or
-None if no run recorded its metrics. Nothing uses pyplot or its global state; save a figure with `figure.savefig`.
+`FIGURES` has them all. Each takes {label: metrics of the run, as returned by `read_metrics`} and
+returns a `Figure`, or None if no run recorded its metrics. Nothing uses pyplot or its global state;
+save a figure with `figure.savefig`.
 """
 
 import functools
@@ -69,7 +70,9 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
         [n] float64; NaN only where a window holds no finite value.
     """
     finite = np.isfinite(values)
-    total, count = (np.convolve(x, np.ones(window), "same") for x in (np.where(finite, values, 0.0), finite))
+    total, count = (
+        np.convolve(x, np.ones(window), "same") for x in (np.where(finite, values, 0.0), finite)
+    )
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
@@ -81,8 +84,12 @@ def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> 
     columns = min(len(shown), 2 if len(shown) <= 6 else 4)
     rows = -(-len(shown) // columns)
     height = 0.5 + (3.7 if rows == 1 else 2.9 * rows)
-    figure, places = make_figure(14.4 if columns == 4 else 10.8, height, title, rows=rows, columns=columns)
-    last = max(int(steps[-1]) for series in runs.values() for steps, _ in series.values() if len(steps))
+    figure, places = make_figure(
+        14.4 if columns == 4 else 10.8, height, title, rows=rows, columns=columns
+    )
+    last = max(
+        int(steps[-1]) for series in runs.values() for steps, _ in series.values() if len(steps)
+    )
     for spare in places[len(shown) :]:
         spare.remove()
     for axes, panel in zip(places, shown, strict=False):
@@ -116,24 +123,36 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
             axes.plot(steps, values, linewidth=0.8, alpha=0.3, **style)
             values = smooth(values, len(steps) // 20 | 1)
         marker = panel.marker or ("o" if len(steps) == 1 else None)
-        axes.plot(steps, values, linewidth=1.8, label=text, marker=marker, markersize=5, zorder=3, **style)
+        axes.plot(
+            steps, values, linewidth=1.8, label=text, marker=marker, markersize=5, zorder=3, **style
+        )
 
 
 def _finish(axes: Axes, panel: Panel, last: int, *, legend: bool) -> None:
-    legend |= len(axes.get_legend_handles_labels()[0]) > 1 or bool(panel.label) or panel.short is not None
+    legend |= (
+        len(axes.get_legend_handles_labels()[0]) > 1 or bool(panel.label) or panel.short is not None
+    )
     style_axes(axes, panel.heading, x="training step", y=panel.unit, legend=legend)
     axes.set_xlim(-0.02 * max(last, 2), 1.02 * max(last, 2))  # all panels of a page alike
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     low, high = axes.dataLim.intervaly if np.isfinite(axes.dataLim.intervaly).all() else (0.0, 0.0)
     low, high = (min(low, 0.0), max(high, 0.0)) if panel.from_zero else (low, high)
     # A constant curve gets a fixed scale, so that rounding is not magnified.
-    room = 0.05 * (high - low) if high - low > 1e-12 * max(abs(low), abs(high)) else max(0.5 * abs(high), 1e-3)
+    room = (
+        0.05 * (high - low)
+        if high - low > 1e-12 * max(abs(low), abs(high))
+        else max(0.5 * abs(high), 1e-3)
+    )
     axes.set_ylim(0.0 if panel.from_zero and not low else low - room, high + room)
-    axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}"))
+    axes.yaxis.set_major_formatter(
+        PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}")
+    )
 
 
 def _draw_budget(axes: Axes, runs: Runs) -> None:
-    """Draw each run's budget dashed, from the step on at which it was known, and its noise floor dotted."""
+    """Draw each run's budget dashed, from the step on at which it was known, and its noise floor
+    dotted.
+    """
     for index, (label, series) in enumerate(runs.items()):
         color, whose = (_color(index), f", {label}") if len(runs) > 1 else (INK, "")
         style = {"color": color, "linewidth": 1.3, "zorder": 2}
@@ -142,7 +161,9 @@ def _draw_budget(axes: Axes, runs: Runs) -> None:
             text = f"budget c = {budgets[known][-1]:g}{whose}"
             axes.plot(steps[known], budgets[known], linestyle="--", label=text, **style)
         if (floors := finite_values(series, "mismatch/noise_floor")).size:
-            axes.axhline(floors[-1], linestyle=":", label=f"noise floor = {floors[-1]:.2g}{whose}", **style)
+            axes.axhline(
+                floors[-1], linestyle=":", label=f"noise floor = {floors[-1]:.2g}{whose}", **style
+            )
 
 
 def _draw_phases(axes: Axes, runs: Runs) -> None:
@@ -154,7 +175,14 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
             values = finite_values(series, f"time/{phase}")
             seconds = float(np.median(values)) if len(values) else 0.0
             name = phase if row == 0 else None
-            axes.barh(row, seconds, left=left, height=0.6, color=_color(STEP_PHASES.index(phase)), label=name)
+            axes.barh(
+                row,
+                seconds,
+                left=left,
+                height=0.6,
+                color=_color(STEP_PHASES.index(phase)),
+                label=name,
+            )
             left += seconds
         axes.text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(runs)), list(runs))
@@ -188,8 +216,14 @@ def _source_panels(runs: Runs) -> Iterable[Panel]:
 
 def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
     """Make a panel of each held-out score; shares are in percent."""
-    for name in sorted({name for series in runs.values() for name in series if name.startswith("eval/")}):
-        share = all(form_of_score(name, each[name][1], each) is percent for each in runs.values() if name in each)
+    for name in sorted(
+        {name for series in runs.values() for name in series if name.startswith("eval/")}
+    ):
+        share = all(
+            form_of_score(name, each[name][1], each) is percent
+            for each in runs.values()
+            if name in each
+        )
         heading, unit = name.removeprefix("eval/").replace("/", " "), "" if share else "mean reward"
         yield Panel(heading, unit, (name,), percent=share, smoothed=False, marker="o")
 
@@ -201,42 +235,94 @@ def _fixed(title: str, *panels: Panel) -> Callable[[Runs], Figure | None]:
 _REWARD = Panel("", "mean reward", ("reward/mean",), from_zero=True)
 _SHARE = "share of completions"
 _DISCREPANCY = (
-    Panel("mean over sampled tokens", "discrepancy", ("discrepancy/mean",), label="mean discrepancy", from_zero=True,
-          overlay=_draw_budget),
-    Panel("completions whose own mean is over c", _SHARE, ("discrepancy/completions_over_tolerance",), from_zero=True,
-          percent=True),
-)  # fmt: skip
+    Panel(
+        "mean over sampled tokens",
+        "discrepancy",
+        ("discrepancy/mean",),
+        label="mean discrepancy",
+        from_zero=True,
+        overlay=_draw_budget,
+    ),
+    Panel(
+        "completions whose own mean is over c",
+        _SHARE,
+        ("discrepancy/completions_over_tolerance",),
+        from_zero=True,
+        percent=True,
+    ),
+)
 _MULTIPLIER = (
     Panel("lambda", "lambda", ("dual/multiplier",), smoothed=False),
-    Panel("violation: lambda rises where it is above 0", "violation", ("dual/violation",), from_zero=True),
+    Panel(
+        "violation: lambda rises where it is above 0",
+        "violation",
+        ("dual/violation",),
+        from_zero=True,
+    ),
 )
 _LENGTHS = (
-    Panel("sampled tokens of a completion", "tokens",
-          ("completion/length_mean", "completion/length_min", "completion/length_max"), from_zero=True),
-    Panel("cut by the length limit", _SHARE, ("completion/truncated_fraction",), from_zero=True, percent=True),
-)  # fmt: skip
+    Panel(
+        "sampled tokens of a completion",
+        "tokens",
+        ("completion/length_mean", "completion/length_min", "completion/length_max"),
+        from_zero=True,
+    ),
+    Panel(
+        "cut by the length limit",
+        _SHARE,
+        ("completion/truncated_fraction",),
+        from_zero=True,
+        percent=True,
+    ),
+)
 _MISMATCH = (
     Panel("99th percentile of the discrepancy", "discrepancy", ("discrepancy/p99",)),
-    Panel("|logit p - logit q|, mean and 95th percentile", "nats", ("displacement/abs_mean", "displacement/abs_p95")),
+    Panel(
+        "|logit p - logit q|, mean and 95th percentile",
+        "nats",
+        ("displacement/abs_mean", "displacement/abs_p95"),
+    ),
     Panel("KL(rollout || train), k3", "nats", ("mismatch/k3",)),
     Panel("Pearson correlation of probabilities", "correlation", ("mismatch/pearson",)),
-    Panel("effective sample size", "share of tokens", ("mismatch/effective_sample_size",), percent=True),
+    Panel(
+        "effective sample size",
+        "share of tokens",
+        ("mismatch/effective_sample_size",),
+        percent=True,
+    ),
 )
 _GAP = tuple(
-    Panel(heading, "nats", tuple(f"{part}/{name}" for part in ("staleness", "mismatch", "gap")),
-          short=lambda name: name.partition("/")[0])
-    for heading, name in (("mean absolute log-ratio of a token", "log_ratio_abs_mean"),
-                          ("largest absolute log-ratio", "log_ratio_max"))
-)  # fmt: skip
+    Panel(
+        heading,
+        "nats",
+        tuple(f"{part}/{name}" for part in ("staleness", "mismatch", "gap")),
+        short=lambda name: name.partition("/")[0],
+    )
+    for heading, name in (
+        ("mean absolute log-ratio of a token", "log_ratio_abs_mean"),
+        ("largest absolute log-ratio", "log_ratio_max"),
+    )
+)
 _OPTIMIZATION = (
     Panel("policy entropy", "nats", ("policy/entropy",)),
     Panel("gradient norm before clipping", "norm", ("optimizer/grad_norm",)),
-    Panel("clipped tokens", "share of tokens", ("policy/clip_low_fraction", "policy/clip_high_fraction"),
-          percent=True),
-    Panel("importance ratio", "ratio", ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max")),
+    Panel(
+        "clipped tokens",
+        "share of tokens",
+        ("policy/clip_low_fraction", "policy/clip_high_fraction"),
+        percent=True,
+    ),
+    Panel(
+        "importance ratio", "ratio", ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max")
+    ),
     Panel("charge in the update", "share of the update", ("dual/charge_share",), percent=True),
-    Panel("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",), percent=True),
-)  # fmt: skip
+    Panel(
+        "prompts with all-equal rewards",
+        "share of prompts",
+        ("reward/all_equal_groups",),
+        percent=True,
+    ),
+)
 _TIME = (
     Panel("", "", tuple(f"time/{phase}" for phase in STEP_PHASES), draw=_draw_phases),
     Panel("throughput", "tokens / s", ("throughput/tokens_per_second",), from_zero=True),
@@ -244,7 +330,10 @@ _TIME = (
 
 FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
     "reward": ("Mean reward of the training completions.", _fixed("Reward", _REWARD)),
-    "sources": ("Training completions by data source.", functools.partial(_draw, "By data source", _source_panels)),
+    "sources": (
+        "Training completions by data source.",
+        functools.partial(_draw, "By data source", _source_panels),
+    ),
     "discrepancy": (
         "Mean discrepancy between the engines against the budget c.",
         _fixed("Discrepancy between training and inference engine", *_DISCREPANCY),
@@ -253,11 +342,21 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
         "The price of discrepancy: it rises while the budget is exceeded and falls after.",
         _fixed("Lagrange multiplier", *_MULTIPLIER),
     ),
-    "lengths": ("Completion lengths and the share cut by the limit.", _fixed("Completion lengths", *_LENGTHS)),
-    "evaluation": ("Scores on held-out problems.", functools.partial(_draw, "Held-out evaluation", _evaluation_panels)),
-    "mismatch": ("Mismatch of the engines' probabilities on the same tokens.", _fixed("Engine mismatch", *_MISMATCH)),
+    "lengths": (
+        "Completion lengths and the share cut by the limit.",
+        _fixed("Completion lengths", *_LENGTHS),
+    ),
+    "evaluation": (
+        "Scores on held-out problems.",
+        functools.partial(_draw, "Held-out evaluation", _evaluation_panels),
+    ),
+    "mismatch": (
+        "Mismatch of the engines' probabilities on the same tokens.",
+        _fixed("Engine mismatch", *_MISMATCH),
+    ),
     "gap": (
-        "What the policy moved since its tokens were sampled, and what the engine computes otherwise.",
+        "What the policy moved since its tokens were sampled, and what the engine computes "
+        "otherwise.",
         _fixed("Staleness and mismatch", *_GAP),
     ),
     "optimization": ("The policy update.", _fixed("Optimization", *_OPTIMIZATION)),

@@ -26,11 +26,13 @@ _UPDATE = {
 
 
 class Progress(Activity):
-    """Display of a run: step, reward, discrepancy and c, lambda, the update's numbers, tokens/s, time left.
+    """Display of a run: step, reward, discrepancy and c, lambda, the update's numbers, tokens/s,
+    time left.
 
-    A terminal shows them in its last lines (`dcmdp_jax.activity`). Elsewhere each step is a line, at most one every two
-    seconds; the first and the last step are always shown. Time left is the mean duration of the last 20
-    steps, excluding the first (it compiles), times the remaining steps.
+    A terminal shows them in its last lines (`dcmdp_jax.activity`). Elsewhere each step is a line,
+    at most one every two seconds; the first and the last step are always shown. Time left is the
+    mean duration of the last 20 steps, excluding the first (it compiles), times the remaining
+    steps.
 
     Args:
         total_steps: last step of the run.
@@ -51,7 +53,9 @@ class Progress(Activity):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= start_step <= total_steps:
-            raise ValueError(f"start_step is {start_step}; allowed: 0 to total_steps = {total_steps}")
+            raise ValueError(
+                f"start_step is {start_step}; allowed: 0 to total_steps = {total_steps}"
+            )
         super().__init__("training", total_steps, "steps", start_step, clock(), stays=True)
         self._first, self._measured, self._clock = start_step + 1, measured_steps, clock
         self._values: dict[str, float] = {}
@@ -64,15 +68,22 @@ class Progress(Activity):
 
         Args:
             step: finished steps. Values that are missing, None or NaN show as "-".
-            metrics: named as in `dcmdp_jax.observe.metric_names`; an `eval/.../avg@K` is shown until the next one.
+            metrics: named as in `dcmdp_jax.observe.metric_names`; an `eval/.../avg@K` is shown
+                until the next one.
         """
         now = self._clock()
         if step > self.done:
-            self._values = {name: value for name, value in self._values.items() if name.startswith("eval")}
+            self._values = {
+                name: value for name, value in self._values.items() if name.startswith("eval")
+            }
             if self.done >= self._first:
-                self._durations.extend([(now - self._last_step_at) / (step - self.done)] * (step - self.done))
+                self._durations.extend(
+                    [(now - self._last_step_at) / (step - self.done)] * (step - self.done)
+                )
             self.done, self._last_step_at = step, now
-        self._values.update({name: math.nan if value is None else float(value) for name, value in metrics.items()})
+        self._values.update(
+            {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+        )
         if self._live:
             refresh()
             return
@@ -94,7 +105,9 @@ class Progress(Activity):
                 say(line)
 
     def seconds_left(self) -> float:
-        """Estimate the seconds to the last step; NaN before two steps have finished, 0 at the end."""
+        """Estimate the seconds to the last step; NaN before two steps have finished, 0 at the
+        end.
+        """
         if self.done < self.total and not self._durations:
             return math.nan
         return sum(self._durations) / max(len(self._durations), 1) * (self.total - self.done)
@@ -112,21 +125,31 @@ class Progress(Activity):
         ]
         return [
             *rewarded[: 0 if learns else 3],
-            *(f"{word} {number(values[name], '.3g')}" for word, name in _UPDATE.items() if name in self._values),
+            *(
+                f"{word} {number(values[name], '.3g')}"
+                for word, name in _UPDATE.items()
+                if name in self._values
+            ),
             f"{number(values['throughput/tokens_per_second'], ',.0f')} tokens/s",
             f"left {duration(self.seconds_left())}",
         ]
 
     def _evaluation(self) -> str:
         return "  ".join(
-            f"{name.removeprefix('eval/').replace('/', ' ')} {form_of_score(name, [value], self._values)(value)}"
+            f"{name.removeprefix('eval/').replace('/', ' ')} "
+            f"{form_of_score(name, [value], self._values)(value)}"
             for name, value in sorted(self._values.items())
             if name.startswith("eval/") and ("/avg@" in name or name.endswith("/loss"))
         )
 
     def lines(self, columns: int, now: float) -> list[str]:
-        """A bar, the quantities, with the discrepancy red above c and green below, and the last evaluation."""
-        head, tail = f"step {self.done}/{self.total} ", f" elapsed {duration(self._clock() - self.began)}"
+        """A bar, the quantities, with the discrepancy red above c and green below, and the last
+        evaluation.
+        """
+        head, tail = (
+            f"step {self.done}/{self.total} ",
+            f" elapsed {duration(self._clock() - self.began)}",
+        )
         room = max(0, columns - len(head) - len(tail))
         bar = "━" * round(room * self.done / max(self.total, 1))
         fields = self._fields()
@@ -134,4 +157,8 @@ class Progress(Activity):
         if "(c " in fields[1]:
             over = self._values[bounded_metric(self._values)] > self._values["dual/tolerance"]
             text = text.replace(fields[1], f"{_RED if over else _GREEN}{fields[1]}{_PLAIN}")
-        return [f"{head}{bar:{room}}{tail}", *text.splitlines(), *textwrap.wrap(self._evaluation(), columns)]
+        return [
+            f"{head}{bar:{room}}{tail}",
+            *text.splitlines(),
+            *textwrap.wrap(self._evaluation(), columns),
+        ]

@@ -1,8 +1,10 @@
-"""Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run directory.
+"""Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run
+directory.
 
-One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the other columns are
-almost constant, or repeat in a group, and take little. A run whose batches lag adds 4 bytes, one with
-`rollout.top_logprobs` at most 11 for each listed token. `dcmdp probe` and `dcmdp view` read them.
+One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the
+other columns are almost constant, or repeat in a group, and take little. A run whose batches lag
+adds 4 bytes, one with `rollout.top_logprobs` at most 11 for each listed token. `dcmdp probe` and
+`dcmdp view` read them.
 
 | column | type | |
 |---|---|---|
@@ -20,7 +22,8 @@ almost constant, or repeat in a group, and take little. A run whose batches lag 
 | top | string | with likeliest tokens: JSON, their ids and both log-probs (`dcmdp_jax.record.unpacked_top`) |
 | reward, advantage | float32 | of the completion; the advantage before the penalty |
 
-With a lag, staleness is start_logprobs - train_logprobs, mismatch train_logprobs - rollout_logprobs, the gap their sum.
+With a lag, staleness is start_logprobs - train_logprobs, mismatch train_logprobs -
+rollout_logprobs, the gap their sum.
 """
 
 import logging
@@ -39,7 +42,9 @@ _LOG = logging.getLogger(__name__)
 
 _SCALARS = dict.fromkeys(("step", "completion", "prompt_id"), "int32") | {"source": "string"}
 _SCALARS |= dict.fromkeys(("reward", "advantage"), "float32") | {"top": "string"}
-_LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {"mask": "bool_"}
+_LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {
+    "mask": "bool_"
+}
 _LISTS |= dict.fromkeys(("train_logprobs", "rollout_logprobs", "start_logprobs"), "float32")
 
 
@@ -49,15 +54,26 @@ class RolloutWriter:
     Args:
         run_dir: the run directory.
         every_steps: record steps 1, 1 + every_steps, ...; 0: none.
-        max_bytes: limit of all files together. A step that alone takes more is not recorded, with a warning.
-        resume_step: last finished step of the checkpoint that the run continues from; recordings of later ones are
-            deleted. None: a new run; recordings of an earlier attempt are moved to rollouts.previous.
+        max_bytes: limit of all files together. A step that alone takes more is not recorded, with a
+            warning.
+        resume_step: last finished step of the checkpoint that the run continues from; recordings of
+            later ones are deleted. None: a new run; recordings of an earlier attempt are moved to
+            rollouts.previous.
     """
 
     def __init__(
-        self, run_dir: str | Path, *, every_steps: int, max_bytes: float = 2**30, resume_step: int | None
+        self,
+        run_dir: str | Path,
+        *,
+        every_steps: int,
+        max_bytes: float = 2**30,
+        resume_step: int | None,
     ) -> None:
-        self._directory, self._every, self._max_bytes = Path(run_dir) / ROLLOUTS_DIRECTORY, every_steps, max_bytes
+        self._directory, self._every, self._max_bytes = (
+            Path(run_dir) / ROLLOUTS_DIRECTORY,
+            every_steps,
+            max_bytes,
+        )
         if resume_step is None:
             if self._files():
                 previous = self._directory.with_name(f"{ROLLOUTS_DIRECTORY}.previous")
@@ -88,17 +104,26 @@ class RolloutWriter:
             if not rows or name in rows[0]:
                 single = getattr(pyarrow, kind)()
                 cells = [np.asarray(row[name]) if name in _LISTS else row[name] for row in rows]
-                columns[name] = pyarrow.array(cells, pyarrow.list_(single) if name in _LISTS else single)
+                columns[name] = pyarrow.array(
+                    cells, pyarrow.list_(single) if name in _LISTS else single
+                )
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
         # Ids and log-probs have too many values for a dictionary; it would be written in addition.
-        repeating = [name for name in columns if not name.endswith(("token_ids", "logprobs", "top"))]
+        repeating = [
+            name for name in columns if not name.endswith(("token_ids", "logprobs", "top"))
+        ]
         with temporary.open("wb") as file:  # pyarrow takes no name that is not UTF-8
-            pyarrow.parquet.write_table(pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating)
+            pyarrow.parquet.write_table(
+                pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating
+            )
         if (size := temporary.stat().st_size) > self._max_bytes:
             temporary.unlink()
-            said = "the tokens of step %d take %.3g MiB, more than the %.3g MiB that %s/ may hold: not recorded"
+            said = (
+                "the tokens of step %d take %.3g MiB, more than the %.3g MiB that %s/ may "
+                "hold: not recorded"
+            )
             _LOG.warning(said, step, size / 2**20, self._max_bytes / 2**20, ROLLOUTS_DIRECTORY)
             return
         os.replace(temporary, path)

@@ -14,7 +14,10 @@ from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.observe.jsonl import CONFIG_FILE
 
 _NAMES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
-_OFFLINE = {"wandb": "log in, or set WANDB_MODE=offline", "trackio": "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"}
+_OFFLINE = {
+    "wandb": "log in, or set WANDB_MODE=offline",
+    "trackio": "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL",
+}
 _COLUMNS = ("step", "prompt", "completion", "answer", "reward", "source", "discrepancy_mean")
 
 
@@ -24,7 +27,8 @@ def require_tracker(kind: str, project: str) -> None:
         importlib.import_module(kind)
     except ImportError:
         raise UserError(
-            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: pip install -e '.[{kind}]'"
+            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: pip install -e "
+            f"'.[{kind}]'"
         ) from None
 
 
@@ -46,20 +50,32 @@ class Tracker:
         if not identity.exists() or not identity.read_text().strip():
             atomic_write(identity, uuid.uuid4().hex)
         name, unique = run_dir.resolve().name, identity.read_text().strip()
-        config = json.loads((run_dir / CONFIG_FILE).read_text()) if (run_dir / CONFIG_FILE).exists() else None
+        config = (
+            json.loads((run_dir / CONFIG_FILE).read_text())
+            if (run_dir / CONFIG_FILE).exists()
+            else None
+        )
         settings: dict[str, Any] = {"project": project, "resume": "allow", "config": config}
         if kind == "wandb":
             settings |= {"name": name, "id": unique, "dir": str(run_dir)}
         else:  # Trackio knows a run by its name.
-            settings |= {"name": f"{name}-{unique[:8]}", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+            settings |= {
+                "name": f"{name}-{unique[:8]}",
+                "embed": False,
+                "auto_log_gpu": False,
+                "auto_log_cpu": False,
+            }
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 self.run = self._package.init(**settings)
         except Exception as error:  # the package's own exceptions, or its HTTP client's
-            raise UserError(f"{_NAMES[kind]} did not start ({one_line(error)}); {_OFFLINE[kind]}") from error
+            raise UserError(
+                f"{_NAMES[kind]} did not start ({one_line(error)}); {_OFFLINE[kind]}"
+            ) from error
         self._steps = kind == "trackio"
         if kind == "wandb":
-            # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours is the axis.
+            # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours
+            # is the axis.
             self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -72,7 +88,10 @@ class Tracker:
     def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Log sample completions as a table."""
         if records:
-            rows = [[_cell(step if name == "step" else record.get(name)) for name in _COLUMNS] for record in records]
+            rows = [
+                [_cell(step if name == "step" else record.get(name)) for name in _COLUMNS]
+                for record in records
+            ]
             self.write(step, {"samples": self._package.Table(columns=list(_COLUMNS), data=rows)})
 
     def close(self) -> None:
@@ -83,4 +102,8 @@ class Tracker:
 
 def _cell(value: Any) -> Any:
     """A number or a text: a chat is its JSON."""
-    return value if isinstance(value, int | float | str | None) else json.dumps(value, ensure_ascii=False, default=str)
+    return (
+        value
+        if isinstance(value, int | float | str | None)
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )

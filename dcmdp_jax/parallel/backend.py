@@ -1,4 +1,6 @@
-"""JAX's backend on this machine: CPU devices, compiler flags, the cache of compiled programs, the GPUs present."""
+"""JAX's backend on this machine: CPU devices, compiler flags, the cache of compiled programs, the
+GPUs present.
+"""
 
 import functools
 import hashlib
@@ -28,11 +30,12 @@ _MIN_COMPILE_SECONDS = 0.05
 
 
 def prepare_jax(cpu_devices: int = 0) -> None:
-    """Enable the compile cache and split the CPU into several JAX devices. Call before the first use of JAX.
+    """Enable the compile cache and split the CPU into several JAX devices. Call before the first
+    use of JAX.
 
     The cache is `program_directory()`. `JAX_COMPILATION_CACHE_DIR` selects another directory,
-    `JAX_ENABLE_COMPILATION_CACHE=false` disables the cache. The CPU is left as it is after JAX has started, or where
-    the user has set the count in `XLA_FLAGS`.
+    `JAX_ENABLE_COMPILATION_CACHE=false` disables the cache. The CPU is left as it is after JAX has
+    started, or where the user has set the count in `XLA_FLAGS`.
 
     Args:
         cpu_devices: number of devices; 0 is one per core, at most 4.
@@ -45,17 +48,20 @@ def prepare_jax(cpu_devices: int = 0) -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     try:
-        jax.config.update("jax_num_cpu_devices", cpu_devices or min(usable_cores(), _MAX_DEFAULT_DEVICES))
+        jax.config.update(
+            "jax_num_cpu_devices", cpu_devices or min(usable_cores(), _MAX_DEFAULT_DEVICES)
+        )
     except RuntimeError:
         logger.debug("JAX has started with %d devices", jax.device_count())
 
 
 @functools.cache
 def _replace_unreadable_programs() -> None:
-    """Let a compiled program take the place of an entry in the compile cache: JAX keeps any file that is there.
+    """Let a compiled program take the place of an entry in the compile cache: JAX keeps any file
+    that is there.
 
-    JAX compiles where it finds no entry or can't read it: a process that is killed leaves a part of one. Of processes
-    that compile the same program at the same time, the last one's entry stays.
+    JAX compiles where it finds no entry or can't read it: a process that is killed leaves a part of
+    one. Of processes that compile the same program at the same time, the last one's entry stays.
     """
     from jax._src.lru_cache import LRUCache  # jax (0.10 to 0.12) has no public hook
 
@@ -69,8 +75,12 @@ def _replace_unreadable_programs() -> None:
 
 
 def program_directory() -> Path:
-    """Directory of compiled programs in the user's cache: one for each kind of processor, and version of jaxlib."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcmdp_jax" / "programs"
+    """Directory of compiled programs in the user's cache: one for each kind of processor, and
+    version of jaxlib.
+    """
+    base = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcmdp_jax" / "programs"
+    )
     features = " ".join(sorted(processor_features())) or platform.processor()
     kind = hashlib.sha256(features.encode()).hexdigest()[:12]
     # Without links: JAX hashes the path into the key of each program.
@@ -78,7 +88,9 @@ def program_directory() -> Path:
 
 
 def processor_features() -> frozenset[str]:
-    """Instruction sets of this machine's processor, by Linux's names; empty where the system doesn't tell."""
+    """Instruction sets of this machine's processor, by Linux's names; empty where the system
+    doesn't tell.
+    """
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return frozenset(features.partition(":")[2].split())
@@ -95,9 +107,11 @@ def usable_cores() -> int:
 
 
 def compile_beside(program: Callable[[], object], name: str) -> Callable[[], None]:
-    """Compile a program in a thread, as XLA lets others run meanwhile, and return a function that waits for it.
+    """Compile a program in a thread, as XLA lets others run meanwhile, and return a function that
+    waits for it.
 
-    JAX keeps what was compiled for the call that needs it, which also says what is wrong where this failed, twice.
+    JAX keeps what was compiled for the call that needs it, which also says what is wrong where this
+    failed, twice.
     """
 
     def run() -> None:
@@ -116,8 +130,9 @@ def compile_beside(program: Callable[[], object], name: str) -> Callable[[], Non
 def compiler_options(platform: str) -> dict[str, str] | None:
     """Compiler options of the training programs on "cpu", "gpu" or "tpu".
 
-    On CPU, YNNPACK computes matrix products only. By default it also takes the operations around them, with one pass
-    over memory for each, where XLA's own fusions read memory once: 5 to 20% of a training step.
+    On CPU, YNNPACK computes matrix products only. By default it also takes the operations around
+    them, with one pass over memory for each, where XLA's own fusions read memory once: 5 to 20% of
+    a training step.
     """
     if platform != "cpu":
         return None
@@ -125,7 +140,9 @@ def compiler_options(platform: str) -> dict[str, str] | None:
 
 
 def present_gpus() -> list[str]:
-    """Numbers of this machine's, or container's, NVIDIA GPUs, as CUDA counts them: from 0. Does not start JAX."""
+    """Numbers of this machine's, or container's, NVIDIA GPUs, as CUDA counts them: from 0. Does not
+    start JAX.
+    """
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 

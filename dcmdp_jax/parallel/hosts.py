@@ -1,11 +1,14 @@
-"""Runs of several processes, one on each host: JAX's multi-controller runtime and the little that is added to it.
+"""Runs of several processes, one on each host: JAX's multi-controller runtime and the little that
+is added to it.
 
-Every process runs the same program. It has an engine of its own, samples its share of a step's prompts and judges its
-own completions; then all have the completions of all (`Hosts.gather`) and run the same compiled step on one global
-mesh. So nothing after sampling depends on how many processes there are.
+Every process runs the same program. It has an engine of its own, samples its share of a step's
+prompts and judges its own completions; then all have the completions of all (`Hosts.gather`) and
+run the same compiled step on one global mesh. So nothing after sampling depends on how many
+processes there are.
 
-Whether they live is for JAX to see. Each sends signs of life to the coordination service of process 0 from a thread
-without Python, which a loaded machine does not hold up for long; without one for `timeout_s` JAX aborts all others.
+Whether they live is for JAX to see. Each sends signs of life to the coordination service of process
+0 from a thread without Python, which a loaded machine does not hold up for long; without one for
+`timeout_s` JAX aborts all others.
 """
 
 import collections
@@ -33,21 +36,24 @@ from dcmdp_jax.parallel.meeting import meet
 
 _STOPPING, _FAILED = "dcmdp/stopping", "dcmdp/failed"
 _WAIT_MS = 10**11  # years: the end of the connection ends it
-# After the failure of another process, the main thread has this long to leave by itself, with its own message.
+# After the failure of another process, the main thread has this long to leave by itself, with its
+# own message.
 _GRACE_S = 3.0
 
 
 class HostMonitor:
     """Ends this process when another one has failed and waits for nobody.
 
-    A process can't leave a collective operation that another one never enters, so a thread ends the process as a kill
-    would; the run resumes from its newest checkpoint.
+    A process can't leave a collective operation that another one never enters, so a thread ends the
+    process as a kill would; the run resumes from its newest checkpoint.
 
     Attributes:
         stopping: set once another process has asked all to meet early, or has failed.
     """
 
-    def __init__(self, client: Any, index: int, names: Sequence[str], timeout_s: float, coordinator: str) -> None:
+    def __init__(
+        self, client: Any, index: int, names: Sequence[str], timeout_s: float, coordinator: str
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -68,7 +74,9 @@ class HostMonitor:
         self._tell(_STOPPING, "")
 
     def leave(self, failure: str | None) -> None:
-        """The main thread ends the process by itself: the thread no longer does. Tell the others of a failure."""
+        """The main thread ends the process by itself: the thread no longer does. Tell the others of
+        a failure.
+        """
         self._leaving.set()
         if failure is not None:
             self._tell(_FAILED, failure)
@@ -79,8 +87,12 @@ class HostMonitor:
         self._thread.join(self._timeout_s)
 
     def wait_for_verdict(self) -> None:
-        """Wait as long as JAX takes to find out that another process is dead; this one then ends here."""
-        print_line("waiting to learn which process is gone", "an operation with the other processes failed")
+        """Wait as long as JAX takes to find out that another process is dead; this one then ends
+        here.
+        """
+        print_line(
+            "waiting to learn which process is gone", "an operation with the other processes failed"
+        )
         self._leaving.wait(1.5 * self._timeout_s + _GRACE_S)
 
     def _tell(self, topic: str, message: str) -> None:
@@ -95,7 +107,8 @@ class HostMonitor:
             if index == self._index or self._leaving.wait(_GRACE_S):
                 return
             print_line("error", f"process {index} on {self._names[index]} failed: {message}")
-            # All meet in JAX's shutdown: without it, the process that failed would wait for the others.
+            # All meet in JAX's shutdown: without it, the process that failed would wait for the
+            # others.
             ended = threading.Thread(target=jax.distributed.shutdown, daemon=True)
             ended.start()
             ended.join(self._timeout_s)
@@ -111,23 +124,27 @@ def print_line(kind: str, text: str) -> None:
 def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinator: str) -> None:
     """Say which host is gone when JAX aborts this process.
 
-    JAX (0.10) ends a process with abort() when its connection to process 0 breaks, or another process gives no sign of
-    life, and no Python code runs then: its callback for the case can't take the error that it is called with. So the C
-    library calls this handler. Only the lines that JAX has printed have the dead process's number.
+    JAX (0.10) ends a process with abort() when its connection to process 0 breaks, or another
+    process gives no sign of life, and no Python code runs then: its callback for the case can't
+    take the error that it is called with. So the C library calls this handler. Only the lines that
+    JAX has printed have the dead process's number.
     """
     host, _, port = coordinator.rpartition(":")
     known = ", ".join(f"{number} is on {name}" for number, name in enumerate(names))
 
     def explain(_: int) -> None:
         said = (
-            f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s raises it); JAX's lines "
-            f"above have its number: {known}; rerun the same commands to resume"
+            f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s "
+            f"raises it); JAX's lines above have its number: {known}; rerun the same commands to "
+            "resume"
         )
         try:
             if index:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
-            said = f"lost the coordinator, process 0 on {names[0]}; rerun the same commands to resume"
+            said = (
+                f"lost the coordinator, process 0 on {names[0]}; rerun the same commands to resume"
+            )
         print_line("error", said)
         if not index:
             time.sleep(2 * _GRACE_S)  # the others would take the end of the service for the cause
@@ -178,7 +195,8 @@ class Hosts:
         """Collective: the values of all processes, by process.
 
         Args:
-            value: a value of msgpack's types, NumPy arrays and dataclasses. A tuple arrives as a list.
+            value: a value of msgpack's types, NumPy arrays and dataclasses. A tuple arrives as a
+                list.
             types: the dataclasses in it.
         """
         return [value]
@@ -192,7 +210,9 @@ class Hosts:
         self.largest(0)
 
     def interrupt_all(self) -> None:
-        """Make the other processes abandon per-process work and enter the next collective method."""
+        """Make the other processes abandon per-process work and enter the next collective
+        method.
+        """
 
     @property
     def interrupted(self) -> bool:
@@ -207,7 +227,8 @@ class Hosts:
             remedy: end of the error.
 
         Raises:
-            UserError: in one line, with the first name whose value differs, both values and both hosts.
+            UserError: in one line, with the first name whose value differs, both values and both
+                hosts.
         """
 
 
@@ -225,7 +246,9 @@ class SeveralHosts(Hosts):
         self.index, count = global_state.process_id, global_state.num_processes
         self._set("name", socket.gethostname())
         self.names = tuple(self._get("name", index) for index in range(count))
-        self._monitor = HostMonitor(self._client, self.index, self.names, timeout_s, global_state.coordinator_address)
+        self._monitor = HostMonitor(
+            self._client, self.index, self.names, timeout_s, global_state.coordinator_address
+        )
 
     def gather(self, value: Any, *types: type) -> list[Any]:
         payload = _encode(value)
@@ -235,7 +258,9 @@ class SeveralHosts(Hosts):
         chunk = min(max(_SMALLEST_CHUNK_BYTES, 1 << (longest - 1).bit_length()), _CHUNK_BYTES)
         padded = np.zeros(-(-longest // chunk) * chunk, np.uint8)
         padded[: payload.size] = payload
-        received = np.concatenate([self._exchange(part) for part in padded.reshape(-1, chunk)], axis=1)
+        received = np.concatenate(
+            [self._exchange(part) for part in padded.reshape(-1, chunk)], axis=1
+        )
         return [_decode(row[:size], types) for row, size in zip(received, sizes, strict=True)]
 
     def largest(self, *values: float) -> list[float]:
@@ -259,21 +284,26 @@ class SeveralHosts(Hosts):
                 if first.get(name) != other.get(name):
                     raise ArgumentError(
                         name,
-                        f"process {index} on {self.names[index]} has {other.get(name)}, process 0 on "
-                        f"{self.names[0]} has {first.get(name)}; {remedy}",
+                        f"process {index} on {self.names[index]} has {other.get(name)}, process 0 "
+                        f"on {self.names[0]} has {first.get(name)}; {remedy}",
                     )
 
     @contextlib.contextmanager
     def starting_programs_together(self) -> Iterator[None]:
-        """Let the processes of a program wait for each other between its compilation and its first call.
+        """Let the processes of a program wait for each other between its compilation and its first
+        call.
 
-        One compiles for minutes what another reads from its cache. On CPUs gloo (jaxlib 0.10) connects the devices of a
-        group at the first operation among them, and gives up when the others do not come within half a minute. Main
-        threads wait, which compile in one order; for what another thread compiles see `StepPrograms.compile_ahead`.
+        One compiles for minutes what another reads from its cache. On CPUs gloo (jaxlib 0.10)
+        connects the devices of a group at the first operation among them, and gives up when the
+        others do not come within half a minute. Main threads wait, which compile in one order; for
+        what another thread compiles see `StepPrograms.compile_ahead`.
         """
         from jax._src import compiler  # what pxla calls; jax (0.10 to 0.12) has no public hook
 
-        compile_program, compiled = compiler.compile_or_get_cached, collections.Counter[tuple[int, ...]]()
+        compile_program, compiled = (
+            compiler.compile_or_get_cached,
+            collections.Counter[tuple[int, ...]](),
+        )
 
         def compile_together(
             backend: Any, computation: Any, devices: np.ndarray, *arguments: Any, **options: Any
@@ -293,7 +323,8 @@ class SeveralHosts(Hosts):
             compiler.compile_or_get_cached = compile_program
 
     def leave(self, error: BaseException | None) -> None:
-        """Collective: end the connection, or tell the others why this process ends. Then none waits for another.
+        """Collective: end the connection, or tell the others why this process ends. Then none waits
+        for another.
 
         Args:
             error: why this process ends; None at the end of a run.
@@ -305,11 +336,14 @@ class SeveralHosts(Hosts):
         try:
             jax.distributed.shutdown()
         finally:
-            # After all have met there. Python must not end while the thread is in C++: that aborts the process.
+            # After all have met there. Python must not end while the thread is in C++: that aborts
+            # the process.
             self._monitor.close()
 
     def _exchange(self, values: np.ndarray) -> np.ndarray:
-        """Bytes of an array of one shape in every process, [processes, bytes] uint8, on every process."""
+        """Bytes of an array of one shape in every process, [processes, bytes] uint8, on every
+        process.
+        """
         return multihost_utils.process_allgather(values.view(np.uint8))
 
     def _set(self, topic: str, value: str) -> None:
@@ -350,18 +384,24 @@ def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
             return array.reshape(part["shape"])
         return named[part.pop(_TYPE)](**part) if _TYPE in part else part
 
-    return msgpack.unpackb(data.tobytes(), object_hook=made, strict_map_key=False, unicode_errors=_TEXT)
+    return msgpack.unpackb(
+        data.tobytes(), object_hook=made, strict_map_key=False, unicode_errors=_TEXT
+    )
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether an error may come from a collective operation. JAX raises some of XLA's as ValueError."""
+    """Whether an error may come from a collective operation. JAX raises some of XLA's as
+    ValueError.
+    """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" not in str(error)
     return isinstance(error, ValueError) and "Gloo" in str(error)
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
-    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one. None: JAX's choice."""
+    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one.
+    None: JAX's choice.
+    """
     tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
     gpus, told = environment.get("SLURM_GPUS_ON_NODE", ""), environment.get("JAX_LOCAL_DEVICE_IDS")
     if told:
@@ -370,7 +410,8 @@ def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
 
 
 def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
-    """Coordinator, processes, process and local devices that JAX reads from SLURM, a TPU pod or Open MPI.
+    """Coordinator, processes, process and local devices that JAX reads from SLURM, a TPU pod or
+    Open MPI.
 
     Raises:
         UserError: in one line, if there is nothing of the kind.
@@ -394,10 +435,11 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     """Join the processes of a run; call it before the first use of JAX's devices.
 
     Args:
-        coordinator: "" for a run of one process, of which nothing of this is used; "address:port" of process 0; or
-            "auto": all is what JAX finds out from SLURM, a TPU pod or Open MPI.
+        coordinator: "" for a run of one process, of which nothing of this is used; "address:port"
+            of process 0; or "auto": all is what JAX finds out from SLURM, a TPU pod or Open MPI.
         processes, process: how many there are, and the number of this one; not used with "auto".
-        timeout_s: a process that does not come for this long, or gives no sign of life, is dead, and all others end.
+        timeout_s: a process that does not come for this long, or gives no sign of life, is dead,
+            and all others end.
 
     Raises:
         UserError: in one line, if the processes don't find each other.
@@ -413,9 +455,14 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     # JAX would catch SIGTERM itself, and only tell who asks it at every step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        limits = {"initialization_timeout": max(60, int(timeout_s)), "coordinator_bind_address": listen_at}
+        limits = {
+            "initialization_timeout": max(60, int(timeout_s)),
+            "coordinator_bind_address": listen_at,
+        }
         limits["heartbeat_timeout_seconds"] = math.ceil(timeout_s)
-        jax.distributed.initialize(coordinator, processes, process, local_devices, "deactivate", **limits)
+        jax.distributed.initialize(
+            coordinator, processes, process, local_devices, "deactivate", **limits
+        )
     except (RuntimeError, ValueError) as error:
         raise ArgumentError("coordinator", f"got {coordinator!r}: {one_line(error)}") from error
     hosts = SeveralHosts(timeout_s)

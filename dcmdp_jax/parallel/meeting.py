@@ -1,7 +1,8 @@
 """The processes of a run find each other before JAX joins them.
 
-JAX waits for a missing process without a word and aborts after minutes. So all meet first, by one socket of the address
-at which JAX's coordination service listens afterwards: process 0 knows who is missing, and tells everybody.
+JAX waits for a missing process without a word and aborts after minutes. So all meet first, by one
+socket of the address at which JAX's coordination service listens afterwards: process 0 knows who is
+missing, and tells everybody.
 """
 
 import contextlib
@@ -23,15 +24,17 @@ _GREETING_S = 1.0
 _LONGEST_LINE = 4096
 
 
-def meet(coordinator: str, processes: int, process: int, timeout_s: float, *, listen_at: str = "") -> None:
+def meet(
+    coordinator: str, processes: int, process: int, timeout_s: float, *, listen_at: str = ""
+) -> None:
     """Wait until all processes of a run are here; every ten seconds a warning says who is missing.
 
     Args:
         coordinator: host:port of process 0.
         processes, process: how many there are, and the number of this one.
         timeout_s: how long each waits for the others.
-        listen_at: host:port at which process 0 listens; "" for the coordinator's own. For a host that is reached by an
-            address which none of its interfaces has.
+        listen_at: host:port at which process 0 listens; "" for the coordinator's own. For a host
+            that is reached by an address which none of its interfaces has.
 
     Raises:
         UserError: in one line, if somebody did not come, or the address is wrong.
@@ -48,7 +51,9 @@ def _split(address: str) -> tuple[str, int]:
     return name.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _wait_for_all(listener: socket.socket, coordinator: str, processes: int, timeout_s: float) -> None:
+def _wait_for_all(
+    listener: socket.socket, coordinator: str, processes: int, timeout_s: float
+) -> None:
     """Process 0: answer each who came when all have, or when somebody has not."""
     here: dict[int, tuple[str, socket.socket]] = {}
     answer: dict[str, object] = {"go": True}
@@ -63,9 +68,9 @@ def _wait_for_all(listener: socket.socket, coordinator: str, processes: int, tim
                 if (now := time.monotonic()) >= end:
                     raise ArgumentError(
                         "coordinator",
-                        f"{missing} of {processes} did not come to {coordinator} in {timeout_s:g} s; start the same "
-                        "command there with its own `process`, check that this address is reached from there, or raise "
-                        "`timeout_s`",
+                        f"{missing} of {processes} did not come to {coordinator} in {timeout_s:g} "
+                        "s; start the same command there with its own `process`, check that this "
+                        "address is reached from there, or raise `timeout_s`",
                     )
                 if now >= next_line:
                     next_line = now + _SAY_EVERY_S
@@ -73,7 +78,9 @@ def _wait_for_all(listener: socket.socket, coordinator: str, processes: int, tim
                     logger.warning(line)
                     _send(here, say=line)
                 for key, _ in selector.select(min(end, next_line) - now):
-                    if key.data:  # nobody speaks twice: its connection has ended, and it is missing again
+                    if (
+                        key.data
+                    ):  # nobody speaks twice: its connection has ended, and it is missing again
                         selector.unregister(key.fileobj)
                         here.pop(key.data)[1].close()
                     elif number := _greet(listener, here, processes):
@@ -87,8 +94,11 @@ def _wait_for_all(listener: socket.socket, coordinator: str, processes: int, tim
                 caller.close()
 
 
-def _greet(listener: socket.socket, here: dict[int, tuple[str, socket.socket]], processes: int) -> int:
-    """Accept a caller and add it to `here`; its number, or 0 for one that is not a process of a run.
+def _greet(
+    listener: socket.socket, here: dict[int, tuple[str, socket.socket]], processes: int
+) -> int:
+    """Accept a caller and add it to `here`; its number, or 0 for one that is not a process of a
+    run.
 
     Raises:
         ArgumentError: sent to the caller too, if it was started differently.
@@ -107,7 +117,9 @@ def _greet(listener: socket.socket, here: dict[int, tuple[str, socket.socket]], 
         return 0
     if number in here:
         both = f"{here[number][0]} and {name}"
-        problem = ArgumentError("process", f"{number} on both {both}; each process has a number of its own")
+        problem = ArgumentError(
+            "process", f"{number} on both {both}; each process has a number of its own"
+        )
     elif count != processes or not 0 < number < processes:
         said = f"process {number} on {name} has {count}, process 0 has {processes}"
         problem = ArgumentError("processes", f"{said}; start all hosts with the same command")
@@ -139,7 +151,9 @@ def _listen(listen_at: str) -> socket.socket:
         ) from error
     own = found[0][4][0]
     if own.startswith("127.") and not host.startswith(("127.", "localhost")):  # Debian's /etc/hosts
-        logger.warning("coordinator: %s is %s here, which no other host reaches; give its address", host, own)
+        logger.warning(
+            "coordinator: %s is %s here, which no other host reaches; give its address", host, own
+        )
     problem: OSError | None = None
     for family, *_, place in found:
         try:
@@ -148,23 +162,37 @@ def _listen(listen_at: str) -> socket.socket:
             problem = error
     raise ArgumentError(
         "coordinator",
-        f"got {listen_at!r}, where process 0 can not listen ({os.strerror(problem.errno)}); "
-        "give an address of the host that runs process 0 with a port that is free there; where the others reach it "
-        "by an address that it does not have itself, JAX_COORDINATOR_BIND_ADDRESS is where it listens",
+        f"got {listen_at!r}, where process 0 can not listen ({os.strerror(problem.errno)}); give "
+        "an address of the host that runs process 0 with a port that is free there; where the "
+        "others reach it by an address that it does not have itself, "
+        "JAX_COORDINATOR_BIND_ADDRESS is where it listens",
     ) from problem
 
 
 def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> None:
-    """Another process: come to process 0, wait for its word, and try again where there was nobody."""
+    """Another process: come to process 0, wait for its word, and try again where there was
+    nobody.
+    """
     greeting = {"process": process, "processes": processes, "host": socket.gethostname()}
-    end, said_at, reason, refused = time.monotonic() + timeout_s, time.monotonic(), "nobody answers", None
+    end, said_at, reason, refused = (
+        time.monotonic() + timeout_s,
+        time.monotonic(),
+        "nobody answers",
+        None,
+    )
     while (left := end - time.monotonic()) > 0:
         try:
-            with socket.create_connection(_split(coordinator), timeout=min(left, _SAY_EVERY_S)) as connection:
+            with socket.create_connection(
+                _split(coordinator), timeout=min(left, _SAY_EVERY_S)
+            ) as connection:
                 reason = "process 0 left before all were here, or another program has this address"
                 connection.sendall(json.dumps(greeting).encode() + b"\n")
-                with contextlib.suppress(ValueError, AttributeError, TimeoutError), connection.makefile("rb") as lines:
-                    # Process 0 answers at once and every ten seconds, and knows better than this one how long to wait.
+                with (
+                    contextlib.suppress(ValueError, AttributeError, TimeoutError),
+                    connection.makefile("rb") as lines,
+                ):
+                    # Process 0 answers at once and every ten seconds, and knows better than this
+                    # one how long to wait.
                     while line := lines.readline(_LONGEST_LINE):
                         told = json.loads(line)
                         if refused := told.get("error"):
@@ -181,10 +209,12 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
             raise ArgumentError(*str(refused).partition(": ")[::2])
         if time.monotonic() - said_at >= _SAY_EVERY_S:
             said_at = time.monotonic()
-            logger.warning("process %d: waiting for process 0 at %s (%s)", process, coordinator, reason)
+            logger.warning(
+                "process %d: waiting for process 0 at %s (%s)", process, coordinator, reason
+            )
         time.sleep(_RETRY_S)
     raise ArgumentError(
         "coordinator",
-        f"process {process} did not find process 0 at {coordinator} in {timeout_s:g} s ({reason}); give host:port of "
-        "process 0, start it, or raise `timeout_s`",
+        f"process {process} did not find process 0 at {coordinator} in {timeout_s:g} s "
+        f"({reason}); give host:port of process 0, start it, or raise `timeout_s`",
     )

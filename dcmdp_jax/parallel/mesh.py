@@ -17,24 +17,32 @@ _MAX_REPLICATED_PARAMS = 1 << 25
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1, *, devices: Sequence[jax.Device] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    *,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh with the axes data, fsdp, tensor and expert, all of type Auto.
 
-    "data" splits rows and replicates parameters, "fsdp" splits both, "tensor" splits heads, MLP and vocabulary,
-    "expert" splits rows and the experts of each layer. JAX places the devices of the last axes nearest to each other.
+    "data" splits rows and replicates parameters, "fsdp" splits both, "tensor" splits heads, MLP and
+    vocabulary, "expert" splits rows and the experts of each layer. JAX places the devices of the
+    last axes nearest to each other.
 
     Args:
-        data, fsdp, tensor, expert: devices along the axis; one of them may be -1: all that are left.
+        data, fsdp, tensor, expert: devices along the axis; one of them may be -1: all that are
+            left.
         devices: the devices to use; None for all of the backend, on every host.
 
     Raises:
-        ValueError: naming the settings, when a size is neither positive nor -1, more than one is -1, or the sizes
-            don't multiply to the number of devices.
+        ValueError: naming the settings, when a size is neither positive nor -1, more than one is
+            -1, or the sizes don't multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(axis_sizes(len(devices), data, fsdp, tensor, expert).values())
-    # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding rule.
+    # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding
+    # rule.
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -43,7 +51,9 @@ def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> 
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
     given = f" ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
-        raise ArgumentError(bad[0], f"got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over")
+        raise ArgumentError(
+            bad[0], f"got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over"
+        )
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise ArgumentError("mesh", "only one axis may be -1", given)
@@ -51,10 +61,14 @@ def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> 
     if open_axes:
         if devices % fixed:
             allowed = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise ArgumentError("mesh", f"{fixed} does not divide the {devices} devices; that do {allowed}", given)
+            raise ArgumentError(
+                "mesh", f"{fixed} does not divide the {devices} devices; that do {allowed}", given
+            )
         sizes[open_axes[0]] = devices // fixed
     elif fixed != devices:
-        raise ArgumentError("mesh", f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit", given)
+        raise ArgumentError(
+            "mesh", f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit", given
+        )
     return sizes
 
 
@@ -63,12 +77,15 @@ def one_device_mesh() -> Mesh:
     return make_mesh(devices=jax.local_devices()[:1])
 
 
-def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int) -> Mesh:
+def training_mesh(
+    data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int
+) -> Mesh:
     """`make_mesh`, but data-parallel over the devices left over where `prepare_jax` split the CPU.
 
-    Cores with rows of their own synchronize once per update, not after every operation: a step of a small model takes
-    0.8 of its time on one device with all cores. Every device holds the whole state. A large model gains nothing, as
-    its operations are long, and uses one device; so does any model where there are fewer devices than cores.
+    Cores with rows of their own synchronize once per update, not after every operation: a step of a
+    small model takes 0.8 of its time on one device with all cores. Every device holds the whole
+    state. A large model gains nothing, as its operations are long, and uses one device; so does any
+    model where there are fewer devices than cores.
 
     Args:
         data, fsdp, tensor, expert: see `make_mesh`; from the config.
@@ -90,19 +107,23 @@ def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, exper
 
     In a run of several processes, this process's devices alone.
 
-    Decoding runs many small products, for which waking a second thread costs as much as it saves: two devices with half
-    of the rows each take 0.68 to 0.75 of the time of one device with both cores. Of a large model each device
-    would read all weights at every token, 1.33 to 1.50 times the processor time for 16 rows: it gets one device.
+    Decoding runs many small products, for which waking a second thread costs as much as it saves:
+    two devices with half of the rows each take 0.68 to 0.75 of the time of one device with both
+    cores. Of a large model each device would read all weights at every token, 1.33 to 1.50 times
+    the processor time for 16 rows: it gets one device.
 
     Args:
         training: result of `training_mesh`.
         num_params: parameters of the model; 0: few.
-        tensor, expert: devices that the engine's weights are split over; the rest of them split rows (axis data).
+        tensor, expert: devices that the engine's weights are split over; the rest of them split
+            rows (axis data).
 
     Raises:
         UserError: naming the settings, if they do not divide the number of devices.
     """
-    devices = np.asarray(jax.local_devices()) if backend.cpu_is_split() else training.devices.reshape(-1)
+    devices = (
+        np.asarray(jax.local_devices()) if backend.cpu_is_split() else training.devices.reshape(-1)
+    )
     if jax.process_count() > 1:
         own = [device for device in devices if device.process_index == jax.process_index()]
         devices = np.asarray(own)
@@ -110,7 +131,9 @@ def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, exper
         devices = devices[:1]
     if devices.size % (tensor * expert):
         given = f" (tensor={tensor}, expert={expert})"
-        raise ArgumentError("mesh", f"{tensor * expert} does not divide the {devices.size} devices", given)
+        raise ArgumentError(
+            "mesh", f"{tensor * expert} does not divide the {devices.size} devices", given
+        )
     return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
 
 
@@ -126,19 +149,26 @@ def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, complet
     Raises:
         UserError: naming the setting, its value and what would do.
     """
-    for axis, count, what in (("tensor", num_heads, "query heads"), ("expert", num_experts, "experts")):
+    for axis, count, what in (
+        ("tensor", num_heads, "query heads"),
+        ("expert", num_experts, "experts"),
+    ):
         ways = mesh.shape[axis]
         if count and count % ways:
             allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise ArgumentError(axis, f"got {ways}, must divide the model's {count} {what}; that do {allowed}")
+            raise ArgumentError(
+                axis, f"got {ways}, must divide the model's {count} {what}; that do {allowed}"
+            )
     if not num_experts and mesh.shape["expert"] > 1:
-        raise ArgumentError("expert", f"got {mesh.shape['expert']}, the model has no experts; must be 1")
+        raise ArgumentError(
+            "expert", f"got {mesh.shape['expert']}, the model has no experts; must be 1"
+        )
     if row_shards(mesh) > completions:
         raise ArgumentError(
             "mesh",
-            f"data x fsdp x expert = {row_shards(mesh)} devices split the rows of a mini-batch, which has "
-            f"{completions} completions; use at most that many and `tensor` for the rest, or raise "
-            "`completions`",
+            f"data x fsdp x expert = {row_shards(mesh)} devices split the rows of a mini-batch, "
+            f"which has {completions} completions; use at most that many and `tensor` for the "
+            "rest, or raise `completions`",
         )
 
 
@@ -150,9 +180,10 @@ def row_shards(mesh: Mesh) -> int:
 def connect_devices(mesh: Mesh) -> None:
     """Run an operation among the devices of each group that axes of the mesh span. Collective.
 
-    gloo connects a group at its first operation, for which the slower processes have half a minute: too little within a
-    step, whose first reduction may come minutes later on one host than on another. Here all come at once, see
-    `SeveralHosts.starting_programs_together`. Later operations wait as long as it takes.
+    gloo connects a group at its first operation, for which the slower processes have half a minute:
+    too little within a step, whose first reduction may come minutes later on one host than on
+    another. Here all come at once, see `SeveralHosts.starting_programs_together`. Later operations
+    wait as long as it takes.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return
@@ -160,5 +191,7 @@ def connect_devices(mesh: Mesh) -> None:
     for count in range(1, len(axes) + 1):
         for group in itertools.combinations(axes, count):
             total = functools.partial(jax.lax.psum, axis_name=group)
-            whole = jax.shard_map(total, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+            whole = jax.shard_map(
+                total, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+            )
             jax.block_until_ready(jax.jit(whole)(np.float32(0)))

@@ -1,7 +1,8 @@
-"""Shardings from logical axis names, and arrays that have them, in one process or several, or abstract.
+"""Shardings from logical axis names, and arrays that have them, in one process or several, or
+abstract.
 
-Where the parts of an array lie on the devices of several processes, every process calls `to_global`, `to_local` and
-`to_host`, in the same order.
+Where the parts of an array lie on the devices of several processes, every process calls
+`to_global`, `to_local` and `to_host`, in the same order.
 """
 
 import logging
@@ -44,29 +45,38 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "rank": None,
     }
 )
-"""Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the axis of the scan."""
+"""Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the axis of the
+scan.
+"""
 
 ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
     {"rows": (DATA, "fsdp", "expert"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
 )
-"""Activations. Rows are split over data, fsdp and expert, the residual stream is replicated over tensor. The compiler
-chooses how a table is split over its vocabulary."""
+"""Activations. Rows are split over data, fsdp and expert, the residual stream is replicated over
+tensor. The compiler chooses how a table is split over its vocabulary.
+"""
 
 
 def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
-    """The `PartitionSpec` of an array whose dimensions are named `axes`; None names a dimension that is never split.
+    """The `PartitionSpec` of an array whose dimensions are named `axes`; None names a dimension
+    that is never split.
 
     Raises:
         ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
     """
     if unknown := [name for name in axes if name is not None and name not in table]:
-        raise ValueError(f"logical axis {unknown[0]!r} is unknown, the table has {', '.join(table)}")
+        raise ValueError(
+            f"logical axis {unknown[0]!r} is unknown, the table has {', '.join(table)}"
+        )
     parts = [None if name is None else table[name] for name in axes]
     taken: dict[str, str | None] = {}
     for name, part in zip(axes, parts, strict=True):
         for mesh_axis in _mesh_axes(part):
             if mesh_axis in taken:
-                raise ValueError(f"logical axes {axes}: {taken[mesh_axis]!r} and {name!r} both land on {mesh_axis!r}")
+                raise ValueError(
+                    f"logical axes {axes}: {taken[mesh_axis]!r} and {name!r} both land on "
+                    f"{mesh_axis!r}"
+                )
             taken[mesh_axis] = name
     return P(*parts)
 
@@ -74,8 +84,9 @@ def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
 def param_shardings(logical_axes: Params, shapes: Params, mesh: Mesh) -> Params:
     """The sharding of every parameter, by `PARAM_AXES`.
 
-    A dimension that its mesh axes don't divide (a vocabulary of odd size, fewer key-value channels than tensor
-    devices) is replicated, with a warning that names it. Results stay the same; memory and speed suffer.
+    A dimension that its mesh axes don't divide (a vocabulary of odd size, fewer key-value channels
+    than tensor devices) is replicated, with a warning that names it. Results stay the same; memory
+    and speed suffer.
 
     Args:
         logical_axes: tree of tuples of axis names, from `params.logical_axes`.
@@ -96,7 +107,8 @@ def param_shardings(logical_axes: Params, shapes: Params, mesh: Mesh) -> Params:
             ways = math.prod(mesh.shape[name] for name in _mesh_axes(part))
             if size % ways:
                 logger.warning(
-                    "%s: dimension %d (%s) is %d, not a multiple of the %d devices along %s; each holds all of it",
+                    "%s: dimension %d (%s) is %d, not a multiple of the %d devices along %s; each "
+                    "holds all of it",
                     *(where, place, axes[place], size, ways, part),
                 )
                 parts[place] = None
@@ -108,9 +120,9 @@ def param_shardings(logical_axes: Params, shapes: Params, mesh: Mesh) -> Params:
 def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh) -> Any:
     """Shardings of any tree that holds parameter-shaped trees, such as an optimizer's moments.
 
-    A leaf whose path ends with the path of a parameter and that has its shape gets the parameter's sharding (optax
-    states keep the parameters' tree, also inside `chain`, `masked` and `multi_transform`). Every other leaf, such as a
-    counter or a factored moment, is replicated.
+    A leaf whose path ends with the path of a parameter and that has its shape gets the parameter's
+    sharding (optax states keep the parameters' tree, also inside `chain`, `masked` and
+    `multi_transform`). Every other leaf, such as a counter or a factored moment, is replicated.
 
     Args:
         state: tree of arrays or `jax.ShapeDtypeStruct`s.
@@ -121,7 +133,10 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
     """
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     shardings = jax.tree.leaves(param_shardings(logical_axes, shapes, mesh))
-    known = {_keys(path): (tuple(leaf.shape), where) for (path, leaf), where in zip(leaves, shardings, strict=True)}
+    known = {
+        _keys(path): (tuple(leaf.shape), where)
+        for (path, leaf), where in zip(leaves, shardings, strict=True)
+    }
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = _keys(path)
@@ -135,7 +150,8 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
 
 
 def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
-    """A function that constrains an activation's sharding by the names of its dimensions, under jit.
+    """A function that constrains an activation's sharding by the names of its dimensions, under
+    jit.
 
     Inside `shard_map_over_data` it uses the axes that are left to the compiler.
 
@@ -150,9 +166,13 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
         manual = set(around.manual_axes)
         parts = []
         for part in partition_spec(axes, ACTIVATION_AXES):
-            free = tuple(axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1)
+            free = tuple(
+                axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1
+            )
             parts.append(part if part is P.UNCONSTRAINED else free or None)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(around if manual else mesh, P(*parts)))
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(around if manual else mesh, P(*parts))
+        )
 
     return pin
 
@@ -168,7 +188,9 @@ def shard_rows(mesh: Mesh) -> NamedSharding:
 
 
 def data_axis(mesh: Mesh | None) -> str | None:
-    """The mesh axis that `shard_map_over_data` maps over; None if it has one device, where there is nothing to map."""
+    """The mesh axis that `shard_map_over_data` maps over; None if it has one device, where there is
+    nothing to map.
+    """
     return DATA if mesh is not None and mesh.shape[DATA] > 1 else None
 
 
@@ -178,27 +200,38 @@ def data_parallel_only(mesh: Mesh | None) -> bool:
 
 
 def shard_map_over_data(
-    function: Callable[..., Any], mesh: Mesh | None, *, in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
+    function: Callable[..., Any],
+    mesh: Mesh | None,
+    *,
+    in_specs: tuple[P, ...],
+    out_specs: P | tuple[P, ...],
 ) -> Callable[..., Any]:
     """Run `function` once along each index of the data axis, on the rows there.
 
-    Inside it the data axis is manual: only the collectives of `function` communicate along it, so gradients are summed
-    once after all micro-batches instead of in each. The compiler handles the other axes.
+    Inside it the data axis is manual: only the collectives of `function` communicate along it, so
+    gradients are summed once after all micro-batches instead of in each. The compiler handles the
+    other axes.
 
-    A data axis of one device is left to the compiler as well: there is nothing to map, and XLA (jax 0.10.2) refuses a
-    reduction over it and other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
+    A data axis of one device is left to the compiler as well: there is nothing to map, and XLA (jax
+    0.10.2) refuses a reduction over it and other axes ("Cross-partition allreduce must be in
+    (partial) manual partitioning mode").
 
     Args:
         function: function that closes over no array.
         mesh: the run's; None for one device.
-        in_specs, out_specs: specs for `jax.shard_map`: `P()` for what is replicated along the data axis, `DATA` for
-            rows.
+        in_specs, out_specs: specs for `jax.shard_map`: `P()` for what is replicated along the data
+            axis, `DATA` for rows.
     """
     axis = data_axis(mesh)
     if axis is None:
         return function
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={axis},
+        check_vma=False,
     )
 
 
@@ -208,11 +241,15 @@ def free_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in manual)
 
 
-def shard_map_over(axes: Iterable[str], function: Callable[..., Any], mesh: Mesh, **specs: Any) -> Callable[..., Any]:
-    """Run `function` on each device's own part along some axes of the mesh; also inside a `shard_map` over others.
+def shard_map_over(
+    axes: Iterable[str], function: Callable[..., Any], mesh: Mesh, **specs: Any
+) -> Callable[..., Any]:
+    """Run `function` on each device's own part along some axes of the mesh; also inside a
+    `shard_map` over others.
 
-    For code that knows better than the compiler when to communicate. Without vma: the cotangent of a result that is
-    replicated along an axis is divided by the axis's size, and the gradients of a replicated argument are summed.
+    For code that knows better than the compiler when to communicate. Without vma: the cotangent of
+    a result that is replicated along an axis is divided by the axis's size, and the gradients of a
+    replicated argument are summed.
 
     Args:
         axes: names of the axes.
@@ -224,7 +261,9 @@ def shard_map_over(axes: Iterable[str], function: Callable[..., Any], mesh: Mesh
     def mapped(*arguments: Any) -> Any:
         around = jax.sharding.get_abstract_mesh()
         inside = around if around.manual_axes else mesh
-        return jax.shard_map(function, mesh=inside, axis_names=set(axes), check_vma=False, **specs)(*arguments)
+        return jax.shard_map(function, mesh=inside, axis_names=set(axes), check_vma=False, **specs)(
+            *arguments
+        )
 
     return mapped
 
@@ -238,7 +277,9 @@ def to_global(tree: Any, shardings: Any) -> Any:
     """
 
     def place(sharding: NamedSharding, part: Any) -> Any:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), part)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), part
+        )
 
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -250,11 +291,13 @@ def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
     Args:
         x: with a `NamedSharding`.
-        sharding: over devices of this process. Other processes give one like it, over devices of theirs.
+        sharding: over devices of this process. Other processes give one like it, over devices of
+            theirs.
 
     Returns:
-        `x` itself if its parts all lie on devices of this process. Else the array with `sharding`, or replicated over
-        all devices of this process if `sharding` names some of them only: JAX has no such transfer.
+        `x` itself if its parts all lie on devices of this process. Else the array with `sharding`,
+        or replicated over all devices of this process if `sharding` names some of them only: JAX
+        has no such transfer.
     """
     if x.is_fully_addressable:
         return x
@@ -283,14 +326,19 @@ def sharded(tree: Any, shardings: Any) -> Any:
     """Shapes with shardings, of which `shardings` has one for each leaf or for a whole subtree."""
 
     def attach(sharding: Any, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+        )
 
     return jax.tree.map(attach, shardings, tree)
 
 
 def bytes_per_device(tree: Any) -> int:
     """Bytes that each device holds of arrays with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:

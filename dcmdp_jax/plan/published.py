@@ -15,26 +15,75 @@ from dcmdp_jax.run.task import fresh_model
 
 _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 _OTHERS = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_QWEN3 = _OTHERS | {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1000000, "attention_bias": False}
+_QWEN3 = _OTHERS | {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+}
 _QWEN3["max_position_embeddings"] = 40960
-_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_MOE = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 _QWEN2 = _OTHERS | {"model_type": "qwen2", "rope_theta": 10000, "max_position_embeddings": 131072}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 _LLAMA3["original_max_position_embeddings"] = 8192
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000, "rope_scaling": _LLAMA3}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "rope_theta": 500000,
+    "rope_scaling": _LLAMA3,
+}
 _LLAMA |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False}
-_MISTRAL = {"model_type": "mistral", "vocab_size": 32000, "rope_theta": 10000, "sliding_window": 4096}
+_MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+}
 _MISTRAL |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False}
-_SMOLLM3 = {"model_type": "smollm3", "vocab_size": 128256, "rope_theta": 5000000, "no_rope_layer_interval": 4}
+_SMOLLM3 = {
+    "model_type": "smollm3",
+    "vocab_size": 128256,
+    "rope_theta": 5000000,
+    "no_rope_layer_interval": 4,
+}
 _SMOLLM3 |= {"use_sliding_window": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 65536}
-_YARN = {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 _OLMO3 = {"model_type": "olmo3", "vocab_size": 100278, "rope_theta": 500000, "sliding_window": 4096}
-_OLMO3 |= {"rope_scaling": _YARN | {"attention_factor": 1.2079441541679836}, "max_position_embeddings": 65536}
+_OLMO3 |= {
+    "rope_scaling": _YARN | {"attention_factor": 1.2079441541679836},
+    "max_position_embeddings": 65536,
+}
 _OLMO3 |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "head_dim": 256, "query_pre_attn_scalar": 256}
-_GEMMA3 |= {"sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA3 |= {
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+}
 _GEMMA3 |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-_QWEN35 = {"model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "linear_num_value_heads": 16}
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "linear_num_value_heads": 16,
+}
 _QWEN35 |= {"rope_theta": 10000000, "max_position_embeddings": 262144, "tie_word_embeddings": True}
 
 
@@ -70,18 +119,24 @@ _QWEN25 = {
 }
 for _size, (*_numbers, _context) in _QWEN25.items():
     _small = _size in ("0.5B", "1.5B", "3B")
-    _shape = _config(_QWEN2, *_numbers, tie_word_embeddings=_small, vocab_size=151936 if _small else 152064)
+    _shape = _config(
+        _QWEN2, *_numbers, tie_word_embeddings=_small, vocab_size=151936 if _small else 152064
+    )
     _shape["rope_theta"] = 1000000
     PUBLISHED[f"Qwen2.5-{_size}"] = _shape | {"max_position_embeddings": _context}
     PUBLISHED[f"Qwen2.5-{_size}-Instruct"] = _shape | {"max_position_embeddings": 32768}
     if _size != "72B":
         PUBLISHED[f"Qwen2.5-Coder-{_size}"] = _shape | {"max_position_embeddings": 32768}
     if _size in ("1.5B", "7B", "72B"):
-        PUBLISHED[f"Qwen2.5-Math-{_size}"] = _shape | {"max_position_embeddings": 4096, "rope_theta": 10000}
+        PUBLISHED[f"Qwen2.5-Math-{_size}"] = _shape | {
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000,
+        }
 
 
 def model_of(config: Config) -> ModelConfig:
-    """The model of a config: its directory's, a published one of the directory's name, or a fresh one.
+    """The model of a config: its directory's, a published one of the directory's name, or a fresh
+    one.
 
     Raises:
         UserError: if neither a directory nor a published model has this name.
@@ -96,7 +151,7 @@ def model_of(config: Config) -> ModelConfig:
     fields = PUBLISHED.get(name, PUBLISHED.get(name.removesuffix("-Instruct")))
     if fields is None:
         raise UserError(
-            f"config.model.path: no directory {path}, and no published shape of that name; known are "
-            f"{', '.join(PUBLISHED)}{suggestion(name, PUBLISHED)}"
+            f"config.model.path: no directory {path}, and no published shape of that name; known "
+            f"are {', '.join(PUBLISHED)}{suggestion(name, PUBLISHED)}"
         )
     return from_hf(fields)

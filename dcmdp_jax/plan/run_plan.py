@@ -1,4 +1,6 @@
-"""A run at full size: its programs compiled for a topology, its memory by kind, the search for what fits."""
+"""A run at full size: its programs compiled for a topology, its memory by kind, the search for what
+fits.
+"""
 
 import dataclasses
 import functools
@@ -14,7 +16,13 @@ from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, forward_scheme, of_engine
 from dcmdp_jax.config.settings import Config, MeshSettings
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.engines.engine_kind import DeviceShare, EngineArguments, EngineKind, EnginePlan, Lowerable
+from dcmdp_jax.engines.engine_kind import (
+    DeviceShare,
+    EngineArguments,
+    EngineKind,
+    EnginePlan,
+    Lowerable,
+)
 from dcmdp_jax.engines.machine import PREEMPTED, Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
@@ -41,7 +49,8 @@ class PlannedRun(NamedTuple):
     Attributes:
         config: the settings.
         model: the model's shape.
-        placement: devices, shapes and memory; its memory is by arithmetic, as `dcmdp train --dry_run` has it.
+        placement: devices, shapes and memory; its memory is by arithmetic, as `dcmdp train
+            --dry_run` has it.
     """
 
     config: Config
@@ -54,8 +63,8 @@ class Compiled(NamedTuple):
 
     Attributes:
         seconds: compilation time.
-        peak: largest number of bytes in use, arguments included, as the compiler reports it; what it would need, if it
-            says so, of a program that does not fit.
+        peak: largest number of bytes in use, arguments included, as the compiler reports it; what
+            it would need, if it says so, of a program that does not fit.
         temporary: bytes of temporary memory; 0 if it does not fit.
         arguments: bytes of the arguments.
         account: result of the reader given to `compile_program`; None without one.
@@ -97,7 +106,8 @@ class CompiledRun:
         topology: the devices.
         run: what was planned.
         step: the training step.
-        engine: plan of an engine in the trainer's process; None with another, whose programs are not ours.
+        engine: plan of an engine in the trainer's process; None with another, whose programs are
+            not ours.
         programs: compiled, by name.
         usable: bytes of a device that the run may use.
         usable_reason: explanation of that number.
@@ -113,10 +123,19 @@ class CompiledRun:
 
     @property
     def phases(self) -> list[Phase]:
-        """Every compiled program with what stays in memory outside its arguments, and the phases without a program."""
-        found = [Phase(name, compiled.peak, self._beside(name)) for name, compiled in self.programs.items()]
+        """Every compiled program with what stays in memory outside its arguments, and the phases
+        without a program.
+        """
+        found = [
+            Phase(name, compiled.peak, self._beside(name))
+            for name, compiled in self.programs.items()
+        ]
         if self.engine is not None:
-            parts = [part for part in self.run.placement.engine.memory.parts if "push" in part.phases and part.each]
+            parts = [
+                part
+                for part in self.run.placement.engine.memory.parts
+                if "push" in part.phases and part.each
+            ]
             found.append(Phase("push", 0, {part.name: part.each for part in parts}))
         elif (shared := _share(self.run.config)) is not None and shared.sampling:
             share = int(shared.sampling * self.topology.chip.memory_gib * GIB)
@@ -125,9 +144,15 @@ class CompiledRun:
 
     def _beside(self, name: str) -> dict[str, int]:
         """Memory that is held while a program runs and is none of its arguments."""
-        parts = {part.name: part.each for part in self.run.placement.engine.memory.parts if part.each}
+        parts = {
+            part.name: part.each for part in self.run.placement.engine.memory.parts if part.each
+        }
         if name == "step" or self.engine is None:
-            return {part: size for part, size in parts.items() if name == "step" and part == memory_use.CUDNN_WORKSPACE}
+            return {
+                part: size
+                for part, size in parts.items()
+                if name == "step" and part == memory_use.CUDNN_WORKSPACE
+            }
         beside = dict(self.step.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
@@ -143,7 +168,8 @@ class CompiledRun:
 
 
 def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
-    """Refuse what dcmdp train refuses on such devices, without their compiler, and adapters whose shape is not given.
+    """Refuse what dcmdp train refuses on such devices, without their compiler, and adapters whose
+    shape is not given.
 
     Args:
         config: the settings.
@@ -154,21 +180,28 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
         The model.
 
     Raises:
-        UserError: naming the setting, if the mesh does not fit the devices or the model, or a setting does not fit the
-            model or the platform.
+        UserError: naming the setting, if the mesh does not fit the devices or the model, or a
+            setting does not fit the model or the platform.
     """
     model = model_of(config)
     task.check_model(config, model)
     if config.model.adapter and config.model.lora is None:
-        raise UserError("config.model.adapter: a plan does not read it; give the shape as model.lora_rank, lora_alpha")
+        raise UserError(
+            "config.model.adapter: a plan does not read it; give the shape as model.lora_rank, "
+            "lora_alpha"
+        )
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices
-    kind, arguments = _engine(config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=min(devices, near))
+    kind, arguments = _engine(
+        config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=min(devices, near)
+    )
     with as_settings(of_engine(kind)):
         kind.check(arguments)
     with as_settings(MESH):
-        sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
+        sizes = axis_sizes(
+            devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+        )
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         sizes = {"num_heads": model.num_heads, "num_experts": model.num_experts}
         check_training_mesh(mesh, **sizes, completions=config.completions_per_mini_batch)
@@ -177,7 +210,9 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
 
 def _engine(config: Config, **found: Any) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run with what it gets of adapters; a supervised run has none."""
-    kind, arguments = engine_arguments(config, kind=EngineKind() if config.supervised else None, **found)
+    kind, arguments = engine_arguments(
+        config, kind=EngineKind() if config.supervised else None, **found
+    )
     lora = config.model.lora if kind.takes_adapters(arguments.settings) else None
     return kind, dataclasses.replace(arguments, lora=lora)
 
@@ -185,7 +220,8 @@ def _engine(config: Config, **found: Any) -> tuple[EngineKind, EngineArguments]:
 def planned_run(
     config: Config, mesh: Mesh, *, model: ModelConfig | None = None, machine: Machine | None = None
 ) -> PlannedRun:
-    """A run whose shapes alone are asked for: no data, no run directory, prompts of the longest length.
+    """A run whose shapes alone are asked for: no data, no run directory, prompts of the longest
+    length.
 
     Args:
         config: the settings.
@@ -195,13 +231,18 @@ def planned_run(
     """
     model, platform = model or model_of(config), mesh.devices.flat[0].platform
     engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
-    of_teacher = dataclasses.replace(config, model=dataclasses.replace(config.model, path=config.teacher[0]))
+    of_teacher = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, path=config.teacher[0])
+    )
     placement = placed(
         config,
         *engine,
         mesh,
         forward_scheme(config, platform, model=model),
-        ([config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size),
+        (
+            [config.task.max_prompt_tokens],
+            config.training.prompts_per_step * config.rollout.group_size,
+        ),
         config.model.lora,
         teacher=model_of(of_teacher) if config.loads_teacher else None,
         machine=machine,
@@ -214,7 +255,10 @@ def plan_step(run: PlannedRun) -> Lowerable:
     config, model, mesh, packing = run.config, run.model, run.placement.mesh, run.placement.packing
     programs = make_step_programs(config, model, run.placement, config.model.lora)
     state, batch = programs.arguments
-    held = {"parameters": bytes_per_device(state.params), "optimizer": bytes_per_device(state.opt_state)}
+    held = {
+        "parameters": bytes_per_device(state.params),
+        "optimizer": bytes_per_device(state.opt_state),
+    }
     frozen = None
     if config.model.lora or config.algorithm.kl_coefficient:
         dtype = config.model.lora_base if config.model.lora else config.model.param_dtype
@@ -226,7 +270,9 @@ def plan_step(run: PlannedRun) -> Lowerable:
 
 
 def predicted_tokens(packing: RowShapes, mesh: Mesh) -> list[int]:
-    """Count the tokens that a micro-batch of each bucket predicts on a device: all of a row but the first."""
+    """Count the tokens that a micro-batch of each bucket predicts on a device: all of a row but the
+    first.
+    """
     shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
 
@@ -238,7 +284,9 @@ def compile_run(
     only: Sequence[str] = (),
     on_program: Callable[[str], None] = lambda name: None,
     refuse: bool = False,
-    read: Callable[[PlannedRun, Lowerable, jax.stages.Compiled], Any] = lambda run, program, executable: None,
+    read: Callable[
+        [PlannedRun, Lowerable, jax.stages.Compiled], Any
+    ] = lambda run, program, executable: None,
 ) -> CompiledRun:
     """Compile the programs of a run for a topology.
 
@@ -251,8 +299,8 @@ def compile_run(
         read: called with the run, a program and its executable; `Compiled.account` has its result.
 
     Raises:
-        UserError: if the mesh does not fit the devices or the model, a setting does not fit the model or the platform,
-            or with `refuse`.
+        UserError: if the mesh does not fit the devices or the model, a setting does not fit the
+            model or the platform, or with `refuse`.
     """
     model = check_run(config, platform_of(topology.name), len(topology.devices))
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
@@ -267,7 +315,10 @@ def compile_run(
         run.placement.engine.memory.check()
     step, engine = plan_step(run), plan_engine(run, run.placement.engine.memory.rows)
     if only and engine is None and "step" not in only:
-        raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, not {config.rollout.engine}'s")
+        raise UserError(
+            f"--programs: {', '.join(only)} are the embedded engine's, not "
+            f"{config.rollout.engine}'s"
+        )
     programs: dict[str, Compiled] = {}
     for program in (step, *(engine.programs if engine else ())):
         if not only or program.name in only:
@@ -289,7 +340,9 @@ def plan_engine(run: PlannedRun, max_rows: int) -> EnginePlan | None:
     """
     setup = run.placement.engine
     with as_settings(of_engine(setup.kind)):
-        return setup.kind.programs(dataclasses.replace(setup.arguments, max_rows=max_rows), setup.workload)
+        return setup.kind.programs(
+            dataclasses.replace(setup.arguments, max_rows=max_rows), setup.workload
+        )
 
 
 def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
@@ -305,7 +358,9 @@ def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
 
 
 def _share(config: Config) -> DeviceShare | None:
-    """How an engine on the same devices shares them; None where it has others, or is in the trainer's process."""
+    """How an engine on the same devices shares them; None where it has others, or is in the
+    trainer's process.
+    """
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         return kind.device_share(arguments)
@@ -376,7 +431,10 @@ def table(tried: Sequence[Tried]) -> str:
     lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB"]
     for rank, one in enumerate(tried, 1):
         mesh = one.mesh
-        shape = f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  {one.micro_batch_tokens:18}"
+        shape = (
+            f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  "
+            f"{one.micro_batch_tokens:18}"
+        )
         said = one.refused or f"{one.peak / GIB:8.2f}{'' if one.fits else '  does not fit'}"
         lines.append(f"{rank if one.fits else '-':>4}  {shape}  {said}")
     return "\n".join(lines if any(one.fits for one in tried) else [*lines, "nothing of these fits"])
@@ -386,19 +444,24 @@ def search_record(tried: Sequence[Tried]) -> dict[str, Any]:
     """The table as a tree for JSON."""
     return {
         "candidates": [
-            {"mesh": dataclasses.asdict(one.mesh), "micro_batch_tokens": one.micro_batch_tokens,
-             "refused": one.refused, "fits": one.fits, "peak_bytes": one.peak}
+            {
+                "mesh": dataclasses.asdict(one.mesh),
+                "micro_batch_tokens": one.micro_batch_tokens,
+                "refused": one.refused,
+                "fits": one.fits,
+                "peak_bytes": one.peak,
+            }
             for one in tried
         ]
-    }  # fmt: skip
+    }
 
 
 def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> list[Tried]:
     """Compile the step for every candidate; minutes for each of a large model.
 
-    Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp. Micro-batches of 1, 2
-    and 4 rows on each device; no more once one does not fit. Where what a phase holds for certain does not fit, nothing
-    is compiled.
+    Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp.
+    Micro-batches of 1, 2 and 4 rows on each device; no more once one does not fit. Where what a
+    phase holds for certain does not fit, nothing is compiled.
 
     Args:
         config: the settings.
@@ -406,8 +469,8 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
         tell: called with a line for each candidate.
 
     Returns:
-        The candidates: fitting ones first, then those with the fewest devices that exchange activations in every layer,
-        then the fewest gathers of parameters, by larger micro-batches.
+        The candidates: fitting ones first, then those with the fewest devices that exchange
+        activations in every layer, then the fewest gathers of parameters, by larger micro-batches.
 
     Raises:
         UserError: if all are refused for one and the same reason.
@@ -420,17 +483,27 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
             training = dataclasses.replace(config.training, micro_batch_tokens=tokens)
             changed = dataclasses.replace(config, mesh=mesh, training=training)
             try:
-                one = Tried(mesh, tokens, compile_run(changed, topology, only=("step",), refuse=True))
+                one = Tried(
+                    mesh, tokens, compile_run(changed, topology, only=("step",), refuse=True)
+                )
             except UserError as error:
                 one = Tried(mesh, tokens, None, str(error))
             tried.append(one)
-            result = one.refused or f"{one.peak / GIB:.2f} GiB{'' if one.fits else ', does not fit'}"
-            tell(f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a device: {result}")
+            result = (
+                one.refused or f"{one.peak / GIB:.2f} GiB{'' if one.fits else ', does not fit'}"
+            )
+            tell(
+                f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a "
+                f"device: {result}"
+            )
             if not one.fits:
                 break
     if len({one.refused for one in tried}) == 1 and tried[0].plan is None:
         raise UserError(tried[0].refused)
-    return sorted(tried, key=lambda one: (not one.fits, one.mesh.tensor * one.mesh.expert, -one.micro_batch_tokens))
+    return sorted(
+        tried,
+        key=lambda one: (not one.fits, one.mesh.tensor * one.mesh.expert, -one.micro_batch_tokens),
+    )
 
 
 def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:
@@ -438,4 +511,6 @@ def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:
     for expert in _WAYS if experts else (1,):
         for tensor in _WAYS:
             if devices % (expert * tensor) == 0:
-                yield MeshSettings(data=1, fsdp=devices // (expert * tensor), tensor=tensor, expert=expert)
+                yield MeshSettings(
+                    data=1, fsdp=devices // (expert * tensor), tensor=tensor, expert=expert
+                )

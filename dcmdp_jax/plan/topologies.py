@@ -43,25 +43,47 @@ class Chip(NamedTuple):
 
 
 _POD = 1 << 20
-# Link bandwidth of a TPU: all its links in one direction. A collective along one mesh axis may use fewer of them.
+# Link bandwidth of a TPU: all its links in one direction. A collective along one mesh axis may use
+# fewer of them.
 _SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4")
 CHIPS = {
     "v5e": Chip("TPU v5e", 197e12, 819e9, 16, 15.75, 2e11, 2e11, _POD, _SQUARES),
     "v5p": Chip("TPU v5p", 459e12, 2765e9, 95, 95.74, 6e11, 6e11, _POD, _CUBES),
     "v6e": Chip("TPU v6e", 918e12, 1640e9, 32, 31.25, 4.48e11, 4.48e11, _POD, _SQUARES),
-    "h100": Chip("H100 80GB SXM", 989e12, 3352e9, 80, 79.1 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
-    "h200": Chip("H200 141GB SXM", 989e12, 4800e9, 141, 139.8 * 0.9, 4.5e11, 5e10, 8, ("1", "8", "16", "32", "64")),
+    "h100": Chip(
+        "H100 80GB SXM",
+        989e12,
+        3352e9,
+        80,
+        79.1 * 0.9,
+        4.5e11,
+        5e10,
+        8,
+        ("1", "8", "16", "32", "64"),
+    ),
+    "h200": Chip(
+        "H200 141GB SXM",
+        989e12,
+        4800e9,
+        141,
+        139.8 * 0.9,
+        4.5e11,
+        5e10,
+        8,
+        ("1", "8", "16", "32", "64"),
+    ),
 }
 
-# The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are none.
+# The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are
+# none.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 _ENVIRONMENT |= {"TPU_WORKER_HOSTNAMES": "localhost", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 INSTALL = "pip install -e '.[plan]'"
 
-# A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100 and H200 differ in
-# their memory: bytes a second, bytes, and the name.
+# A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100
+# and H200 differ in their memory: bytes a second, bytes, and the name.
 _HOPPER = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
@@ -117,12 +139,17 @@ def chip_and_count(name: str) -> tuple[Chip, int]:
     count = math.prod(int(size) for size in shape.split("x"))
     near = CHIPS[kind].devices_near
     if count > near and count % near:
-        raise UserError(f"--topology: got {name!r}, more than {near} {kind} must be a multiple of {near}, a host each")
+        raise UserError(
+            f"--topology: got {name!r}, more than {near} {kind} must be a multiple of {near}, a "
+            "host each"
+        )
     return CHIPS[kind], count
 
 
 def set_environment() -> None:
-    """Let libtpu start without a TPU and next to other instances. Call before the first use of JAX."""
+    """Let libtpu start without a TPU and next to other instances. Call before the first use of
+    JAX.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
@@ -133,14 +160,17 @@ def set_environment() -> None:
 
 
 def _load_cudnn() -> None:
-    """Load cuDNN into the process, where its package is installed: the compiler of attention looks for it there."""
+    """Load cuDNN into the process, where its package is installed: the compiler of attention looks
+    for it there.
+    """
     found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
     for place in (found.submodule_search_locations or ()) if found else ():
         for library in sorted((Path(place) / "lib").glob("libcudnn*.so.*")):
             # Some parts of it run kernels, and need the driver; the compiler does without them.
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    # JAX 0.10 asks a GPU that is present; without one heads of more than 128 are refused. All of `_GPUS` are 9.0.
+    # JAX 0.10 asks a GPU that is present; without one heads of more than 128 are refused. All of
+    # `_GPUS` are 9.0.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_compute_capability = lambda capability: capability == "9.0"
@@ -159,19 +189,25 @@ def load_topology(name: str) -> Topology:
     gpu = _GPUS.get(name.partition(":")[0])
     module, package = ("jax_cuda12_plugin", "jax-cuda12-plugin") if gpu else ("libtpu", "libtpu")
     if importlib.util.find_spec(module) is None:
-        raise UserError(f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}")
+        raise UserError(
+            f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}"
+        )
     try:
         if gpu:
             _load_cudnn()
             hosts = -(-count // chip.devices_near)
             description = topologies.get_topology_desc(
-                "gpu", platform="cuda", target_config=gpu, topology=f"1x{hosts}x{min(count, chip.devices_near)}"
+                "gpu",
+                platform="cuda",
+                target_config=gpu,
+                topology=f"1x{hosts}x{min(count, chip.devices_near)}",
             )
         else:
             description = topologies.get_topology_desc(name, platform="tpu")
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
-            f"--topology: {name}: the compiler refuses it ({reason}); known are {known_topologies()}"
+            f"--topology: {name}: the compiler refuses it ({reason}); known are "
+            f"{known_topologies()}"
         ) from error
     return Topology(name, chip, description.devices)

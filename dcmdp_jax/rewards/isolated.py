@@ -1,12 +1,15 @@
-"""Calls in processes that can be killed: a call may hang, crash or take all memory, and the run goes on.
+"""Calls in processes that can be killed: a call may hang, crash or take all memory, and the run
+goes on.
 
-Each process (`isolated_worker`) loads one function and makes one call at a time. A limit on processor time is enforced
-by the process itself, so it is independent of machine load; a limit on wall-clock time by the thread that waits. A
-process that is killed ends with its process group, and so does every one when the trainer dies. What left the group (a
-daemon, a program in a session of its own) stays.
+Each process (`isolated_worker`) loads one function and makes one call at a time. A limit on
+processor time is enforced by the process itself, so it is independent of machine load; a limit on
+wall-clock time by the thread that waits. A process that is killed ends with its process group, and
+so does every one when the trainer dies. What left the group (a daemon, a program in a session of
+its own) stays.
 
-Why no library: with pebble 5.2.3 the death of one idle worker makes the whole pool unusable, spawned workers import the
-trainer's main module and with it JAX, and a hung worker outlives a killed trainer.
+Why no library: with pebble 5.2.3 the death of one idle worker makes the whole pool unusable,
+spawned workers import the trainer's main module and with it JAX, and a hung worker outlives a
+killed trainer.
 """
 
 import concurrent.futures
@@ -33,7 +36,8 @@ from typing import Any
 from dcmdp_jax.errors import one_line
 from dcmdp_jax.rewards.isolated_worker import BadMessage, receive, send
 
-# Without -P the working directory would come first, and a `resource.py` in it in the standard library's place.
+# Without -P the working directory would come first, and a `resource.py` in it in the standard
+# library's place.
 _PROGRAM = ("-P", "-m", "dcmdp_jax.rewards.isolated_worker")
 LOAD_SECONDS = 300.0
 """Longest time to load a function. Some libraries take minutes to import on a busy machine."""
@@ -42,17 +46,21 @@ _MAX_REPLY_BYTES = 1 << 28
 _POLL_SECONDS = 0.05
 _END_SECONDS = 1.0
 _ON_WAIT_SECONDS = 0.1
-# Processor time of a call's first try. It gets its whole limit once no other call waits for a first try, so slow calls
-# don't delay the others.
+# Processor time of a call's first try. It gets its whole limit once no other call waits for a first
+# try, so slow calls don't delay the others.
 _FIRST_TRY_CPU_SECONDS = 0.5
-_STRAY = "something wrote to the socket of the process that calls it, such as to an inherited file descriptor"
+_STRAY = (
+    "something wrote to the socket of the process that calls it, such as to an inherited "
+    "file descriptor"
+)
 
 
 class CallError(Exception):
     """A call that gave no value. One line.
 
     Attributes:
-        kind: "error" (it raised, or killed its process twice), "timeout", or "load" (the function could not be loaded).
+        kind: "error" (it raised, or killed its process twice), "timeout", or "load" (the function
+            could not be loaded).
         row: the completion that the error is about, None if all.
     """
 
@@ -108,22 +116,27 @@ class IsolatedPool(Closing):
     ) -> None:
         self._new_worker = functools.partial(_Worker, module, load_args, memory_bytes, output)
         self._max_workers = workers
-        self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = queue.PriorityQueue()  # tries, place in line
+        self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = (
+            queue.PriorityQueue()
+        )  # tries, place in line
         self._places = itertools.count()
         self._workers: list[tuple[_Worker, threading.Thread]] = []
 
     def load(self) -> Future[None]:
-        """Start a process that loads the function. The result is there, or a `CallError`, when it has."""
+        """Start a process that loads the function. The result is there, or a `CallError`, when it
+        has.
+        """
         return self._submit(_Call(None))
 
     def submit(self, *args: Any, wall_s: float, cpu_s: float | None = None) -> Future[Any]:
-        """Put a call in line. Its result is the function's value, or a `CallError`. A call in line can be cancelled.
+        """Put a call in line. Its result is the function's value, or a `CallError`. A call in line
+        can be cancelled.
 
         Args:
             args: the function's arguments, JSON values; others arrive as text.
             wall_s: wall-clock limit in seconds.
-            cpu_s: limit of processor time in seconds, None for none. A call with a long one has a short first try,
-                which has a third of `wall_s`.
+            cpu_s: limit of processor time in seconds, None for none. A call with a long one has a
+                short first try, which has a third of `wall_s`.
         """
         return self._submit(_Call(args, cpu_s, wall_s))
 
@@ -131,7 +144,9 @@ class IsolatedPool(Closing):
         self._calls.put((0, next(self._places), call))
         if len(self._workers) < self._max_workers:
             worker = self._new_worker()
-            thread = threading.Thread(target=self._serve, args=(worker,), name="isolated-calls", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(worker,), name="isolated-calls", daemon=True
+            )
             self._workers.append((worker, thread))
             thread.start()
         return call.future
@@ -154,7 +169,9 @@ class IsolatedPool(Closing):
             if call.future.cancelled():
                 continue
             short = tries == 0 and call.cpu_s is not None and call.cpu_s > _FIRST_TRY_CPU_SECONDS
-            limits = (_FIRST_TRY_CPU_SECONDS, call.wall_s / 3) if short else (call.cpu_s, call.wall_s)
+            limits = (
+                (_FIRST_TRY_CPU_SECONDS, call.wall_s / 3) if short else (call.cpu_s, call.wall_s)
+            )
             value, error = None, None
             try:
                 value = worker.call(call.args, *limits)
@@ -172,8 +189,15 @@ class IsolatedPool(Closing):
 class _Worker:
     """A process that is replaced when it died, and the socket to it."""
 
-    def __init__(self, module: str, load_args: Sequence[Any], memory_bytes: int, output: Path | None) -> None:
-        self._module, self._load_args, self._memory_bytes, self._output = module, load_args, memory_bytes, output
+    def __init__(
+        self, module: str, load_args: Sequence[Any], memory_bytes: int, output: Path | None
+    ) -> None:
+        self._module, self._load_args, self._memory_bytes, self._output = (
+            module,
+            load_args,
+            memory_bytes,
+            output,
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._ends = contextlib.ExitStack()
         self._closed = False
@@ -187,19 +211,25 @@ class _Worker:
         """
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(_Died):
-                if self._process is None or self._readable.poll(0):  # it died, or wrote what nobody asked for
+                if self._process is None or self._readable.poll(
+                    0
+                ):  # it died, or wrote what nobody asked for
                     self._start()
                 return None if args is None else self._ask(args, cpu_s, wall_s)
         if self._number == 0:
             command = " ".join((sys.executable, *_PROGRAM, self._module))
-            raise CallError("load", f"the worker process ended at once; `{command}` shows the error")
+            raise CallError(
+                "load", f"the worker process ended at once; `{command}` shows the error"
+            )
         raise CallError("error", "the worker process died twice")
 
     def _start(self) -> None:
         self.end()
         # Of an installed package Python finds the root by itself, after the standard library.
         root = str(Path(__file__).resolve().parents[2])
-        own = None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+        own = (
+            None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+        )
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), own)))
         self._socket, theirs = socket.socketpair()
         alive, lifeline = os.pipe()  # never written: its end tells that the trainer is gone
@@ -209,11 +239,19 @@ class _Worker:
             if self._closed:
                 raise CallError("error", "the pool is closed")
             self._process = subprocess.Popen(
-                [sys.executable, *_PROGRAM, self._module, str(self._memory_bytes), str(theirs.fileno()), str(alive)],
+                [
+                    sys.executable,
+                    *_PROGRAM,
+                    self._module,
+                    str(self._memory_bytes),
+                    str(theirs.fileno()),
+                    str(alive),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
-                env=os.environ | {"PYTHONPATH": path, "RAY_AUTH_TOKEN": ""},  # a user's function joins no cluster
+                env=os.environ
+                | {"PYTHONPATH": path, "RAY_AUTH_TOKEN": ""},  # a user's function joins no cluster
                 pass_fds=(theirs.fileno(), alive),
                 start_new_session=True,  # its process group is what is killed
             )
@@ -242,7 +280,11 @@ class _Worker:
 
         try:
             self._socket.settimeout(wall_s)
-            send(self._socket, self._number, json.dumps({"args": args, "cpu_s": cpu_s}, default=str).encode())
+            send(
+                self._socket,
+                self._number,
+                json.dumps({"args": args, "cpu_s": cpu_s}, default=str).encode(),
+            )
             reply = receive(self._socket, self._number, max_bytes=_MAX_REPLY_BYTES, wait=wait)
         except TimeoutError:
             self.end()

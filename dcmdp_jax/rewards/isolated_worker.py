@@ -1,12 +1,14 @@
-"""The program of an isolated process, which loads one function, then calls it for the trainer, one call at a time.
+"""The program of an isolated process, which loads one function, then calls it for the trainer, one
+call at a time.
 
     python -P -m dcmdp_jax.rewards.isolated_worker MODULE [MEMORY_BYTES SOCKET_FD LIFELINE_FD]
 
-The first request calls `MODULE.load`, which returns the function that later requests call. Without the descriptors the
-program only loads, without arguments, to show why it can't.
+The first request calls `MODULE.load`, which returns the function that later requests call. Without
+the descriptors the program only loads, without arguments, to show why it can't.
 
-A message is 16 bytes, its number and its length, and then JSON. A request is {"args": [...], "cpu_s": seconds or null};
-its reply has the same number and is {"value": ...}, {"error": "...", "row": number or null}, or {"timeout": true}.
+A message is 16 bytes, its number and its length, and then JSON. A request is {"args": [...],
+"cpu_s": seconds or null}; its reply has the same number and is {"value": ...}, {"error": "...",
+"row": number or null}, or {"timeout": true}.
 """
 
 import contextlib
@@ -104,22 +106,31 @@ def serve(module: str, trainer: socket.socket) -> None:
 
 
 def _call(function: Callable[..., Any], args: list[Any], cpu_s: float | None) -> bytes:
-    """Make a call and encode the reply. One over its processor time ends this process by a signal, also inside C."""
+    """Make a call and encode the reply. One over its processor time ends this process by a signal,
+    also inside C.
+    """
     began = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, cpu_s or 0.0)
     try:
         reply = json.dumps({"value": function(*args)})
     except BaseException as error:  # SystemExit too: the next request is served
-        said = one_line(error) if isinstance(error, UserError) else one_line(f"{type(error).__name__}: {error}", 300)
+        said = (
+            one_line(error)
+            if isinstance(error, UserError)
+            else one_line(f"{type(error).__name__}: {error}", 300)
+        )
         reply = json.dumps({"error": said, "row": getattr(error, "row", None)})
     signal.setitimer(signal.ITIMER_PROF, 0.0)
-    # The kernel looks at the timer every few milliseconds; a call that ended in between was over its limit too.
+    # The kernel looks at the timer every few milliseconds; a call that ended in between was over
+    # its limit too.
     over = cpu_s is not None and time.process_time() - began > cpu_s
     return b'{"timeout": true}' if over else reply.encode()
 
 
 def _end_with_trainer(lifeline_fd: int) -> None:
-    """Let the kernel kill this process, and all of its group, once the trainer no longer holds the other end."""
+    """Let the kernel kill this process, and all of its group, once the trainer no longer holds the
+    other end.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())
@@ -127,14 +138,19 @@ def _end_with_trainer(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def main(module: str, memory_bytes: int = 0, socket_fd: int | None = None, lifeline_fd: int | None = None) -> None:
+def main(
+    module: str, memory_bytes: int = 0, socket_fd: int | None = None, lifeline_fd: int | None = None
+) -> None:
     """Run the program with its command line's arguments."""
     sys.path.append(os.getcwd())  # the user's own modules, after the standard library's
     if socket_fd is None or lifeline_fd is None:
         importlib.import_module(module).load()
         return
     _end_with_trainer(lifeline_fd)
-    for stream in (sys.stdout, sys.stderr):  # a file's, of which a killed call would lose what it printed last
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a file's, of which a killed call would lose what it printed last
         stream.reconfigure(line_buffering=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -2,24 +2,27 @@
 
 The signature is TRL's, so a function written for it works here unchanged:
 
-    def reward(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns)
+    def reward(prompts, completions, completion_ids, trainer_state, log_metric, log_extra,
+    **columns)
         -> list[float | None]
 
-`prompts` and `completions` have a text for each completion whose prompt is text in the data, and a list of messages for
-one whose prompt is messages there; `completion_ids` has lists of token ids. Every other column of the data is a keyword
-argument as it is, and so are `answer`, `source` and `reference_answer` (`scoring.OWN_COLUMNS`). All have one element
-per completion. The function may be `async def`.
+`prompts` and `completions` have a text for each completion whose prompt is text in the data, and a
+list of messages for one whose prompt is messages there; `completion_ids` has lists of token ids.
+Every other column of the data is a keyword argument as it is, and so are `answer`, `source` and
+`reference_answer` (`scoring.OWN_COLUMNS`). All have one element per completion. The function may be
+`async def`.
 
 A function with the signature of verl's `compute_score` works too, called once for each completion:
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
+    def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score":
+    float, ...}
 
-It may be `async def` too, and must give a number, not None. Its arguments come from the columns of verl's schema:
-`data_source`, `reward_model["ground_truth"]` (any JSON) and `extra_info`; without a `reward_model`, from a column
-`ground_truth`.
+It may be `async def` too, and must give a number, not None. Its arguments come from the columns of
+verl's schema: `data_source`, `reward_model["ground_truth"]` (any JSON) and `extra_info`; without a
+`reward_model`, from a column `ground_truth`.
 
-None means that the completion has no value of this reward. As in TRL, it adds nothing to the weighted sum, and a
-completion without any value gets 0.
+None means that the completion has no value of this reward. As in TRL, it adds nothing to the
+weighted sum, and a completion without any value gets 0.
 """
 
 import asyncio
@@ -35,7 +38,9 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import load_object
 
 MATH = "math"
-"""The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's workers."""
+"""The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's
+workers.
+"""
 
 ENVIRONMENT = "environment"
 """The sum of what the environment of `task.environment` gave to the turns of a completion."""
@@ -59,7 +64,9 @@ _LONGEST_NAME = 200
 RewardFunction = Callable[..., Any]
 Message = Mapping[str, Any]
 LEARNED = "learned"
-"""The key, with the value False, of an assistant's message in `Problem.completion` that is not to be learned."""
+"""The key, with the value False, of an assistant's message in `Problem.completion` that is not to
+be learned.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +74,22 @@ class Problem:
     r"""One task: a question to the model, and the right answer.
 
     Attributes:
-        prompt: text of the last user message, before any prompt suffix; of the last message if none is the user's.
-        answer: reference answer in the verifier's notation (see `math.answers`); None for a row without one.
+        prompt: text of the last user message, before any prompt suffix; of the last message if none
+            is the user's.
+        answer: reference answer in the verifier's notation (see `math.answers`); None for a row
+            without one.
         source: where it comes from: the row's `data_source`, else the file's name without suffix.
         index: 0-based row number in its source.
-        messages: the chat, where the row's prompt is messages; each has `role` and `content`, both text, and what else
-            its template reads, such as `tool_calls`. Empty where the prompt is text.
+        messages: the chat, where the row's prompt is messages; each has `role` and `content`, both
+            text, and what else its template reads, such as `tool_calls`. Empty where the prompt is
+            text.
         tools: the tools that the chat template describes, as JSON schemas.
-        solution: a worked solution where the row has one, else empty. Where completions are learned, the text of one.
-        completion: messages after the prompt, of which the assistant's are learned; then `solution` is empty. They are
-            the whole chat of a row that has `messages` in place of a prompt.
-        columns: the row's fields for reward functions, without the prompt; empty unless they were asked for.
+        solution: a worked solution where the row has one, else empty. Where completions are
+            learned, the text of one.
+        completion: messages after the prompt, of which the assistant's are learned; then `solution`
+            is empty. They are the whole chat of a row that has `messages` in place of a prompt.
+        columns: the row's fields for reward functions, without the prompt; empty unless they were
+            asked for.
     """
 
     prompt: str
@@ -96,7 +108,8 @@ class Problem:
         return list(self.messages) or self.prompt
 
     def as_completion(self, text: str) -> str | list[Message]:
-        """A completion of this problem for reward functions, its text, or a message where the prompt is messages.
+        """A completion of this problem for reward functions, its text, or a message where the
+        prompt is messages.
 
         As in TRL, the completion of a chat is a list of one message of the assistant.
         """
@@ -155,20 +168,24 @@ class Logged:
         values = list(values)
         if len(values) != self._count:
             raise ValueError(
-                f"log_extra({column!r:.80}, ...): got {len(values)} values for {self._count} completions, must be one "
-                "for each"
+                f"log_extra({column!r:.80}, ...): got {len(values)} values for {self._count} "
+                "completions, must be one for each"
             )
         self.extra[_log_name("log_extra", column)] = values
 
 
 def _log_name(function: str, name: Any) -> str:
     if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST_NAME:
-        raise TypeError(f"{function}({name!r:.80}, ...): the name must be text of at most {_LONGEST_NAME} characters")
+        raise TypeError(
+            f"{function}({name!r:.80}, ...): the name must be text of at most {_LONGEST_NAME} "
+            "characters"
+        )
     return name
 
 
 class RewardError(UserError):
-    """A reward function that is missing, raises, hangs, or returns something else than rewards. One line.
+    """A reward function that is missing, raises, hangs, or returns something else than rewards. One
+    line.
 
     Attributes:
         row: place of the completion in its batch that the error is about; None if it is about all.
@@ -194,19 +211,23 @@ class Reward(NamedTuple):
 def short_names(functions: Sequence[str]) -> list[str]:
     """The functions' own names; the whole name where two are equal."""
     short = [function.rpartition(":")[2] for function in functions]
-    return [name if short.count(name) == 1 else function for name, function in zip(short, functions, strict=True)]
+    return [
+        name if short.count(name) == 1 else function
+        for name, function in zip(short, functions, strict=True)
+    ]
 
 
 def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
     """Import a reward function and check that it accepts its arguments.
 
     Args:
-        function: a name in `BUILT_IN_REWARDS`, `module:function`, or `path.py:function` from the working directory.
+        function: a name in `BUILT_IN_REWARDS`, `module:function`, or `path.py:function` from the
+            working directory.
         columns: names of the columns that it will get.
 
     Raises:
-        RewardError: if the file, the module or the function is missing, the import raises, or the function takes
-            other arguments.
+        RewardError: if the file, the module or the function is missing, the import raises, or the
+            function takes other arguments.
     """
     name = function.rpartition(":")[2]
     try:
@@ -223,8 +244,8 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
         signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
     except TypeError as error:
         raise RewardError(
-            f"reward {function}: can't be called as {name}({', '.join((*ARGUMENTS, *columns))}): {error}; end its "
-            "parameters with **columns, and name only columns of the data"
+            f"reward {function}: can't be called as {name}({', '.join((*ARGUMENTS, *columns))}): "
+            f"{error}; end its parameters with **columns, and name only columns of the data"
         ) from None
     return loaded
 
@@ -232,27 +253,41 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
 def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) -> RewardFunction:
     """A function of TRL's signature that calls one of verl's with the arguments that it takes.
 
-    The other values of a dict that `compute_score` returns are logged by `log_extra`, under the names that they have.
+    The other values of a dict that `compute_score` returns are logged by `log_extra`, under the
+    names that they have.
     """
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    takes_all = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
 
     def reward(
-        completions: Sequence[Any], log_extra: Callable[[str, list[Any]], None], **columns: Sequence[Any]
+        completions: Sequence[Any],
+        log_extra: Callable[[str, list[Any]], None],
+        **columns: Sequence[Any],
     ) -> list[Any]:
         scores: list[Any] = []
         for row, completion in enumerate(completions):
-            cells = {name: columns[name][row] if name in columns else None for name in _VERL_COLUMNS}
+            cells = {
+                name: columns[name][row] if name in columns else None for name in _VERL_COLUMNS
+            }
             if isinstance(model := cells.pop("reward_model"), Mapping):
                 cells["ground_truth"] = model.get("ground_truth")
             cells["solution_str"] = completion_text(completion)
-            taken = {name: cell for name, cell in cells.items() if takes_all or name in signature.parameters}
+            taken = {
+                name: cell
+                for name, cell in cells.items()
+                if takes_all or name in signature.parameters
+            }
             scores.append(compute_score(**taken))
         if any(map(inspect.isawaitable, scores)):
             scores = asyncio.run(gathered(scores))
         parts = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
         for row, (part, score) in enumerate(zip(parts, scores, strict=True)):
             if part.get("score") is None:
-                raise RewardError(f"returned {shown(score)}, needs a number, or a dict with one under 'score'", row)
+                raise RewardError(
+                    f"returned {shown(score)}, needs a number, or a dict with one under 'score'",
+                    row,
+                )
         for name in dict.fromkeys(name for part in parts for name in part if name != "score"):
             log_extra(str(name), [part.get(name) for part in parts])
         return [part.get("score") for part in parts]
@@ -262,7 +297,11 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
 
 def completion_text(completion: str | Sequence[Message]) -> str:
     """Text of a completion as reward functions get it: itself, or its messages' contents."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+    return (
+        completion
+        if isinstance(completion, str)
+        else "".join(message["content"] for message in completion)
+    )
 
 
 def call_reward(
@@ -284,14 +323,20 @@ def call_reward(
         logged: takes what the function logs.
 
     Raises:
-        RewardError: if it does not return one finite number or None per completion. It does not name the function.
+        RewardError: if it does not return one finite number or None per completion. It does not
+            name the function.
         Exception: any exception of the function.
     """
     count = len(completions)  # the function may change the list
     values = function(
-        prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=state,
-        log_metric=logged.log_metric, log_extra=logged.log_extra, **columns,
-    )  # fmt: skip
+        prompts=prompts,
+        completions=completions,
+        completion_ids=completion_ids,
+        trainer_state=state,
+        log_metric=logged.log_metric,
+        log_extra=logged.log_extra,
+        **columns,
+    )
     if inspect.isawaitable(values):
         values = asyncio.run(gathered([values]))[0]
     # A dict gives its keys and a set has no order; text gives letters.
@@ -302,9 +347,13 @@ def call_reward(
     try:
         values = list(values)
     except TypeError:  # an array without dimensions
-        raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion") from None
+        raise RewardError(
+            f"returned {shown(values)}, needs a list with one reward per completion"
+        ) from None
     if len(values) != count:
-        raise RewardError(f"returned {len(values)} rewards for {count} completions, needs one for each")
+        raise RewardError(
+            f"returned {len(values)} rewards for {count} completions, needs one for each"
+        )
     return [_check_value(row, value) for row, value in enumerate(values)]
 
 
@@ -313,7 +362,9 @@ def shown(value: Any) -> str:
     return repr(value) if value is None else f"the {type(value).__name__} {value!r:.80}"
 
 
-def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
+def weighted_total(
+    values: Sequence[Sequence[float | None]], weights: Sequence[float]
+) -> list[float]:
     """Weighted sum of several rewards for each completion, 0 for one without any value.
 
     Args:
@@ -321,7 +372,9 @@ def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[f
         weights: one per reward.
     """
     return [
-        math.fsum(weight * value for weight, value in zip(weights, row, strict=True) if value is not None)
+        math.fsum(
+            weight * value for weight, value in zip(weights, row, strict=True) if value is not None
+        )
         for row in zip(*values, strict=True)
     ]
 
@@ -344,7 +397,9 @@ def _check_value(row: int, value: Any) -> float | None:
     if not isinstance(plain, numbers.Real) or not math.isfinite(number := float(plain)):
         raise RewardError(f"returned {value!r:.80}, needs a finite number or None", row)
     if abs(number) > _LARGEST:
-        raise RewardError(f"returned {plain}, needs a number of at most {_LARGEST:g}: advantages are float32", row)
+        raise RewardError(
+            f"returned {plain}, needs a number of at most {_LARGEST:g}: advantages are float32", row
+        )
     return number
 
 

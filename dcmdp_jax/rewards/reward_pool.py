@@ -51,8 +51,10 @@ class RewardPool(Closing):
     Args:
         functions: names as for `protocol.load_reward`, each once.
         columns: names of the columns that every call gets.
-        timeout_s: wall-clock limit of one call in seconds; the import has its own limit of 5 minutes.
-        memory_gib: address space of a function's process, and of each process it starts, in GiB; 0 for no limit.
+        timeout_s: wall-clock limit of one call in seconds; the import has its own limit of 5
+            minutes.
+        memory_gib: address space of a function's process, and of each process it starts, in GiB; 0
+            for no limit.
         output: file that gets what the functions print, at its end; None discards it.
     """
 
@@ -67,7 +69,9 @@ class RewardPool(Closing):
     ) -> None:
         self._timeout_s = timeout_s
         limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output}
-        self._pools = {name: IsolatedPool(__name__, (name, list(columns)), **limits) for name in functions}
+        self._pools = {
+            name: IsolatedPool(__name__, (name, list(columns)), **limits) for name in functions
+        }
         self._loads = {name: pool.load() for name, pool in self._pools.items()}
         self._calls: dict[str, Future[Any]] = {}
 
@@ -95,15 +99,19 @@ class RewardPool(Closing):
 
         Args:
             prompts, completions, completion_ids: one per completion.
-            columns: the other columns, one element per completion. Types that JSON lacks, such as dates, arrive as
-                text.
+            columns: the other columns, one element per completion. Types that JSON lacks, such as
+                dates, arrive as text.
             state: the run's progress.
         """
         ids = [np.asarray(each).tolist() for each in completion_ids]
         batch = (dict(columns), list(prompts), list(completions), ids, dataclasses.asdict(state))
-        self._calls = {name: pool.submit(*batch, wall_s=self._timeout_s) for name, pool in self._pools.items()}
+        self._calls = {
+            name: pool.submit(*batch, wall_s=self._timeout_s) for name, pool in self._pools.items()
+        }
 
-    def collect(self, on_wait: Callable[[], None] = lambda: None) -> dict[str, Returned | RewardError]:
+    def collect(
+        self, on_wait: Callable[[], None] = lambda: None
+    ) -> dict[str, Returned | RewardError]:
         """Wait for the started calls; return what each function gave, or its failure.
 
         Args:
@@ -123,7 +131,9 @@ class RewardPool(Closing):
             pool.close()
 
     def _failure(self, name: str, error: CallError) -> RewardError:
-        problem = str(error).removeprefix(f"reward {name}: ") or f"no result in {self._timeout_s:g} s"
+        problem = (
+            str(error).removeprefix(f"reward {name}: ") or f"no result in {self._timeout_s:g} s"
+        )
         return RewardError(f"reward {name}: {problem}", error.row)
 
 
@@ -151,13 +161,17 @@ def _call(
     """The fields of `Returned`."""
     logged = Logged(len(completions))
     try:
-        rewards = call_reward(function, prompts, completions, completion_ids, columns, TrainerState(**state), logged)
+        rewards = call_reward(
+            function, prompts, completions, completion_ids, columns, TrainerState(**state), logged
+        )
         extra = json.loads(json.dumps(logged.extra, default=_json_value))
     except RewardError:
         raise
     except Exception as error:
         place = BUILT_IN_REWARDS.get(name, name).rpartition(":")[0]
-        raise RewardError(f"raised {one_line(describe_error(error, place))}{_memory_limit(error)}") from error
+        raise RewardError(
+            f"raised {one_line(describe_error(error, place))}{_memory_limit(error)}"
+        ) from error
     return {"rewards": rewards, "metrics": logged.metrics, "extra": extra}
 
 

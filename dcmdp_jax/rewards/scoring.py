@@ -61,7 +61,9 @@ class BatchScores:
 
     def of_completion(self, index: int) -> dict[str, float | None]:
         """Each reward of one completion, by name."""
-        return {name: None if np.isnan(v[index]) else float(v[index]) for name, v in self.values.items()}
+        return {
+            name: None if np.isnan(v[index]) else float(v[index]) for name, v in self.values.items()
+        }
 
 
 def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
@@ -70,13 +72,19 @@ def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
     grades = [part.grades for part in parts if part.grades is not None]
     return BatchScores(
         totals=np.concatenate([part.totals for part in parts]),
-        values={name: np.concatenate([part.values[name] for part in parts]) for name in first.values},
+        values={
+            name: np.concatenate([part.values[name] for part in parts]) for name in first.values
+        },
         failed={name: sum(part.failed[name] for part in parts) for name in first.failed},
         grades=merge_grades(grades) if grades else None,
-        sources=None if first.sources is None else tuple(source for part in parts for source in part.sources),
+        sources=None
+        if first.sources is None
+        else tuple(source for part in parts for source in part.sources),
         logged=add_logged([part.logged for part in parts]),
         extra={
-            name: [value for part in parts for value in part.extra.get(name, [None] * len(part.totals))]
+            name: [
+                value for part in parts for value in part.extra.get(name, [None] * len(part.totals))
+            ]
             for name in dict.fromkeys(name for part in parts for name in part.extra)
         },
     )
@@ -92,7 +100,9 @@ def add_logged(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tu
 
 
 def column_names(problems: Sequence[Problem]) -> list[str]:
-    """Names of the columns that reward functions get for these problems, in the order of their first row."""
+    """Names of the columns that reward functions get for these problems, in the order of their
+    first row.
+    """
     names = dict.fromkeys(name for problem in problems for name in problem.columns)
     return list(names | dict.fromkeys(OWN_COLUMNS))
 
@@ -126,7 +136,9 @@ class Played(NamedTuple):
     done: bool
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], *, memory_gib: float = 0.0) -> None:
+def check_rewards(
+    rewards: Sequence[Reward], columns: Sequence[str], *, memory_gib: float = 0.0
+) -> None:
     """Import every reward function in its own process, then end the processes.
 
     Args:
@@ -135,9 +147,12 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], *, memory_g
         memory_gib: address space of each process in GiB, 0 for no limit.
 
     Raises:
-        RewardError: in one line, for a function that can't be imported or can't be called with these columns.
+        RewardError: in one line, for a function that can't be imported or can't be called with
+            these columns.
     """
-    functions = [reward.function for reward in rewards if reward.function not in (MATH, ENVIRONMENT)]
+    functions = [
+        reward.function for reward in rewards if reward.function not in (MATH, ENVIRONMENT)
+    ]
     with RewardPool(functions, columns, timeout_s=1.0, memory_gib=memory_gib) as pool:
         pool.wait_until_loaded()
 
@@ -152,8 +167,8 @@ class RewardScorer:
         by_source: whether scores name each completion's data source.
         timeout_s: wall-clock limit of one call of a function, in seconds.
         memory_gib: address space of a function's process in GiB, 0 for no limit.
-        stop_on_error: whether a failed call raises. Otherwise it is counted, and its completions get no value of this
-            reward.
+        stop_on_error: whether a failed call raises. Otherwise it is counted, and its completions
+            get no value of this reward.
         output: file that gets what functions print, at its end; None discards it.
     """
 
@@ -174,7 +189,9 @@ class RewardScorer:
         functions = [reward.function for reward in rewards]
         self.names = dict(zip(functions, short_names(functions), strict=True))
         own = [name for name in functions if name not in (MATH, ENVIRONMENT)]
-        self.pool = RewardPool(own, columns, timeout_s=timeout_s, memory_gib=memory_gib, output=output)
+        self.pool = RewardPool(
+            own, columns, timeout_s=timeout_s, memory_gib=memory_gib, output=output
+        )
         self._warned: set[str] = set()
 
     def close(self) -> None:
@@ -191,13 +208,14 @@ class RewardScorer:
 class BatchScoring:
     """Texts and rewards of the completions that one call of an engine's `generate` samples.
 
-    `math` grades a completion as soon as its group is sampled. A function is called once, on the whole batch, when all
-    are, because it may compare completions or send all its requests at once.
+    `math` grades a completion as soon as its group is sampled. A function is called once, on the
+    whole batch, when all are, because it may compare completions or send all its requests at once.
 
     Args:
         scorer: calls the functions.
         tokenizer: turns token ids into text.
-        problems: the problem of each row, `prompt * group_size + member`. `math` has no value for one without answer.
+        problems: the problem of each row, `prompt * group_size + member`. `math` has no value for
+            one without answer.
         state: the run's progress, for functions.
     """
 
@@ -208,31 +226,46 @@ class BatchScoring:
         problems: Sequence[Problem],
         state: TrainerState = BEGINNING,
     ) -> None:
-        self._scorer, self._tokenizer, self._problems, self._state = scorer, tokenizer, problems, state
+        self._scorer, self._tokenizer, self._problems, self._state = (
+            scorer,
+            tokenizer,
+            problems,
+            state,
+        )
         self._texts: dict[int, str] = {}
         self._ids: dict[int, np.ndarray] = {}
         self._played: Mapping[int, Played] = {}
-        self._tokens = self._beyond = 0  # tokens decoded, and how many ids are beyond the tokenizer's
+        self._tokens = self._beyond = (
+            0  # tokens decoded, and how many ids are beyond the tokenizer's
+        )
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """Start to score completions, each row once, while others are still sampled."""
         # transformers decodes an empty batch to one empty text.
-        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if rows else []
+        texts = (
+            self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if rows else []
+        )
         self._texts |= zip(rows, texts, strict=True)
         self._ids |= zip(rows, completion_ids, strict=True)
         self._tokens += sum(map(len, completion_ids))
-        self._beyond += sum(int(np.sum(np.asarray(ids) >= len(self._tokenizer))) for ids in completion_ids)
+        self._beyond += sum(
+            int(np.sum(np.asarray(ids) >= len(self._tokenizer))) for ids in completion_ids
+        )
         if MATH in self._scorer.names:
             _, *texts_and_answers = self._with_answers(rows)
             self._scorer.verifier.begin(*texts_and_answers)
 
     def _with_answers(self, rows: Sequence[int]) -> tuple[list[int], list[str], list[str]]:
         """The rows that have an answer, their texts and their answers."""
-        answers = {row: answer for row in rows if (answer := self._problems[row].answer) is not None}
+        answers = {
+            row: answer for row in rows if (answer := self._problems[row].answer) is not None
+        }
         return list(answers), [self._texts[row] for row in answers], list(answers.values())
 
     def add_played(self, played: Mapping[int, Played]) -> None:
-        """Take what an environment made of the rows, before `finish`: functions get the answers too."""
+        """Take what an environment made of the rows, before `finish`: functions get the answers
+        too.
+        """
         self._played = played
         self._ids |= {row: one.ids for row, one in played.items()}
 
@@ -246,7 +279,9 @@ class BatchScoring:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
         scorer, rows = self._scorer, range(len(self._problems))
-        texts = [self._played[row].text if row in self._played else self._texts[row] for row in rows]
+        texts = [
+            self._played[row].text if row in self._played else self._texts[row] for row in rows
+        ]
         if rows:  # no function is called on an empty batch
             scorer.pool.begin(
                 [problem.given for problem in self._problems],
@@ -257,7 +292,9 @@ class BatchScoring:
             )
         answered, *asked = self._with_answers(rows)
         grades = scorer.verifier.grade(*asked) if MATH in scorer.names else None
-        results = scorer.pool.collect(on_wait) if rows else dict.fromkeys(scorer.names, Returned([]))
+        results = (
+            scorer.pool.collect(on_wait) if rows else dict.fromkeys(scorer.names, Returned([]))
+        )
         if grades is not None:
             given = dict(zip(answered, grades.rewards.tolist(), strict=True))
             results[MATH] = Returned([given.get(row) for row in rows])
@@ -269,16 +306,26 @@ class BatchScoring:
         for function, name in scorer.names.items():
             returned[name] = self._returned(function, results[function])
             # Two functions may log under one name.
-            extra |= {f"{name}/{key}" if key in extra else key: column for key, column in returned[name].extra.items()}
+            extra |= {
+                f"{name}/{key}" if key in extra else key: column
+                for key, column in returned[name].extra.items()
+            }
             if function != MATH:
-                uncounted = function != ENVIRONMENT and not isinstance(results[function], RewardError)
+                uncounted = function != ENVIRONMENT and not isinstance(
+                    results[function], RewardError
+                )
                 failed[name] = 0 if uncounted else returned[name].rewards.count(None)
         values = {name: one.rewards for name, one in returned.items()}
         none = all(value is None for column in values.values() for value in column)
         if rows and values and none and not any(failed.values()):
-            problem = f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
+            problem = (
+                f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
+            )
             scorer.warn_once("no value", problem)
-        logged = [{key: (math.fsum(each), len(each)) for key, each in one.metrics.items()} for one in returned.values()]
+        logged = [
+            {key: (math.fsum(each), len(each)) for key, each in one.metrics.items()}
+            for one in returned.values()
+        ]
         totals = weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards])
         totals = totals or [0.0] * len(rows)
         return texts, BatchScores(
@@ -286,7 +333,9 @@ class BatchScoring:
             values={name: np.array(column, np.float32) for name, column in values.items()},
             failed=failed,
             grades=grades,
-            sources=tuple(problem.source for problem in self._problems) if scorer.by_source else None,
+            sources=tuple(problem.source for problem in self._problems)
+            if scorer.by_source
+            else None,
             logged=self._own_numbers() | add_logged(logged),
             extra=extra,
         )
@@ -305,8 +354,8 @@ class BatchScoring:
             own[_BEYOND] = float(self._beyond), self._tokens
             self._scorer.warn_once(
                 _BEYOND,
-                f"{self._beyond:,} of {self._tokens:,} sampled tokens are ids beyond the tokenizer's: they have no "
-                "text",
+                f"{self._beyond:,} of {self._tokens:,} sampled tokens are ids beyond the "
+                "tokenizer's: they have no text",
             )
         if played := list(self._played.values()):
             own["environment/turns_mean"] = float(sum(one.turns for one in played)), len(played)
@@ -320,7 +369,9 @@ class BatchScoring:
         problem = str(result)
         if result.row is not None:
             row = self._problems[result.row]
-            problem += f" (completion {result.row} of the batch, of row {row.index} of {row.source})"
+            problem += (
+                f" (completion {result.row} of the batch, of row {row.index} of {row.source})"
+            )
         if self._scorer.stop_on_error:
             raise RewardError(problem)
         self._scorer.warn_once(function, f"{problem}; its completions get no value of this reward")
@@ -334,16 +385,21 @@ _OWN = ("environment/turns_mean", "environment/done_fraction", _BEYOND)
 def reward_metrics(scores: BatchScores) -> dict[str, float]:
     """Metrics of a batch, named as in observe/metric_names.py.
 
-    `reward/NAME/mean` and `/std` of each reward, over the completions that have a value of it; absent if none has.
-    `reward/NAME/failed` of each function. `reward/source/SOURCE/mean` and `/std` of the totals, if the scores name
-    sources. `environment/turns_mean` and `/done_fraction` with an environment.
-    `completion/beyond_vocabulary_fraction` if there are such tokens. `logged/NAME`: mean of the numbers that functions
-    logged under NAME.
+    `reward/NAME/mean` and `/std` of each reward, over the completions that have a value of it;
+    absent if none has. `reward/NAME/failed` of each function. `reward/source/SOURCE/mean` and
+    `/std` of the totals, if the scores name sources. `environment/turns_mean` and `/done_fraction`
+    with an environment. `completion/beyond_vocabulary_fraction` if there are such tokens.
+    `logged/NAME`: mean of the numbers that functions logged under NAME.
     """
-    metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
+    metrics: dict[str, float] = {
+        f"reward/{name}/failed": count for name, count in scores.failed.items()
+    }
     for name, values in scores.values.items():
         if len(exact := values[np.isfinite(values)].astype(np.float64)):
-            metrics |= {f"reward/{name}/mean": float(exact.mean()), f"reward/{name}/std": float(exact.std())}
+            metrics |= {
+                f"reward/{name}/mean": float(exact.mean()),
+                f"reward/{name}/std": float(exact.std()),
+            }
     for source in sorted(set(scores.sources or ())):
         exact = scores.totals[np.array(scores.sources) == source].astype(np.float64)
         metrics |= {

@@ -1,1 +1,3 @@
-"""A run as four values, made and checked once: task, placement, weights, services; its directory and checkpoints."""
+"""A run as four values, made and checked once: task, placement, weights, services; its directory
+and checkpoints.
+"""

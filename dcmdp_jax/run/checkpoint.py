@@ -1,7 +1,8 @@
-"""Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best kept.
+"""Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best
+kept.
 
-docs/checkpoints.md says what a checkpoint holds, and how to add to it. `weights.find_params` finds the
-parameters alone.
+docs/checkpoints.md says what a checkpoint holds, and how to add to it. `weights.find_params` finds
+the parameters alone.
 """
 
 import dataclasses
@@ -57,8 +58,12 @@ def digests(tree: Any) -> dict[str, int]:
 
 def _copied(state: TrainState) -> TrainState:
     """Copy a state; a replicated one on one device, or Orbax would save a slice from each."""
-    alike = all(leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
-    return _copies(jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state) if alike else state)
+    alike = all(
+        leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state)
+    )
+    return _copies(
+        jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state) if alike else state
+    )
 
 
 @jax.jit
@@ -68,11 +73,17 @@ def _copies(tree: Any) -> Any:
 
 def _learner(state: TrainState) -> dict[str, Any]:
     """All but the parameters; without a loss scale where there is none."""
-    return {name: value for name, value in state._asdict().items() if name != "params" and value is not None}
+    return {
+        name: value
+        for name, value in state._asdict().items()
+        if name != "params" and value is not None
+    }
 
 
 class PolicyScore(NamedTuple):
-    """The score that the best checkpoints are chosen by: higher is better, among scores of one name."""
+    """The score that the best checkpoints are chosen by: higher is better, among scores of one
+    name.
+    """
 
     name: str
     value: float
@@ -80,7 +91,8 @@ class PolicyScore(NamedTuple):
 
 @dataclasses.dataclass
 class _BestScores(preservation_policy.PreservationPolicy):
-    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never NaN or without one.
+    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never NaN or
+    without one.
 
     Only scores with the name of the newest count: numbers of another evaluation are not comparable.
     """
@@ -95,8 +107,14 @@ class _BestScores(preservation_policy.PreservationPolicy):
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
         found = enumerate(_read_score(self.directory / str(info.step)) for info in checkpoints)
-        scores = [(score, place) for place, score in found if score is not None and not math.isnan(score.value)]
-        ranked = sorted((score.value, place) for score, place in scores if score.name == scores[-1][0].name)
+        scores = [
+            (score, place)
+            for place, score in found
+            if score is not None and not math.isnan(score.value)
+        ]
+        ranked = sorted(
+            (score.value, place) for score, place in scores if score.name == scores[-1][0].name
+        )
         best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
         return [place in best for place in range(len(checkpoints))]
 
@@ -114,15 +132,18 @@ class Checkpoints:
         adapters: lora.SavedAdapters | None = None,
         problems: str = "",
     ) -> None:
-        """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left unfinished.
+        """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left
+        unfinished.
 
         Args:
             run_dir: the run directory.
             keep_last: number of the newest to keep.
             keep_best: number of those with the highest score to keep besides.
-            hosts: the processes of the run. Each calls every method; each array is written by its holders.
+            hosts: the processes of the run. Each calls every method; each array is written by its
+                holders.
             adapters: record of the states' parameters, if they are adapters.
-            problems: number and digest of the problems that the run trains on, for `check_problems`.
+            problems: number and digest of the problems that the run trains on, for
+                `check_problems`.
         """
         self._hosts, self._adapters, self._problems = hosts, adapters, problems
         self._directory = Path(run_dir).resolve() / "checkpoints"
@@ -141,7 +162,9 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_names=("params", "learner", "meta", _BEHIND),
-            options=ocp.CheckpointManagerOptions(preservation_policy=keep, cleanup_tmp_directories=True),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=keep, cleanup_tmp_directories=True
+            ),
         )
 
     def save(
@@ -160,8 +183,8 @@ class Checkpoints:
             state: the state.
             model: the model's shape, so that the parameters can be loaded alone.
             prompts_taken: position in the stream of prompts where the next step begins.
-            behind: version -> parameters that the batches in flight are sampled with: sampling is a function of
-                weights, seed and step, so a resumed run samples them again.
+            behind: version -> parameters that the batches in flight are sampled with: sampling is a
+                function of weights, seed and step, so a resumed run samples them again.
 
         Raises:
             CheckpointError: if there is a later one, which Orbax would keep in its place.
@@ -170,9 +193,13 @@ class Checkpoints:
         if newest == step:
             return
         if newest is not None and newest > step:
-            raise CheckpointError(f"{self._directory}: {newest} is later than step {step}, which is not saved; move it")
+            raise CheckpointError(
+                f"{self._directory}: {newest} is later than step {step}, which is not saved; move "
+                "it"
+            )
         if jax.default_backend() == "cpu":
-            # On CPU a host view shares memory with the array, which the next step's donation would overwrite.
+            # On CPU a host view shares memory with the array, which the next step's donation would
+            # overwrite.
             state = _copied(state)
         learner = _learner(state)
         meta = {
@@ -187,16 +214,22 @@ class Checkpoints:
         }
         if self._reference is not None:
             meta["digests"]["reference"] = self._reference
-        items = {"params": ocp.args.StandardSave(state.params), "learner": ocp.args.StandardSave(learner)}
+        items = {
+            "params": ocp.args.StandardSave(state.params),
+            "learner": ocp.args.StandardSave(learner),
+        }
         if behind:
             named = {str(version): params for version, params in behind.items()}
             items[_BEHIND] = ocp.args.StandardSave(named)
-            meta["digests"][_BEHIND] = {version: digests(params) for version, params in named.items()}
+            meta["digests"][_BEHIND] = {
+                version: digests(params) for version, params in named.items()
+            }
         meta["crc32"] = _record_checksum(meta)
         self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
 
     def add_score(self, step: int, score: PolicyScore) -> None:
-        """Make a saved step a candidate for the best; wait until it is on disk. A kill leaves the old score or the new.
+        """Make a saved step a candidate for the best; wait until it is on disk. A kill leaves the
+        old score or the new.
 
         Args:
             step: a saved step.
@@ -221,9 +254,15 @@ class Checkpoints:
             CheckpointError: in one line, if it is not the policy that the run began with.
         """
         self._reference = digests(reference)
-        recorded = self._meta(step)["digests"].get("reference") if step in self._manager.all_steps() else None
+        recorded = (
+            self._meta(step)["digests"].get("reference")
+            if step in self._manager.all_steps()
+            else None
+        )
         if recorded is not None and recorded != self._reference:
-            changed = next(path for path, value in self._reference.items() if recorded.get(path) != value)
+            changed = next(
+                path for path, value in self._reference.items() if recorded.get(path) != value
+            )
             raise CheckpointError(
                 f"{source}: {changed} is not what the run began with (its digest is in "
                 f"checkpoint {step}); put the initial policy back, or choose another run_dir"
@@ -241,15 +280,17 @@ class Checkpoints:
     def restore(self, abstract: TrainState, model: config.ModelConfig) -> TrainState | None:
         """Load the newest undamaged state; None if the run has no checkpoint.
 
-        A damaged checkpoint is skipped for the one before it, and moved to `damaged/` once that one was read: if none
-        can be read, the cause may be elsewhere (a missing disk), and nothing is changed.
+        A damaged checkpoint is skipped for the one before it, and moved to `damaged/` once that one
+        was read: if none can be read, the cause may be elsewhere (a missing disk), and nothing is
+        changed.
 
         Args:
             abstract: the state's shapes, dtypes and shardings.
             model: the shape of the model; a checkpoint of another model is an error, not damage.
 
         Raises:
-            CheckpointError: if there are checkpoints and none can be read, or one is of another model or run.
+            CheckpointError: if there are checkpoints and none can be read, or one is of another
+                model or run.
             JaxRuntimeError, MemoryError: if the state does not fit in memory.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -273,8 +314,9 @@ class Checkpoints:
             return state
         if steps:
             raise CheckpointError(
-                f"{self._directory}: none of the checkpoints {steps[::-1]} can be read ({steps[0]}: "
-                f"{damaged[steps[0]]}); no files were modified; repair them or use a new run_dir"
+                f"{self._directory}: none of the checkpoints {steps[::-1]} can be read "
+                f"({steps[0]}: {damaged[steps[0]]}); no files were modified; repair them or use a "
+                "new run_dir"
             )
         return None
 
@@ -290,21 +332,31 @@ class Checkpoints:
         """
         if (before := self._meta(step)["problems"]) == self._problems:
             return
-        said = f"config.task.train: has {self._problems} (number, digest), the run began with {before}"
+        said = (
+            f"config.task.train: has {self._problems} (number, digest), the run began with {before}"
+        )
         said += f" (checkpoint {step}): prompts are asked in another order"
         if not may_change:
-            raise CheckpointError(f"{said}; put the data back, or set --config.task.on_changed_data=continue")
+            raise CheckpointError(
+                f"{said}; put the data back, or set --config.task.on_changed_data=continue"
+            )
         logger.warning(said)
 
     def prompts_taken(self, step: int) -> int | None:
-        """Position in the stream of prompts that a readable checkpoint was saved with; None if it has none."""
+        """Position in the stream of prompts that a readable checkpoint was saved with; None if it
+        has none.
+        """
         return self._meta(step).get("prompts_taken")
 
     def _meta(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
+            "meta"
+        ]
 
     def _read(self, step: int, abstract: TrainState, model: config.ModelConfig) -> TrainState:
-        """Read a checkpoint; an error in any process is one in all, so that all go on to the same checkpoint."""
+        """Read a checkpoint; an error in any process is one in all, so that all go on to the same
+        checkpoint.
+        """
         failure = restored = saved = None
         try:
             saved, restored = self._read_own_part(step, abstract, model)
@@ -328,15 +380,16 @@ class Checkpoints:
         check_record(saved, step)
         if saved.get("run", self._run) != self._run:
             raise CheckpointError(
-                f"{self._directory / str(step)}: it is of run {saved['run']}, this directory is of run {self._run} "
-                f"({RUN_ID_FILE}); move that checkpoint away, or choose another run_dir"
+                f"{self._directory / str(step)}: it is of run {saved['run']}, this directory is "
+                f"of run {self._run} ({RUN_ID_FILE}); move that checkpoint away, or choose "
+                "another run_dir"
             )
         wanted = json.loads(json.dumps(dataclasses.asdict(model)))
         for name, value in saved["model"].items():
             if value != wanted[name]:
                 raise CheckpointError(
-                    f"{self._directory / str(step)}: its model has {name}={value!r}, this config's has "
-                    f"{wanted[name]!r}; choose another run_dir"
+                    f"{self._directory / str(step)}: its model has {name}={value!r}, this "
+                    f"config's has {wanted[name]!r}; choose another run_dir"
                 )
         items = {"params": abstract.params, "learner": _learner(abstract)}
         for name in TrainState._field_defaults:
@@ -365,14 +418,20 @@ class Checkpoints:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of a directory of checkpoints, rising: its directories that are named by their number.
+    """The steps of a directory of checkpoints, rising: its directories that are named by their
+    number.
 
-    A file, and a number written otherwise (`007`), are none: Orbax passes over them. A warning names each.
+    A file, and a number written otherwise (`007`), are none: Orbax passes over them. A warning
+    names each.
 
     Raises:
         CheckpointError: in one line, if there are such, and no step.
     """
-    numbered = [path for path in sorted(directory.glob("[0-9]*")) if path.name.isascii() and path.name.isdigit()]
+    numbered = [
+        path
+        for path in sorted(directory.glob("[0-9]*"))
+        if path.name.isascii() and path.name.isdigit()
+    ]
     checkpoints = [path for path in numbered if path.is_dir() and path.name == str(int(path.name))]
     steps = sorted(int(path.name) for path in checkpoints)
     for path in numbered:
@@ -381,13 +440,20 @@ def saved_steps(directory: Path) -> list[int]:
         reason = f"its name is not {int(path.name)}" if path.is_dir() else "it is no directory"
         line = f"{path} is no checkpoint, {reason}"
         if not steps:
-            raise CheckpointError(f"{line}; there is no other: put the checkpoint back under its name, or move it away")
-        logger.warning("%s: move it away; the newest checkpoint here is that of step %d", line, steps[-1])
+            raise CheckpointError(
+                f"{line}; there is no other: put the checkpoint back under its name, or move it "
+                "away"
+            )
+        logger.warning(
+            "%s: move it away; the newest checkpoint here is that of step %d", line, steps[-1]
+        )
     return steps
 
 
 def _read_score(checkpoint: Path) -> PolicyScore | None:
-    """The score in a checkpoint's directory; None if it has none, or not what was written for that step."""
+    """The score in a checkpoint's directory; None if it has none, or not what was written for that
+    step.
+    """
     try:
         saved = json.loads((checkpoint / "metrics" / "metrics").read_text(encoding="utf-8"))
         check_record(saved, int(checkpoint.name))
@@ -397,10 +463,14 @@ def _read_score(checkpoint: Path) -> PolicyScore | None:
 
 
 def _drop_unreadable_scores(directory: Path) -> None:
-    """Delete damaged scores: Orbax reads all when it opens a directory, and fails on one that a power cut emptied."""
+    """Delete damaged scores: Orbax reads all when it opens a directory, and fails on one that a
+    power cut emptied.
+    """
     for path in directory.glob("[0-9]*/metrics"):
         if _read_score(path.parent) is None:
-            logger.warning("%s is damaged: that checkpoint is no longer a candidate for the best", path)
+            logger.warning(
+                "%s is damaged: that checkpoint is no longer a candidate for the best", path
+            )
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -408,7 +478,8 @@ def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], wante
     """Refuse a checkpoint whose arrays are other ones than the code has now: that is not damage.
 
     Args:
-        checkpoint, item, saved: its directory, "params" or "learner", and the digests of its arrays by path.
+        checkpoint, item, saved: its directory, "params" or "learner", and the digests of its arrays
+            by path.
         wanted: tree of the arrays that the code has now.
 
     Raises:
@@ -419,8 +490,9 @@ def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], wante
         cause = needed_by(name.split("'")[1])
         has, needs = ("has no", "needs") if name in names else ("has", "does not have")
         raise CheckpointError(
-            f"{checkpoint}: {has} {item}{name}, which this run {needs} ({cause}); nothing is damaged: go on with the "
-            "settings and the version that wrote it, or export it (dcmdp convert export) and start from that"
+            f"{checkpoint}: {has} {item}{name}, which this run {needs} ({cause}); nothing is "
+            "damaged: go on with the settings and the version that wrote it, or export it (dcmdp "
+            "convert export) and start from that"
         )
 
 

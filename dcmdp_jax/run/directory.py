@@ -24,8 +24,8 @@ RUN_ID_FILE = "run_id"
 _LOCK_FILE = ".lock"
 _DIRECTORIES = ("checkpoints", "tensorboard", "tokenizer")
 
-# Text that a directory's name can contain unchanged: without capitals, which some file systems do not distinguish, and
-# without the separators of settings.
+# Text that a directory's name can contain unchanged: without capitals, which some file systems do
+# not distinguish, and without the separators of settings.
 _NOT_PLAIN = re.compile(r"[^\w.=-]+", re.ASCII)
 _PLAIN = re.compile(r"[a-z0-9_.]*|-?[0-9.]+(e[+-]?[0-9]+)?")
 _LONGEST_SUFFIX = 100
@@ -37,19 +37,26 @@ _LONGEST_PATH, _LONGEST_NAME = 3500, 255
 def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
     """Suffix of a run directory's name for overrides, such as `-precision=exact`.
 
-    Any two different sets of values have different names. A setting is called by its last word if no other setting
-    ends with it. A name gets a digest of all overrides at its end if it would be too long, or if a value has characters
-    that a name can't contain. Settings that a resumed run may change are left out.
+    Any two different sets of values have different names. A setting is called by its last word if
+    no other setting ends with it. A name gets a digest of all overrides at its end if it would be
+    too long, or if a value has characters that a name can't contain. Settings that a resumed run
+    may change are left out.
 
     Args:
         overrides: dotted name -> value.
         config: the config with these values.
     """
-    fixed = {name: value for name, value in sorted(overrides.items()) if not checks.may_change(name, config)}
+    fixed = {
+        name: value
+        for name, value in sorted(overrides.items())
+        if not checks.may_change(name, config)
+    }
     said = {name: _name_value(value) for name, value in fixed.items()}
     ends = {name: _NOT_PLAIN.sub("_", value.rpartition("/")[2]) for name, value in said.items()}
     text = "".join(f"-{_short_name(name)}={value}" for name, value in ends.items())
-    plain = all(isinstance(value, bool) or _PLAIN.fullmatch(said[name]) for name, value in fixed.items())
+    plain = all(
+        isinstance(value, bool) or _PLAIN.fullmatch(said[name]) for name, value in fixed.items()
+    )
     if plain and len(text) <= _LONGEST_SUFFIX:
         return text
     digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:_DIGEST]
@@ -66,27 +73,36 @@ def _short_name(name: str) -> str:
     """The shortest tail of a dotted name that no other setting ends with."""
     words, names = name.split("."), setting_names()
     tails = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-    return next(tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1)
+    return next(
+        tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1
+    )
 
 
 def check_run_directory(config: Config) -> None:
-    """Refuse a directory that can't be written, or that holds a run of another config. Creates nothing.
+    """Refuse a directory that can't be written, or that holds a run of another config. Creates
+    nothing.
 
     Raises:
         OSError: if it can't be made or written.
-        UserError: naming the first setting that differs from the run already there, a path that is too long, or a
-            FIFO, socket or device among its files.
+        UserError: naming the first setting that differs from the run already there, a path that is
+            too long, or a FIFO, socket or device among its files.
     """
     run_dir = Path(config.run_dir)
     _check_name(run_dir)
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise OSError(f"config.run_dir: {run_dir} can't be written ({existing}); choose another directory")
+        raise OSError(
+            f"config.run_dir: {run_dir} can't be written ({existing}); choose another directory"
+        )
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         # Opening a FIFO waits for its other end.
-        if path.exists() and not (path.is_dir() or path.is_file() and path.name not in _DIRECTORIES):
+        if path.exists() and not (
+            path.is_dir() or path.is_file() and path.name not in _DIRECTORIES
+        ):
             kind = "directory" if path.name in _DIRECTORIES else "file (a FIFO, socket or device)"
-            raise UserError(f"config.run_dir: {path} is no {kind}; move it away, or choose another run_dir")
+            raise UserError(
+                f"config.run_dir: {path} is no {kind}; move it away, or choose another run_dir"
+            )
     if not (run_dir / CONFIG_FILE).exists():
         return
     try:
@@ -97,13 +113,14 @@ def check_run_directory(config: Config) -> None:
     for name in sorted(now):
         if not checks.may_change(name, config) and before[name] != now[name]:
             raise UserError(
-                f"config.run_dir: {run_dir} holds a run with {name}={before[name]!r}, this config has "
-                f"{now[name]!r}; choose another run_dir, or delete that one"
+                f"config.run_dir: {run_dir} holds a run with {name}={before[name]!r}, this config "
+                f"has {now[name]!r}; choose another run_dir, or delete that one"
             )
 
 
 def fitted_rows(config: Config) -> int:
-    """The rows that the run fitted into memory at its first start with this `rollout.max_rows`; 0 for all of them.
+    """The rows that the run fitted into memory at its first start with this `rollout.max_rows`; 0
+    for all of them.
 
     A resumed run decodes the same batches. Call it after `check_run_directory`.
     """
@@ -123,7 +140,9 @@ def _check_name(run_dir: Path) -> None:
         ) from error
     if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
         most = f"{_LONGEST_PATH:,} bytes, {_LONGEST_NAME} between two slashes"
-        raise UserError(f"config.run_dir: {shorten(str(run_dir))} is too long; choose one of at most {most}")
+        raise UserError(
+            f"config.run_dir: {shorten(str(run_dir))} is too long; choose one of at most {most}"
+        )
 
 
 def read_config(run_dir: Path) -> Config:
@@ -161,11 +180,13 @@ def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
             stack.enter_context(_locked(run_dir, token))
         token = hosts.gather(token.decode())[0].encode()
         lock = run_dir / _LOCK_FILE
-        [stranger] = hosts.largest(0 if lock.exists() and lock.read_bytes() == token else hosts.index)
+        [stranger] = hosts.largest(
+            0 if lock.exists() and lock.read_bytes() == token else hosts.index
+        )
         if stranger:
             raise UserError(
-                f"config.run_dir: {run_dir} on {hosts.names[int(stranger)]} is not the directory of {hosts.names[0]}; "
-                "choose one that all hosts share"
+                f"config.run_dir: {run_dir} on {hosts.names[int(stranger)]} is not the directory "
+                f"of {hosts.names[0]}; choose one that all hosts share"
             )
         yield run_dir
 
@@ -176,12 +197,16 @@ def _locked(run_dir: Path, token: bytes) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = open(run_dir / _LOCK_FILE, "ab")  # noqa: SIM115 - held as long as the block
     except OSError as error:
-        raise OSError(f"config.run_dir: {run_dir} can't be written ({error.strerror}); choose another") from error
+        raise OSError(
+            f"config.run_dir: {run_dir} can't be written ({error.strerror}); choose another"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"config.run_dir: another process is running in {run_dir}; choose another") from None
+            raise UserError(
+                f"config.run_dir: another process is running in {run_dir}; choose another"
+            ) from None
         lock.truncate(0)
         lock.write(token)
         lock.flush()
@@ -190,7 +215,8 @@ def _locked(run_dir: Path, token: bytes) -> Iterator[None]:
 
 
 def run_id(run_dir: Path) -> str:
-    """The name of this directory's run: by its file `run_id`, else by its newest checkpoint, else a new one.
+    """The name of this directory's run: by its file `run_id`, else by its newest checkpoint, else a
+    new one.
 
     Makes the file. Of several processes the first calls this before the others.
     """
@@ -198,7 +224,9 @@ def run_id(run_dir: Path) -> str:
     if path.exists() and (text := path.read_text(encoding="utf-8", errors="replace").strip()):
         return text
     text = None
-    for meta in sorted(run_dir.glob("checkpoints/[0-9]*/meta/metadata"), key=lambda found: found.stat().st_mtime):
+    for meta in sorted(
+        run_dir.glob("checkpoints/[0-9]*/meta/metadata"), key=lambda found: found.stat().st_mtime
+    ):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             text = json.loads(meta.read_text(encoding="utf-8")).get("run") or text
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -215,11 +243,13 @@ def first_start(run_dir: Path) -> datetime:
 
 
 def record_config(config: Config, rows: int = 0) -> None:
-    """Write config.json, atomically. Call it once the run has a state: a failed config must not claim the directory.
+    """Write config.json, atomically. Call it once the run has a state: a failed config must not
+    claim the directory.
 
     Args:
         config: the run's.
-        rows: completions that the engine decodes at a time, kept where they are fewer than `rollout.max_rows`.
+        rows: completions that the engine decodes at a time, kept where they are fewer than
+            `rollout.max_rows`.
     """
     path = Path(config.run_dir) / CONFIG_FILE
     fitted = {"fitted_rows": rows} if 0 < rows < config.rollout.max_rows else {}

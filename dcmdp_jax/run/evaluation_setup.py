@@ -17,7 +17,13 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh, sampling_mesh
-from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, free_host_bytes, loaded_parameters, this_machine
+from dcmdp_jax.run.memory_use import (
+    EngineSetup,
+    fit_engine,
+    free_host_bytes,
+    loaded_parameters,
+    this_machine,
+)
 from dcmdp_jax.run.saved_model import Policy, SavedModel
 from dcmdp_jax.run.task import Task, checked_rewards
 
@@ -37,7 +43,12 @@ PAPERS_EVALUATION = {
 }
 """Settings of an evaluation of a model: the paper's, all problems, every answer judged."""
 _OF_A_RUN = ("rollout.max_completion_tokens", "evaluation.temperature")
-_OF_ITS_TASKS = ("evaluation.samples", "evaluation.max_problems", "task.max_prompt_tokens", "task.on_bad_row")
+_OF_ITS_TASKS = (
+    "evaluation.samples",
+    "evaluation.max_problems",
+    "task.max_prompt_tokens",
+    "task.on_bad_row",
+)
 _COMPLETION_BYTES, _TOKEN_BYTES = 1000, 8
 """A few Python objects; an int32 id and a float32 log-prob."""
 
@@ -45,8 +56,8 @@ _COMPLETION_BYTES, _TOKEN_BYTES = 1000, 8
 def asked_settings(overrides: Mapping[str, Any], *, of_a_run: bool) -> dict[str, Any]:
     """The settings that an evaluation changes: dotted name -> value.
 
-    A run is asked as by its own held-out evaluations: with its limit and temperature, and about its own tasks with
-    their sizes. All else is `PAPERS_EVALUATION`.
+    A run is asked as by its own held-out evaluations: with its limit and temperature, and about its
+    own tasks with their sizes. All else is `PAPERS_EVALUATION`.
 
     Args:
         overrides: values that are given.
@@ -55,7 +66,9 @@ def asked_settings(overrides: Mapping[str, Any], *, of_a_run: bool) -> dict[str,
     own = _OF_A_RUN if of_a_run else ()
     if of_a_run and "evaluation.task" not in overrides:
         own += _OF_ITS_TASKS
-    return {name: value for name, value in PAPERS_EVALUATION.items() if name not in own} | dict(overrides)
+    return {name: value for name, value in PAPERS_EVALUATION.items() if name not in own} | dict(
+        overrides
+    )
 
 
 def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
@@ -66,8 +79,8 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
         held_out: the tasks with their encoded problems, see `task.held_out`.
 
     Raises:
-        UserError: in one line, for completions that the model or the host's memory has no room for, or a reward
-            function or environment that does not start.
+        UserError: in one line, for completions that the model or the host's memory has no room for,
+            or a reward function or environment that does not start.
     """
     config, tokenizer = policy.config, policy.tokenizer
     limit, room = config.rollout.max_completion_tokens, policy.model.max_position_embeddings
@@ -76,18 +89,22 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
     longest, name = max((max(map(len, prompts.token_ids)), task.name) for task, prompts in held_out)
     if limit > room - longest:
         raise UserError(
-            f"config.rollout.max_completion_tokens: got {limit}, with the longest prompt ({longest} tokens, {name}) "
-            f"more than the model's max_position_embeddings={room}; at most {max(0, room - longest)} fit, and a "
-            "smaller task.max_prompt_tokens leaves long prompts out"
+            f"config.rollout.max_completion_tokens: got {limit}, with the longest prompt "
+            f"({longest} tokens, {name}) more than the model's max_position_embeddings={room}; at "
+            f"most {max(0, room - longest)} fit, and a smaller task.max_prompt_tokens leaves long "
+            "prompts out"
         )
     if (rows := config.rollout.max_rows) * (tokens := longest + limit) > INT32_MAX:
         raise UserError(
-            f"config.rollout.max_rows: got {rows}, with {tokens} tokens of prompt and completion {rows * tokens:,} "
-            f"tokens, must be at most {INT32_MAX:,} (tokens are counted in int32)"
+            f"config.rollout.max_rows: got {rows}, with {tokens} tokens of prompt and completion "
+            f"{rows * tokens:,} tokens, must be at most {INT32_MAX:,} (tokens are counted in "
+            "int32)"
         )
     problems = [problem for _, prompts in held_out for problem in prompts.problems]
     rewards, columns = checked_rewards(config, problems, tokenizer)
-    return Task(config, policy.model, tokenizer, policy.stop_token_ids, held_out, rewards, columns, longest)
+    return Task(
+        config, policy.model, tokenizer, policy.stop_token_ids, held_out, rewards, columns, longest
+    )
 
 
 def pushed_dtype(saved: SavedModel, config: Config) -> str:
@@ -118,20 +135,27 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
             platform=kind.check_machine(engine_arguments(config, kind=kind)[1]),
             directory=files.with_suffix(f".{kind.name or 'engine'}"),
             max_total_tokens=task.longest_prompt + config.rollout.max_completion_tokens,
-            mesh=lambda **split: sampling_mesh(make_mesh(data=-1, **split), num_params=num_params(model), **split),
+            mesh=lambda **split: sampling_mesh(
+                make_mesh(data=-1, **split), num_params=num_params(model), **split
+            ),
             probe=lambda: make_probe(model, Compute(), one_device_mesh()),
         )
         kind.check(arguments)
     prepare_jax(config.mesh.cpu_devices)
     machine = this_machine(make_mesh(data=-1).devices.flat[0].platform)
     lengths, completions = task.requests
-    workload = Workload(completions, 1, lengths, config.rollout.max_completion_tokens, dtype, training=False)
+    workload = Workload(
+        completions, 1, lengths, config.rollout.max_completion_tokens, dtype, training=False
+    )
     others = loaded_parameters(model, dtype, machine) if kind.pushes else []
     return fit_engine(kind, arguments, workload, machine, others)
 
 
-def check_size(task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None) -> None:
-    """Refuse a task whose completions, all as long as they may be, are more than this machine's memory holds.
+def check_size(
+    task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None
+) -> None:
+    """Refuse a task whose completions, all as long as they may be, are more than this machine's
+    memory holds.
 
     Args:
         task: the task's name.
@@ -147,8 +171,9 @@ def check_size(task: str, problems: int, samples: int, max_completion_tokens: in
     needed = completions * (_COMPLETION_BYTES + max_completion_tokens * _TOKEN_BYTES)
     if free is not None and needed > free:
         raise UserError(
-            f"config.evaluation.samples: got {samples}; {task} has {problems:,} problems x {samples:,} samples = "
-            f"{completions:,} completions of up to {max_completion_tokens:,} tokens, which take {needed / 2**30:,.1f} "
-            f"GiB, {free / 2**30:,.1f} GiB are free; lower evaluation.samples, evaluation.max_problems or "
-            "rollout.max_completion_tokens"
+            f"config.evaluation.samples: got {samples}; {task} has {problems:,} problems x "
+            f"{samples:,} samples = {completions:,} completions of up to "
+            f"{max_completion_tokens:,} tokens, which take {needed / 2**30:,.1f} GiB, "
+            f"{free / 2**30:,.1f} GiB are free; lower evaluation.samples, evaluation.max_problems "
+            "or rollout.max_completion_tokens"
         )

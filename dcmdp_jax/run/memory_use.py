@@ -1,7 +1,9 @@
-"""Memory of a run by arithmetic, before anything is allocated, by kind, device and phase, with the capacity.
+"""Memory of a run by arithmetic, before anything is allocated, by kind, device and phase, with the
+capacity.
 
-Parts that are arrays with known shapes are exact: parameters, moments, gradients, the engine's weights, its cache. The
-compiler's temporary memory is an estimate, marked ~. Devices of a CPU share the host's memory and count as the host.
+Parts that are arrays with known shapes are exact: parameters, moments, gradients, the engine's
+weights, its cache. The compiler's temporary memory is an estimate, marked ~. Devices of a CPU share
+the host's memory and count as the host.
 """
 
 import bisect
@@ -23,7 +25,14 @@ from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
-from dcmdp_jax.engines.machine import LOGITS_HELD, MEMORY_PHASES, Machine, MemoryPart, certain, exact
+from dcmdp_jax.engines.machine import (
+    LOGITS_HELD,
+    MEMORY_PHASES,
+    Machine,
+    MemoryPart,
+    certain,
+    exact,
+)
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
@@ -37,17 +46,25 @@ from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declar
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.number_format import text_table
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import DATA, bytes_per_device, data_parallel_only, param_shardings, sharded
+from dcmdp_jax.parallel.sharding import (
+    DATA,
+    bytes_per_device,
+    data_parallel_only,
+    param_shardings,
+    sharded,
+)
 
 _GIB = 2**30
 _ALWAYS, _STEP = frozenset(MEMORY_PHASES), frozenset({"step"})
 _Maker = Callable[..., MemoryPart]
 _KEPT_BYTES = int(1.05 * _GIB)
-"""What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has freed, and compiled
-programs. Measured runs are in docs/plan.md."""
+"""What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has
+freed, and compiled programs. Measured runs are in docs/plan.md.
+"""
 CUDNN_WORKSPACE = "cuDNN's workspace"
-"""A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment that a row may have,
-by what cuDNN 9.19 took on an H200 for 7 segments a row and for 16."""
+"""A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment
+that a row may have, by what cuDNN 9.19 took on an H200 for 7 segments a row and for 16.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +75,8 @@ class MemoryUse:
         parts: the parts, one of each kind.
         machine: the memory available.
         note: memory that can't be computed here, or empty.
-        rows: completions that the engine decodes at a time; fewer than it was asked for where those do not fit.
+        rows: completions that the engine decodes at a time; fewer than it was asked for where those
+            do not fit.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -67,7 +85,9 @@ class MemoryUse:
     rows: int = 0
 
     def total(self, phase: str, place: str, *, certain: bool = False) -> int:
-        """Bytes held in a phase: on the "first" device, on each "other" one, or in the "host"'s memory."""
+        """Bytes held in a phase: on the "first" device, on each "other" one, or in the "host"'s
+        memory.
+        """
         return sum(part.on(place, certain=certain) for part in self.parts if phase in part.phases)
 
     def peak(self, place: str, *, certain: bool = False) -> tuple[str, int]:
@@ -76,13 +96,22 @@ class MemoryUse:
         return max(totals.items(), key=lambda total: total[1])
 
     def _peaks(self, *, certain: bool = False) -> Iterator[tuple[str, str, int | None, str, int]]:
-        """Each place with memory of its own: its name in `total`, for people, its bytes, the largest phase, its use."""
+        """Each place with memory of its own: its name in `total`, for people, its bytes, the
+        largest phase, its use.
+        """
         if self.machine.platform != "cpu":
-            yield "first", "the first device", self.machine.device_bytes, *self.peak("first", certain=certain)
+            yield (
+                "first",
+                "the first device",
+                self.machine.device_bytes,
+                *self.peak("first", certain=certain),
+            )
         yield "host", "this machine", self.machine.host_bytes, *self.peak("host", certain=certain)
 
     def shortages(self, *, certain: bool = False) -> list[str]:
-        """A sentence for each place with too little memory: the shortage, the largest part, the settings to lower."""
+        """A sentence for each place with too little memory: the shortage, the largest part, the
+        settings to lower.
+        """
         found = []
         for place, where, limit, phase, needed in self._peaks(certain=certain):
             if limit is None or needed <= limit:
@@ -90,9 +119,9 @@ class MemoryUse:
             held = [part for part in self.parts if phase in part.phases and part.lower]
             largest = max(held, key=lambda part: part.on(place, certain=certain))
             found.append(
-                f"{where} has {limit / _GIB:.1f} GiB and the phase {phase!r} takes {'at least ' * certain}"
-                f"{needed / _GIB:.1f}, of which {largest.name} {largest.on(place, certain=certain) / _GIB:.1f}; "
-                f"smaller with {largest.lower}"
+                f"{where} has {limit / _GIB:.1f} GiB and the phase {phase!r} takes "
+                f"{'at least ' * certain}{needed / _GIB:.1f}, of which {largest.name} "
+                f"{largest.on(place, certain=certain) / _GIB:.1f}; smaller with {largest.lower}"
             )
         return found
 
@@ -114,11 +143,16 @@ class MemoryUse:
         peaks = [(needed, where, limit) for _, where, limit, _, needed in self._peaks()]
         if whole or any(limit is None or 2 * peak > limit for peak, _, limit in peaks):
             return self.table()
-        shown = (f"{peak / _GIB:.1f} of {limit / _GIB:.1f} GiB of {where}" for peak, where, limit in peaks)
+        shown = (
+            f"{peak / _GIB:.1f} of {limit / _GIB:.1f} GiB of {where}"
+            for peak, where, limit in peaks
+        )
         return [f"{', '.join(shown)} (--dry_run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
-        """Lines of text: the largest phase of each place, its parts (~ where estimated), and what does not fit."""
+        """Lines of text: the largest phase of each place, its parts (~ where estimated), and what
+        does not fit.
+        """
         lines = []
         for place, where, limit, phase, needed in self._peaks():
             unit, name = (_GIB, "GiB") if needed >= _GIB else (2**20, "MiB")
@@ -127,8 +161,14 @@ class MemoryUse:
             held = [part for part in self.parts if phase in part.phases and part.on(place)]
             marks = ["~" * (part.on(place) != part.on(place, certain=True)) for part in held]
             rows = zip(marks, held, strict=True)
-            lines += text_table([(f"  {mark}{part.name}", f"{part.on(place) / unit:,.2f}") for mark, part in rows])
-        return [*lines, *(f"does not fit: {found}" for found in self.shortages()), *filter(None, [self.note])]
+            lines += text_table(
+                [(f"  {mark}{part.name}", f"{part.on(place) / unit:,.2f}") for mark, part in rows]
+            )
+        return [
+            *lines,
+            *(f"does not fit: {found}" for found in self.shortages()),
+            *filter(None, [self.note]),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,19 +239,24 @@ def this_machine(platform: str) -> Machine:
     """The machine that this process runs on."""
     devices, free = jax.local_devices(), free_host_bytes()
     if platform != "cpu":
-        return Machine(platform, len(devices), (devices[0].memory_stats() or {}).get("bytes_limit"), free)
+        return Machine(
+            platform, len(devices), (devices[0].memory_stats() or {}).get("bytes_limit"), free
+        )
     if free is None:
         return Machine(platform, len(devices), None, None)
     return Machine(platform, len(devices), None, free + _resident_bytes(), _first_resident_bytes())
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 @functools.cache
 def _first_resident_bytes() -> int:
-    """What this process held when it was first asked: a run in it leaves memory that the next one takes again.
+    """What this process held when it was first asked: a run in it leaves memory that the next one
+    takes again.
 
     So does the conversion of a model: what it freed is returned first.
     """
@@ -220,7 +265,9 @@ def _first_resident_bytes() -> int:
 
 
 def free_host_bytes() -> int | None:
-    """Memory that can still be allocated on this host, swap space included; None if the system does not report it."""
+    """Memory that can still be allocated on this host, swap space included; None if the system does
+    not report it.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         swap = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapFree:"))
@@ -268,11 +315,19 @@ def training_memory(
 
 
 def _part(
-    machine: Machine, devices: int, name: str, size: int, lower: str, phases: frozenset[str] = _ALWAYS, sure: int = 0
+    machine: Machine,
+    devices: int,
+    name: str,
+    size: int,
+    lower: str,
+    phases: frozenset[str] = _ALWAYS,
+    sure: int = 0,
 ) -> MemoryPart:
     """A part of `size` bytes on each of the devices, of which `sure` are certain."""
     surely = certain(**machine.on_each(sure, devices))
-    return MemoryPart(name, **machine.on_each(size, devices), phases=phases, lower=lower, certain=surely)
+    return MemoryPart(
+        name, **machine.on_each(size, devices), phases=phases, lower=lower, certain=surely
+    )
 
 
 def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
@@ -284,41 +339,66 @@ def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[
 def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:
     """Values of declared parameters on one device."""
     shapes = declared_shapes(declared, "float32")
-    return bytes_per_device(sharded(shapes, param_shardings(declared_axes(declared), shapes, mesh))) // 4
+    return (
+        bytes_per_device(sharded(shapes, param_shardings(declared_axes(declared), shapes, mesh)))
+        // 4
+    )
 
 
 def _state_parts(
-    part: _Maker, config: Config, model: ModelConfig, mesh: Mesh, machine: Machine, lora: Lora | None
+    part: _Maker,
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    machine: Machine,
+    lora: Lora | None,
 ) -> list[MemoryPart]:
     """State that is kept between steps, the gradients, and what is frozen."""
     item, lag = jnp.dtype(config.model.param_dtype).itemsize, config.rollout.lag
     values = _values(trained(model, lora), mesh)
     size = values * item
-    fewer = f"a smaller model{', or more devices along mesh.fsdp or mesh.tensor' * (machine.platform != 'cpu')}"
+    fewer = (
+        "a smaller "
+        f"model{', or more devices along mesh.fsdp or mesh.tensor' * (machine.platform != 'cpu')}"
+    )
     lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
-    # A checkpoint is copied before it is written, so that the next steps need not wait: on an accelerator to the host,
-    # by the devices that hold different parts of the state; a CPU's devices copy it each, a replicated state once.
+    # A checkpoint is copied before it is written, so that the next steps need not wait: on an
+    # accelerator to the host, by the devices that hold different parts of the state; a CPU's
+    # devices copy it each, a replicated state once.
     each = 1 if data_parallel_only(mesh) else mesh.size
     copies = each if machine.platform == "cpu" else max(1, machine.devices // mesh.shape[DATA])
     saved = (3 + lag) * size * copies
     parts = [
         part("parameters", size, lower, sure=size),
         part("Adam's moments", 2 * size, lower, sure=2 * size),
-        # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler manages it.
+        # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler
+        # manages it.
         part("gradients", 4 * values, lower, _STEP, size),
         # One micro-batch's gradient before it is added; afterwards the update.
         part("gradients of a micro-batch", 4 * values, lower, _STEP),
         MemoryPart("checkpoint's copy of the state", host=saved, lower=lower),
         # A disk has written it by the time that the next step's completions are there.
-        MemoryPart("checkpoint being written", host=saved, phases=frozenset({"push", "sample"}), lower=lower),
+        MemoryPart(
+            "checkpoint being written",
+            host=saved,
+            phases=frozenset({"push", "sample"}),
+            lower=lower,
+        ),
         part(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
     ]
     if lora is None:
         reference = size * bool(config.algorithm.kl_coefficient)
-        return [*parts, part("reference policy", reference, "algorithm.kl_coefficient=0", sure=reference)]
+        return [
+            *parts,
+            part("reference policy", reference, "algorithm.kl_coefficient=0", sure=reference),
+        ]
     # A quantized matrix has a byte for each value, and each column a scale.
     whole = model_declarations(model)
-    matrices = _values([one for one in whole if one.quantized], mesh) if config.model.lora_base == "int8" else 0
+    matrices = (
+        _values([one for one in whole if one.quantized], mesh)
+        if config.model.lora_base == "int8"
+        else 0
+    )
     width, every = 4 if config.model.lora_base == "float32" else 2, _values(whole, mesh)
     base = width * every - (width - 1) * matrices
     product = machine.product_item(config.model.compute_dtype)
@@ -333,9 +413,17 @@ def _state_parts(
 
 
 def _step_parts(
-    part: _Maker, model: ModelConfig, compute: Compute, scheme: Scheme, mesh: Mesh, packing: RowShapes, machine: Machine
+    part: _Maker,
+    model: ModelConfig,
+    compute: Compute,
+    scheme: Scheme,
+    mesh: Mesh,
+    packing: RowShapes,
+    machine: Machine,
 ) -> list[MemoryPart]:
-    """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
+    """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one
+    layer.
+    """
     shards, item = row_shards(mesh), machine.product_item(compute.dtype)
     queries, width = model.num_heads * model.head_dim, model.hidden_size
     keys, most, workspace = 2 * model.num_kv_heads * model.head_dim, (0, 0), 0
@@ -344,32 +432,52 @@ def _step_parts(
         tokens, projected = rows * length, queries + keys
         # A token's hidden state is copied to each of its experts and back.
         copies = 2 * model.num_experts_per_tok * width
-        whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
+        whole = (
+            tokens
+            * item
+            * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
+        )
         segments = statistics_kept(compute.attention, compute.segments)
         whole += 4 * tokens * model.num_heads * segments
         if model.recurrent_layers:
-            # Float32: a dozen matrices of a chunk's tokens by its tokens, and a few copies of the heads.
+            # Float32: a dozen matrices of a chunk's tokens by its tokens, and a few copies of the
+            # heads.
             heads = 12 * CHUNK + 4 * (model.linear_key_head_dim + model.linear_value_head_dim)
-            whole += tokens * (4 * model.linear_num_value_heads * heads + 2 * item * model.mixed_width)
+            whole += tokens * (
+                4 * model.linear_num_value_heads * heads + 2 * item * model.mixed_width
+            )
         scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
         scores = rows * model.num_heads * length**2 if scored else 0
         products = tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies)
         kernels = products + tokens * item * queries if machine.platform == "gpu" else whole
-        saved = {"full": tokens * item * width, "dots": products, "none": kernels + scores * item}[compute.remat]
+        saved = {"full": tokens * item * width, "dots": products, "none": kernels + scores * item}[
+            compute.remat
+        ]
         # Scores in float32 and their exponentials, forward and backward.
         working = whole + scores * (8 + 2 * item)
         most = max(most, (model.num_layers * saved + working, tokens))
         workspace = max(workspace, 8 * tokens * queries * segments)
     logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
-    matrices, output = width * (2 * queries + keys + 3 * model.stored_mlp_width), model.vocab_size * width
+    matrices, output = (
+        width * (2 * queries + keys + 3 * model.stored_mlp_width),
+        model.vocab_size * width,
+    )
     rounded = 0
     if scheme.weights:
         rounded = 4 * (model.num_layers * matrices + output) // (mesh.size // mesh.shape[DATA])
     elif scheme.products:
-        # Of one layer at a time: float32 values and those times their scale, and a micro-batch's tokens alike.
-        rounded = 8 * (matrices + most[1] * max(width, queries, model.intermediate_size)) // mesh.shape["tensor"]
-    # Without a loop a GPU casts all matrices before the first layer, and has all their gradients before it stacks them.
-    whole_layers = machine.platform == "gpu" and compute.scan_unroll >= model.num_layers and item < 4
+        # Of one layer at a time: float32 values and those times their scale, and a micro-batch's
+        # tokens alike.
+        rounded = (
+            8
+            * (matrices + most[1] * max(width, queries, model.intermediate_size))
+            // mesh.shape["tensor"]
+        )
+    # Without a loop a GPU casts all matrices before the first layer, and has all their gradients
+    # before it stacks them.
+    whole_layers = (
+        machine.platform == "gpu" and compute.scan_unroll >= model.num_layers and item < 4
+    )
     cast = 2 * item * model.num_layers * matrices * whole_layers // (mesh.size // mesh.shape[DATA])
     copied = 2 * 4 * output * (item != jnp.dtype(compute.dtype).itemsize)
     remat = "" if compute.remat == "full" else ", or model.remat=full"
@@ -384,9 +492,16 @@ def _step_parts(
 
 
 def _batch_parts(
-    part: _Maker, config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, completions: int
+    part: _Maker,
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    packing: RowShapes,
+    completions: int,
 ) -> list[MemoryPart]:
-    """The batch, on the devices and before, and the columns of its completions that have a vector for each token."""
+    """The batch, on the devices and before, and the columns of its completions that have a vector
+    for each token.
+    """
     columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
     batch, lag = abstract_batch(packing, columns), config.rollout.lag
     rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
@@ -398,13 +513,28 @@ def _batch_parts(
         part(f"{lag} batch(es) sampled ahead", ahead, f"{lower}, or rollout.lag", sure=ahead),
     ]
     for name in (name for name, entry in columns.items() if entry):
-        size = completions * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(columns[name]) * config.max_total_tokens
-        setting = "rollout.router_replay=False" if name == "routed_experts" else "rollout.top_logprobs"
-        held = {"host": size, "phases": frozenset({"sample", "step"}), "lower": f"{lower}, or {setting}"}
+        size = (
+            completions
+            * np.dtype(COLUMNS[name].dtype).itemsize
+            * math.prod(columns[name])
+            * config.max_total_tokens
+        )
+        setting = (
+            "rollout.router_replay=False" if name == "routed_experts" else "rollout.top_logprobs"
+        )
+        held = {
+            "host": size,
+            "phases": frozenset({"sample", "step"}),
+            "lower": f"{lower}, or {setting}",
+        }
         parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens", **held))
-    # The trainer's log-probs, float32 on every device. The host has them twice, of all places and by completion, and
-    # twice the text of 11 bytes, in Python and in Arrow.
-    places = config.rollout.top_logprobs * sum(math.prod(each.completion_mask.shape) for each in batch.rows)
+    # The trainer's log-probs, float32 on every device. The host has them twice, of all places and
+    # by completion, and twice the text of 11 bytes, in Python and in Arrow.
+    places = config.rollout.top_logprobs * sum(
+        math.prod(each.completion_mask.shape) for each in batch.rows
+    )
     places *= bool(config.observe.rollouts_every_steps)
-    listed = part("recorded likeliest tokens", 4 * places, f"{lower}, or rollout.top_logprobs", _STEP)
+    listed = part(
+        "recorded likeliest tokens", 4 * places, f"{lower}, or rollout.top_logprobs", _STEP
+    )
     return [*parts, listed._replace(host=listed.host + 30 * places)]

@@ -1,4 +1,6 @@
-"""Where a run computes: devices, shapes of a batch, the forward pass, and an engine that fits into memory."""
+"""Where a run computes: devices, shapes of a batch, the forward pass, and an engine that fits into
+memory.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +12,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, find_trainable, forward_scheme, of_engine
+from dcmdp_jax.config.checks import (
+    MESH,
+    as_settings,
+    engine_arguments,
+    find_trainable,
+    forward_scheme,
+    of_engine,
+)
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data import episode, row_layout
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
@@ -23,14 +32,22 @@ from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpus, usable_cores
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
-from dcmdp_jax.parallel.mesh import check_training_mesh, connect_devices, row_shards, sampling_mesh, training_mesh
+from dcmdp_jax.parallel.mesh import (
+    check_training_mesh,
+    connect_devices,
+    row_shards,
+    sampling_mesh,
+    training_mesh,
+)
 from dcmdp_jax.parallel.sharding import data_parallel_only
 from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, this_machine, training_memory
 from dcmdp_jax.run.task import Task
 
 _CPU_UNROLL = 8
-"""Most layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no time by it: the 30
-layers of SmolLM2-135M compile in 9 CPU seconds in place of 22, and take 1.9 GiB of temporary memory in place of 2.5."""
+"""Most layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no
+time by it: the 30 layers of SmolLM2-135M compile in 9 CPU seconds in place of 22, and take 1.9 GiB
+of temporary memory in place of 2.5.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +62,9 @@ class Placement:
         packing: shapes of a batch, of prompts as long as those to train on.
         columns: per-token columns of a batch: name -> shape of a token's entry.
         engine: the inference engine.
-        samples_while_training: whether the engine samples while the trainer trains: in a process of its own. False with
-            refills on several hosts, where all hosts must agree on another round.
+        samples_while_training: whether the engine samples while the trainer trains: in a process of
+            its own. False with refills on several hosts, where all hosts must agree on another
+            round.
     """
 
     hosts: Hosts
@@ -60,7 +78,8 @@ class Placement:
 
 
 def trainable_engine(config: Config) -> tuple[EngineKind, str]:
-    """The record of the engine of `rollout.engine`, and where it computes; what it needs is installed.
+    """The record of the engine of `rollout.engine`, and where it computes; what it needs is
+    installed.
 
     Raises:
         UserError: in one line, for an engine that can't be trained with, or not on this machine.
@@ -73,7 +92,8 @@ def trainable_engine(config: Config) -> tuple[EngineKind, str]:
 def place(
     task: Task, kind: EngineKind, platform: str, hosts: Hosts = ONE_PROCESS, *, fitted_rows: int = 0
 ) -> Placement:
-    """Start JAX's devices, check the settings against them and the model, and fit the run into memory.
+    """Start JAX's devices, check the settings against them and the model, and fit the run into
+    memory.
 
     Args:
         task: model and prompts.
@@ -86,7 +106,9 @@ def place(
     """
     config, model = task.config, task.model
     _, engine = engine_arguments(config, hosts.index, kind=kind, model=model, platform=platform)
-    engine = dataclasses.replace(engine, lora=task.lora if kind.takes_adapters(engine.settings) else None)
+    engine = dataclasses.replace(
+        engine, lora=task.lora if kind.takes_adapters(engine.settings) else None
+    )
     with as_settings(of_engine(kind)):
         kind.check(engine)
     prepare_jax(config.mesh.cpu_devices)
@@ -104,7 +126,8 @@ def place(
     check_own_remedies(config.algorithm)
     if hosts.count > 1:
         connect_devices(mesh)
-    # Two cores have the step to compile and the warm-up; the turns of an environment are calls of their own.
+    # Two cores have the step to compile and the warm-up; the turns of an environment are calls of
+    # their own.
     given = [] if config.task.environment or usable_cores() <= 2 else task.first_calls
     calls = [(prompts[hosts.share(len(prompts))], sampling) for prompts, sampling in given]
     for prompts, sampling in calls[-1:]:
@@ -113,11 +136,14 @@ def place(
     engine = dataclasses.replace(engine, first_calls=calls)
     shortest = min(map(len, task.train.token_ids)) - config.supervised
     found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
-    return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, teacher=task.teacher, **found)
+    return placed(
+        config, kind, engine, mesh, scheme, task.requests, task.lora, teacher=task.teacher, **found
+    )
 
 
 def check_platform(platform: str) -> None:
-    """Refuse the CPU where JAX should have found a GPU. JAX logs that its plugin failed and goes on without.
+    """Refuse the CPU where JAX should have found a GPU. JAX logs that its plugin failed and goes on
+    without.
 
     Args:
         platform: platform of JAX's devices.
@@ -125,8 +151,9 @@ def check_platform(platform: str) -> None:
     chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if platform == "cpu" and not chosen and present_gpus() and has_cuda_plugin():
         raise UserError(
-            "JAX: computes on the CPU, though this machine has an NVIDIA GPU and JAX's plugin for it is installed; its "
-            "log above says why the plugin failed. JAX_PLATFORMS=cpu trains on the CPU"
+            "JAX: computes on the CPU, though this machine has an NVIDIA GPU and JAX's plugin for "
+            "it is installed; its log above says why the plugin failed. JAX_PLATFORMS=cpu trains "
+            "on the CPU"
         )
 
 
@@ -142,8 +169,9 @@ def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) ->
     if scheme != FULL and engine.platform and (engine.platform == "cpu") != (platform == "cpu"):
         name = "forward_precision" if config.model.forward_precision != "full" else "forward_cache"
         raise UserError(
-            f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on {engine.platform}, the "
-            f"trainer on {platform}, and its build for {platform} rounds otherwise; set 'full'"
+            f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on "
+            f"{engine.platform}, the trainer on {platform}, and its build for {platform} rounds "
+            "otherwise; set 'full'"
         )
     return scheme
 
@@ -151,38 +179,55 @@ def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) ->
 def check_reductions(config: Config, mesh: Mesh) -> None:
     """Refuse bfloat16 on CPU devices that split the model.
 
-    XLA's CPU compiler (jaxlib 0.10) aborts the process when it promotes the bfloat16 reductions of such a mesh.
+    XLA's CPU compiler (jaxlib 0.10) aborts the process when it promotes the bfloat16 reductions of
+    such a mesh.
     """
-    split = {axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1}
-    if split and config.model.compute_dtype == "bfloat16" and mesh.devices.flat[0].platform == "cpu":
+    split = {
+        axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1
+    }
+    if (
+        split
+        and config.model.compute_dtype == "bfloat16"
+        and mesh.devices.flat[0].platform == "cpu"
+    ):
         axes = ", ".join(f"mesh.{axis}={ways}" for axis, ways in split.items())
         raise UserError(
-            f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA can't add up bfloat16; "
-            "choose float32, or split nothing but rows (mesh.data)"
+            f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA "
+            "can't add up bfloat16; choose float32, or split nothing but rows (mesh.data)"
         )
 
 
 def check_kernel(config: Config, platform: str, head_dim: int) -> None:
     """Refuse an attention kernel that this machine can't run.
 
-    Whether cuDNN is there, and takes this dtype, head width and number of segments, is found out by compiling the
-    attention of two small rows: of one segment, as the embedded engine has them, and of a run's.
+    Whether cuDNN is there, and takes this dtype, head width and number of segments, is found out by
+    compiling the attention of two small rows: of one segment, as the embedded engine has them, and
+    of a run's.
     """
     if platform_kernel(config, platform) != "cudnn":
         return
     heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.dtype(config.model.compute_dtype))
     ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    install = "install nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
+    install = (
+        "install nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
+    )
     for most in (1, segments_of(config, "cudnn")):
-        how = {"kernel": "cudnn", "one_segment": most == 1, "segments": most, "ops": choose_ops(platform)}
+        how = {
+            "kernel": "cudnn",
+            "one_segment": most == 1,
+            "segments": most,
+            "ops": choose_ops(platform),
+        }
         try:
-            jax.jit(functools.partial(attention.row_attention, **how)).lower(heads, heads, heads, ids).compile()
+            jax.jit(functools.partial(attention.row_attention, **how)).lower(
+                heads, heads, heads, ids
+            ).compile()
         except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
             reason = " ".join((str(error) or type(error).__name__).split())[:200]
             remedy = "choose training.segments_per_row=1" if most > 1 else install
             raise UserError(
-                f"config.model.attention: {config.model.attention!r} is cuDNN's attention here, which does not work "
-                f"with {most} segment(s) a row ({reason}); {remedy}"
+                f"config.model.attention: {config.model.attention!r} is cuDNN's attention here, "
+                f"which does not work with {most} segment(s) a row ({reason}); {remedy}"
             ) from error
 
 
@@ -190,18 +235,22 @@ def platform_kernel(config: Config, platform: str) -> str:
     """The attention kernel on a platform.
 
     Raises:
-        UserError: if the platform does not have the one of the settings, or it does not compute in their dtype.
+        UserError: if the platform does not have the one of the settings, or it does not compute in
+            their dtype.
     """
     dtype = jnp.dtype(config.model.compute_dtype)
     kernel = attention.choose_kernel(config.model.attention, dtype, platform)
     needs = {"splash": (("tpu",), "a TPU"), "cudnn": (("gpu", "cuda"), "an NVIDIA GPU with cuDNN")}
     platforms, what = needs.get(kernel, ((platform,), ""))
     if platform not in platforms:
-        raise UserError(f"config.model.attention: got {kernel!r}, which needs {what}, this is {platform}; choose auto")
+        raise UserError(
+            f"config.model.attention: got {kernel!r}, which needs {what}, this is {platform}; "
+            "choose auto"
+        )
     if kernel == "cudnn" and dtype == jnp.float32:
         raise UserError(
-            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
-            "model.compute_dtype=bfloat16"
+            "config.model.attention: got 'cudnn', which computes in half precision alone; choose "
+            "auto, or model.compute_dtype=bfloat16"
         )
     return kernel
 
@@ -246,9 +295,13 @@ def placed(
     packing = packing_on(config, mesh, compute, shortest=1 + shortest_prompt)
     columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
     machine = machine or this_machine(mesh.devices.flat[0].platform)
-    dtype = "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype
+    dtype = (
+        "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype
+    )
     lengths, completions = requests
-    workload = Workload(completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype)
+    workload = Workload(
+        completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype
+    )
     engine = dataclasses.replace(
         engine,
         mesh=lambda **split: sampling_mesh(mesh, num_params=params.num_params(model), **split),
@@ -256,10 +309,14 @@ def placed(
         prepare=True,
         param_dtype=dtype,
     )
-    trainer = training_memory(config, model, compute, scheme, mesh, packing, machine, completions, lora, teacher)
+    trainer = training_memory(
+        config, model, compute, scheme, mesh, packing, machine, completions, lora, teacher
+    )
     setup = fit_engine(kind, engine, workload, machine, trainer, fitted_rows=fitted_rows)
     refills = config.algorithm.refill_rounds > 0 and hosts.count > 1
-    return Placement(hosts, mesh, compute, scheme, packing, columns, setup, kind.own_process and not refills)
+    return Placement(
+        hosts, mesh, compute, scheme, packing, columns, setup, kind.own_process and not refills
+    )
 
 
 def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> decoder.Compute:
@@ -280,10 +337,12 @@ def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> deco
 
 
 def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
-    """The default of `scan_unroll`: what a loop keeps for its backward pass it copies to stacks and from them.
+    """The default of `scan_unroll`: what a loop keeps for its backward pass it copies to stacks and
+    from them.
 
-    By the compiler, on an H100 those copies are a quarter of the memory traffic of Qwen3-1.7B with remat=none; without
-    the loop its step takes 49.6 GiB in place of 45.2, and less than twice as long to compile.
+    By the compiler, on an H100 those copies are a quarter of the memory traffic of Qwen3-1.7B with
+    remat=none; without the loop its step takes 49.6 GiB in place of 45.2, and less than twice as
+    long to compile.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "gpu" and remat == "none" and data_parallel_only(mesh):
@@ -291,11 +350,15 @@ def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
     return _CPU_UNROLL if platform == "cpu" and layers <= _CPU_UNROLL else 1
 
 
-def packing_on(config: Config, mesh: Mesh, compute: decoder.Compute, shortest: int = 1) -> row_layout.RowShapes:
+def packing_on(
+    config: Config, mesh: Mesh, compute: decoder.Compute, shortest: int = 1
+) -> row_layout.RowShapes:
     """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
     splash, row_lengths = compute.attention == "splash", config.training.row_lengths
     if splash and (odd := [length for length in row_lengths if length % 128]):
-        raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
+        raise UserError(
+            f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128"
+        )
     return row_layout.make_row_shapes(
         row_lengths=row_lengths,
         longest=config.max_total_tokens,

@@ -1,4 +1,6 @@
-"""A run, as the top of a command has it: task, placement and weights, made and checked in the order of their cost."""
+"""A run, as the top of a command has it: task, placement and weights, made and checked in the order
+of their cost.
+"""
 
 from datetime import datetime
 from pathlib import Path

@@ -29,7 +29,8 @@ class SavedModel:
     Attributes:
         name: name for people.
         shape: the model's shape.
-        tokenizer: directory of the tokenizer; generation_config.json there names further end tokens.
+        tokenizer: directory of the tokenizer; generation_config.json there names further end
+            tokens.
         path: the model's directory, or the run's.
         checkpoint: the run's checkpoint; None for a Hugging Face directory.
         files: files of the weights.
@@ -66,12 +67,19 @@ class SavedModel:
         return self.checkpoint.load()
 
     def load_as_rounded(self, precision: str) -> Params | None:
-        """The weights with what an engine's rounding leaves of the adapters' change; None without adapters."""
-        return None if self.checkpoint is None or self.checkpoint.adapters is None else self.checkpoint.load(precision)
+        """The weights with what an engine's rounding leaves of the adapters' change; None without
+        adapters.
+        """
+        return (
+            None
+            if self.checkpoint is None or self.checkpoint.adapters is None
+            else self.checkpoint.load(precision)
+        )
 
 
 def find_model(path: Path, step: int | None = None) -> SavedModel:
-    """Find a model: a Hugging Face directory, a name on the Hub, a run directory, or a checkpoint in it.
+    """Find a model: a Hugging Face directory, a name on the Hub, a run directory, or a checkpoint
+    in it.
 
     Args:
         path: the directory, or the name.
@@ -86,15 +94,24 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
     elif not path.is_dir():
         raise UserError(f"MODEL {path}: no such directory")
     resolved = path.resolve()
-    if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
+    if (resolved / "checkpoints").is_dir() or "checkpoints" in (
+        resolved.name,
+        resolved.parent.name,
+    ):
         # Orbax takes seconds to import; only a checkpoint needs it.
         from dcmdp_jax.run.weights import find_params
 
         found = find_params(resolved, step)
-        name, files = f"{found.tokenizer.parent.name} step {found.step}", tuple(found.path.iterdir())
+        name, files = (
+            f"{found.tokenizer.parent.name} step {found.step}",
+            tuple(found.path.iterdir()),
+        )
         return SavedModel(name, found.model, found.tokenizer, resolved, found, files)
     if step is not None:
-        raise UserError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
+        raise UserError(
+            f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have "
+            "steps"
+        )
     shape = hf_config.read_model_config(path)
     narrow = set(hf_manifest.check_manifest(path, shape).dtypes) == {"BF16"}
     return SavedModel(name, shape, path, path, None, tuple(path.glob("*.safetensors")), narrow)
@@ -126,7 +143,9 @@ class Policy:
             UserError: in one line, for a tokenizer that can't be read.
         """
         prepare_jax(config.mesh.cpu_devices)
-        tokenizer = load_tokenizer(str(saved.tokenizer.resolve()), vocab_size=saved.shape.vocab_size)
+        tokenizer = load_tokenizer(
+            str(saved.tokenizer.resolve()), vocab_size=saved.shape.vocab_size
+        )
         if saved.run_dir is not None:
             fix_date(tokenizer, directory.first_start(saved.run_dir))
         stop = end_token_ids(tokenizer, saved.tokenizer, vocab_size=saved.shape.vocab_size)

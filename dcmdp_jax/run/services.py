@@ -22,7 +22,8 @@ class Services(contextlib.AbstractContextManager["Services"]):
     """What samples and scores, started; a context manager that closes it.
 
     Attributes:
-        engine: the inference engine, ready for weights. Nothing is started for a supervised run: all are None.
+        engine: the inference engine, ready for weights. Nothing is started for a supervised run:
+            all are None.
         verifier: the judge of answers, for the reward `math` and for evaluation.
         scorer: scores completions, with the reward functions.
         turns: samples in turns with the environment of `task.environment`; None without one.
@@ -44,7 +45,8 @@ class Services(contextlib.AbstractContextManager["Services"]):
 
 
 def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None) -> Services:
-    """Start the engine, the verifier, the reward functions and the environment; no weights are loaded.
+    """Start the engine, the verifier, the reward functions and the environment; no weights are
+    loaded.
 
     Args:
         task: rewards, data columns, tokenizer.
@@ -61,19 +63,33 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         setup.memory.check()
         if config.supervised:
             return Services(None, None, None, None, task.tokenizer, stack.pop_all())
-        with activity(f"starting the engine {config.rollout.engine}"), as_settings(of_engine(setup.kind)):
+        with (
+            activity(f"starting the engine {config.rollout.engine}"),
+            as_settings(of_engine(setup.kind)),
+        ):
             engine = setup.kind.start(setup.arguments)
         stack.callback(engine.close)
-        judged = config.task.verifier_workers, config.task.verifier_timeout, config.task.verifier_budget
+        judged = (
+            config.task.verifier_workers,
+            config.task.verifier_timeout,
+            config.task.verifier_budget,
+        )
         verifier = stack.enter_context(Verifier(*judged, config.rewards.answer_extraction))
         by_source = len({problem.source for problem in task.train.problems}) > 1
         scorer = RewardScorer(
-            task.rewards, verifier, task.columns, by_source=by_source, stop_on_error=stop_on_error, **known
+            task.rewards,
+            verifier,
+            task.columns,
+            by_source=by_source,
+            stop_on_error=stop_on_error,
+            **known,
         )
         stack.callback(scorer.close)
         turns = None
         if config.task.environment:
-            pool = stack.enter_context(environment_pool(config, task.tokenizer, task.columns, output))
+            pool = stack.enter_context(
+                environment_pool(config, task.tokenizer, task.columns, output)
+            )
             lengths = config.task.max_turns, config.turn_tokens, task.longest_prompt
             variables = template_variables(config.task.chat_template_kwargs, task.tokenizer)
             chat = task.tokenizer, task.columns, *lengths, config.task.prompt_suffix, variables
@@ -82,6 +98,11 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         if server and not config.loads_teacher:
             kind = registry.find_engine("http")
             with as_settings(dict.fromkeys(("server", "max_total_tokens"), "rewards.functions")):
-                asked = {"settings": kind.settings(server), "max_total_tokens": config.max_total_tokens + 1}
-                teacher = kind.build(dataclasses.replace(setup.arguments, **asked))  # scoring takes one token more
+                asked = {
+                    "settings": kind.settings(server),
+                    "max_total_tokens": config.max_total_tokens + 1,
+                }
+                teacher = kind.build(
+                    dataclasses.replace(setup.arguments, **asked)
+                )  # scoring takes one token more
         return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all(), teacher)

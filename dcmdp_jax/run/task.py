@@ -1,4 +1,6 @@
-"""What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards. No device starts."""
+"""What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards.
+No device starts.
+"""
 
 import dataclasses
 import functools
@@ -42,16 +44,20 @@ class Task:
         model: the model's shape.
         tokenizer: with a chat template and an end token.
         stop_token_ids: the ids that end a completion.
-        held_out: the tasks to evaluate on, each with its encoded problems; empty without evaluation.
+        held_out: the tasks to evaluate on, each with its encoded problems; empty without
+            evaluation.
         rewards: the rewards of a completion, with their weights.
         columns: names of the data's columns that reward functions and the environment get.
         longest_prompt: maximum number of tokens of a prompt.
-        train, stream: the encoded problems to train on and the order they are asked in; none in an evaluation.
+        train, stream: the encoded problems to train on and the order they are asked in; none in an
+            evaluation.
         worked_solutions: conversations of the warm-up; None without one.
         adapter: the adapters of `model.adapter`; None without.
         lora: shape of the adapters that are trained; None trains all parameters.
-        teacher: shape of the model of the reward `teacher:MODEL`; None without, or where a server has it.
-        started: when the run was first started, whose date the chat template writes; None in an evaluation.
+        teacher: shape of the model of the reward `teacher:MODEL`; None without, or where a server
+            has it.
+        started: when the run was first started, whose date the chat template writes; None in an
+            evaluation.
     """
 
     config: Config
@@ -77,25 +83,39 @@ class Task:
 
     @property
     def first_calls(self) -> list[tuple[list[np.ndarray], SamplingParams]]:
-        """Prompts and distribution of the first calls of the engine: on each held-out task, and of a step."""
+        """Prompts and distribution of the first calls of the engine: on each held-out task, and of
+        a step.
+        """
         config, how, calls = self.config, {"temperature": self.config.evaluation.temperature}, []
         for task, prompts in self.held_out:
-            calls.append((prompts.token_ids, dataclasses.replace(self.sampling, group_size=task.samples, **how)))
+            calls.append(
+                (
+                    prompts.token_ids,
+                    dataclasses.replace(self.sampling, group_size=task.samples, **how),
+                )
+            )
         if self.train.problems:
-            chosen = self.stream.at(seed=config.training.seed, first=0, count=config.training.prompts_per_step)
+            chosen = self.stream.at(
+                seed=config.training.seed, first=0, count=config.training.prompts_per_step
+            )
             calls.append(([self.train.token_ids[place] for place in chosen], self.sampling))
         return calls
 
     @property
     def requests(self) -> tuple[list[int], int]:
-        """Number of tokens of each prompt, and maximum number of completions sampled in one call of the engine."""
+        """Number of tokens of each prompt, and maximum number of completions sampled in one call of
+        the engine.
+        """
         every = self.train, *(prompts for _, prompts in self.held_out)
         lengths = [len(ids) for prompts in every for ids in prompts.token_ids]
-        return lengths, max((len(prompts) * how.group_size for prompts, how in self.first_calls), default=0)
+        return lengths, max(
+            (len(prompts) * how.group_size for prompts, how in self.first_calls), default=0
+        )
 
 
 def read_task(config: Config, started: datetime) -> Task:
-    """Read and check the files that the settings of a run name; reward functions and the environment are called.
+    """Read and check the files that the settings of a run name; reward functions and the
+    environment are called.
 
     Args:
         config: the settings.
@@ -115,14 +135,35 @@ def read_task(config: Config, started: datetime) -> Task:
         directory = path_of_model(config) if config.model.path else None
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
-        load = functools.partial(_load_prompts, config, tokenizer, tools, stop_token_ids=stop_token_ids)
+        load = functools.partial(
+            _load_prompts, config, tokenizer, tools, stop_token_ids=stop_token_ids
+        )
         train, stream = _train_prompts(config, load)
-        held = held_out(config, tokenizer, tools, stop_token_ids) if config.evaluation.every_steps else ()
-        problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
-        rewards, columns = ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
+        held = (
+            held_out(config, tokenizer, tools, stop_token_ids)
+            if config.evaluation.every_steps
+            else ()
+        )
+        problems = [
+            problem
+            for prompts in (train, *(one for _, one in held))
+            for problem in prompts.problems
+        ]
+        rewards, columns = (
+            ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
+        )
         places = split_locations(config.warmup.task) if config.warmup.steps else ()
         solutions = [load("warmup.task", place) for place in places]
-        read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
+        read = (
+            config,
+            model,
+            tokenizer,
+            stop_token_ids,
+            held,
+            rewards,
+            columns,
+            config.task.max_prompt_tokens,
+        )
         learned = join_prompts(solutions) if solutions else None
         teacher = _teacher(config, model, tokenizer, stop_token_ids)
         return Task(*read, train, stream, learned, adapter, lora, teacher, started)
@@ -141,30 +182,43 @@ def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
 
 
 def check_model(config: Config, model: ModelConfig) -> None:
-    """Refuse lengths and likeliest tokens that the model has no room for, and settings of experts that it has not."""
+    """Refuse lengths and likeliest tokens that the model has no room for, and settings of experts
+    that it has not.
+    """
     if (top := config.rollout.top_logprobs) > model.vocab_size:
         raise UserError(
-            f"config.rollout.top_logprobs: got {top}, must be at most {model.vocab_size}, the whole vocabulary"
+            f"config.rollout.top_logprobs: got {top}, must be at most {model.vocab_size}, the "
+            "whole vocabulary"
         )
     if config.max_total_tokens > model.max_position_embeddings:
         raise UserError(
-            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="
-            f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
+            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and "
+            f"task.max_prompt_tokens={config.task.max_prompt_tokens} make "
+            f"{config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
     settings = config.algorithm.router_aux_loss, config.rollout.router_replay
-    for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
+    for name, value in zip(
+        ("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True
+    ):
         if value and not model.num_experts:
-            raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
+            raise UserError(
+                f"config.{name}: got {value}, the model is a {model.model_type}, which has no "
+                "experts"
+            )
 
 
 def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """The distribution that training samples from."""
     rollout = config.rollout
     return SamplingParams(
-        group_size=rollout.group_size, max_completion_tokens=rollout.max_completion_tokens,
-        temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop_token_ids=stop_token_ids,
-    )  # fmt: skip
+        group_size=rollout.group_size,
+        max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
@@ -173,9 +227,13 @@ def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBas
     if not path:
         return arithmetic.build_tokenizer()
     try:
-        return load_tokenizer(path if named else str(hf_hub.model_directory(path)), vocab_size=vocab_size)
+        return load_tokenizer(
+            path if named else str(hf_hub.model_directory(path)), vocab_size=vocab_size
+        )
     except UserError as error:
-        setting, hint = ("tokenizer", "") if named else ("path", "; model.tokenizer may name another")
+        setting, hint = (
+            ("tokenizer", "") if named else ("path", "; model.tokenizer may name another")
+        )
         raise UserError(f"config.model.{setting}: {error}{hint}") from error
 
 
@@ -185,11 +243,13 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
         found = read_adapter(Path(config.model.adapter), model)
     except (FileNotFoundError, UserError) as error:
         hint = "; give a directory that PEFT or `dcmdp convert export --adapter` wrote"
-        raise UserError(f"config.model.adapter: {error}{hint * isinstance(error, OSError)}") from error
+        raise UserError(
+            f"config.model.adapter: {error}{hint * isinstance(error, OSError)}"
+        ) from error
     if config.model.lora_rank not in (0, found.lora.rank):
         raise UserError(
-            f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter have rank "
-            f"{found.lora.rank}; set 0"
+            f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter "
+            f"have rank {found.lora.rank}; set 0"
         )
     # Without a look at all values, which the run's start takes.
     if found.base_digest is not None and config.model.path and not config.warmup.steps:
@@ -200,7 +260,10 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
 
 
 def _teacher(
-    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]
+    config: Config,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
 ) -> ModelConfig | None:
     """The shape of the teacher, which must know each token and place that the policy does."""
     if not config.loads_teacher:
@@ -213,8 +276,8 @@ def _teacher(
         _check_vocabulary(name, own_tokenizer, tokenizer)
         if shape.vocab_size < model.vocab_size:
             raise UserError(
-                f"the teacher {name} has an embedding of {shape.vocab_size} rows, the policy samples from "
-                f"{model.vocab_size}; take a teacher with as many rows"
+                f"the teacher {name} has an embedding of {shape.vocab_size} rows, the policy "
+                f"samples from {model.vocab_size}; take a teacher with as many rows"
             )
         if shape.max_position_embeddings < (longest := config.max_total_tokens):
             raise UserError(f"the teacher {name} reads fewer tokens than {longest}")
@@ -223,10 +286,13 @@ def _teacher(
         remedy = "choose a teacher that ends as the policy does"
         if config.model.path and max(unknown) < model.vocab_size:
             ids = [*stop_token_ids, *unknown]
-            remedy = f"set eos_token_id to {ids} in generation_config.json of model.path, or {remedy}"
+            remedy = (
+                f"set eos_token_id to {ids} in generation_config.json of model.path, or {remedy}"
+            )
         _LOG.warning(
-            "config.rewards.functions: the teacher %s ends with %s, at which a completion of the policy goes on (it "
-            "ends with %s): the policy may learn to write up to rollout.max_completion_tokens; %s",
+            "config.rewards.functions: the teacher %s ends with %s, at which a completion of the "
+            "policy goes on (it ends with %s): the policy may learn to write up to "
+            "rollout.max_completion_tokens; %s",
             name,
             _named(own_tokenizer, unknown),
             _named(tokenizer, stop_token_ids),
@@ -235,7 +301,9 @@ def _teacher(
     return shape
 
 
-def _check_vocabulary(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+def _check_vocabulary(
+    name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase
+) -> None:
     """Refuse a teacher that has not each token of the policy under its id; it may have more."""
     known = teacher.get_vocab()
     ids = policy.get_vocab()
@@ -245,20 +313,25 @@ def _check_vocabulary(name: str, teacher: PreTrainedTokenizerBase, policy: PreTr
         other = next((text for text, number in known.items() if number == ids[token]), None)
         its_own = "no token" if other is None else shorten(other)
         raise UserError(
-            f"the teacher {name} has another vocabulary: token {ids[token]} of the policy is {shorten(token)}, the "
-            f"teacher has {its_own} there"
+            f"the teacher {name} has another vocabulary: token {ids[token]} of the policy is "
+            f"{shorten(token)}, the teacher has {its_own} there"
         )
 
 
 def _named(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Tokens by text and id."""
-    return ", ".join(f"{shorten(tokenizer.convert_ids_to_tokens(token))} ({token})" for token in ids)
+    return ", ".join(
+        f"{shorten(tokenizer.convert_ids_to_tokens(token))} ({token})" for token in ids
+    )
 
 
 def other_base(config: Config, base: Path) -> UserError:
     """The refusal of adapters that were trained on another base."""
     name = config.model.adapter
-    return UserError(f"config.model.adapter: {name} was trained on another base than {base}; give model.path that base")
+    return UserError(
+        f"config.model.adapter: {name} was trained on another base than {base}; give model.path "
+        "that base"
+    )
 
 
 def path_of_model(config: Config) -> Path:
@@ -270,18 +343,23 @@ def path_of_model(config: Config) -> Path:
 def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
     """The model of `model.architecture`, with the tokenizer's vocabulary.
 
-    Sliding layers see a quarter of the longest row, so that small runs have windows as large ones do.
+    Sliding layers see a quarter of the longest row, so that small runs have windows as large ones
+    do.
     """
     shape = config.model.architecture
     fields = {"sliding_window": max(1, config.max_total_tokens // 4)}
-    recurrent = dict.fromkeys(RECURRENT_SIZES, shape.head_dim) | {"linear_num_key_heads": shape.num_kv_heads}
+    recurrent = dict.fromkeys(RECURRENT_SIZES, shape.head_dim) | {
+        "linear_num_key_heads": shape.num_kv_heads
+    }
     recurrent |= {"linear_num_value_heads": shape.num_heads, "linear_conv_kernel_dim": 4}
     try:
         return ModelConfig(
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
             **dataclasses.asdict(shape),
-            **hf_config.layer_pattern(fields, families.FAMILIES[shape.model_type], shape.num_layers),
+            **hf_config.layer_pattern(
+                fields, families.FAMILIES[shape.model_type], shape.num_layers
+            ),
             **(recurrent if families.FAMILIES[shape.model_type].full_attention_every else {}),
             rope_theta=10000.0,
             tie_word_embeddings=True,
@@ -298,8 +376,12 @@ def needs_columns(config: Config) -> bool:
 def checked_rewards(
     config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
-    """The rewards, and names of the columns that functions get. Calls the functions, and starts the environment."""
-    rewards = tuple(Reward(*each) for each in config.rewards.weighted if not each[0].startswith(TEACHER))
+    """The rewards, and names of the columns that functions get. Calls the functions, and starts the
+    environment.
+    """
+    rewards = tuple(
+        Reward(*each) for each in config.rewards.weighted if not each[0].startswith(TEACHER)
+    )
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
         with activity("importing the reward functions"):
@@ -319,48 +401,79 @@ def read_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[
 def _check_environment(
     config: Config, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Start the environment in its own process, as in training, and render an answer; the JSON schemas of its tools."""
+    """Start the environment in its own process, as in training, and render an answer; the JSON
+    schemas of its tools.
+    """
     try:
-        with environment_pool(config, tokenizer, columns) as pool, activity("importing the environment"):
+        with (
+            environment_pool(config, tokenizer, columns) as pool,
+            activity("importing the environment"),
+        ):
             tools = pool.check()
         answer = {"role": "tool" if tools else "user", "name": "unknown", "content": "1"}
-        answer_text(tokenizer, [answer], chat.template_variables(config.task.chat_template_kwargs, tokenizer), tools)
+        answer_text(
+            tokenizer,
+            [answer],
+            chat.template_variables(config.task.chat_template_kwargs, tokenizer),
+            tools,
+        )
     except UserError as error:
         raise UserError(f"config.task.environment: {error}") from error
     return tools
 
 
 def environment_pool(
-    config: Config, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], output: Path | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Sequence[str],
+    output: Path | None = None,
 ) -> EnvironmentPool:
     """The process of `task.environment`, see `EnvironmentPool`."""
-    task, limits = config.task, {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
+    task, limits = (
+        config.task,
+        {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit},
+    )
     variables = chat.template_variables(task.chat_template_kwargs, tokenizer)
-    tools = (chat.find_call_format(tokenizer, variables), task.max_result_characters) if task.tools else ()
+    tools = (
+        (chat.find_call_format(tokenizer, variables), task.max_result_characters)
+        if task.tools
+        else ()
+    )
     limits["workers"] = task.verifier_workers if tools else 1
     return EnvironmentPool(task.environment, columns, output=output, tools=tools, **limits)
 
 
-def _train_prompts(config: Config, load: Callable[..., EncodedPrompts]) -> tuple[EncodedPrompts, PromptStream]:
+def _train_prompts(
+    config: Config, load: Callable[..., EncodedPrompts]
+) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
     with naming("config.task.train"):
         parts = parse_mixture(config.task.train)
     places = [(part.location, part.name if len(parts) > 1 else "") for part in parts]
     encoded = [load("task.train", *place) for place in places]
-    stream = PromptStream(tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts))
+    stream = PromptStream(
+        tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts)
+    )
     return join_prompts(encoded), stream
 
 
 def _load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], setting: str, location: str,
-    name: str = "", *, stop_token_ids: Sequence[int] = (),
-) -> EncodedPrompts:  # fmt: skip
-    """Problems of a location that a setting names, as token ids under the config's template, suffix and limit.
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+    setting: str,
+    location: str,
+    name: str = "",
+    *,
+    stop_token_ids: Sequence[int] = (),
+) -> EncodedPrompts:
+    """Problems of a location that a setting names, as token ids under the config's template, suffix
+    and limit.
 
     Rows without tools of their own get `tools`.
 
-    Prompts are rewarded: they have answers if a reward needs them, each where no other reward is there. The warm-up's
-    and those of a supervised run have completions to learn from.
+    Prompts are rewarded: they have answers if a reward needs them, each where no other reward is
+    there. The warm-up's and those of a supervised run have completions to learn from.
     """
     needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
     held, learned = setting == "evaluation.task", setting == "warmup.task" or config.supervised
@@ -376,7 +489,10 @@ def _load_prompts(
             name=name,
         )
         return encode_prompts(
-            [dataclasses.replace(problem, tools=problem.tools or tuple(tools)) for problem in problems],
+            [
+                dataclasses.replace(problem, tools=problem.tools or tuple(tools))
+                for problem in problems
+            ],
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
             max_prompt_tokens=config.max_total_tokens if learned else config.task.max_prompt_tokens,
@@ -397,8 +513,13 @@ def held_out(
 ) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
     if not config.supervised and all(name.startswith(TEACHER) for name in config.rewards.names):
-        raise UserError("config.rewards.functions: evaluation needs another reward than a teacher, of any weight")
+        raise UserError(
+            "config.rewards.functions: evaluation needs another reward than a teacher, of any "
+            "weight"
+        )
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
-    load = functools.partial(_load_prompts, config, tokenizer, tools, "evaluation.task", stop_token_ids=stop_token_ids)
+    load = functools.partial(
+        _load_prompts, config, tokenizer, tools, "evaluation.task", stop_token_ids=stop_token_ids
+    )
     return tuple((task, load(task.location)) for task in tasks)

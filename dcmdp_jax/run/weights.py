@@ -1,4 +1,6 @@
-"""Parameters that a run starts from (policy, base of adapters, reference), and those of a checkpoint alone."""
+"""Parameters that a run starts from (policy, base of adapters, reference), and those of a
+checkpoint alone.
+"""
 
 import collections
 import contextlib
@@ -12,8 +14,21 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from dcmdp_jax.models import config, hf_hub, hf_weights, rope
-from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, base_checksum, load_base, merged, trained
-from dcmdp_jax.models.params import declared_shapes, draw_params, init_params, logical_axes, param_shapes
+from dcmdp_jax.models.lora import (
+    SavedAdapters,
+    adapter_declarations,
+    base_checksum,
+    load_base,
+    merged,
+    trained,
+)
+from dcmdp_jax.models.params import (
+    declared_shapes,
+    draw_params,
+    init_params,
+    logical_axes,
+    param_shapes,
+)
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import param_shardings, to_global
 from dcmdp_jax.run.checkpoint import (
@@ -65,15 +80,21 @@ class SavedParams:
         """
         with _naming_damage(self.path):
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            shapes = declared_shapes(trained(self.model, self.adapters and self.adapters.lora), self.dtype)
-            abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
+            shapes = declared_shapes(
+                trained(self.model, self.adapters and self.adapters.lora), self.dtype
+            )
+            abstract = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes
+            )
             check_structure(self.path, "params", self.digests["params"], abstract)
             params = ocp.StandardCheckpointer().restore(self.path / "params", abstract)
             check_digests(params, self.digests["params"])
         return params
 
     def load(self, rounded_to: str | None = None) -> Params:
-        """Read all parameters, adapters merged by `lora.merged`. Errors as of `trained`, or the base is not theirs."""
+        """Read all parameters, adapters merged by `lora.merged`. Errors as of `trained`, or the
+        base is not theirs.
+        """
         params = self.trained()
         if self.adapters is None:
             return params
@@ -81,7 +102,8 @@ class SavedParams:
         return merge(self._base(self.adapters), params, self.adapters.lora, rounded_to)
 
     def base_directory(self, adapters: SavedAdapters) -> Path:
-        """The directory of the adapters' base. One that the run made itself is moved and copied with it.
+        """The directory of the adapters' base. One that the run made itself is moved and copied
+        with it.
 
         Raises:
             CheckpointError: if it is not there.
@@ -91,16 +113,22 @@ class SavedParams:
         if directory.name == "reference" and own.is_dir():
             return own
         if not directory.is_dir():
-            raise CheckpointError(f"{self.path}: the base of its adapters, {directory}, is not there; put it back")
+            raise CheckpointError(
+                f"{self.path}: the base of its adapters, {directory}, is not there; put it back"
+            )
         return directory
 
     def _base(self, adapters: SavedAdapters) -> Params:
         """The base of the adapters, which must be the one that they were trained on."""
         base = load_base(self.base_directory(adapters), self.model, adapters.base_dtype)
-        if changed := [name for name, value in digests(base).items() if self.digests["reference"].get(name) != value]:
+        if changed := [
+            name
+            for name, value in digests(base).items()
+            if self.digests["reference"].get(name) != value
+        ]:
             raise CheckpointError(
-                f"{adapters.base_path}: {changed[0]} is not what the adapters of {self.path} were trained on; put the "
-                "base back"
+                f"{adapters.base_path}: {changed[0]} is not what the adapters of {self.path} were "
+                "trained on; put the base back"
             )
         return base
 
@@ -118,13 +146,17 @@ def find_params(run_dir: str | Path, step: int | None = None) -> SavedParams:
     directory = Path(run_dir).resolve()
     if directory.name.isdigit() and (directory / "params").is_dir():
         if directory.name != str(int(directory.name)):
-            raise CheckpointError(f"{directory}: no checkpoint, its name is not {int(directory.name)}; rename it")
+            raise CheckpointError(
+                f"{directory}: no checkpoint, its name is not {int(directory.name)}; rename it"
+            )
         step, directory = int(directory.name) if step is None else step, directory.parent
     elif (directory / "checkpoints").is_dir():
         directory /= "checkpoints"
     steps = saved_steps(directory)
     if not steps:
-        raise CheckpointError(f"{run_dir}: no checkpoint there; give a run directory or one of its checkpoints")
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint there; give a run directory or one of its checkpoints"
+        )
     path = directory / str(steps[-1] if step is None else step)
     if not path.is_dir():
         raise CheckpointError(f"{directory}: no checkpoint of step {step}")
@@ -148,7 +180,9 @@ def _naming_damage(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # Orbax raises any error of the storage layer
-        raise CheckpointError(f"{path}: damaged ({first_line(error)}); choose another step") from error
+        raise CheckpointError(
+            f"{path}: damaged ({first_line(error)}); choose another step"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +203,9 @@ class Weights:
         if settings.path:
             return self._load(hf_hub.model_directory(settings.path))
         key = jax.random.key(self.task.config.training.seed)
-        return jax.jit(lambda: init_params(model, key, settings.param_dtype), out_shardings=self.shardings)()
+        return jax.jit(
+            lambda: init_params(model, key, settings.param_dtype), out_shardings=self.shardings
+        )()
 
     def initial_adapters(self, shardings: Params) -> Params:
         """The starting adapters, read from `model.adapter` or drawn from the seed.
@@ -179,8 +215,14 @@ class Weights:
         """
         task, adapter = self.task, self.task.adapter
         if adapter is None:
-            declared, key = adapter_declarations(task.model, task.lora), jax.random.key(task.config.training.seed)
-            return jax.jit(lambda: draw_params(declared, key, task.config.model.param_dtype), out_shardings=shardings)()
+            declared, key = (
+                adapter_declarations(task.model, task.lora),
+                jax.random.key(task.config.training.seed),
+            )
+            return jax.jit(
+                lambda: draw_params(declared, key, task.config.model.param_dtype),
+                out_shardings=shardings,
+            )()
         if adapter.base_checksum is not None:
             base = load_base(self.frozen_path, task.model, "bfloat16", self.shardings)
             if adapter.base_checksum != base_checksum(base):
@@ -189,7 +231,9 @@ class Weights:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether training needs the initial policy: as the adapters' base, or as the reference of a KL term."""
+        """Whether training needs the initial policy: as the adapters' base, or as the reference of
+        a KL term.
+        """
         return self.task.lora is not None or bool(self.task.config.algorithm.kl_coefficient)
 
     @property
@@ -200,7 +244,9 @@ class Weights:
 
     @property
     def frozen_path(self) -> Path:
-        """The directory of the initial policy: of `model.path` where adapters start from it, else one in `run_dir`."""
+        """The directory of the initial policy: of `model.path` where adapters start from it, else
+        one in `run_dir`.
+        """
         settings = self.task.config.model
         if self.task.lora and settings.path and not self.task.config.warmup.steps:
             return hf_hub.model_directory(settings.path)
@@ -224,7 +270,9 @@ class Weights:
         """The initial policy: base of the adapters in `model.lora_base`, or reference policy."""
         if self.task.lora is None:
             return self._load(self.frozen_path)
-        return load_base(self.frozen_path, self.task.model, self.task.config.model.lora_base, self.shardings)
+        return load_base(
+            self.frozen_path, self.task.model, self.task.config.model.lora_base, self.shardings
+        )
 
     @property
     def saved_adapters(self) -> SavedAdapters | None:
@@ -236,7 +284,9 @@ class Weights:
 
     def _load(self, directory: Path) -> Params:
         dtype = self.task.config.model.param_dtype
-        return hf_weights.load_params(directory, self.task.model, dtype=dtype, shardings=self.shardings)
+        return hf_weights.load_params(
+            directory, self.task.model, dtype=dtype, shardings=self.shardings
+        )
 
 
 def model_shardings(model: config.ModelConfig, param_dtype: str, mesh: Mesh) -> Params:

@@ -1,12 +1,14 @@
-"""Run a function over the rows of a mini-batch, bucket by bucket and device by device, and merge what it returns.
+"""Run a function over the rows of a mini-batch, bucket by bucket and device by device, and merge
+what it returns.
 
 A function here is
 
-    function(shared, rows of one micro-batch [R, ...]) -> (tree of statistics, tree of row outputs [R, ...])
+    function(shared, rows of one micro-batch [R, ...]) -> (tree of statistics, tree of row outputs
+    [R, ...])
 
-Statistics (`algorithm/stats.py`) are merged by their type over micro-batches, buckets and devices; row outputs come
-back in the layout of the rows. Each device runs its own rows: nothing travels between the devices along the data axis
-but the statistics, once, after the last micro-batch.
+Statistics (`algorithm/stats.py`) are merged by their type over micro-batches, buckets and devices;
+row outputs come back in the layout of the rows. Each device runs its own rows: nothing travels
+between the devices along the data axis but the statistics, once, after the last micro-batch.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,9 @@ RowFunction = Callable[[Any, Any], tuple[Any, Any]]
 _ROWS = P(None, DATA)
 
 MICRO_BATCHES = "micro_batches"
-"""Name scope of the work on micro-batches, by which benchmarks find their loop in a compiled program."""
+"""Name scope of the work on micro-batches, by which benchmarks find their loop in a compiled
+program.
+"""
 
 
 def bucket_scope(bucket: int) -> str:
@@ -36,27 +40,36 @@ def bucket_scope(bucket: int) -> str:
 
 
 def accumulate(
-    function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array, *, mesh: Mesh | None
+    function: RowFunction,
+    shared: Any,
+    rows: tuple[Any, ...],
+    micro_batches: jax.Array,
+    *,
+    mesh: Mesh | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Merge the statistics of all rows of a mini-batch.
 
-    The pass that gives a gradient also gives row outputs. So where the gradient is taken at the weights that made the
-    batch, its own forward pass yields p^Train, and no pass before it is needed.
+    The pass that gives a gradient also gives row outputs. So where the gradient is taken at the
+    weights that made the batch, its own forward pass yields p^Train, and no pass before it is
+    needed.
 
     Args:
         function: a function of its arguments alone, without an array from around it.
         shared: tree, the same for all rows.
         rows: a tree for each bucket, leaves [A, R, ...].
-        micro_batches: [buckets] int32, how many of the A micro-batches to run, counted from the first. A single
-            micro-batch runs in any case, without a loop and without a start to add to.
+        micro_batches: [buckets] int32, how many of the A micro-batches to run, counted from the
+            first. A single micro-batch runs in any case, without a loop and without a start to add
+            to.
         mesh: the devices; None for one.
 
     Returns:
-        Merged statistics, sums in float32; and the row outputs, leaves [A, R, ...] for each bucket, 0 where no
-        micro-batch ran.
+        Merged statistics, sums in float32; and the row outputs, leaves [A, R, ...] for each bucket,
+        0 where no micro-batch ran.
     """
 
-    def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, tuple[Any, ...]]:
+    def on_device(
+        shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
+    ) -> tuple[Any, tuple[Any, ...]]:
         if len(rows) > 1 or len(jax.tree.leaves(rows)[0]) > 1:
             statistics, outputs = _loop(function, shared, rows, micro_batches)
         else:
@@ -66,7 +79,9 @@ def accumulate(
             outputs = (jax.tree.map(lambda x: x[None], outputs),)
         return stats.across(statistics, data_axis(mesh)), outputs
 
-    mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=(P(), _ROWS))
+    mapped = shard_map_over_data(
+        on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=(P(), _ROWS)
+    )
     return mapped(shared, rows, micro_batches)
 
 
@@ -78,14 +93,17 @@ def map_rows(
     *,
     mesh: Mesh | None,
 ) -> tuple[Any, ...]:
-    """The row outputs of a function(shared, rows) -> outputs, as in `accumulate`, without statistics.
+    """The row outputs of a function(shared, rows) -> outputs, as in `accumulate`, without
+    statistics.
 
-    Always in a loop, which XLA compiles by itself: two programs that map the same function over the same shapes then
-    get the same bits.
+    Always in a loop, which XLA compiles by itself: two programs that map the same function over the
+    same shapes then get the same bits.
     """
 
     def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, ...]:
-        return _loop(lambda shared, micro: ((), function(shared, micro)), shared, rows, micro_batches)[1]
+        return _loop(
+            lambda shared, micro: ((), function(shared, micro)), shared, rows, micro_batches
+        )[1]
 
     mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=_ROWS)
     return mapped(shared, rows, micro_batches)
@@ -102,9 +120,13 @@ def _loop(
         count = len(jax.tree.leaves(stacked)[0])
         buffers = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), output)  # noqa: B023 - used at once
 
-        def body(index: jax.Array, carry: tuple[Any, Any], stacked: Any = stacked) -> tuple[Any, Any]:
+        def body(
+            index: jax.Array, carry: tuple[Any, Any], stacked: Any = stacked
+        ) -> tuple[Any, Any]:
             merged, buffers = carry
-            micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+            micro = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked
+            )
             statistics, output = function(shared, micro)
             buffers = jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, output)
             return stats.merge(merged, statistics), buffers

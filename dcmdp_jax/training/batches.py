@@ -1,8 +1,10 @@
-"""The batch of each step: push weights, sample, verify, exchange, pack, score; with a lag, of earlier weights.
+"""The batch of each step: push weights, sample, verify, exchange, pack, score; with a lag, of
+earlier weights.
 
-With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights never depends on how
-fast anything is, so a resumed run has the bits of an undisturbed one. An engine with a process of its own samples in a
-thread, one batch after the other, while the main thread trains; weights are pushed between batches.
+With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights
+never depends on how fast anything is, so a resumed run has the bits of an undisturbed one. An
+engine with a process of its own samples in a thread, one batch after the other, while the main
+thread trains; weights are pushed between batches.
 """
 
 import contextlib
@@ -44,7 +46,8 @@ class Sampled(NamedTuple):
 
     Attributes:
         rollout: completions and rewards.
-        floor: the noise floor of this host's engine, where it was measured; `scored`, the scores it rests on.
+        floor: the noise floor of this host's engine, where it was measured; `scored`, the scores it
+            rests on.
         timer: the phases of sampling.
     """
 
@@ -62,7 +65,8 @@ class StepBatch(NamedTuple):
         batch: on the devices.
         rows: the rows on the host.
         metrics: metrics of sampling and packing.
-        scored: number of a completion -> its log-probs in one pass of the engine, see `noise_floor`.
+        scored: number of a completion -> its log-probs in one pass of the engine, see
+            `noise_floor`.
     """
 
     rollout: StepRollout
@@ -102,23 +106,43 @@ class Batches:
         teacher: Callable[[Batch], Batch] | None = None,
         compiled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine, self._placement, self._task, self._programs = services.engine, placement, task, programs
-        self._config, self._hosts, self._exit, self._frozen = task.config, placement.hosts, leave, frozen
+        self._engine, self._placement, self._task, self._programs = (
+            services.engine,
+            placement,
+            task,
+            programs,
+        )
+        self._config, self._hosts, self._exit, self._frozen = (
+            task.config,
+            placement.hosts,
+            leave,
+            frozen,
+        )
         self._lag, self._next, self._position = task.config.rollout.lag, 0, taken
-        self._thread = stopping.ThreadExit(leave) if self._lag and placement.samples_while_training else None
+        self._thread = (
+            stopping.ThreadExit(leave) if self._lag and placement.samples_while_training else None
+        )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self._thread else None
-        # The sampler's thread calls nothing collective: what it leaves is exchanged by the trainer's.
+        # The sampler's thread calls nothing collective: what it leaves is exchanged by the
+        # trainer's.
         self._exchanges = self._thread is not None and self._hosts.count > 1
         own = self._thread or leave
-        self._rollouts = StepRollouts(services, task, self._hosts, own, collective=not self._exchanges)
+        self._rollouts = StepRollouts(
+            services, task, self._hosts, own, collective=not self._exchanges
+        )
         # Compiled as one: each operation alone would be a program of its own.
         self._discrepancy = jax.jit(
-            functools.partial(discrepancy.token_discrepancy, **loss_terms.measure_of(task.config.algorithm))
+            functools.partial(
+                discrepancy.token_discrepancy, **loss_terms.measure_of(task.config.algorithm)
+            )
         )
         self._teacher, self._compiled = teacher or (lambda batch: batch), compiled
         self._in_flight: dict[int, Future[Sampled]] = {}
-        # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
-        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params)
+        # In the parameters' own dtype: a push of a copy in another one would not give the engine
+        # the same weights.
+        self._copy = jax.jit(
+            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params
+        )
         self._kept = dict(behind)
         self._pushed: tuple[int, dict[str, float]] | None = None
         self._sampled_until: float | None = None
@@ -131,18 +155,23 @@ class Batches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def resume(self, step: int) -> None:
-        """Begin after `step` finished steps: sample again what was in flight, each batch by the weights it had."""
+        """Begin after `step` finished steps: sample again what was in flight, each batch by the
+        weights it had.
+        """
         self._next = step
         for version in self.behind(step) if step < self._config.training.steps else ():
             self.push(self._kept[version], version, timer := PhaseTimer())
             self._start(version, timer)
 
     def behind(self, step: int) -> dict[int, Params]:
-        """Parameters of the older versions that batches in flight after `step` steps were sampled by."""
+        """Parameters of the older versions that batches in flight after `step` steps were sampled
+        by.
+        """
         return {version: self._kept[version] for version in range(max(0, step - self._lag), step)}
 
     def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """Push the policy of a step, once nothing is being sampled, unless the engine holds it already.
+        """Push the policy of a step, once nothing is being sampled, unless the engine holds it
+        already.
 
         Returns:
             What was measured when it was pushed.
@@ -159,7 +188,8 @@ class Batches:
         return self._pushed[1]
 
     def make(self, state: TrainState, step: int, timer: PhaseTimer) -> StepBatch:
-        """The batch of a step. The engine holds the policy of `state`, which samples the batch of `step + lag`.
+        """The batch of a step. The engine holds the policy of `state`, which samples the batch of
+        `step + lag`.
 
         Args:
             state: after `step` steps.
@@ -185,7 +215,9 @@ class Batches:
             self._sampled_until = ended
         version = max(0, step - self._lag)
         with timer.phase("step"):
-            batch = self._score(state.params if version == step else self._kept[version], batch, metrics)
+            batch = self._score(
+                state.params if version == step else self._kept[version], batch, metrics
+            )
         if self._lag:
             self._keep(state.params, step)
         return StepBatch(rollout, batch, rows, metrics, scored)
@@ -209,11 +241,14 @@ class Batches:
             self._in_flight[self._next] = future
             self._next += 1
         if self._pool is None and self._engine:
-            # Before the step, whose peak they would add to; the next push brings new ones in any case.
+            # Before the step, whose peak they would add to; the next push brings new ones in any
+            # case.
             self._engine.release_weights()
 
     def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
-        """Sample and verify the batch of a step, which begins in the stream where the one before ends."""
+        """Sample and verify the batch of a step, which begins in the stream where the one before
+        ends.
+        """
         try:
             rollout = self._rollouts.sample(step, self._position, timer)
             self._position += rollout.taken
@@ -221,10 +256,16 @@ class Batches:
                 check_versions(rollout.episodes, version)
             first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
             config, sampling = self._config, self._task.sampling
-            numbers = {"seed": config.training.seed, "step": step, "first": first * sampling.group_size}
+            numbers = {
+                "seed": config.training.seed,
+                "step": step,
+                "first": first * sampling.group_size,
+            }
             with timer.phase("noise_floor"):
                 given = self._engine, rollout.episodes, sampling, self._distance
-                measured = noise_floor(*given, **numbers, drop=config.rollout.on_non_finite == "drop")
+                measured = noise_floor(
+                    *given, **numbers, drop=config.rollout.on_non_finite == "drop"
+                )
             return Sampled(rollout, *measured, timer)
         except BaseException:
             if self._thread:
@@ -233,10 +274,15 @@ class Batches:
 
     def _distance(self, again: np.ndarray, sampled: np.ndarray) -> float:
         """The discrepancy of log-probs, by the statistic that c bounds."""
-        values, share = self._discrepancy(again, sampled), dual.QUANTILES.get(self._config.algorithm.budget)
+        values, share = (
+            self._discrepancy(again, sampled),
+            dual.QUANTILES.get(self._config.algorithm.budget),
+        )
         return float(np.mean(values) if share is None else np.quantile(values, share))
 
-    def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
+    def _pack(
+        self, rollout: StepRollout, step: int
+    ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
         config, packing, chosen = self._config, self._placement.packing, rollout.rows
         batch, (tokens, computed) = pack(
@@ -247,7 +293,10 @@ class Batches:
             dropped=rollout.dropped[chosen],
         )
         padding = 1.0 - tokens / computed
-        metrics = {"rollout/dropped_completions": int(rollout.dropped.sum()), "rollout/padding_fraction": padding}
+        metrics = {
+            "rollout/dropped_completions": int(rollout.dropped.sum()),
+            "rollout/padding_fraction": padding,
+        }
         metrics |= staleness_metrics(batch, step)
         if padding > _MUCH_PADDING and not self._padding_told:
             self._padding_told = True
@@ -256,12 +305,19 @@ class Batches:
                 packing, chosen=not training.row_lengths, limited=training.segments_per_row > 0
             )
             advice = in_settings(advice, SUPERVISED_PACKING if config.supervised else PACKING)
-            logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
+            logger.warning(
+                "step %d: %.0f%% of what is computed is padding; %s",
+                step + 1,
+                100 * padding,
+                advice,
+            )
         on_devices = to_global(batch, batch_shardings(self._placement.mesh))
         return on_devices, batch.rows, metrics
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
-        """Add what the training stack gives the batch under the weights that sampled it, where that is needed."""
+        """Add what the training stack gives the batch under the weights that sampled it, where that
+        is needed.
+        """
         self._compiled()
         params, batch = self._programs.policy(params, self._frozen), self._teacher(batch)
         if self._programs.rescore is not None:
@@ -276,7 +332,9 @@ class Batches:
 
 
 class ConversationBatches(Batches):
-    """The batches of a supervised run: the conversations of the data, in place of what an engine samples."""
+    """The batches of a supervised run: the conversations of the data, in place of what an engine
+    samples.
+    """
 
     def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
         """No engine gets the policy."""
@@ -294,7 +352,9 @@ class ConversationBatches(Batches):
         params, total = self._programs.policy(params, self._frozen), 0.0
         size, count = self._config.training.prompts_per_step, len(held.token_ids)
         for first in range(0, count, size):
-            batch, *_ = self._pack(self._conversations(held, np.arange(first, min(first + size, count))), 0)
+            batch, *_ = self._pack(
+                self._conversations(held, np.arange(first, min(first + size, count))), 0
+            )
             for rows in self._programs.old_logprobs(params, batch).rows:
                 total -= float(jnp.sum(rows.columns[rescore.OLD_LOGPROBS]))
         return total / sum(int(targets.sum()) for targets in held.targets)
@@ -306,7 +366,17 @@ class ConversationBatches(Batches):
         count, episodes = self._config.training.prompts_per_step, []
         for place, number in enumerate(np.resize(chosen, count)):
             targets = given.targets[number]
-            columns = {name: np.zeros(len(targets), episode.COLUMNS[name].dtype) for name in self._placement.columns}
-            episodes.append(episode.Episode(given.token_ids[number], targets, place, 0, "stop", columns))
-        scores, dropped = BatchScores(np.zeros(count, np.float32), {}, {}, None), np.arange(count) >= len(chosen)
-        return StepRollout(np.resize(chosen, count), episodes, [], scores, dropped, count, taken=count)
+            columns = {
+                name: np.zeros(len(targets), episode.COLUMNS[name].dtype)
+                for name in self._placement.columns
+            }
+            episodes.append(
+                episode.Episode(given.token_ids[number], targets, place, 0, "stop", columns)
+            )
+        scores, dropped = (
+            BatchScores(np.zeros(count, np.float32), {}, {}, None),
+            np.arange(count) >= len(chosen),
+        )
+        return StepRollout(
+            np.resize(chosen, count), episodes, [], scores, dropped, count, taken=count
+        )

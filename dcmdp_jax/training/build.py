@@ -49,15 +49,17 @@ class StepPrograms(NamedTuple):
         create: (parameters, dual state) -> a fresh state.
         arguments: state and batch of the step: shapes, dtypes and shardings.
         shardings: shardings of the state.
-        train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first call.
-        rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
-        old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; in a supervised run those
-            under any, for its evaluation; else None.
+        train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first
+            call.
+        rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
+            sampler's; else None.
+        old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; in a
+            supervised run those under any, for its evaluation; else None.
         policy: (trained, frozen parameters) -> parameters of the training stack's forward pass.
-        watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained parameters) -> metrics; of
-            adapters nothing is watched, `merged` measures them.
-        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`. `Adapted` for
-            an engine that takes adapters.
+        watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained
+            parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
+        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
+            `lora`. `Adapted` for an engine that takes adapters.
     """
 
     create: Callable[[Params, DualState], TrainState]
@@ -72,7 +74,8 @@ class StepPrograms(NamedTuple):
     arrival: Callable[[list[jax.Array], Params], loss_terms.Metrics]
 
     def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:
-        """Compile the step and the passes before it, while the engine starts and the first batch is sampled.
+        """Compile the step and the passes before it, while the engine starts and the first batch is
+        sampled.
 
         JAX keeps the programs.
 
@@ -81,19 +84,29 @@ class StepPrograms(NamedTuple):
             frozen: the frozen parameters.
 
         Returns:
-            Collective: a function that waits, once, until all processes have compiled them. One that had not would
+            Collective: a function that waits, once, until all processes have compiled them. One
+                that had not would
             compile them in its main thread, and wait there for the others, see
             `SeveralHosts.starting_programs_together`.
         """
         state, batch = self.arguments
         # `old_logprobs` adds its columns.
         added = OLD_LOGPROBS, episode.OLD_TOP_LOGPROBS
-        kept = [{name: x for name, x in of.columns.items() if name not in added} for of in batch.rows]
-        bare = batch._replace(rows=tuple(of._replace(columns=x) for of, x in zip(batch.rows, kept, strict=True)))
+        kept = [
+            {name: x for name, x in of.columns.items() if name not in added} for of in batch.rows
+        ]
+        bare = batch._replace(
+            rows=tuple(of._replace(columns=x) for of, x in zip(batch.rows, kept, strict=True))
+        )
         lowered = {"the step": lambda: self.train_step.lower(state, batch, frozen)}
         for each in filter(None, (self.rescore, self.old_logprobs)):
-            lowered[each.__name__] = lambda each=each: each.lower(self.policy(state.params, frozen), bare)
-        waits = [compile_beside(lambda lower=lower: lower().compile(), name) for name, lower in lowered.items()]
+            lowered[each.__name__] = lambda each=each: each.lower(
+                self.policy(state.params, frozen), bare
+            )
+        waits = [
+            compile_beside(lambda lower=lower: lower().compile(), name)
+            for name, lower in lowered.items()
+        ]
         return functools.cache(lambda: [wait() for wait in waits] and hosts.wait_for_all())
 
 
@@ -111,19 +124,29 @@ def make_step_programs(
     compute, mesh = placement.compute, placement.mesh
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
-    dual, loss_scale = initial_dual(config.algorithm), initial_loss_scale(config.model.compute_dtype)
+    dual, loss_scale = (
+        initial_dual(config.algorithm),
+        initial_loss_scale(config.model.compute_dtype),
+    )
 
     def fresh(params: Params, dual: DualState) -> TrainState:
         return new_state(params, optimizer, dual, loss_scale)
 
-    state = jax.eval_shape(fresh, declared_shapes(trained(model, lora), config.model.param_dtype), dual)
+    state = jax.eval_shape(
+        fresh, declared_shapes(trained(model, lora), config.model.param_dtype), dual
+    )
     shardings = train_state_shardings(state, model, mesh, lora)
     exact = config.rollout.precision == "exact"
     row_logprobs = make_row_logprobs(
-        model, compute, temperature=config.rollout.temperature, mesh=mesh, scheme=placement.scheme,
-        head_dtype=config.model.head_dtype, top_gradient=config.algorithm.differentiates_head,
+        model,
+        compute,
+        temperature=config.rollout.temperature,
+        mesh=mesh,
+        scheme=placement.scheme,
+        head_dtype=config.model.head_dtype,
+        top_gradient=config.algorithm.differentiates_head,
         cut=config.rollout.cuts,
-    )  # fmt: skip
+    )
     parts = StepParts(
         row_logprobs=row_logprobs,
         compute_dtype=compute.dtype,
@@ -144,40 +167,64 @@ def make_step_programs(
         shardings,
         make_train_step(parts, shardings),
         make_rescore(row_logprobs, mesh=mesh) if exact else None,
-        make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag or config.supervised else None,
+        make_old_logprobs(row_logprobs, mesh=mesh)
+        if config.rollout.lag or config.supervised
+        else None,
         policy=parts.policy,
         **_engine_programs(config, model, lora, apart=placement.engine.arguments.lora is not None),
     )
 
 
 def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
-    """Load the model of the reward `teacher:MODEL`; return batch -> batch with its log-probs of the tokens."""
+    """Load the model of the reward `teacher:MODEL`; return batch -> batch with its log-probs of the
+    tokens.
+    """
     config, mesh, dtype = task.config, placement.mesh, task.config.teacher_dtype
     how = {"head_dtype": config.model.head_dtype, "cut": config.rollout.cuts, "mesh": mesh}
-    own = make_row_logprobs(task.teacher, placement.compute, temperature=config.rollout.temperature, **how)
+    own = make_row_logprobs(
+        task.teacher, placement.compute, temperature=config.rollout.temperature, **how
+    )
     with activity("loading the teacher"):
         held = {"dtype": dtype, "shardings": model_shardings(task.teacher, dtype, mesh)}
         params = load_params(model_directory(config.teacher[0]), task.teacher, **held)
     score = make_old_logprobs(
-        lambda params, rows: own(params, without_replay(rows)), mesh=mesh, names=[episode.TEACHER_LOGPROBS]
+        lambda params, rows: own(params, without_replay(rows)),
+        mesh=mesh,
+        names=[episode.TEACHER_LOGPROBS],
     )
     return functools.partial(score, params)
 
 
-def _engine_programs(config: Config, model: ModelConfig, lora: Lora | None, *, apart: bool) -> dict[str, Callable]:
-    """The programs of what an engine gets: `merged`, `watched` and `arrival`. With `apart`, adapters are not merged."""
+def _engine_programs(
+    config: Config, model: ModelConfig, lora: Lora | None, *, apart: bool
+) -> dict[str, Callable]:
+    """The programs of what an engine gets: `merged`, `watched` and `arrival`. With `apart`,
+    adapters are not merged.
+    """
     precision = config.rollout.precision
     if lora is not None:
         merge = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
-        measure = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision)[1])
+        measure = jax.jit(
+            lambda params, base: merged_and_measured(base, params, lora, precision)[1]
+        )
 
         def beside(params: Params, base: Params) -> tuple[Adapted, dict[str, jax.Array]]:
             return Adapted(base, params, lora), measure(params, base)
 
-        return {"merged": beside if apart else merge, "watched": lambda _: [], "arrival": lambda *_: {}}
+        return {
+            "merged": beside if apart else merge,
+            "watched": lambda _: [],
+            "arrival": lambda *_: {},
+        }
     marks = {"quantized": quantized_leaves(model)}
-    watch, measure = functools.partial(watched_columns, **marks), functools.partial(arrival, **marks)
-    programs = {"watched": jax.jit(watch), "arrival": jax.jit(functools.partial(measure, precision=precision))}
+    watch, measure = (
+        functools.partial(watched_columns, **marks),
+        functools.partial(arrival, **marks),
+    )
+    programs = {
+        "watched": jax.jit(watch),
+        "arrival": jax.jit(functools.partial(measure, precision=precision)),
+    }
     return programs | {"merged": lambda params, _: (params, {})}
 
 
@@ -204,7 +251,8 @@ def start(
         show: prints a line for people.
 
     Returns:
-        The state; whether it was resumed; the position in the stream of prompts where its next step begins.
+        The state; whether it was resumed; the position in the stream of prompts where its next step
+        begins.
 
     Raises:
         Interrupted: after a signal to any process of the run, in the warm-up.
@@ -226,7 +274,11 @@ def start(
         show(f"resuming {config.run_dir} after step {step}")
         taken = checkpoints.prompts_taken(step)
         return state, True, step * config.training.prompts_per_step if taken is None else taken
-    with activity(f"loading the weights of {config.model.path}" if config.model.path else "drawing fresh weights"):
+    with activity(
+        f"loading the weights of {config.model.path}"
+        if config.model.path
+        else "drawing fresh weights"
+    ):
         params = weights.initial()
     if config.warmup.steps:
         params = _warm_up(task, placement, params, stop, check, show)
@@ -259,17 +311,27 @@ def _warm_up(
         if signal_number:
             raise stopping.Interrupted(int(signal_number), "in the warm-up, which starts again")
         if done % 500 == 0 or done == settings.steps:
-            show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
+            show(
+                f"warm-up: step {done}, loss {loss:.4f} nats a token, "
+                f"{time.monotonic() - began:.0f} s"
+            )
 
     with activity("warming up (it compiles first)", settings.steps, "steps") as doing:
         return warmup.warm_up(
-            params, task.worked_solutions, row_logprobs, settings, seed=task.config.training.seed, mesh=mesh,
-            length_multiple=128 if compute.attention == "splash" else 8, on_step=on_step,
-        )  # fmt: skip
+            params,
+            task.worked_solutions,
+            row_logprobs,
+            settings,
+            seed=task.config.training.seed,
+            mesh=mesh,
+            length_multiple=128 if compute.attention == "splash" else 8,
+            on_step=on_step,
+        )
 
 
 def frozen_params(weights: Weights, checkpoints: Checkpoints, step: int) -> Params | None:
-    """The reference policy of the KL term and the base of the adapters: the policy before the first step.
+    """The reference policy of the KL term and the base of the adapters: the policy before the first
+    step.
 
     None when there is neither.
 

@@ -1,4 +1,6 @@
-"""The training loop: push weights, get the batch of the step, train on it, record, evaluate, save."""
+"""The training loop: push weights, get the batch of the step, train on it, record, evaluate,
+save.
+"""
 
 import contextlib
 import dataclasses
@@ -26,14 +28,29 @@ from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training import batches, loss_terms, phase_timer, rollout_record, rollout_sampler
-from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, make_teacher, start
+from dcmdp_jax.training.build import (
+    StepPrograms,
+    frozen_params,
+    make_step_programs,
+    make_teacher,
+    start,
+)
 from dcmdp_jax.training.state import measure_tolerance
-from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, SkippedUpdates, StopSignal, data_facts
+from dcmdp_jax.training.stopping import (
+    ENDS_A_RUN,
+    AlarmWatch,
+    CollectiveExit,
+    SkippedUpdates,
+    StopSignal,
+    data_facts,
+)
 from dcmdp_jax.types import Batch, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
-_OF_LEARNING = (*"policy/loss policy/entropy optimizer/ moe/ rollout/pad completion/length time/ throughput/".split(),)
+_OF_LEARNING = (
+    *"policy/loss policy/entropy optimizer/ moe/ rollout/pad completion/length time/ throughput/".split(),
+)
 """Beginnings of the names of the step's metrics that a supervised run has."""
 
 # Held-out sampling must not repeat the draws of training.
@@ -82,7 +99,8 @@ class Trainer:
         self.batches = kind(*made_of, taken=taken, **held)
 
     def _nothing_to_lose(self, first: int) -> bool:
-        """Whether this process may leave at once: nothing was finished since the step it began at, which is on disk.
+        """Whether this process may leave at once: nothing was finished since the step it began at,
+        which is on disk.
 
         Until the first step is done programs compile; later on the step that runs would be lost.
         """
@@ -90,7 +108,8 @@ class Trainer:
         return self.hosts.count == 1 and unmoved
 
     def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
-        """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
+        """Train from `state` to the last step, or until a signal comes or the engine gives up; save
+        in any case.
 
         Raises:
             EngineError, MemoryError, JaxRuntimeError: with a message that ends with what is kept.
@@ -106,7 +125,8 @@ class Trainer:
     def _keep_finished_steps(self) -> str:
         """Save the state after the last finished step if that can be done; say what is kept.
 
-        On several hosts saving needs all of them, and only `CollectiveExit` knows that all leave. It has saved then.
+        On several hosts saving needs all of them, and only `CollectiveExit` knows that all leave.
+        It has saved then.
         """
         saved = self.checkpoints.latest_step
         if self._finished is not None:
@@ -117,14 +137,19 @@ class Trainer:
                     saved = self._save(wait=True)
                 except Exception as failure:  # whatever it is, the first error is the one to report
                     logger.warning("step %d was not saved: %s", step, failure)
-        return "nothing was saved" if saved is None else f"saved after step {saved}: the same command resumes there"
+        return (
+            "nothing was saved"
+            if saved is None
+            else f"saved after step {saved}: the same command resumes there"
+        )
 
     def _train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
-        """Train from `state` to the last step, or until a signal comes; save on the way and at the end.
+        """Train from `state` to the last step, or until a signal comes; save on the way and at the
+        end.
 
-        Every evaluated policy is saved, and its score with it, so that the best one can be kept. A signal ends
-        sampling and evaluation at once: the state has been final since the last update. The resumed run samples that
-        step, or evaluates that policy, again.
+        Every evaluated policy is saved, and its score with it, so that the best one can be kept. A
+        signal ends sampling and evaluation at once: the state has been final since the last update.
+        The resumed run samples that step, or evaluates that policy, again.
         """
         config, step = self.config, int(state.step)
         skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
@@ -151,17 +176,25 @@ class Trainer:
             step += 1
             self._prompts_taken += rollout.taken
             completions = metrics.pop("completions/discrepancy")
-            metrics |= pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
-            metrics |= rollout_record.rollout_metrics(rollout, completions, refills=config.algorithm.refill_rounds > 0)
+            metrics |= (
+                pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
+            )
+            metrics |= rollout_record.rollout_metrics(
+                rollout, completions, refills=config.algorithm.refill_rounds > 0
+            )
             if config.supervised:
-                metrics = {name: value for name, value in metrics.items() if name.startswith(_OF_LEARNING)}
+                metrics = {
+                    name: value for name, value in metrics.items() if name.startswith(_OF_LEARNING)
+                }
             metrics |= skipped.record(step, metrics)
             metrics |= {} if config.supervised else alarms.record(step, metrics, completions)
             if writer.records(step):
                 exact = self.programs.rescore is not None
                 given = rollout, self.task.train.problems, made.rows, jax.device_get(recorded)
                 tokens = rollout_record.recorded_completions(*given, exact=exact)
-                metrics |= rollout_record.leg_metrics(tokens, rollout.rows, {} if exact else made.scored)
+                metrics |= rollout_record.leg_metrics(
+                    tokens, rollout.rows, {} if exact else made.scored
+                )
             writer.write(step, metrics)
             if step == config.algorithm.measured_steps:
                 state = self._with_measured_tolerance(state)
@@ -172,7 +205,12 @@ class Trainer:
                 writer.write_rollouts(step, tokens)
             skipped.check(metrics)
             due, [stops] = self._evaluation_is_due(step), self.hosts.largest(alarms.ends_the_run)
-            if due or stops or step == config.training.steps or step % config.checkpoint.every_steps == 0:
+            if (
+                due
+                or stops
+                or step == config.training.steps
+                or step % config.checkpoint.every_steps == 0
+            ):
                 self._save(wait=bool(stops))
             if stops:
                 alarms.stop(step)
@@ -195,17 +233,23 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
     def _evaluate(self, writer: MetricsWriter) -> None:
-        """Score the inference engine's policy on every held-out task: avg@K; their mean is kept with its checkpoint.
+        """Score the inference engine's policy on every held-out task: avg@K; their mean is kept
+        with its checkpoint.
 
-        A supervised run's score is minus the mean loss of its held-out conversations. The policy is saved already.
-        The record of all tasks comes last: it says that nothing is left to do.
+        A supervised run's score is minus the mean loss of its held-out conversations. The policy is
+        saved already. The record of all tasks comes last: it says that nothing is left to do.
         """
         state, step = self._finished
         if self.config.supervised:
             held = self.task.held_out
-            losses = {f"eval/{task.name}/loss": self.batches.loss(state.params, each) for task, each in held}
+            losses = {
+                f"eval/{task.name}/loss": self.batches.loss(state.params, each)
+                for task, each in held
+            }
             name = " ".join(f"loss of {task.location} ({digest_of(each)})" for task, each in held)
-            self.checkpoints.add_score(step, checkpoint.PolicyScore(name, -float(np.mean([*losses.values()]))))
+            self.checkpoints.add_score(
+                step, checkpoint.PolicyScore(name, -float(np.mean([*losses.values()])))
+            )
             writer.write(step, losses)
             return
         self.batches.push(state.params, step, phase_timer.PhaseTimer())
@@ -220,9 +264,13 @@ class Trainer:
         writer.write_held_out(step, samples)
         writer.write(step, metrics)
 
-    def _evaluate_task(self, step: int, task: held_out.HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:
+    def _evaluate_task(
+        self, step: int, task: held_out.HeldOutTask, prompts: EncodedPrompts
+    ) -> EvaluationResult:
         temperature = self.config.evaluation.temperature
-        sampling = dataclasses.replace(self.task.sampling, group_size=task.samples, temperature=temperature)
+        sampling = dataclasses.replace(
+            self.task.sampling, group_size=task.samples, temperature=temperature
+        )
         share = self.hosts.share(len(prompts.problems))
         with self._exit.scope():
             result = evaluate(
@@ -238,12 +286,16 @@ class Trainer:
         return join(self.hosts.gather(result, EvaluationResult))
 
     def _save(self, *, wait: bool = False) -> int:
-        """Save the state after the last finished step, and wait for the disk if asked; return that step."""
+        """Save the state after the last finished step, and wait for the disk if asked; return that
+        step.
+        """
         state, step = self._finished
         release_freed_memory(above=phase_timer.KEPT_BYTES)
         with activity("saving a checkpoint"):
             behind = self.batches.behind(step)
-            self.checkpoints.save(step, state, model=self.task.model, prompts_taken=self._prompts_taken, behind=behind)
+            self.checkpoints.save(
+                step, state, model=self.task.model, prompts_taken=self._prompts_taken, behind=behind
+            )
         if wait:
             self.checkpoints.wait()
         return step
@@ -266,7 +318,8 @@ def train(
         task: the problems to train on and to evaluate on, with the settings.
         placement: where the run computes.
         weights: what it starts from.
-        start_services: starts engine, scorer and turns, once the run directory is claimed; they are closed at the end.
+        start_services: starts engine, scorer and turns, once the run directory is claimed; they are
+            closed at the end.
         show: prints a line for people.
         programs: programs of an earlier run of the same kind; None makes them.
 
@@ -275,7 +328,11 @@ def train(
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
-    config, hosts, stop = task.config, placement.hosts, StopSignal(nothing_to_lose=placement.hosts.count == 1)
+    config, hosts, stop = (
+        task.config,
+        placement.hosts,
+        StopSignal(nothing_to_lose=placement.hosts.count == 1),
+    )
     with contextlib.ExitStack() as stack:
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
         stack.enter_context(directory.claimed(config, hosts))
@@ -294,16 +351,22 @@ def train(
         programs = programs or make_step_programs(config, task.model, placement, task.lora)
         compiled = None if weights.has_frozen else programs.compile_ahead(hosts, None)
         check = functools.partial(placement.engine.kind.check_start, services.engine)
-        state, resumed, taken = start(task, placement, weights, programs, checkpoints, stop, check, show)
+        state, resumed, taken = start(
+            task, placement, weights, programs, checkpoints, stop, check, show
+        )
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
             raise UserError(
-                f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
-                f"{step}; raise it or choose another run_dir"
+                f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} "
+                f"has already done {step}; raise it or choose another run_dir"
             )
         with activity("opening the run's records"):
-            writer = _open_records(task, placement, stack, step, resumed) if hosts.is_writer else NoWriter()
+            writer = (
+                _open_records(task, placement, stack, step, resumed)
+                if hosts.is_writer
+                else NoWriter()
+            )
         held = {"frozen": frozen_params(weights, checkpoints, step)}
         held["compiled"] = compiled or programs.compile_ahead(hosts, held["frozen"])
         held["teacher"] = make_teacher(task, placement) if task.teacher else None
@@ -322,7 +385,9 @@ def _open_records(
     directory.record_config(config, placement.engine.memory.rows)
     save_tokenizer(task.tokenizer, Path(config.run_dir) / "tokenizer", task.stop_token_ids)
     measured = config.algorithm.measured_steps
-    progress = stack.enter_context(contextlib.closing(Progress(config.training.steps, step, measured_steps=measured)))
+    progress = stack.enter_context(
+        contextlib.closing(Progress(config.training.steps, step, measured_steps=measured))
+    )
     writer = MetricsWriter(
         config.run_dir,
         projects={"wandb": config.observe.wandb_project, "trackio": config.observe.trackio_project},

@@ -1,11 +1,13 @@
-"""Assemble the configured loss: surrogate, reference KL, load balancing; the metrics of a step on the device.
+"""Assemble the configured loss: surrogate, reference KL, load balancing; the metrics of a step on
+the device.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
-S is the surrogate summed over the tokens that corrections keep and W their weight; K is the sum of the divergence over
-all tokens and V their weight; B is the load-balancing loss of the mini-batch. Micro-batches add one sum that is divided
-by W at the end, so K / V and B enter it times W. W is therefore known before the pass that takes the gradient: the
-terms weigh the same however many tokens a correction drops.
+S is the surrogate summed over the tokens that corrections keep and W their weight; K is the sum of
+the divergence over all tokens and V their weight; B is the load-balancing loss of the mini-batch.
+Micro-batches add one sum that is divided by W at the end, so K / V and B enter it times W. W is
+therefore known before the pass that takes the gradient: the terms weigh the same however many
+tokens a correction drops.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,8 +49,12 @@ def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
     return {"measure": settings.measure, "sided": settings.sided}
 
 
-def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
-    """Compute the per-token signals (advantages, weights, the ratio's denominator) of the configured method."""
+def signals_of(
+    settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array
+) -> Signals:
+    """Compute the per-token signals (advantages, weights, the ratio's denominator) of the
+    configured method.
+    """
     signals = row_signals(
         tokens,
         weights,
@@ -65,20 +71,30 @@ def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, 
 
 def _anchor(settings: AlgorithmSettings) -> str:
     """Field of the log-probs in the ratio's denominator."""
-    return {"train": "old_logprobs", "proximal": "start_logprobs"}.get(settings.ratio_denominator, "rollout_logprobs")
+    return {"train": "old_logprobs", "proximal": "start_logprobs"}.get(
+        settings.ratio_denominator, "rollout_logprobs"
+    )
 
 
 def loss_weights(settings: AlgorithmSettings, signals: Signals) -> Array:
-    """Weight of each token in the loss, [R, L]: `proximal_weights` in it with ratio_denominator="proximal"."""
+    """Weight of each token in the loss, [R, L]: `proximal_weights` in it with
+    ratio_denominator="proximal".
+    """
     if settings.ratio_denominator == "proximal":
         return signals.weights * proximal_weights(signals.tokens)
     return signals.weights
 
 
 def head_loss(
-    settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array, centered_weights: Array, head: Head
+    settings: AlgorithmSettings,
+    remedies: Remedies,
+    tokens: Tokens,
+    weights: Array,
+    centered_weights: Array,
+    head: Head,
 ) -> Array:
-    """Sum the terms that need the engine's likeliest tokens: the baseline of score centering, the charge of a state.
+    """Sum the terms that need the engine's likeliest tokens: the baseline of score centering, the
+    charge of a state.
 
     Args:
         settings, remedies: the method.
@@ -104,25 +120,37 @@ def _proximal(tokens: Tokens) -> Corrected:
     return Corrected(proximal_weights(tokens), jnp.ones_like(tokens.completion_mask))
 
 
-def head_statistics(settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array) -> Statistics:
+def head_statistics(
+    settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array
+) -> Statistics:
     """Compute the statistics of the engine's likeliest tokens; none without them."""
-    kept = {} if kept_mass is None else {"distribution/kept_mass": masked_sum(lax.stop_gradient(kept_mass), mask)}
-    return kept if head is None else kept | distribution_statistics(head, mask, measure_of(settings))
+    kept = (
+        {}
+        if kept_mass is None
+        else {"distribution/kept_mass": masked_sum(lax.stop_gradient(kept_mass), mask)}
+    )
+    return (
+        kept if head is None else kept | distribution_statistics(head, mask, measure_of(settings))
+    )
 
 
 def proximal_weights(tokens: Tokens) -> jax.Array:
-    """pi_prox / pi_old of the tokens, the weight of the decoupled objective (`ratio_denominator="proximal"`).
+    """pi_prox / pi_old of the tokens, the weight of the decoupled objective
+    (`ratio_denominator="proximal"`).
 
         l_t = -(pi_prox / pi_old) min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_prox
 
-    pi_prox is the policy at the start of the step and pi_old the one that sampled, both on the training stack: the
-    clip bounds what this step changes, and the weight corrects for what changed since sampling (Hilton et al. 2022,
-    arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298, whose pi_old is the engine's). 1 without a lag.
+    pi_prox is the policy at the start of the step and pi_old the one that sampled, both on the
+    training stack: the clip bounds what this step changes, and the weight corrects for what changed
+    since sampling (Hilton et al. 2022, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298,
+    whose pi_old is the engine's). 1 without a lag.
 
     Returns:
         [R, L] float32, a constant; 1 outside the mask; e^20 at most.
     """
-    moved = jnp.where(tokens.completion_mask, clamped_log_ratio(tokens.start_logprobs, tokens.old_logprobs), 0.0)
+    moved = jnp.where(
+        tokens.completion_mask, clamped_log_ratio(tokens.start_logprobs, tokens.old_logprobs), 0.0
+    )
     return jax.lax.stop_gradient(jnp.exp(moved))
 
 
@@ -140,8 +168,11 @@ class Terms(NamedTuple):
     router: Aux | None
 
 
-def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux) -> jax.Array:
-    """Scale the KL and router terms of a micro-batch by `divisor`, by which the sum is divided in the end.
+def scaled_terms(
+    settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux
+) -> jax.Array:
+    """Scale the KL and router terms of a micro-batch by `divisor`, by which the sum is divided in
+    the end.
 
     Args:
         settings: the coefficients.
@@ -159,7 +190,9 @@ def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, route
 def term_metrics(
     settings: AlgorithmSettings, terms: Terms, surrogate: jax.Array, kl: jax.Array
 ) -> dict[str, jax.Array]:
-    """Return the terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
+    """Return the terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss
+    router.
+    """
     metrics = {SURROGATE: surrogate / terms.divisor}
     if settings.kl_coefficient:
         metrics[KL] = Mean(kl, terms.kl_weight).value()
@@ -168,7 +201,9 @@ def term_metrics(
     return metrics
 
 
-def punished_rewards(settings: AlgorithmSettings, batch: Batch, max_completion_tokens: int) -> Array:
+def punished_rewards(
+    settings: AlgorithmSettings, batch: Batch, max_completion_tokens: int
+) -> Array:
     """The rewards, less the soft punishment of long completions."""
     if not settings.overlong_buffer:
         return batch.rewards
@@ -179,32 +214,46 @@ def punished_rewards(settings: AlgorithmSettings, batch: Batch, max_completion_t
 
 
 def charged_rewards(
-    settings: AlgorithmSettings, remedies: Remedies, dual: DualState, rewards: Array, rows: tuple[Rows, ...]
+    settings: AlgorithmSettings,
+    remedies: Remedies,
+    dual: DualState,
+    rewards: Array,
+    rows: tuple[Rows, ...],
 ) -> Array | None:
-    """Rewards with the charge inside, before their group's mean and deviation are taken (`level="reward"`).
+    """Rewards with the charge inside, before their group's mean and deviation are taken
+    (`level="reward"`).
 
         r_i - lambda mean_t delta_{i,t},    or as `method` has it for an advantage,
 
-    so that a completion is compared with the others of its prompt in both. The group's deviation is that of the
-    charged rewards: in a group of equal rewards the discrepancy alone decides, and lambda, above 0, cancels.
+    so that a completion is compared with the others of its prompt in both. The group's deviation is
+    that of the charged rewards: in a group of equal rewards the discrepancy alone decides, and
+    lambda, above 0, cancels.
 
     Args:
         settings: level, measure, sided.
-        remedies: the penalty is used; it sees advantages, discrepancy, multiplier and tolerance alone.
+        remedies: the penalty is used; it sees advantages, discrepancy, multiplier and tolerance
+            alone.
         dual: lambda_k and c.
         rewards: [M, N] float32.
         rows: the buckets, [M, A, R, L] each, with p^Train of the weights that sampled them.
 
     Returns:
-        [M, N] float32; completions without a token keep their reward. None where tokens are charged.
+        [M, N] float32; completions without a token keep their reward. None where tokens are
+        charged.
     """
     if settings.level != "reward":
         return None
-    return lax.map(lambda mini_batch: _charged(settings, remedies.penalty, dual, *mini_batch), (rewards, rows))
+    return lax.map(
+        lambda mini_batch: _charged(settings, remedies.penalty, dual, *mini_batch), (rewards, rows)
+    )
 
 
 def _charged(
-    settings: AlgorithmSettings, penalty: Function, dual: DualState, rewards: Array, rows: tuple[Rows, ...]
+    settings: AlgorithmSettings,
+    penalty: Function,
+    dual: DualState,
+    rewards: Array,
+    rows: tuple[Rows, ...],
 ) -> Array:
     """`charged_rewards` of a mini-batch."""
 
@@ -214,10 +263,16 @@ def _charged(
     def delta(bucket: Rows) -> Array:
         old = bucket.columns.get(OLD_LOGPROBS, bucket.columns.get(START_LOGPROBS))
         return token_discrepancy(
-            old, bucket.rollout_logprobs, completion_mask=bucket.completion_mask, **measure_of(settings)
+            old,
+            bucket.rollout_logprobs,
+            completion_mask=bucket.completion_mask,
+            **measure_of(settings),
         )
 
-    mask, index = flat(lambda bucket: bucket.completion_mask), flat(lambda bucket: bucket.completion_index)
+    mask, index = (
+        flat(lambda bucket: bucket.completion_mask),
+        flat(lambda bucket: bucket.completion_index),
+    )
     means = completion_means(flat(delta), CompletionIndex(mask, index, len(rewards)))
     tokens = Tokens(
         advantages=rewards[None],
@@ -230,15 +285,19 @@ def _charged(
     return split(penalty(tokens))[0][0]
 
 
-def token_advantages(of_completions: Array, rows: Rows, old_logprobs: Array, teacher_weight: float) -> Array:
-    """The advantage of each token, with a teacher's in rows that have its log-probs: on-policy distillation.
+def token_advantages(
+    of_completions: Array, rows: Rows, old_logprobs: Array, teacher_weight: float
+) -> Array:
+    """The advantage of each token, with a teacher's in rows that have its log-probs: on-policy
+    distillation.
 
         A_t = A_i + w (log pi_T(y_t) - log pi_old(y_t))
 
-    The mean of log pi_old - log pi_T over what the policy samples is the reverse KL, KL(pi_old || pi_T), and the
-    policy gradient of its second term the gradient of it: each token answers for itself alone, a discount of 0 (Lu et
-    al. 2025, Thinking Machines, "On-Policy Distillation"; slime's `opd_kl_coef` and NeMo-RL's `adv_estimator=opd`
-    alike). pi_old is the training stack's, so that the engine's mismatch is no part of it. Constants to the gradient.
+    The mean of log pi_old - log pi_T over what the policy samples is the reverse KL, KL(pi_old ||
+    pi_T), and the policy gradient of its second term the gradient of it: each token answers for
+    itself alone, a discount of 0 (Lu et al. 2025, Thinking Machines, "On-Policy Distillation";
+    slime's `opd_kl_coef` and NeMo-RL's `adv_estimator=opd` alike). pi_old is the training stack's,
+    so that the engine's mismatch is no part of it. Constants to the gradient.
 
     Args:
         of_completions: [N], A_i.
@@ -264,9 +323,15 @@ def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
 
 Metrics = dict[str, jax.Array]
 
-RECORDED = ("tokens/train_logprobs", "tokens/start_logprobs", "completions/advantages", "tokens/top_logprobs")
-"""Arrays that a step also returns, for a recording of its tokens; the second only for batches that lag, the last only
-with the engine's likeliest tokens."""
+RECORDED = (
+    "tokens/train_logprobs",
+    "tokens/start_logprobs",
+    "completions/advantages",
+    "tokens/top_logprobs",
+)
+"""Arrays that a step also returns, for a recording of its tokens; the second only for batches that
+lag, the last only with the engine's likeliest tokens.
+"""
 
 
 class TokenValues(NamedTuple):
@@ -275,8 +340,10 @@ class TokenValues(NamedTuple):
     Attributes:
         old_logprobs: nats, training stack, weights that sampled.
         discrepancy: delta.
-        start_logprobs: nats, training stack, weights at the start of the step; None unless the rows lag.
-        top_logprobs: `old_logprobs` of the engine's likeliest tokens; None unless they are recorded.
+        start_logprobs: nats, training stack, weights at the start of the step; None unless the rows
+            lag.
+        top_logprobs: `old_logprobs` of the engine's likeliest tokens; None unless they are
+            recorded.
     """
 
     old_logprobs: Array
@@ -302,7 +369,8 @@ def step_metrics(
     batch: Batch,
     updates: Updates,
 ) -> Metrics:
-    """Metrics of the batch, of the optimizer's counters, and of the multiplier as this step used it.
+    """Metrics of the batch, of the optimizer's counters, and of the multiplier as this step used
+    it.
 
     Args:
         settings: the statistics of groups.
@@ -326,12 +394,20 @@ def recorded_tokens(updates: Updates) -> dict[str, tuple[jax.Array, ...] | jax.A
     """The entries of `RECORDED`."""
     train, start, advantages, top = RECORDED
     fields = {train: "old_logprobs", start: "start_logprobs", top: "top_logprobs"}
-    found = {name: tuple(getattr(bucket, field) for bucket in updates.tokens) for name, field in fields.items()}
-    return {name: x for name, x in found.items() if x[0] is not None} | {advantages: updates.advantages.reshape(-1)}
+    found = {
+        name: tuple(getattr(bucket, field) for bucket in updates.tokens)
+        for name, field in fields.items()
+    }
+    return {name: x for name, x in found.items() if x[0] is not None} | {
+        advantages: updates.advantages.reshape(-1)
+    }
 
 
 def batch_metrics(
-    batch: Batch, rows: tuple[TokenValues, ...], settings: AlgorithmSettings, tolerance: float | jax.Array
+    batch: Batch,
+    rows: tuple[TokenValues, ...],
+    settings: AlgorithmSettings,
+    tolerance: float | jax.Array,
 ) -> Metrics:
     """Rewards, discrepancy and mismatch of a batch.
 
@@ -342,12 +418,15 @@ def batch_metrics(
         tolerance: c of this step.
 
     Returns:
-        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy` [M * N].
+        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy` [M *
+        N].
     """
     mini_batches, completions = batch.rewards.shape
 
     def flat(buckets: tuple[Any, ...], name: str) -> jax.Array:
-        return jnp.concatenate([getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets], axis=1)
+        return jnp.concatenate(
+            [getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets], axis=1
+        )
 
     mask, rollout = flat(batch.rows, "completion_mask"), flat(batch.rows, "rollout_logprobs")
     train, delta = flat(rows, "old_logprobs"), flat(rows, "discrepancy")
@@ -356,7 +435,10 @@ def batch_metrics(
     where = masked.CompletionIndex(mask, index, mini_batches * completions)
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
     displacement = displacement_statistics(train, rollout, mask)
-    engine_share = Mean(jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)), jnp.sum(jnp.where(mask, delta, 0.0)))
+    engine_share = Mean(
+        jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)),
+        jnp.sum(jnp.where(mask, delta, 0.0)),
+    )
 
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
     group_ids = (batch.group_ids + offsets).reshape(-1)
@@ -364,7 +446,11 @@ def batch_metrics(
     least = -masked.masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
     mean_above = masked.masked_mean(rewards - least, valid)
     share = QUANTILES.get(settings.budget)
-    bounded = {} if share is None else {settings.bounded_metric: masked.masked_quantile(delta, mask, share)}
+    bounded = (
+        {}
+        if share is None
+        else {settings.bounded_metric: masked.masked_quantile(delta, mask, share)}
+    )
     bounded |= mismatch_statistics(train, rollout, mask)
     return bounded | {
         "reward/mean": least + mean_above,
@@ -389,15 +475,16 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
 
         log p_now - log p^Inf = (log p_now - log p_v) + (log p_v - log p^Inf) = staleness + mismatch
 
-    token by token: p_now is the training stack at the start of the step, p_v the same under the weights v that
-    sampled the token. lambda is moved by the mismatch alone.
+    token by token: p_now is the training stack at the start of the step, p_v the same under the
+    weights v that sampled the token. lambda is moved by the mismatch alone.
 
     Args:
         rows: the batch's, [M, A, R, L] for each bucket.
         logprobs: values of its tokens, like `rows`.
 
     Returns:
-        [] float32: mean, mean of the absolute value and largest absolute value of each, over sampled tokens.
+        [] float32: mean, mean of the absolute value and largest absolute value of each, over
+        sampled tokens.
     """
 
     def flat(values: Iterable[Array]) -> jax.Array:

@@ -24,34 +24,54 @@ START_TOP_LOGPROBS = "start_top_logprobs"
 """The same of the engine's likeliest tokens, in rows that have them."""
 
 
-def with_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, *names: str) -> Batch:
-    """The batch with p^Train of its tokens in the first column of `names`, of the engine's likeliest ones in the next.
+def with_logprobs(
+    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, *names: str
+) -> Batch:
+    """The batch with p^Train of its tokens in the first column of `names`, of the engine's
+    likeliest ones in the next.
 
     No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
     """
 
     def logprobs(params: Params, rows: Rows) -> tuple[jax.Array, ...]:
         outputs = row_logprobs(params, rows)
-        return (outputs.logprobs,) if outputs.top_logprobs is None else (outputs.logprobs, outputs.top_logprobs)
+        return (
+            (outputs.logprobs,)
+            if outputs.top_logprobs is None
+            else (outputs.logprobs, outputs.top_logprobs)
+        )
 
     mini_batches = batch.rows, jnp.asarray(batch.micro_batches)
-    values = lax.map(lambda mini_batch: map_rows(logprobs, params, *mini_batch, mesh=mesh), mini_batches)
+    values = lax.map(
+        lambda mini_batch: map_rows(logprobs, params, *mini_batch, mesh=mesh), mini_batches
+    )
     named = [dict(zip(names, columns, strict=False)) for columns in values]
-    return batch._replace(rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True)))
+    return batch._replace(
+        rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True))
+    )
 
 
-def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
-    """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own, on the step's own rows.
+def make_rescore(
+    row_logprobs: RowLogprobs, *, mesh: Mesh | None
+) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
+    """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own, on the
+    step's own rows.
 
-    This is precision "exact": the step computes the same numbers again, so the discrepancy is 0 to the last bit. The
-    second result is a diagnostic: the mean |p_train - p_sampler| of the log-probs that were replaced.
+    This is precision "exact": the step computes the same numbers again, so the discrepancy is 0 to
+    the last bit. The second result is a diagnostic: the mean |p_train - p_sampler| of the log-probs
+    that were replaced.
     """
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
-        rescored = with_logprobs(params, batch, row_logprobs, mesh, "rollout_logprobs", TOP_LOGPROBS)
+        rescored = with_logprobs(
+            params, batch, row_logprobs, mesh, "rollout_logprobs", TOP_LOGPROBS
+        )
         differences = [
-            masked.masked_sum(token_discrepancy(train.rollout_logprobs, rows.rollout_logprobs), rows.completion_mask)
+            masked.masked_sum(
+                token_discrepancy(train.rollout_logprobs, rows.rollout_logprobs),
+                rows.completion_mask,
+            )
             for rows, train in zip(batch.rows, rescored.rows, strict=True)
         ]
         return rescored, functools.reduce(stats.merge, differences).value()
@@ -60,12 +80,17 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
 
 
 def make_old_logprobs(
-    row_logprobs: RowLogprobs, *, mesh: Mesh | None, names: Sequence[str] = (OLD_LOGPROBS, OLD_TOP_LOGPROBS)
+    row_logprobs: RowLogprobs,
+    *,
+    mesh: Mesh | None,
+    names: Sequence[str] = (OLD_LOGPROBS, OLD_TOP_LOGPROBS),
 ) -> Callable[[Params, Batch], Batch]:
-    """Jitted (params, batch) -> batch with the column `old_logprobs`, p^Train of the weights that sampled the batch.
+    """Jitted (params, batch) -> batch with the column `old_logprobs`, p^Train of the weights that
+    sampled the batch.
 
-    For batches that lag behind the policy. `params` are those weights: what they give is compared with the engine's
-    log-probs, and what the policy moved since is staleness. `names` has other columns, for the parameters of a teacher.
+    For batches that lag behind the policy. `params` are those weights: what they give is compared
+    with the engine's log-probs, and what the policy moved since is staleness. `names` has other
+    columns, for the parameters of a teacher.
     """
 
     def old_logprobs(params: Params, batch: Batch) -> Batch:

@@ -1,4 +1,6 @@
-"""Records and metrics of a step's completions: a few texts for people, the tokens with their log-probs."""
+"""Records and metrics of a step's completions: a few texts for people, the tokens with their
+log-probs.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,8 +20,11 @@ from dcmdp_jax.training.rollout_sampler import StepRollout
 from dcmdp_jax.types import Rows
 
 
-def shown_samples(task: Task, step: int, rollout: StepRollout, discrepancy: np.ndarray) -> list[dict[str, Any]]:
-    """A few completions of a finished step for people, if they are due: the first of each of the first prompts.
+def shown_samples(
+    task: Task, step: int, rollout: StepRollout, discrepancy: np.ndarray
+) -> list[dict[str, Any]]:
+    """A few completions of a finished step for people, if they are due: the first of each of the
+    first prompts.
 
     Several completions of one prompt would say less.
 
@@ -48,7 +53,12 @@ def shown_samples(task: Task, step: int, rollout: StepRollout, discrepancy: np.n
 
 
 def recorded_completions(
-    rollout: StepRollout, problems: Sequence[Problem], rows: Sequence[Rows], recorded: Sequence[Any], *, exact: bool
+    rollout: StepRollout,
+    problems: Sequence[Problem],
+    rows: Sequence[Rows],
+    recorded: Sequence[Any],
+    *,
+    exact: bool,
 ) -> list[dict[str, Any]]:
     """The completions of a batch, one dict each; completions without a used token are left out.
 
@@ -56,9 +66,10 @@ def recorded_completions(
         rollout: the step's completions and rewards.
         problems: the training problems.
         rows: the packed batch, [M, A, R, L] for each bucket.
-        recorded: the arrays of `loss_terms.RECORDED`, None for one that the step does not return: log p of the
-            tokens, like `rows`; that of the weights at the start of the step; advantages, [M * N] float32; log p of
-            the engine's likeliest tokens, [M, A, R, L, k] for each bucket.
+        recorded: the arrays of `loss_terms.RECORDED`, None for one that the step does not return:
+            log p of the tokens, like `rows`; that of the weights at the start of the step;
+            advantages, [M * N] float32; log p of the engine's likeliest tokens, [M, A, R, L, k] for
+            each bucket.
         exact: the rollout log-probs were replaced by the training stack's own.
 
     Returns:
@@ -90,7 +101,9 @@ def recorded_completions(
                 "token_ids": episode.token_ids[after],
                 "mask": mask,
                 "train_logprobs": log_p,
-                "rollout_logprobs": log_p if exact else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
+                "rollout_logprobs": log_p
+                if exact
+                else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
                 **({} if started is None else {"start_logprobs": log_now}),
                 **({} if listed is None else {"top": _packed(episode, listed[place], exact=exact)}),
                 "policy_versions": np.where(mask, episode.policy_versions[after], -1),
@@ -102,16 +115,26 @@ def recorded_completions(
 
 
 def _packed(episode: Episode, train_logprobs: np.ndarray, *, exact: bool) -> str:
-    """The engine's likeliest tokens after the prompt as `record.packed_top` has them, -1 where not sampled."""
+    """The engine's likeliest tokens after the prompt as `record.packed_top` has them, -1 where not
+    sampled.
+    """
     mask = episode.sampled_mask[episode.prompt_length :]
-    ids, rollout = (episode.columns[name][episode.prompt_length :] for name in (TOP_IDS, TOP_LOGPROBS))
+    ids, rollout = (
+        episode.columns[name][episode.prompt_length :] for name in (TOP_IDS, TOP_LOGPROBS)
+    )
     train = np.zeros(ids.shape, np.float32)
     train[mask] = train_logprobs
-    return json.dumps(packed_top(np.where(mask[:, None], ids, -1), train, train if exact else rollout))
+    return json.dumps(
+        packed_top(np.where(mask[:, None], ids, -1), train, train if exact else rollout)
+    )
 
 
-def _by_completion(rows: Sequence[Rows], values: Sequence[np.ndarray], completions: int) -> list[np.ndarray]:
-    """The sampled tokens' values of each of M * N completions, in the order of its tokens; it lies in one row."""
+def _by_completion(
+    rows: Sequence[Rows], values: Sequence[np.ndarray], completions: int
+) -> list[np.ndarray]:
+    """The sampled tokens' values of each of M * N completions, in the order of its tokens; it lies
+    in one row.
+    """
     keys, flat = [], []
     mini_batches = len(rows[0].completion_mask)
     first = np.arange(mini_batches)[:, None, None, None] * (completions // mini_batches)
@@ -125,16 +148,21 @@ def _by_completion(rows: Sequence[Rows], values: Sequence[np.ndarray], completio
     return np.split(np.concatenate(flat)[order], bounds)
 
 
-def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: bool) -> dict[str, float]:
-    """Rewards, lengths, truncations, what the verifier could not read, and what differs between data sources.
+def rollout_metrics(
+    rollout: StepRollout, discrepancy: np.ndarray, *, refills: bool
+) -> dict[str, float]:
+    """Rewards, lengths, truncations, what the verifier could not read, and what differs between
+    data sources.
 
     Args:
         rollout: the step's completions and rewards.
         discrepancy: [B * G] mean of each completion of the batch.
-        refills: add the cost of dynamic sampling, and rewards over all that was sampled: over the batch they would be
-            selected.
+        refills: add the cost of dynamic sampling, and rewards over all that was sampled: over the
+            batch they would be selected.
     """
-    metrics = length_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
+    metrics = length_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(
+        rollout.scores
+    )
     metrics |= identical_metrics(rollout.episodes)
     usable = ~rollout.dropped
     if rollout.scores.sources is not None:
@@ -142,7 +170,9 @@ def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: b
         lengths = np.array([rollout.episodes[row].num_sampled for row in rollout.rows])
         for source in sorted(set(sources[usable[rollout.rows]].tolist())):
             mine = usable[rollout.rows] & (sources == source)
-            metrics[f"discrepancy/source/{source}/mean"] = float(discrepancy[mine].mean(dtype=np.float64))
+            metrics[f"discrepancy/source/{source}/mean"] = float(
+                discrepancy[mine].mean(dtype=np.float64)
+            )
             metrics[f"completion/source/{source}/length_mean"] = float(lengths[mine].mean())
     if refills:
         rewards, differing = rollout.scores.totals.astype(np.float64)[usable], rollout.differing
@@ -159,15 +189,21 @@ def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: b
 
 
 def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:
-    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of metric_names.py."""
+    """Lengths, truncations, and what the verifier could not read if it was asked, by the names of
+    metric_names.py.
+    """
     lengths = [episode.num_sampled for episode in episodes]
     p10, p25, p50, p75, p90 = np.percentile(lengths, QUANTILES).tolist()
-    judged = {} if grades is None else {
-        "reward/verifier_timeouts": grades.timeouts,
-        "reward/verifier_errors": grades.errors,
-        "reward/verifier_over_budget": grades.over_budget,
-        "reward/no_answer_fraction": grades.unparsed / max(1, grades.rewards.size),
-    }  # fmt: skip
+    judged = (
+        {}
+        if grades is None
+        else {
+            "reward/verifier_timeouts": grades.timeouts,
+            "reward/verifier_errors": grades.errors,
+            "reward/verifier_over_budget": grades.over_budget,
+            "reward/no_answer_fraction": grades.unparsed / max(1, grades.rewards.size),
+        }
+    )
     return judged | {
         "completion/length_mean": float(np.mean(lengths)),
         "completion/length_min": min(lengths),
@@ -177,14 +213,17 @@ def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[s
         "completion/length_p75": p75,
         "completion/length_p90": p90,
         "completion/length_max": max(lengths),
-        "completion/truncated_fraction": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
+        "completion/truncated_fraction": float(
+            np.mean([episode.finish_reason == "length" for episode in episodes])
+        ),
     }
 
 
 def leg_metrics(
     completions: Sequence[Mapping[str, Any]], rows: np.ndarray, scored: Mapping[int, np.ndarray]
 ) -> dict[str, float]:
-    """The legs of the gap of the completions that the engine scored in one pass, see `observe.legs`; none without.
+    """The legs of the gap of the completions that the engine scored in one pass, see
+    `observe.legs`; none without.
 
     Args:
         completions: those of `recorded_completions`.

@@ -8,7 +8,11 @@ import numpy as np
 
 from dcmdp_jax.config.checks import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
-from dcmdp_jax.engines.protocol import check_routed_experts, check_top_logprobs, unusable_completions
+from dcmdp_jax.engines.protocol import (
+    check_routed_experts,
+    check_top_logprobs,
+    unusable_completions,
+)
 from dcmdp_jax.evaluation.average import sampled_episodes
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
@@ -26,7 +30,8 @@ _ROUND_SEED_OFFSET = 7_000_003
 
 @dataclasses.dataclass(frozen=True)
 class StepRollout:
-    """Sampled and scored completions: one host's share of a call, one round of a step, or all of a step.
+    """Sampled and scored completions: one host's share of a call, one round of a step, or all of a
+    step.
 
     P groups of G completions, of which the first B that can teach are the batch.
 
@@ -52,14 +57,20 @@ class StepRollout:
 
     @property
     def differing(self) -> np.ndarray:
-        """[P] bool: a group's usable rewards differ, the opposite of `group_statistics`' all_equal."""
+        """[P] bool: a group's usable rewards differ, the opposite of `group_statistics`'
+        all_equal.
+        """
         shape = len(self.problems), -1
         usable, rewards = ~self.dropped.reshape(shape), self.scores.totals.reshape(shape)
-        return np.where(usable, rewards, np.inf).min(axis=1) < np.where(usable, rewards, -np.inf).max(axis=1)
+        return np.where(usable, rewards, np.inf).min(axis=1) < np.where(
+            usable, rewards, -np.inf
+        ).max(axis=1)
 
     @property
     def groups(self) -> np.ndarray:
-        """[B] the groups of the batch, ascending: the first that differ, and others for what is missing."""
+        """[B] the groups of the batch, ascending: the first that differ, and others for what is
+        missing.
+        """
         return np.sort(np.argsort(~self.differing, kind="stable")[: self.batch_groups])
 
     @property
@@ -89,35 +100,51 @@ def join(parts: Sequence[StepRollout]) -> StepRollout:
 
 
 def trainer_state(task: Task, step: int, position: int) -> TrainerState:
-    """State of the run for reward functions: finished steps, and the position in the stream of prompts."""
+    """State of the run for reward functions: finished steps, and the position in the stream of
+    prompts.
+    """
     return TrainerState(step, task.config.training.steps, position / sum(task.stream.sizes))
 
 
 class StepRollouts:
     """Samples and scores the problems of each step.
 
-    With `algorithm.refill_rounds` above 0 this is DAPO's dynamic sampling (Yu et al. 2025, Eq. 11): where groups have
-    rewards that are all equal, further prompts are sampled, until B groups differ or the rounds are used up. The
-    first B differing groups of the stream are the batch; what is still missing is filled with equal groups, which the
-    loss leaves out. A round's number of prompts is a power of two, so that an embedded engine compiles few shapes;
-    differing groups above B are discarded.
+    With `algorithm.refill_rounds` above 0 this is DAPO's dynamic sampling (Yu et al. 2025, Eq. 11):
+    where groups have rewards that are all equal, further prompts are sampled, until B groups differ
+    or the rounds are used up. The first B differing groups of the stream are the batch; what is
+    still missing is filled with equal groups, which the loss leaves out. A round's number of
+    prompts is a power of two, so that an embedded engine compiles few shapes; differing groups
+    above B are discarded.
 
     Args:
         services: engine, scorer and turns; the engine gets the weights of the step before `sample`.
         task: the problems, and the distribution that they are sampled from.
         hosts: the processes of the run.
         leave: ends the work of this process with that of the others.
-        collective: whether `sample` gathers over hosts. Otherwise its result is this host's share of its single round,
-            which `exchange` makes into all hosts' rollout.
+        collective: whether `sample` gathers over hosts. Otherwise its result is this host's share
+            of its single round, which `exchange` makes into all hosts' rollout.
     """
 
     def __init__(
-        self, services: Services, task: Task, hosts: Hosts, leave: stopping.CollectiveExit, *, collective: bool = True
+        self,
+        services: Services,
+        task: Task,
+        hosts: Hosts,
+        leave: stopping.CollectiveExit,
+        *,
+        collective: bool = True,
     ) -> None:
-        self._services, self._task, self._hosts, self._exit, self._collective = services, task, hosts, leave, collective
+        self._services, self._task, self._hosts, self._exit, self._collective = (
+            services,
+            task,
+            hosts,
+            leave,
+            collective,
+        )
 
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
-        """Sample and score the problems from position `first` of the stream on: a function of (seed, step, first).
+        """Sample and score the problems from position `first` of the stream on: a function of
+        (seed, step, first).
 
         Collective by default: each process samples its share, and gets all of it.
 
@@ -128,7 +155,8 @@ class StepRollouts:
 
         Raises:
             RewardError: if a reward function failed and the scorer stops then.
-            EngineError: if the engine breaks or a log-prob is not finite, unless those completions are dropped.
+            EngineError: if the engine breaks or a log-prob is not finite, unless those completions
+                are dropped.
         """
         config = self._task.config
         wanted, rounds = config.training.prompts_per_step, config.algorithm.refill_rounds
@@ -136,14 +164,21 @@ class StepRollouts:
         if not self._collective:
             return share
         parts, taken = [self.exchange(share)], wanted
-        while len(parts) <= rounds and (missing := wanted - sum(int(part.differing.sum()) for part in parts)) > 0:
+        while (
+            len(parts) <= rounds
+            and (missing := wanted - sum(int(part.differing.sum()) for part in parts)) > 0
+        ):
             count = min(wanted, 1 << (missing - 1).bit_length())
             parts.append(self.exchange(self._share(step, len(parts), first + taken, count, timer)))
             taken += count
         return dataclasses.replace(join(parts), taken=taken, rounds=len(parts))
 
-    def _share(self, step: int, number: int, position: int, count: int, timer: phase_timer.PhaseTimer) -> StepRollout:
-        """One call of the engine for this process's part of the `count` problems from `position` on."""
+    def _share(
+        self, step: int, number: int, position: int, count: int, timer: phase_timer.PhaseTimer
+    ) -> StepRollout:
+        """One call of the engine for this process's part of the `count` problems from `position`
+        on.
+        """
         task, seed = self._task, self._task.config.training.seed
         share, group_size = self._hosts.share(count), task.sampling.group_size
         chosen = task.stream.at(seed=seed, first=position, count=count)[share]
@@ -152,7 +187,9 @@ class StepRollouts:
         scoring = BatchScoring(self._services.scorer, task.tokenizer, problems, state)
         with timer.phase("generate"), self._exit.scope():
             self._exit.check()
-            episodes = self._generate(chosen, share.start, step, number, scoring) if len(chosen) else []
+            episodes = (
+                self._generate(chosen, share.start, step, number, scoring) if len(chosen) else []
+            )
         with timer.phase("verify"), self._exit.scope(), as_settings(REWARDS):
             texts, scores = scoring.finish(self._exit.check)
         dropped, batch_groups = np.zeros(len(texts), bool), task.config.training.prompts_per_step
@@ -165,16 +202,22 @@ class StepRollouts:
         seed = self._task.config.training.seed + number * _ROUND_SEED_OFFSET
         numbers = {"seed": seed, "step": step, "first_prompt": first_prompt}
         asked = self._task.train.select(chosen), self._task.sampling, numbers
-        sampled = sampled_episodes(self._services, scoring, *asked, doing="sampling", check_stop=self._exit.check)
+        sampled = sampled_episodes(
+            self._services, scoring, *asked, doing="sampling", check_stop=self._exit.check
+        )
         episodes = in_prompt_order(sampled)
         if (teacher := self._services.teacher) is None:
             return episodes
         given = [each.prompt_ids for each in episodes], [each.completion_ids for each in episodes]
         scored = zip(episodes, teacher.score(*given, temperature=1.0), strict=True)
-        return [each.with_columns(teacher_logprobs=np.pad(x, (each.prompt_length, 0))) for each, x in scored]
+        return [
+            each.with_columns(teacher_logprobs=np.pad(x, (each.prompt_length, 0)))
+            for each, x in scored
+        ]
 
     def exchange(self, share: StepRollout) -> StepRollout:
-        """Collective: join the shares of all hosts' calls, and find the completions that must not be used.
+        """Collective: join the shares of all hosts' calls, and find the completions that must not
+        be used.
 
         Raises:
             EngineError: if a log-prob is not finite, unless those completions are dropped.
@@ -186,5 +229,7 @@ class StepRollouts:
             if rollout.router_replay:
                 check_routed_experts(joined.episodes, *task.model.routing)
             if count := rollout.top_logprobs:
-                check_top_logprobs(joined.episodes, count, task.model.vocab_size, whole=task.sampling.cuts)
+                check_top_logprobs(
+                    joined.episodes, count, task.model.vocab_size, whole=task.sampling.cuts
+                )
         return dataclasses.replace(joined, dropped=dropped)

@@ -1,6 +1,7 @@
 """A `TrainState`: making it, where its leaves live on a mesh, and the parts that move it.
 
-AdamW with its schedule and gradient clipping, from optax; the scale of a float16 loss; lambda as the settings have it.
+AdamW with its schedule and gradient clipping, from optax; the scale of a float16 loss; lambda as
+the settings have it.
 """
 
 import functools
@@ -25,12 +26,16 @@ from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, TrainSta
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
-    """lambda_0 and c; for methods without a moving multiplier the constant they use, for the record."""
+    """lambda_0 and c; for methods without a moving multiplier the constant they use, for the
+    record.
+    """
     fixed = settings.fixed_multiplier
     return dual_init(settings.multiplier if fixed is None else fixed, tolerance=settings.tolerance)
 
 
-def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, bounded: jax.Array) -> DualState:
+def update_dual(
+    settings: AlgorithmSettings, dual: DualState, step: jax.Array, bounded: jax.Array
+) -> DualState:
     """The dual state of the next step (Eq. 11).
 
     lambda does not move in methods with a fixed multiplier, nor in the steps that c is measured on.
@@ -43,22 +48,32 @@ def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, b
     """
     if settings.fixed_multiplier is not None:
         return dual
-    rule = {"learning_rate": settings.dual_learning_rate, "minimum": 0.0, "maximum": settings.multiplier_max}
+    rule = {
+        "learning_rate": settings.dual_learning_rate,
+        "minimum": 0.0,
+        "maximum": settings.multiplier_max,
+    }
     moved = dual_update(dual.multiplier, bounded, tolerance=dual.tolerance, **rule)
     if settings.measured_steps:
         moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
     return dual._replace(multiplier=moved)
 
 
-def measure_tolerance(settings: AlgorithmSettings, series: Mapping[str, tuple[Array, Array]]) -> np.float32:
-    """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite discrepancy.
+def measure_tolerance(
+    settings: AlgorithmSettings, series: Mapping[str, tuple[Array, Array]]
+) -> np.float32:
+    """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite
+    discrepancy.
 
     Args:
         settings: the rule.
-        series: metric -> steps, and its values. Of the noise floor the latest counts until the next, 0 before the
-            first.
+        series: metric -> steps, and its values. Of the noise floor the latest counts until the
+            next, 0 before the first.
     """
-    (steps, means), (at, floors) = series[settings.bounded_metric], series.get("mismatch/noise_floor", ((), ()))
+    (steps, means), (at, floors) = (
+        series[settings.bounded_metric],
+        series.get("mismatch/noise_floor", ((), ())),
+    )
     if not np.any(np.isfinite(means)):
         return np.float32(settings.tolerance)
     latest = np.append(0.0, floors)[np.searchsorted(at, steps, side="right")]
@@ -66,16 +81,22 @@ def measure_tolerance(settings: AlgorithmSettings, series: Mapping[str, tuple[Ar
     return np.float32(measure(np.float32(means), np.float32(latest)))
 
 
-def train_state_shardings(state: TrainState, model: ModelConfig, mesh: Mesh, lora: Lora | None = None) -> TrainState:
+def train_state_shardings(
+    state: TrainState, model: ModelConfig, mesh: Mesh, lora: Lora | None = None
+) -> TrainState:
     """Shardings of an abstract state: parameters and moments by the table, scalars replicated."""
     return state_shardings(state, state.params, declared_axes(trained(model, lora)), mesh)
 
 
 def new_state(
-    params: Params, optimizer: optax.GradientTransformation, dual: DualState, loss_scale: LossScale | None = None
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    dual: DualState,
+    loss_scale: LossScale | None = None,
 ) -> TrainState:
     """The state before the first step."""
-    # Fresh arrays for every leaf: the step donates the whole state, and no buffer may appear in it twice.
+    # Fresh arrays for every leaf: the step donates the whole state, and no buffer may appear in it
+    # twice.
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -87,12 +108,15 @@ def new_state(
 
 
 def batch_shardings(mesh: Mesh) -> Batch:
-    """Shardings of a `Batch`, as a prefix: rows split over data, fsdp and expert, what is per completion replicated."""
+    """Shardings of a `Batch`, as a prefix: rows split over data, fsdp and expert, what is per
+    completion replicated.
+    """
     return Batch(**{**dict.fromkeys(Batch._fields, replicated(mesh)), "rows": shard_rows(mesh)})
 
 
 def make_schedule(settings: OptimizerSettings, *, updates: int) -> optax.Schedule:
-    """Learning rate by optimizer update: a linear rise, then constant, or linear or cosine decay to 0.
+    """Learning rate by optimizer update: a linear rise, then constant, or linear or cosine decay to
+    0.
 
     Args:
         settings: peak rate, shape, and length of the rise in updates.
@@ -108,17 +132,25 @@ def make_schedule(settings: OptimizerSettings, *, updates: int) -> optax.Schedul
     if not rise:
         return after
     # The first update has a rate above 0: rate k + 1 of `rise`.
-    start = optax.linear_schedule(settings.learning_rate / rise, settings.learning_rate, max(rise - 1, 1))
+    start = optax.linear_schedule(
+        settings.learning_rate / rise, settings.learning_rate, max(rise - 1, 1)
+    )
     return optax.join_schedules([start, after], [rise])
 
 
-def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    settings: OptimizerSettings, schedule: optax.Schedule
+) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm (when above 0), then AdamW. The multiplier never passes through it.
 
     `update` takes the gradient's norm as `grad_norm` from a caller who has it already.
     """
     adamw = optax.adamw(
-        schedule, b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon, weight_decay=settings.weight_decay
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
     )
     if not settings.max_grad_norm:
         return optax.with_extra_args_support(adamw)
@@ -132,7 +164,8 @@ def apply_update(
     divisor: jax.Array,
     finite: jax.Array,
 ) -> tuple[TrainState, jax.Array, jax.Array]:
-    """Make one optimizer update by gradient / divisor; none if that is not finite, or `finite` is false.
+    """Make one optimizer update by gradient / divisor; none if that is not finite, or `finite` is
+    false.
 
     Returns:
         The state after it, the gradient's norm, and whether the update was made.
@@ -143,24 +176,35 @@ def apply_update(
 
     grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), gradient, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
-    updated, unchanged = (optax.apply_updates(state.params, updates), opt_state), (state.params, state.opt_state)
+    updated, unchanged = (
+        (optax.apply_updates(state.params, updates), opt_state),
+        (state.params, state.opt_state),
+    )
     # Chosen number by number, in place: the results of `lax.cond` are copied into the state.
-    params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, unchanged)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), updated, unchanged
+    )
     scale = None if state.loss_scale is None else next_loss_scale(state.loss_scale, finite)
     skipped = jnp.where(finite, 0, state.skipped_in_row + 1)
-    state = state._replace(params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=scale)
+    state = state._replace(
+        params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=scale
+    )
     return state, grad_norm, finite
 
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:
-    """Number of updates the optimizer has made. Skipped ones don't count, for its schedule either."""
+    """Number of updates the optimizer has made. Skipped ones don't count, for its schedule
+    either.
+    """
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
 def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """g min(1, max_norm / |g|): `optax.clip_by_global_norm` would compute |g| a second time."""
 
-    def update(updates: Params, state: Any, _: Any = None, *, grad_norm: Array | None = None, **__: Any) -> Any:
+    def update(
+        updates: Params, state: Any, _: Any = None, *, grad_norm: Array | None = None, **__: Any
+    ) -> Any:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         factor = max_norm / jnp.maximum(norm, max_norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
@@ -180,14 +224,15 @@ def initial_loss_scale(compute_dtype: str) -> LossScale | None:
 
 
 def next_loss_scale(state: LossScale, finite: jax.Array) -> LossScale:
-    """The scale after an update (Micikevicius et al. 2018, section 3.2), with the constants of PyTorch's GradScaler.
+    """The scale after an update (Micikevicius et al. 2018, section 3.2), with the constants of
+    PyTorch's GradScaler.
 
         S / 2      after an update with a gradient that is not finite, which was skipped; at least 1
         2 S        after 2000 finite ones in a row; at most 2^24
         S          else
 
-    Powers of two, so scaling and dividing again is exact. PyTorch starts at 2^16, for a loss that is a mean;
-    ours is a sum over completions, divided after the pass, and starts at 2^10.
+    Powers of two, so scaling and dividing again is exact. PyTorch starts at 2^16, for a loss that
+    is a mean; ours is a sum over completions, divided after the pass, and starts at 2^10.
 
     Args:
         state: S of the update and the finite ones before it.

@@ -1,4 +1,6 @@
-"""How a run ends early: all hosts together, all saved; by skipped updates; by an alarm. Facts that hosts share."""
+"""How a run ends early: all hosts together, all saved; by skipped updates; by an alarm. Facts that
+hosts share.
+"""
 
 import contextlib
 import importlib.metadata
@@ -46,7 +48,9 @@ ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
 
 
 class Interrupted(Exception):
-    """A signal ended the run. Every finished step is saved; the next run repeats the unfinished one."""
+    """A signal ended the run. Every finished step is saved; the next run repeats the unfinished
+    one.
+    """
 
     def __init__(self, signal_number: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
@@ -63,7 +67,8 @@ class CollectiveExit:
     Args:
         hosts: the processes.
         stop: knows of a signal to this one.
-        save: saves the state after the last finished step, and returns that step once it is on disk. Collective.
+        save: saves the state after the last finished step, and returns that step once it is on
+            disk. Collective.
     """
 
     def __init__(self, hosts: Hosts, stop: "StopSignal", save: Callable[[], int]) -> None:
@@ -78,12 +83,12 @@ class CollectiveExit:
     def scope(self) -> Iterator[None]:
         """Run a block without other processes; leave it with them.
 
-        After a signal to any of them, or the failure of an engine or of a reward function, all save what is finished
-        and end the run.
+        After a signal to any of them, or the failure of an engine or of a reward function, all save
+        what is finished and end the run.
 
         Raises:
-            Interrupted, UserError, EngineError, MemoryError, JaxRuntimeError: the same on all processes, or what ended
-                the run on another one.
+            Interrupted, UserError, EngineError, MemoryError, JaxRuntimeError: the same on all
+                processes, or what ended the run on another one.
         """
         failure: Exception | None = None
         try:
@@ -102,18 +107,21 @@ class CollectiveExit:
             raise failure
         step = self._save()
         if breaks:
-            raise failure if broken else EngineError("the engine failed on another host; see its log")
+            raise (
+                failure if broken else EngineError("the engine failed on another host; see its log")
+            )
         if signal_number:
             raise Interrupted(int(signal_number), f"after step {step}, saved")
         raise UserError(
-            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after step {step}: fix the "
-            "function and rerun the same command, or set rewards.on_error=none to ignore its failures (time limit: "
-            "rewards.timeout)"
+            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after "
+            f"step {step}: fix the function and rerun the same command, or set "
+            "rewards.on_error=none to ignore its failures (time limit: rewards.timeout)"
         ) from failure
 
 
 class ThreadExit(CollectiveExit):
-    """Exit of work in a thread; the main thread waits for it within `scope`, where all processes leave.
+    """Exit of work in a thread; the main thread waits for it within `scope`, where all processes
+    leave.
 
     Attributes:
         cancelled: set to end the thread's work.
@@ -136,9 +144,10 @@ class ThreadExit(CollectiveExit):
 class StopSignal:
     """Records SIGTERM, SIGINT and SIGHUP; the run polls for them at safe points.
 
-    The first is answered on the console at once, also while a compiled program runs. A second one, more than a second
-    later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is. So does the first one
-    after two seconds in which the run did not look for it, as it compiles, where `all_saved` says that nothing is lost.
+    The first is answered on the console at once, also while a compiled program runs. A second one,
+    more than a second later (`timeout` sends one twice), leaves at once: what was saved stays, and
+    nothing more is. So does the first one after two seconds in which the run did not look for it,
+    as it compiles, where `all_saved` says that nothing is lost.
     """
 
     def __init__(self, *, nothing_to_lose: bool = False) -> None:
@@ -165,7 +174,9 @@ class StopSignal:
         os._exit(128 + number)
 
     def _answer(self, pipe: int, numbers: list[int]) -> None:
-        """Answer signals as the interpreter's own handler puts them into the pipe, until its other end is closed."""
+        """Answer signals as the interpreter's own handler puts them into the pipe, until its other
+        end is closed.
+        """
         answered = None
         while received := os.read(pipe, 1):
             if received[0] not in numbers or (answered and time.monotonic() - answered < _TWICE_S):
@@ -181,9 +192,11 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> "Iterator[StopSignal]":
-        """Install the handlers for the block; outside the main thread Python gives no signal, and this does nothing.
+        """Install the handlers for the block; outside the main thread Python gives no signal, and
+        this does nothing.
 
-        A SIGHUP that is ignored, as nohup has it, stays ignored: the run goes on without its terminal.
+        A SIGHUP that is ignored, as nohup has it, stays ignored: the run goes on without its
+        terminal.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -193,7 +206,9 @@ class StopSignal:
             numbers.append(signal.SIGHUP)
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        watcher = threading.Thread(target=self._answer, args=(read_end, numbers), daemon=True, name="signals")
+        watcher = threading.Thread(
+            target=self._answer, args=(read_end, numbers), daemon=True, name="signals"
+        )
         watcher.start()
         wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         before = {number: signal.signal(number, self._note) for number in numbers}
@@ -221,7 +236,9 @@ def _recorded(config: Config, step: int) -> list[dict[str, Any]]:
 
 
 class SkippedUpdates:
-    """The share of skipped updates over the last steps, that of earlier ones read from the run directory."""
+    """The share of skipped updates over the last steps, that of earlier ones read from the run
+    directory.
+    """
 
     def __init__(self, config: Config, step: int) -> None:
         """Read what the finished steps skipped.
@@ -232,7 +249,9 @@ class SkippedUpdates:
         """
         self._updates, name = config.mini_batches, "optimizer/skipped_updates"
         before = _recorded(config, step)
-        self._last = deque((record[name] or 0 for record in before if name in record), maxlen=WINDOW)
+        self._last = deque(
+            (record[name] or 0 for record in before if name in record), maxlen=WINDOW
+        )
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Count a step's skipped updates; warn of them on the console.
@@ -245,7 +264,10 @@ class SkippedUpdates:
         share = sum(self._last) / (self._updates * len(self._last))
         if skipped:
             numbers = step, skipped, self._updates, 100 * share, len(self._last)
-            said = "step %d: %d of %d updates skipped, their gradient is not finite; %.0f%% of the last %d steps'"
+            said = (
+                "step %d: %d of %d updates skipped, their gradient is not finite; %.0f%% of "
+                "the last %d steps'"
+            )
             logger.warning(said, *numbers)
         return {"optimizer/skipped_share": share}
 
@@ -253,18 +275,22 @@ class SkippedUpdates:
         """Give up where gradients stay broken.
 
         Raises:
-            TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of the updates of `WINDOW` steps.
+            TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of the updates of
+                `WINDOW` steps.
         """
         share, found = metrics["optimizer/skipped_share"], ""
         if len(self._last) == WINDOW and share > _MOST_SKIPPED:
             limit = f" (at most {_MOST_SKIPPED:.0%} may)"
-            found = f"{share:.0%} of the updates of the last {WINDOW} steps had a gradient that is not finite{limit}"
+            found = (
+                f"{share:.0%} of the updates of the last {WINDOW} steps had a gradient that "
+                f"is not finite{limit}"
+            )
         if int(metrics["optimizer/skipped_in_row"]) >= _MOST_IN_ROW:
             found = f"{_MOST_IN_ROW} updates in a row had a gradient that is not finite"
         if found:
             raise TrainingStopped(
-                f"{found}; export a checkpoint (dcmdp convert export) and start from it (model.path) with a lower "
-                "optimizer.learning_rate"
+                f"{found}; export a checkpoint (dcmdp convert export) and start from it "
+                "(model.path) with a lower optimizer.learning_rate"
             )
 
 
@@ -278,14 +304,21 @@ class AlarmWatch:
             config: whether an alarm stops the run, and where the metrics are.
             step: finished steps. An alarm that was raised at the last of them is not news.
         """
-        self._stops, self._measured = config.observe.on_alarm == "stop", config.algorithm.measured_steps
-        self._history: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in WATCHED}
+        self._stops, self._measured = (
+            config.observe.on_alarm == "stop",
+            config.algorithm.measured_steps,
+        )
+        self._history: dict[str, tuple[list[int], list[float]]] = {
+            name: ([], []) for name in WATCHED
+        }
         for record in _recorded(config, step):
             self._add(record["step"], record)
         self._raised = {alarm.name for alarm in self._alarms()}
         self._news: list[Alarm] = []
 
-    def record(self, step: int, metrics: Mapping[str, Any], completions: np.ndarray) -> dict[str, float]:
+    def record(
+        self, step: int, metrics: Mapping[str, Any], completions: np.ndarray
+    ) -> dict[str, float]:
         """Look at a step; warn on the console of each alarm that was not raised at the step before.
 
         Args:
@@ -294,7 +327,8 @@ class AlarmWatch:
             completions: mean discrepancy of each completion, 0 on padding.
 
         Returns:
-            `discrepancy/broken_completions`, and `alarm/NAME`, 1 while it is raised, for each of `ALARMS`.
+            `discrepancy/broken_completions`, and `alarm/NAME`, 1 while it is raised, for each of
+            `ALARMS`.
         """
         found = {"discrepancy/broken_completions": broken_completions(completions)}
         self._add(step, {**metrics, **found})
@@ -311,11 +345,13 @@ class AlarmWatch:
         return self._stops and bool(self._news)
 
     def stop(self, step: int) -> None:
-        """Raise TrainingStopped, which says where the run goes on; the caller has saved the state."""
+        """Raise TrainingStopped, which says where the run goes on; the caller has saved the
+        state.
+        """
         names = ", ".join(alarm.name for alarm in self._news) or "raised on another host"
         raise TrainingStopped(
-            f"alarm {names} at step {step}, saved (observe.on_alarm=stop); the same command goes on from there, with "
-            "--config.observe.on_alarm=warn without a stop at the next alarm"
+            f"alarm {names} at step {step}, saved (observe.on_alarm=stop); the same command goes "
+            "on from there, with --config.observe.on_alarm=warn without a stop at the next alarm"
         )
 
     def _add(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -325,7 +361,11 @@ class AlarmWatch:
                 values.append(float(metrics[name]))
 
     def _alarms(self) -> list[Alarm]:
-        series = {name: (np.array(s, np.int64), np.array(v)) for name, (s, v) in self._history.items() if s}
+        series = {
+            name: (np.array(s, np.int64), np.array(v))
+            for name, (s, v) in self._history.items()
+            if s
+        }
         return alarms(metrics_io.without_placeholder(series, self._measured))
 
 
@@ -333,18 +373,32 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "tr
 
 
 def settings_and_code(config: Config) -> dict[str, str]:
-    """Every setting except `hosts.*`, a digest of this package's code, and the versions of its libraries."""
+    """Every setting except `hosts.*`, a digest of this package's code, and the versions of its
+    libraries.
+    """
     settings = flatten(to_dict(config)).items()
-    same = {f"config.{name}": repr(value) for name, value in settings if not name.startswith("hosts.")}
+    same = {
+        f"config.{name}": repr(value) for name, value in settings if not name.startswith("hosts.")
+    }
     versions = {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
-    code = digest(part for path in files for part in (str(path.relative_to(package)).encode(), path.read_bytes()))
-    return same | versions | {"version of Python": platform.python_version(), "code of dcmdp_jax (digest)": code}
+    code = digest(
+        part
+        for path in files
+        for part in (str(path.relative_to(package)).encode(), path.read_bytes())
+    )
+    return (
+        same
+        | versions
+        | {"version of Python": platform.python_version(), "code of dcmdp_jax (digest)": code}
+    )
 
 
 def data_facts(task: Task) -> dict[str, str]:
-    """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
+    """Devices, encoded problems, worked solutions and the files of the weights, as this host sees
+    them.
+    """
     devices = jax.local_devices()
     facts = {"devices": f"{len(devices)} x {devices[0].device_kind}"}
     facts["problems of task.train (digest)"] = digest_of(task.train)
@@ -353,5 +407,7 @@ def data_facts(task: Task) -> dict[str, str]:
     if task.worked_solutions:
         facts["problems of warmup.task (digest)"] = digest_of(task.worked_solutions)
     if task.config.model.path:
-        facts["files of model.path (digest)"] = digest(ends_of_files(model_directory(task.config.model.path)))
+        facts["files of model.path (digest)"] = digest(
+            ends_of_files(model_directory(task.config.model.path))
+        )
     return facts

@@ -1,4 +1,6 @@
-"""Supervised start: next-token training on worked solutions, for a model that has no policy to improve yet."""
+"""Supervised start: next-token training on worked solutions, for a model that has no policy to
+improve yet.
+"""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +24,9 @@ from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.types import Params, Rows
 
 _LOSS_SCALE = 2.0**10
-"""Factor of the loss while its gradient is taken, against underflow in float16; exact in every dtype."""
+"""Factor of the loss while its gradient is taken, against underflow in float16; exact in every
+dtype.
+"""
 
 
 def warm_up(
@@ -38,8 +42,9 @@ def warm_up(
 ) -> Params:
     """Minimize the mean negative log-likelihood of the targets.
 
-    AdamW (b2 0.98, gradient norm 1) with a linear rise over 5% and a cosine decay to 0. Batches are drawn without
-    replacement within an epoch, as a function of the seed: the same call gives the same parameters.
+    AdamW (b2 0.98, gradient norm 1) with a linear rise over 5% and a cosine decay to 0. Batches are
+    drawn without replacement within an epoch, as a function of the seed: the same call gives the
+    same parameters.
 
     Args:
         params: initial parameters; donated.
@@ -47,30 +52,39 @@ def warm_up(
         row_logprobs: the training stack's forward pass, at temperature 1, for this mesh.
         settings: steps, batch size, peak learning rate.
         seed: random seed of the order of examples.
-        mesh: the devices; None for one. A batch is a multiple of the number of devices that rows are split over.
+        mesh: the devices; None for one. A batch is a multiple of the number of devices that rows
+            are split over.
         length_multiple: rows have a multiple of this length, for the kernel.
-        on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end; may raise to stop.
+        on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end;
+            may raise to stop.
 
     Returns:
         Trained parameters.
 
     Raises:
-        ValueError: if a loss is not finite, or there are fewer examples in a batch than rows are split over.
+        ValueError: if a loss is not finite, or there are fewer examples in a batch than rows are
+            split over.
     """
     shards, count = 1 if mesh is None else row_shards(mesh), len(examples.token_ids)
     size = min(settings.batch_size, count) // shards * shards
     if not size:
         raise UserError(
-            f"config.warmup.batch_size: got {settings.batch_size}, with {count} worked solutions; the mesh "
-            f"splits rows over {shards} devices, so both must be at least that"
+            f"config.warmup.batch_size: got {settings.batch_size}, with {count} worked solutions; "
+            f"the mesh splits rows over {shards} devices, so both must be at least that"
         )
     ids, longest = examples.token_ids, max(map(len, examples.token_ids))
-    rows = packing.one_a_row(ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple)
+    rows = packing.one_a_row(
+        ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple
+    )
     for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
         mask[: len(targets)] = targets
     rise = max(settings.steps // 20, 1)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, rise, max(settings.steps, rise + 1))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, settings.learning_rate, rise, max(settings.steps, rise + 1)
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0)
+    )
     placed = jax.tree.map(lambda leaf: leaf.sharding, params)
     counters = jax.tree.leaves(placed)[0] if mesh is None else replicated(mesh)
     # Moments are sharded like their parameters.
@@ -93,21 +107,32 @@ def warm_up(
             jax.block_until_ready(loss)
         if done % 50 == 0 or done == settings.steps:
             if not np.isfinite(value := float(loss)):
-                raise UserError(f"warmup: loss is {value} at step {done}; lower warmup.learning_rate")
+                raise UserError(
+                    f"warmup: loss is {value} at step {done}; lower warmup.learning_rate"
+                )
             on_step(done, value)
     return params
 
 
 def _step(
-    parts: tuple[RowLogprobs, optax.GradientTransformation, Mesh | None], params: Params, opt_state: tuple, rows: Rows
+    parts: tuple[RowLogprobs, optax.GradientTransformation, Mesh | None],
+    params: Params,
+    opt_state: tuple,
+    rows: Rows,
 ) -> tuple[Params, optax.OptState, jax.Array]:
     row_logprobs, optimizer, mesh = parts
 
-    def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, stats.Sum], tuple[()]]:
+    def gradient(
+        shared: tuple[Params, jax.Array], rows: Rows
+    ) -> tuple[dict[str, stats.Sum], tuple[()]]:
         params, tokens = shared
 
         def loss(params: Params) -> jax.Array:
-            return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens * _LOSS_SCALE
+            return (
+                -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total
+                / tokens
+                * _LOSS_SCALE
+            )
 
         value, grads = jax.value_and_grad(loss)(params)
         return {"loss": stats.Sum(value), "gradient": stats.Sum(grads)}, ()
@@ -116,6 +141,8 @@ def _step(
     stacked = (jax.tree.map(lambda x: x[None], rows),)
     sums, _ = accumulate(gradient, shared, stacked, jnp.ones(1, jnp.int32), mesh=mesh)
     value = sums["loss"].value() / _LOSS_SCALE
-    grads = jax.tree.map(lambda g, p: (g / _LOSS_SCALE).astype(p.dtype), sums["gradient"].value(), params)
+    grads = jax.tree.map(
+        lambda g, p: (g / _LOSS_SCALE).astype(p.dtype), sums["gradient"].value(), params
+    )
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value

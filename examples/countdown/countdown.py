@@ -1,18 +1,20 @@
-"""The shared benchmark of score centering, and DC-GRPO in it: Countdown, Qwen3-0.6B, seven kinds of mismatch.
+"""The shared benchmark of score centering, and DC-GRPO in it: Countdown, Qwen3-0.6B, seven kinds of
+mismatch.
 
     python examples/countdown/task.py && hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
     dcmdp plan --config=examples/countdown/countdown.py:0.6b --topology=h100:1
     dcmdp sweep --study=examples/countdown/countdown.py:0.6b --dry_run
     dcmdp sweep --study=examples/countdown/countdown.py:0.6b,int8            one kind of mismatch
 
-`small` in place of `0.6b` is a task of three numbers for a fresh model of 0.3M parameters on a CPU, which starts from
-answers half of which are wrong. All its runs begin with one policy:
+`small` in place of `0.6b` is a task of three numbers for a fresh model of 0.3M parameters on a CPU,
+which starts from answers half of which are wrong. All its runs begin with one policy:
 
     python examples/countdown/task.py small
     dcmdp train --config=examples/countdown/countdown.py:small --config.training.steps=1 \
         --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/countdown/start
     dcmdp convert export runs/countdown/start runs/countdown/policy --dtype float32
-    dcmdp sweep --study=examples/countdown/countdown.py:small --config.model.path=runs/countdown/policy
+    dcmdp sweep --study=examples/countdown/countdown.py:small
+    --config.model.path=runs/countdown/policy
 
 research/countdown.md says what is equal to the published sweeps and what is not.
 """
@@ -39,8 +41,16 @@ MISMATCHES: dict[str, dict[str, Any]] = {
     "noise2": {**_SAMPLER, "rollout.engine_args": '{"noise": 0.02}'},
     "noise5": {**_SAMPLER, "rollout.engine_args": '{"noise": 0.05}'},
 }
-"""What the engine gets wrong. `stale64` and the noise are the published ones, `int8` is near it; the rest is ours."""
-_PAPER = {"method": "dc_grpo", "multiplier": 0.1, "tolerance": 0.0037, "dual_learning_rate": 1.0, "multiplier_max": 1.0}
+"""What the engine gets wrong. `stale64` and the noise are the published ones, `int8` is near it;
+the rest is ours.
+"""
+_PAPER = {
+    "method": "dc_grpo",
+    "multiplier": 0.1,
+    "tolerance": 0.0037,
+    "dual_learning_rate": 1.0,
+    "multiplier_max": 1.0,
+}
 ARMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "tis": {"corrections": "tis(high=2)"},
@@ -50,10 +60,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "dc_grpo": _PAPER,
     "dc_logit": _PAPER | {"measure": "logit", "tolerance_steps": 20},
 }
-"""Arm -> settings of the algorithm. The first five are the published `pg`, `tis`, `mis`, `sc` and `tis-sc`; c of
-`dc_logit` is 1.25 times the median of its first 20 steps."""
+"""Arm -> settings of the algorithm. The first five are the published `pg`, `tis`, `mis`, `sc` and
+`tis-sc`; c of `dc_logit` is 1.25 times the median of its first 20 steps.
+"""
 HEAD = 128
-"""Likeliest tokens of the engine that score centering has, as published; a smaller vocabulary whole."""
+"""Likeliest tokens of the engine that score centering has, as published; a smaller vocabulary
+whole.
+"""
 _NOISE_STEPS, _STEPS = 300, 1200
 _SHAKEN = {"optimizer.learning_rate": 2.002e-4}
 """A learning rate a thousandth larger: what differs from `grpo` is chance."""
@@ -65,13 +78,16 @@ _SCORED_EXACTLY = (
     "--config.evaluation.samples=(8,)",
     "--config.evaluation.temperature=1.0",
 )
-"""Last policies of the small size are scored by an engine that computes as the trainer does, too."""
+"""Last policies of the small size are scored by an engine that computes as the trainer does,
+too.
+"""
 
 
 _ALGORITHM = {"normalize_std": False, "aggregation": "token_mean"}
 _OPTIMIZER: dict[str, dict[str, Any]] = {
-    # SGD of rate 0.01: AdamW without a first moment, whose second one is nothing beside epsilon, moves a parameter by
-    # 20 / 1000 of its gradient. Rewards are 1 and 0 here, 1 and -1 there, so advantages are half as large.
+    # SGD of rate 0.01: AdamW without a first moment, whose second one is nothing beside epsilon,
+    # moves a parameter by 20 / 1000 of its gradient. Rewards are 1 and 0 here, 1 and -1 there, so
+    # advantages are half as large.
     "0.6b": {"beta1": 0.0, "epsilon": 1000.0, "learning_rate": 20.0, "max_grad_norm": 0.0},
     "small": {"learning_rate": 2e-4},
 }
@@ -132,24 +148,36 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def _arms(size: str, mismatch: str) -> dict[str, Arm]:
-    """The arms of a mismatch; `exact` has its lag alone. The small size has a control, `grpo_shaken`."""
+    """The arms of a mismatch; `exact` has its lag alone. The small size has a control,
+    `grpo_shaken`.
+    """
     engine = MISMATCHES[mismatch] | ({"warmup.steps": 0} if size == "small" else {})
-    engine |= {f"algorithm.{name}": value for name, value in ({"method": "grpo"} | _ALGORITHM).items()}
+    engine |= {
+        f"algorithm.{name}": value for name, value in ({"method": "grpo"} | _ALGORITHM).items()
+    }
     engine |= {f"optimizer.{name}": value for name, value in _OPTIMIZER[size].items()}
-    engine |= dict.fromkeys(("training.prompts_per_step", "training.prompts_per_mini_batch"), _PROMPTS[size])
+    engine |= dict.fromkeys(
+        ("training.prompts_per_step", "training.prompts_per_mini_batch"), _PROMPTS[size]
+    )
     if "noise" in mismatch and size == "0.6b":
         engine |= {"training.steps": _NOISE_STEPS, "evaluation.every_steps": 20}
     found = {}
     for name, algorithm in ARMS.items():
-        head = {"rollout.top_logprobs": HEAD if size == "0.6b" else 104} if "centered" in name else {}
+        head = (
+            {"rollout.top_logprobs": HEAD if size == "0.6b" else 104} if "centered" in name else {}
+        )
         changes = {f"algorithm.{key}": value for key, value in algorithm.items()}
         differs = tuple(_ALGORITHM) if name == "dc_grpo" else ()
-        found[f"{mismatch}_{name}"] = Arm(f"{_HERE}/countdown.py:{size}", engine | head | changes, differs=differs)
+        found[f"{mismatch}_{name}"] = Arm(
+            f"{_HERE}/countdown.py:{size}", engine | head | changes, differs=differs
+        )
     if size == "small":
         found[f"{mismatch}_grpo_shaken"] = Arm(f"{_HERE}/countdown.py:{size}", engine | _SHAKEN)
     if mismatch in ("int8", "lag8", "lag64"):
         exact = {**engine, "rollout.precision": "exact", "rollout.kv_cache_dtype": "auto"}
-        found[f"exact_{mismatch}" if "lag" in mismatch else "exact"] = Arm(f"{_HERE}/countdown.py:{size}", exact)
+        found[f"exact_{mismatch}" if "lag" in mismatch else "exact"] = Arm(
+            f"{_HERE}/countdown.py:{size}", exact
+        )
     return found
 
 

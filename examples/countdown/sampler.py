@@ -1,10 +1,13 @@
-"""The embedded engine with a planted mismatch: fixed noise on its weights, or weights that it keeps for a while.
+"""The embedded engine with a planted mismatch: fixed noise on its weights, or weights that it keeps
+for a while.
 
-    --config.rollout.engine=examples/countdown/sampler.py:SAMPLER '--config.rollout.engine_args={"noise": 0.02}'
+    --config.rollout.engine=examples/countdown/sampler.py:SAMPLER
+    '--config.rollout.engine_args={"noise": 0.02}'
 
-Both as in the sweeps of score centering (research/countdown.md): a relative Gaussian perturbation that is the same at
-every push, and weights of which every k-th push is taken, so that what samples is 0 to k - 1 steps old. It reports them
-as the newest, as is done there: the discrepancy has the staleness in it, where `rollout.lag` takes it out.
+Both as in the sweeps of score centering (research/countdown.md): a relative Gaussian perturbation
+that is the same at every push, and weights of which every k-th push is taken, so that what samples
+is 0 to k - 1 steps old. It reports them as the newest, as is done there: the discrepancy has the
+staleness in it, where `rollout.lag` takes it out.
 """
 
 from __future__ import annotations
@@ -30,12 +33,18 @@ class Settings(LocalSettings):
 
 @jax.jit
 def noisy(params: Any, seed: jax.Array, scale: jax.Array) -> Any:
-    """w (1 + scale z) of every parameter, z standard normal: a function of the seed and the parameter's place."""
+    """w (1 + scale z) of every parameter, z standard normal: a function of the seed and the
+    parameter's place.
+    """
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    noise = (1 + scale * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True))
+    noise = (
+        1 + scale * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    )
     return jax.tree.unflatten(
-        structure, [(leaf * one).astype(leaf.dtype) for leaf, one in zip(leaves, noise, strict=True)]
+        structure,
+        [(leaf * one).astype(leaf.dtype) for leaf, one in zip(leaves, noise, strict=True)],
     )
 
 
@@ -47,11 +56,17 @@ class Sampler(LocalEngine):
         self._settings, self._kept = arguments.settings, None
 
     def push_weights(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Versions 0, k, 2 k, ... are taken, and the first after a restart; the noise is drawn for them."""
+        """Versions 0, k, 2 k, ... are taken, and the first after a restart; the noise is drawn for
+        them.
+        """
         one = self._settings
         if self._kept is None or policy_version % one.every == 0:
             # The trainer may overwrite its own.
-            self._kept = noisy(params, one.noise_seed, one.noise) if one.noise else jax.tree.map(jnp.copy, params)
+            self._kept = (
+                noisy(params, one.noise_seed, one.noise)
+                if one.noise
+                else jax.tree.map(jnp.copy, params)
+            )
         found = super().push_weights(self._kept, policy_version)
         if one.every == 1:
             self._kept = None

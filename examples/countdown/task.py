@@ -1,10 +1,12 @@
-"""Countdown: an equation that uses each of some numbers once and equals a target. Problems, and their reward.
+"""Countdown: an equation that uses each of some numbers once and equals a target. Problems, and
+their reward.
 
-    python examples/countdown/task.py          writes runs/countdown/*.jsonl: 20,000 and 64 problems as published
-    python examples/countdown/task.py small    and those of the small size, with answers to start from
+    python examples/countdown/task.py          writes runs/countdown/*.jsonl: 20,000 and 64 problems
+    as published python examples/countdown/task.py small    and those of the small size, with
+    answers to start from
 
-The prompt is TinyZero's, as Marek and Ryabinin (2026) have it; research/countdown.md compares the two tasks. Plain
-Python: nothing of this project is imported.
+The prompt is TinyZero's, as Marek and Ryabinin (2026) have it; research/countdown.md compares the
+two tasks. Plain Python: nothing of this project is imported.
 """
 
 from __future__ import annotations
@@ -25,18 +27,21 @@ LONGEST = 200
 """Characters of an answer; four numbers of three digits with signs and parentheses have 40."""
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _SYSTEM = (
-    "You are a helpful assistant. You first thinks about the reasoning process in the mind and then provides the user "
-    "with the answer."
+    "You are a helpful assistant. You first thinks about the reasoning process in the mind and "
+    "then provides the user with the answer."
 )
 _QUESTION = (
-    " Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
-    "(+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And return the final "
-    "answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+    " Using the numbers {numbers}, create an equation that equals {target}. You can use basic "
+    "arithmetic operations (+, -, *, /) and each number can only be used once. Show your work in "
+    "<think> </think> tags. And return the final answer in <answer> </answer> tags, for example "
+    "<answer> (1 + 2) / 3 </answer>."
 )
 
 
 class Size(NamedTuple):
-    """Ranges of a problem: how many numbers, from 1 to the largest; target from 1 to the largest; operations."""
+    """Ranges of a problem: how many numbers, from 1 to the largest; target from 1 to the largest;
+    operations.
+    """
 
     numbers: int
     largest_number: int
@@ -55,7 +60,9 @@ def apply(operation: str, left: Fraction, right: Fraction) -> Fraction:
 
 
 def expression(draw: random.Random, numbers: list[int], operations: str) -> tuple[Fraction, str]:
-    """A random expression that uses each number once: pairs are joined until one is left. Its value and its text."""
+    """A random expression that uses each number once: pairs are joined until one is left. Its value
+    and its text.
+    """
     parts = [(Fraction(number), str(number)) for number in numbers]
     while len(parts) > 1:
         (a, left), (b, right) = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
@@ -78,13 +85,23 @@ def problems(size: Size, seed: int) -> Iterator[dict[str, Any]]:
 def row(size: Size, problem: dict[str, Any]) -> dict[str, Any]:
     """The problem with its prompt: the published chat, or `3 5 7=15?`."""
     if size == SMALL:
-        return {"prompt": f"{' '.join(map(str, problem['numbers']))}={problem['target']}?", **problem}
-    chat = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION.format(**problem)}]
+        return {
+            "prompt": f"{' '.join(map(str, problem['numbers']))}={problem['target']}?",
+            **problem,
+        }
+    chat = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": _QUESTION.format(**problem)},
+    ]
     return {"prompt": chat, **problem}
 
 
-def rows(size: Size, count: int, held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Problems to train on, and held-out ones: the first, none of which is asked in training in any order."""
+def rows(
+    size: Size, count: int, held_out: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Problems to train on, and held-out ones: the first, none of which is asked in training in any
+    order.
+    """
     source = map(functools.partial(row, size), problems(size, 0))
     first = list(itertools.islice(source, held_out))
     asked = {_key(one) for one in first}
@@ -95,8 +112,12 @@ def _key(problem: dict[str, Any]) -> tuple[Any, ...]:
     return (*sorted(problem["numbers"]), problem["target"])
 
 
-def worked(train: list[dict[str, Any]], count: int, error_rate: float, seed: int) -> Iterator[dict[str, str]]:
-    """Answers to start from; a share is any expression of the numbers, so that the policy errs about that often."""
+def worked(
+    train: list[dict[str, Any]], count: int, error_rate: float, seed: int
+) -> Iterator[dict[str, str]]:
+    """Answers to start from; a share is any expression of the numbers, so that the policy errs
+    about that often.
+    """
     draw = random.Random(seed)
     for _ in range(count):
         one = draw.choice(train)
@@ -118,7 +139,9 @@ def last_answer(text: str) -> str | None:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of a parsed expression, whose numbers are added to `used`; ValueError for anything else in it."""
+    """The value of a parsed expression, whose numbers are added to `used`; ValueError for anything
+    else in it.
+    """
     match node:
         case ast.Constant(int(number)) if not isinstance(number, bool):
             used.append(number)
@@ -131,7 +154,8 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 
 
 def solves(answer: str | None, numbers: list[int], target: int) -> bool:
-    """Whether the answer is an expression with + - * / that uses each number exactly once and equals the target.
+    """Whether the answer is an expression with + - * / that uses each number exactly once and
+    equals the target.
 
     Nothing is evaluated: the text is parsed, and the tree is computed in fractions.
     """
@@ -145,7 +169,9 @@ def solves(answer: str | None, numbers: list[int], target: int) -> bool:
     return sorted(used) == sorted(numbers) and value == target
 
 
-def countdown(completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any) -> list[float]:
+def countdown(
+    completions: list[Any], numbers: list[list[int]], target: list[int], **columns: Any
+) -> list[float]:
     """The reward: 1 for a right answer, else 0."""
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
     given = zip(texts, numbers, target, strict=True)

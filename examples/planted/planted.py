@@ -1,21 +1,25 @@
-"""A planted mismatch with a way out: an engine that is wrong on known states, a task that can avoid them, a study.
+"""A planted mismatch with a way out: an engine that is wrong on known states, a task that can avoid
+them, a study.
 
     dcmdp train --config=examples/planted/planted.py                   GRPO
-    dcmdp train --config=examples/planted/planted.py:reward,3          a charge inside the reward, lambda = 3
+    dcmdp train --config=examples/planted/planted.py:reward,3          a charge inside the reward,
+    lambda = 3
 
 The study, all runs from one policy:
 
     dcmdp train --config=examples/planted/planted.py --config.training.steps=1 \
         --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/planted_start
     dcmdp convert export runs/planted_start runs/planted_policy --dtype float32
-    python -m research.sweep --study=examples/planted/planted.py --kept=research/kept/planted.jsonl.gz \
+    python -m research.sweep --study=examples/planted/planted.py
+    --kept=research/kept/planted.jsonl.gz \
         --config.model.path=runs/planted_policy
 
-A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is `A` or `B`, both
-right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and reports what it sampled with; everywhere
-else it computes as the trainer does. The noisy way earns 1, the clean one 0.9: does a charge on the mismatch make the
-policy go the clean way, at that price? docs/theory.md has the answer in closed form for a tabular policy,
-docs/evidence.md what the trainer does.
+A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is
+`A` or `B`, both right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and
+reports what it sampled with; everywhere else it computes as the trainer does. The noisy way earns
+1, the clean one 0.9: does a charge on the mismatch make the policy go the clean way, at that price?
+docs/theory.md has the answer in closed form for a tabular policy, docs/evidence.md what the trainer
+does.
 """
 
 from __future__ import annotations
@@ -67,7 +71,9 @@ class PlantedEngine:
         def logprobs(params: Any, ids: jax.Array, temperature: jax.Array) -> jax.Array:
             """[N, L, V]: of what follows each token."""
             positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-            hidden = decoder.hidden_states(params, self._model, ids, positions, jnp.ones_like(ids), Compute())
+            hidden = decoder.hidden_states(
+                params, self._model, ids, positions, jnp.ones_like(ids), Compute()
+            )
             logits = hidden @ decoder.output_kernel(params)
             raised = jnp.where(ids[..., None] == self._noisy, self._shift, 0.0)
             logits += raised * (jnp.arange(logits.shape[-1]) == self._raised)
@@ -82,13 +88,22 @@ class PlantedEngine:
         return np.asarray(self._logprobs(self._params, ids, np.float32(temperature or 1.0)))
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         size, limit = sampling.group_size, sampling.max_completion_tokens
         length = max(map(len, prompts)) + limit
         rows = [list(prompt) for prompt in prompts for _ in range(size)]
         logprobs: list[list[float]] = [[] for _ in rows]
-        draws = [np.random.default_rng([seed, step, first_prompt * size + row]) for row in range(len(rows))]
+        draws = [
+            np.random.default_rng([seed, step, first_prompt * size + row])
+            for row in range(len(rows))
+        ]
         ended = np.zeros(len(rows), bool)
         for _ in range(limit):
             table = self._table(rows, length, sampling.temperature)
@@ -114,12 +129,19 @@ class PlantedEngine:
             ]
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> list[np.ndarray]:
         rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         table = self._table(rows, max(map(len, rows)), temperature)
         return [
-            np.array([table[place, t - 1, row[t]] for t in range(len(prompts[place]), len(row))], np.float32)
+            np.array(
+                [table[place, t - 1, row[t]] for t in range(len(prompts[place]), len(row))],
+                np.float32,
+            )
             for place, row in enumerate(rows)
         ]
 
@@ -184,14 +206,21 @@ def get_study(arg: str = "") -> Study:
     quiet |= {"optimizer.learning_rate": 2e-4, "algorithm.method": "grpo"}
     quiet |= {"training.prompts_per_step": 8, "training.prompts_per_mini_batch": 8}
     path = "examples/planted/planted.py"
-    arms = {"grpo": Arm(path, quiet), "grpo_perturbed": Arm(path, quiet | {"algorithm.std_epsilon": 2e-6})}
+    arms = {
+        "grpo": Arm(path, quiet),
+        "grpo_perturbed": Arm(path, quiet | {"algorithm.std_epsilon": 2e-6}),
+    }
 
     def charged(level: str, strength: int) -> dict[str, object]:
-        return quiet | {f"algorithm.{name}": value for name, value in _charge(level, strength).items()}
+        return quiet | {
+            f"algorithm.{name}": value for name, value in _charge(level, strength).items()
+        }
 
     for level in (*LEVELS, "state"):
         for strength in LAMBDAS:
-            arms[f"{level}_{strength}"] = Arm(path, charged(level, strength), past=level not in LEVELS)
+            arms[f"{level}_{strength}"] = Arm(
+                path, charged(level, strength), past=level not in LEVELS
+            )
     for strength in LAMBDAS:
         undivided = charged("reward", strength) | {"algorithm.normalize_std": False}
         arms[f"reward_undivided_{strength}"] = Arm(path, undivided)

@@ -1,22 +1,23 @@
 r"""An environment of your own: arithmetic with a calculator, in turns, on a laptop CPU.
 
-    dcmdp train --config=examples/plugins/calculator.py                              a minute to a few
+    dcmdp train --config=examples/plugins/calculator.py                              a minute to a
+    few
 
     prompt     4*6-7+9=?
     turn 1     calc(4*6-7+9)
     answered   26
     turn 2     \boxed{26}
 
-A turn that ends with `calc(...)` is answered by the value; any other ends the completion. The reward is 1 for a last
-box that equals the reference answer, else 0.
+A turn that ends with `calc(...)` is answered by the value; any other ends the completion. The
+reward is 1 for a last box that equals the reference answer, else 0.
 
-A fresh 0.3M-parameter Qwen3 learns it from an fp8 engine. A supervised warm-up on worked turns, of which half have a
-wrong digit, gives a policy that knows the form and errs. Seen on a loaded 2-core Xeon in 145 s of processor time:
-held-out avg@8 from 35.5% to 84.8%; lambda rises from 0.10 to 0.20 while the discrepancy is over c, and is 0 again at
-the end.
+A fresh 0.3M-parameter Qwen3 learns it from an fp8 engine. A supervised warm-up on worked turns, of
+which half have a wrong digit, gives a policy that knows the form and errs. Seen on a loaded 2-core
+Xeon in 145 s of processor time: held-out avg@8 from 35.5% to 84.8%; lambda rises from 0.10 to 0.20
+while the discrepancy is over c, and is 0 again at the end.
 
-With `:tools` the calculator is a Python function that the chat template describes, and the model calls it in the
-template's own format; the reward is `math`:
+With `:tools` the calculator is a Python function that the chat template describes, and the model
+calls it in the template's own format; the reward is `math`:
 
     turn 1     <tool_call>{"name":"calc","arguments":{"x":"4*6-7+9"}}</tool_call>
 
@@ -50,7 +51,8 @@ def get_config(arg: str = "") -> Any:
     config.task.max_turn_tokens = 16
     config.rewards.functions = "environment"
     config.rollout.max_completion_tokens = 48
-    # Boxes and calls are copied, so the policy is sure of its tokens and the engines differ less than in the demo.
+    # Boxes and calls are copied, so the policy is sure of its tokens and the engines differ less
+    # than in the demo.
     config.algorithm.tolerance_steps = 0
     config.algorithm.tolerance = 0.0006
     config.training.micro_batch_tokens = 1496
@@ -70,15 +72,21 @@ def get_config(arg: str = "") -> Any:
 
 
 def calculator(
-    *, difficulty: int = 2, count: int = 4096, seed: int = 0, split: Any = "train", error_rate: float = 0.0,
-    worked: bool = False, tools: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+    *,
+    difficulty: int = 2,
+    count: int = 4096,
+    seed: int = 0,
+    split: Any = "train",
+    error_rate: float = 0.0,
+    worked: bool = False,
+    tools: bool = False,
+) -> list[dict[str, Any]]:
     r"""Rows of problems: those of `arithmetic:...`.
 
-    With `worked` each problem is there twice: with the first turn as its solution, `calc(4*6-7+9)`; and, as a chat that
-    goes on after the answer, with the second, `\boxed{26}`. A share `error_rate` of either has one digit wrong, so that
-    a policy that starts from them errs, which reinforcement learning can correct. With `tools` the calls are those of
-    the tool `calc`.
+    With `worked` each problem is there twice: with the first turn as its solution, `calc(4*6-7+9)`;
+    and, as a chat that goes on after the answer, with the second, `\boxed{26}`. A share
+    `error_rate` of either has one digit wrong, so that a policy that starts from them errs, which
+    reinforcement learning can correct. With `tools` the calls are those of the tool `calc`.
     """
     if not isinstance(worked, bool):
         raise ValueError(f"worked = {worked!r} is not true or false")
@@ -121,7 +129,9 @@ class Calculator:
         self._answer = reference_answer
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """The value of the expression that the text calls for, or the reward of its box and the end."""
+        """The value of the expression that the text calls for, or the reward of its box and the
+        end.
+        """
         if call := _CALL.search(text):
             return value_of(call[1]), 0.0, False
         return "", float(self._answer is not None and last_boxed(text) == self._answer), True

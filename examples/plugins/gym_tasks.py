@@ -5,10 +5,10 @@ r"""Tasks and rewards of the library reasoning-gym: procedural problems, made of
     dcmdp train --config=configs/demo.py --config.task.train=$GYM:gym,dataset=chain_sum,size=2000 \
         --config.rewards.functions=$GYM:gym_score
 
-`dataset` names a dataset of the library; `size` and `seed`, and all other settings, are fields of its configuration.
-The reward is the dataset's own `score_answer`, mostly from 0 to 1. The answer of a completion is its last
-`<answer>...</answer>`, else its last `\boxed{}`. Problems of other tasks have no value of it, so it stands beside
-`math`.
+`dataset` names a dataset of the library; `size` and `seed`, and all other settings, are fields of
+its configuration. The reward is the dataset's own `score_answer`, mostly from 0 to 1. The answer of
+a completion is its last `<answer>...</answer>`, else its last `\boxed{}`. Problems of other tasks
+have no value of it, so it stands beside `math`.
 """
 
 import dataclasses
@@ -28,8 +28,12 @@ _LARGEST = 10**7
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def gym(*, dataset: str = "", size: int = 1000, seed: int = 0, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset; the column `reasoning_gym` says how to make an entry again, for `gym_score`."""
+def gym(
+    *, dataset: str = "", size: int = 1000, seed: int = 0, **settings: Any
+) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset; the column `reasoning_gym` says how to make an entry again, for
+    `gym_score`.
+    """
     for key, value, low, high in (("size", size, 1, _LARGEST), ("seed", seed, 0, 2**32 - 1)):
         if type(value) is not int or not low <= value <= high:
             raise UserError(f"{key} = {value!r} must be a whole number from {low} to {high}")
@@ -38,7 +42,9 @@ def gym(*, dataset: str = "", size: int = 1000, seed: int = 0, **settings: Any) 
     try:
         from reasoning_gym import factory
     except ImportError:
-        raise UserError("the library reasoning-gym is missing: pip install 'reasoning-gym>=0.1.25,<0.2'") from None
+        raise UserError(
+            "the library reasoning-gym is missing: pip install 'reasoning-gym>=0.1.25,<0.2'"
+        ) from None
     if dataset not in factory.DATASETS:
         near = difflib.get_close_matches(str(dataset), factory.DATASETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -51,13 +57,22 @@ def gym(*, dataset: str = "", size: int = 1000, seed: int = 0, **settings: Any) 
         entries = _dataset(dataset, json.dumps(config, sort_keys=True))
         for index in range(size):
             entry = entries[index]
-            made_by = {"dataset": dataset, "config": config, "index": index, "answer": entry["answer"]}
+            made_by = {
+                "dataset": dataset,
+                "config": config,
+                "index": index,
+                "answer": entry["answer"],
+            }
             row = {"question": entry["question"], "answer": entry["answer"]}
             # An answer that `math` can't read is none; `gym_score` has its own in `made_by`.
             answer = problem_from_row(row, source=dataset, index=index, answers="unused").answer
             yield row | {"answer": answer, "data_source": dataset, "reasoning_gym": made_by}
-    except Exception as error:  # the library checks by assertions, and its generators raise what they like
-        raise UserError(f"{dataset} refuses it: {one_line(f'{type(error).__name__}: {error}')}") from error
+    except (
+        Exception
+    ) as error:  # the library checks by assertions, and its generators raise what they like
+        raise UserError(
+            f"{dataset} refuses it: {one_line(f'{type(error).__name__}: {error}')}"
+        ) from error
 
 
 def gym_score(
@@ -67,7 +82,8 @@ def gym_score(
 
     Args:
         completions: texts, or lists of messages.
-        reasoning_gym: the dataset's name and configuration, and the entry's index and answer, of each problem.
+        reasoning_gym: the dataset's name and configuration, and the entry's index and answer, of
+            each problem.
         columns: not used.
     """
     return [
@@ -87,8 +103,8 @@ def _score(text: str, made_by: Mapping[str, Any]) -> float:
     entry = _entry(made_by["dataset"], config, made_by["index"])
     if entry["answer"] != made_by["answer"]:
         raise ValueError(
-            f"{made_by['dataset']} makes another problem {made_by['index']} in this process than in the trainer's; its "
-            "answers can't be scored"
+            f"{made_by['dataset']} makes another problem {made_by['index']} in this process than "
+            "in the trainer's; its answers can't be scored"
         )
     return float(_dataset(made_by["dataset"], config).score_answer(answer_of(text), entry))
 

@@ -2,12 +2,14 @@
 
     pip install 'verifiers>=0.4,<0.5'
     TASKS=examples/plugins/verifiers_tasks.py
-    dcmdp train --config=configs/demo.py --config.task.train=$TASKS:tasks,taskset=MY_TASKSET,size=1000 \\
+    dcmdp train --config=configs/demo.py
+    --config.task.train=$TASKS:tasks,taskset=MY_TASKSET,size=1000 \\
         --config.rewards.functions=$TASKS:task_score
 
-`taskset` names one as the library does: an installed package or module. The reward scores completions with the tasks'
-own rewards, on a trace of one prompt and one completion. No model server is started: tasks that need one, a container
-or tools can't be asked so. Problems of other tasks have no value of the reward.
+`taskset` names one as the library does: an installed package or module. The reward scores
+completions with the tasks' own rewards, on a trace of one prompt and one completion. No model
+server is started: tasks that need one, a container or tools can't be asked so. Problems of other
+tasks have no value of the reward.
 """
 
 import asyncio
@@ -31,7 +33,9 @@ def tasks(*, taskset: str = "", size: int | None = None) -> list[dict[str, Any]]
     try:
         import verifiers.v1  # noqa: F401
     except ImportError:
-        raise UserError("the library verifiers is missing: pip install 'verifiers>=0.4,<0.5'") from None
+        raise UserError(
+            "the library verifiers is missing: pip install 'verifiers>=0.4,<0.5'"
+        ) from None
     loaded = load_taskset(taskset)
     if size is None and not loaded.bounded:
         raise UserError("it has no end; give size=N")
@@ -44,9 +48,18 @@ def tasks(*, taskset: str = "", size: int | None = None) -> list[dict[str, Any]]
 
 def _row(task: Any) -> dict[str, Any]:
     """The prompt of a task as messages."""
-    needs = "a container" if task.NEEDS_CONTAINER else "tools" if type(task).toolsets(task.config) else ""
+    needs = (
+        "a container"
+        if task.NEEDS_CONTAINER
+        else "tools"
+        if type(task).toolsets(task.config)
+        else ""
+    )
     if needs or task.data.prompt is None:
-        raise UserError(f"its task {task.data.idx} needs {needs or 'a user that speaks first'}, which is not supported")
+        raise UserError(
+            f"its task {task.data.idx} needs {needs or 'a user that speaks first'}, which is not "
+            "supported"
+        )
     prompt = task.data.prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -64,8 +77,9 @@ def task_score(
 ) -> list[float | None]:
     """The weighted sum of a task's rewards; None for a problem of another task.
 
-    Rewards that need a runtime are left out by the library; where none is left, the completion has no value. The
-    rewards and metrics that the task recorded are logged by `log_extra` as `verifiers`.
+    Rewards that need a runtime are left out by the library; where none is left, the completion has
+    no value. The rewards and metrics that the task recorded are logged by `log_extra` as
+    `verifiers`.
 
     Args:
         completions: texts, or lists of messages.
@@ -80,7 +94,9 @@ def task_score(
     ]
 
     async def score() -> None:
-        await asyncio.gather(*(task.score(one) for task, one in zip(chosen, traces, strict=True) if task is not None))
+        await asyncio.gather(
+            *(task.score(one) for task, one in zip(chosen, traces, strict=True) if task is not None)
+        )
 
     asyncio.run(score())
     log_extra("verifiers", [None if one is None else _recorded(one) for one in traces])
@@ -118,17 +134,29 @@ def _trace(task: Any, text: str) -> Any:
     from verifiers.v1.types import AssistantMessage, SystemMessage, UserMessage
 
     data = task.data
-    prompt = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt)
+    prompt = (
+        [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt)
+    )
     system = [SystemMessage(content=data.system_prompt)] if data.system_prompt else []
     messages = [*system, *prompt, AssistantMessage(content=text)]
     nodes = [
-        MessageNode(parent=place - 1 if place else None, message=message, sampled=place == len(messages) - 1)
+        MessageNode(
+            parent=place - 1 if place else None, message=message, sampled=place == len(messages) - 1
+        )
         for place, message in enumerate(messages)
     ]
     given = TraceTask(type=type(task).__name__, data=data)
-    return vf.Trace(task=given, agent=AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)
+    return vf.Trace(
+        task=given,
+        agent=AgentInfo(config=vf.AgentConfig()),
+        nodes=nodes,
+        is_completed=True,
+        ok=True,
+    )
 
 
 def _recorded(trace: Any) -> dict[str, Any]:
-    rewards = {name: None if reward is None else reward.score for name, reward in trace.rewards.items()}
+    rewards = {
+        name: None if reward is None else reward.score for name, reward in trace.rewards.items()
+    }
     return rewards | dict(trace.metrics)

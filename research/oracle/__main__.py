@@ -1,10 +1,13 @@
-"""Which remedy brings its gradient nearest to an exact engine's? Samples of a model and its engine, no training.
+"""Which remedy brings its gradient nearest to an exact engine's? Samples of a model and its engine,
+no training.
 
-    python -m research.oracle --config=configs/demo.py                         a run's last checkpoint and engine
-    python -m research.oracle --model=DIR --config.task.train=FILE --a=vllm:bfloat16,cache=fp8 --batches=32
-    python -m research.oracle --model=DIR --study=configs/studies/dose_response.py      a study's arms
+    python -m research.oracle --config=configs/demo.py                         a run's last
+    checkpoint and engine python -m research.oracle --model=DIR --config.task.train=FILE
+    --a=vllm:bfloat16,cache=fp8 --batches=32 python -m research.oracle --model=DIR
+    --study=configs/studies/dose_response.py      a study's arms
 
-Takes the engines and settings of `dcmdp probe`; writes remedies.json and a figure of each engine into --out.
+Takes the engines and settings of `dcmdp probe`; writes remedies.json and a figure of each engine
+into --out.
 """
 
 from __future__ import annotations
@@ -41,21 +44,35 @@ def main(argv: list[str]) -> None:
     if bool(arguments.model) == bool(arguments.config):
         raise UserError("give one of --model DIR and --config FILE; see --help")
     if arguments.b != parse_spec("trainer"):
-        raise UserError(f"--b: got {arguments.b}; remedies are compared with the training stack itself, leave it out")
+        raise UserError(
+            f"--b: got {arguments.b}; remedies are compared with the training stack itself, leave "
+            "it out"
+        )
     if arguments.top_p < 1:
-        raise UserError(f"--top-p: got {arguments.top_p}; whole distributions are compared, leave it out")
+        raise UserError(
+            f"--top-p: got {arguments.top_p}; whole distributions are compared, leave it out"
+        )
     arms = arms_of(arguments.study) if arguments.study else None
     session, first = open_session(arguments, overrides)
     results, algorithm, task = [], session.run.config.algorithm, session.run.config.task
     if needs_columns(session.run.config):
-        problems = load_problems(task.train, limit=arguments.prompts, answers="unused", keep_columns=True)
+        problems = load_problems(
+            task.train, limit=arguments.prompts, answers="unused", keep_columns=True
+        )
         session = dataclasses.replace(session, problems=problems)
     if task.environment:
-        raise UserError(f"config.task.environment: got {task.environment}; one turn is sampled, set it empty")
+        raise UserError(
+            f"config.task.environment: got {task.environment}; one turn is sampled, set it empty"
+        )
     policy = session.run
     rewards, columns = checked_rewards(policy.config, session.problems, policy.tokenizer)
     limits, stop = policy.config.rewards, policy.config.rewards.on_error == "error"
-    judges = task.verifier_workers, task.verifier_timeout, task.verifier_budget, limits.answer_extraction
+    judges = (
+        task.verifier_workers,
+        task.verifier_timeout,
+        task.verifier_budget,
+        limits.answer_extraction,
+    )
     known = {"timeout_s": limits.timeout, "memory_gib": limits.memory_limit, "output": None}
     with (
         Verifier(*judges) as verifier,
@@ -69,7 +86,9 @@ def main(argv: list[str]) -> None:
             scoring.begin(range(len(problems)), completion_ids)
             return scoring.finish()[1].totals
 
-        for verdicts in ask(session, first, algorithm, batches=arguments.batches, grade=grade, arms=arms):
+        for verdicts in ask(
+            session, first, algorithm, batches=arguments.batches, grade=grade, arms=arms
+        ):
             results.append(verdicts)
             print(page.table(verdicts), flush=True)
             # Each engine takes minutes: what is known stays if the next one fails.
@@ -80,14 +99,32 @@ def main(argv: list[str]) -> None:
 def _parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = add_engines(parser).add_argument
-    add("--study", metavar="FILE[:ARGUMENT]", help="compare the arms of a study in place of every remedy")
-    add("--batches", type=whole(4), default=16, metavar="N", help="of each engine (default: %(default)s)")
-    add("--out", type=output_directory, default=Path("runs/oracle"), metavar="DIR", help="default: %(default)s")
+    add(
+        "--study",
+        metavar="FILE[:ARGUMENT]",
+        help="compare the arms of a study in place of every remedy",
+    )
+    add(
+        "--batches",
+        type=whole(4),
+        default=16,
+        metavar="N",
+        help="of each engine (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=output_directory,
+        default=Path("runs/oracle"),
+        metavar="DIR",
+        help="default: %(default)s",
+    )
     return parser
 
 
 def arms_of(given: str) -> dict[str, AlgorithmSettings]:
-    """Each different algorithm of a study's arms, by the first arm that has it; without those no longer run."""
+    """Each different algorithm of a study's arms, by the first arm that has it; without those no
+    longer run.
+    """
     found: dict[str, AlgorithmSettings] = {}
     for arm, one in load_study(given).arms.items():
         algorithm = None if one.past else parse(["train", *one.arguments()]).config.algorithm

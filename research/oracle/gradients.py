@@ -40,7 +40,8 @@ class Moments(NamedTuple):
 
 
 class Quality(NamedTuple):
-    """How a remedy's gradient compares with the control's. NaN where noise hides |G|, or for the last two |E g|.
+    """How a remedy's gradient compares with the control's. NaN where noise hides |G|, or for the
+    last two |E g|.
 
     Attributes:
         error: the least over scalings s of E |s g - G|^2 / |G|^2, of one batch.
@@ -73,20 +74,32 @@ def moments(remedy: np.ndarray, control: np.ndarray, *, whole: bool = False) -> 
         ValueError: for fewer than two batches of a sample.
     """
     if not whole and min(len(remedy), len(control)) < 2:
-        raise ValueError(f"got {min(len(remedy), len(control))} batches, needs at least 2 to tell noise from bias")
+        raise ValueError(
+            f"got {min(len(remedy), len(control))} batches, needs at least 2 to tell noise from "
+            "bias"
+        )
     return _moments(*_grams(remedy, control), whole=whole)
 
 
 def _grams(remedy: np.ndarray, control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Products of each batch with each: the remedy's, the remedy's with the control's, the control's."""
+    """Products of each batch with each: the remedy's, the remedy's with the control's, the
+    control's.
+    """
     mine, other = remedy.astype(np.float64), control.astype(np.float64)
     return mine @ mine.T, mine @ other.T, other @ other.T
 
 
-def _moments(own: np.ndarray, cross: np.ndarray, control: np.ndarray, *, whole: bool = False) -> Moments:
+def _moments(
+    own: np.ndarray, cross: np.ndarray, control: np.ndarray, *, whole: bool = False
+) -> Moments:
     mean = np.mean if whole else _off_diagonal_mean
     squared = float(mean(own))
-    return Moments(squared, float(np.mean(cross)), float(mean(control)), float(np.trace(own)) / len(own) - squared)
+    return Moments(
+        squared,
+        float(np.mean(cross)),
+        float(mean(control)),
+        float(np.trace(own)) / len(own) - squared,
+    )
 
 
 def quality(found: Moments) -> Quality:
@@ -94,7 +107,9 @@ def quality(found: Moments) -> Quality:
     own, cross, control, variance = found
     if control <= 0:
         return Quality(*(math.nan,) * 5)
-    second = own + variance  # E |g|^2, of each batch with itself: above 0 but for a gradient of zero
+    second = (
+        own + variance
+    )  # E |g|^2, of each batch with itself: above 0 but for a gradient of zero
     error = 1 - max(cross, 0.0) ** 2 / (control * second) if second > 0 else 1.0
     squared_bias = (own - 2 * cross + control) / control
     if own <= 0:
@@ -117,7 +132,8 @@ def leave_one_out(remedy: np.ndarray, control: np.ndarray) -> np.ndarray:
 
 
 def half_width(left: np.ndarray) -> float:
-    """Half of the 95% t interval of a figure by the jackknife, from its values [B] with each batch left out.
+    """Half of the 95% t interval of a figure by the jackknife, from its values [B] with each batch
+    left out.
 
     The standard error is sqrt((B - 1) / B sum (x_i - mean x)^2), that of a mean of x times B - 1.
     """
@@ -130,8 +146,10 @@ def _off_diagonal_mean(gram: np.ndarray) -> float:
 
 
 SKETCH = 1 << 16
-"""Numbers that are kept of a gradient. Of a longer one each is a sum of its entries with random signs: lengths and
-products come out right on average, and to 1 / sqrt(SKETCH) = 0.4%; equal gradients stay equal."""
+"""Numbers that are kept of a gradient. Of a longer one each is a sum of its entries with random
+signs: lengths and products come out right on average, and to 1 / sqrt(SKETCH) = 0.4%; equal
+gradients stay equal.
+"""
 
 
 class JudgedBatch(NamedTuple):
@@ -149,11 +167,17 @@ class JudgedBatch(NamedTuple):
 
 
 def token_slopes(
-    settings: AlgorithmSettings, remedies: Remedies, sampled: JudgedBatch, train_logprobs: Array, limit: int
+    settings: AlgorithmSettings,
+    remedies: Remedies,
+    sampled: JudgedBatch,
+    train_logprobs: Array,
+    limit: int,
 ) -> jax.Array:
-    """The derivative of the batch's loss in each token's log-prob, as the first update of a training step has it.
+    """The derivative of the batch's loss in each token's log-prob, as the first update of a
+    training step has it.
 
-    The same functions as the step's: p^Train is the policy now, the loss is divided by the weight of what is kept.
+    The same functions as the step's: p^Train is the policy now, the loss is divided by the weight
+    of what is kept.
 
     Args:
         settings, remedies: the algorithm.
@@ -177,23 +201,38 @@ def token_slopes(
         one_batch = jax.tree.map(lambda array: jnp.asarray(array)[None], known)
         rewards = charged_rewards(settings, remedies, dual, rewards[None], (one_batch,))[0]
     advantages = group_advantages(
-        rewards, sampled.group_ids, everyone, epsilon=settings.std_epsilon, normalize_std=settings.normalize_std
+        rewards,
+        sampled.group_ids,
+        everyone,
+        epsilon=settings.std_epsilon,
+        normalize_std=settings.normalize_std,
     )
     normalize = functools.partial(
-        aggregation_weights, lengths, everyone, mode=settings.aggregation, max_completion_tokens=limit
+        aggregation_weights,
+        lengths,
+        everyone,
+        mode=settings.aggregation,
+        max_completion_tokens=limit,
     )
     tokens = Tokens(
-        train_logprobs=train_logprobs, old_logprobs=train_logprobs, rollout_logprobs=rows.rollout_logprobs,
-        advantages=gather_to_tokens(advantages, rows.completion_index), completion_mask=rows.completion_mask,
-        completion_index=rows.completion_index, num_completions=count, **dual._asdict(),
-    )  # fmt: skip
+        train_logprobs=train_logprobs,
+        old_logprobs=train_logprobs,
+        rollout_logprobs=rows.rollout_logprobs,
+        advantages=gather_to_tokens(advantages, rows.completion_index),
+        completion_mask=rows.completion_mask,
+        completion_index=rows.completion_index,
+        num_completions=count,
+        **dual._asdict(),
+    )
 
     def loss(every: jax.Array) -> jax.Array:
         signals = signals_of(settings, remedies, tokens, normalize()[0])
         now = head and head._replace(train_logprobs=every[..., 1:])
         moving = signals.tokens._replace(train_logprobs=every[..., 0] if now else every)
         weights = loss_weights(settings, signals)
-        summed = policy_loss(moving, weights, loss=remedies.loss, ratio_level=settings.ratio_level)[0].total
+        summed = policy_loss(moving, weights, loss=remedies.loss, ratio_level=settings.ratio_level)[
+            0
+        ].total
         if settings.differentiates_head:
             summed += head_loss(settings, remedies, moving, weights, signals.centered_weights, now)
         _, total = normalize(dropped_tokens=signals.dropped_tokens)
@@ -206,12 +245,15 @@ class Gradients:
     """Gradients of batches at fixed weights.
 
     Args:
-        logprobs: (params, rows) -> log-probs [R, L] of the training stack, or [R, L, 1 + k] with those of `top_ids`.
+        logprobs: (params, rows) -> log-probs [R, L] of the training stack, or [R, L, 1 + k] with
+            those of `top_ids`.
         params: the weights.
         rows: number computed at a time.
     """
 
-    def __init__(self, logprobs: Callable[[Params, Rows], jax.Array], params: Params, *, rows: int = 32) -> None:
+    def __init__(
+        self, logprobs: Callable[[Params, Rows], jax.Array], params: Params, *, rows: int = 32
+    ) -> None:
         self._params, self._rows = params, rows
         self._logprobs = jax.jit(logprobs)
 
@@ -242,17 +284,26 @@ class Gradients:
             span = slice(start, start + self._rows)
             part = jax.tree.map(lambda x, span=span: np.asarray(x)[span], rows)
             missing = self._rows - len(part.input_ids)
-            yield jax.tree.map(lambda x, n=missing: np.pad(x, ((0, n), *((0, 0),) * (x.ndim - 1))), part), span
+            yield (
+                jax.tree.map(
+                    lambda x, n=missing: np.pad(x, ((0, n), *((0, 0),) * (x.ndim - 1))), part
+                ),
+                span,
+            )
 
 
 def sketch(gradient: Params) -> jax.Array:
-    """A gradient as a vector: the whole one if it is short, else `SKETCH` signed sums of its entries."""
+    """A gradient as a vector: the whole one if it is short, else `SKETCH` signed sums of its
+    entries.
+    """
     leaves = [leaf.astype(jnp.float32).ravel() for leaf in jax.tree.leaves(gradient)]
     if sum(leaf.size for leaf in leaves) <= SKETCH:
         return jnp.concatenate(leaves)
     total = jnp.zeros(SKETCH)
     for number, leaf in enumerate(leaves):
-        signs = jax.random.rademacher(jax.random.fold_in(jax.random.key(0), number), (leaf.size,), jnp.float32)
+        signs = jax.random.rademacher(
+            jax.random.fold_in(jax.random.key(0), number), (leaf.size,), jnp.float32
+        )
         padded = jnp.pad(leaf * signs, (0, -leaf.size % SKETCH))
         # A short leaf does not always add to the same sums.
         total += jnp.roll(jnp.sum(padded.reshape(-1, SKETCH), axis=0), number * 7919)

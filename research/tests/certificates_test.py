@@ -1,4 +1,6 @@
-"""A certificate's numbers by hand; the kept ones meet what they are shown for, and the page is theirs."""
+"""A certificate's numbers by hand; the kept ones meet what they are shown for, and the page is
+theirs.
+"""
 
 import json
 
@@ -19,10 +21,15 @@ def test_a_certificate_has_the_numbers_of_each_engine():
     probe = {"pairs": [{"source": source, "statistics": measure(pairs)._asdict()}]}
     record = certificates.certificate(probe, ["--model=a b"])
     (row,) = record["engines"]
-    # logit 0.5 - logit 0.4 = ln 1.5; logit 0.8 - logit 0.9 = ln 4 - ln 9: mean of sizes (0.405 + 0.811) / 2.
-    assert row["displacement_abs_mean"] == pytest.approx((np.log(1.5) + np.log(9 / 4)) / 2, rel=1e-2)
+    # logit 0.5 - logit 0.4 = ln 1.5; logit 0.8 - logit 0.9 = ln 4 - ln 9: mean of sizes (0.405 +
+    # 0.811) / 2.
+    assert row["displacement_abs_mean"] == pytest.approx(
+        (np.log(1.5) + np.log(9 / 4)) / 2, rel=1e-2
+    )
     # r = 1.25 and 0.889: r - 1 - ln r is 0.0269 and 0.0067. k1 would be -0.053.
-    assert row["mean"] == pytest.approx(0.1, rel=1e-2) and row["k3"] == pytest.approx(0.0168, rel=1e-2)
+    assert row["mean"] == pytest.approx(0.1, rel=1e-2) and row["k3"] == pytest.approx(
+        0.0168, rel=1e-2
+    )
     assert record["command"] == "dcmdp probe '--model=a b'" and record["versions"]["jax"]
     # Also where the package is run from a checkout that is not installed.
     assert record["versions"]["dcmdp_jax"] == dcmdp_jax.__version__
@@ -32,7 +39,10 @@ def test_a_certificate_has_the_numbers_of_each_engine():
 @pytest.mark.parametrize("record", KEPT, ids=lambda record: record["model"])
 def test_a_kept_certificate_says_that_a_family_is_computed_alike(record):
     if "transformers" in record:
-        assert record["log_probs"] <= certificates.LOG_PROBS and record["tokens"] >= certificates.TOKENS
+        assert (
+            record["log_probs"] <= certificates.LOG_PROBS
+            and record["tokens"] >= certificates.TOKENS
+        )
         assert record["greedy"] == record["greedy_of"] > 0
         assert record["tokenizer"] or record["weights"] == "random"
     rows = {row["engine"]: row for row in record["engines"]}

@@ -1,12 +1,14 @@
 """The oracle on a one-layer softmax, whose gradients are known in closed form.
 
-V actions of reward r, log-probs log softmax(theta), an engine that samples from q, groups of two, no division by the
-standard deviation. For a group (a, b) the advantages are +-(r_a - r_b) / 2 and the gradient of the loss is
+V actions of reward r, log-probs log softmax(theta), an engine that samples from q, groups of two,
+no division by the standard deviation. For a group (a, b) the advantages are +-(r_a - r_b) / 2 and
+the gradient of the loss is
 
-    g(a, b) = -1/4 (r_a - r_b) (w_a s_a - w_b s_b) + 1/2 (penalty_a s_a + penalty_b s_b),    s_a = e_a - p
+    g(a, b) = -1/4 (r_a - r_b) (w_a s_a - w_b s_b) + 1/2 (penalty_a s_a + penalty_b s_b),    s_a =
+    e_a - p
 
-so that E g = -1/2 (E_q[r w s] - E_q[r] E_q[w s]) + E_q[penalty s]. q has multiples of 1/8: all 64 groups, equally
-likely, are every batch that there is.
+so that E g = -1/2 (E_q[r w s] - E_q[r] E_q[w s]) + E_q[penalty s]. q has multiples of 1/8: all 64
+groups, equally likely, are every batch that there is.
 """
 
 import dataclasses
@@ -84,7 +86,9 @@ def _group(a, b, engine):
 
 def _gradients(settings, engine, logprobs=_logprobs):
     """The gradient of every batch, [64, 4]."""
-    params = {"theta": jnp.asarray(np.log(P) + 0.7, jnp.float32)}  # a constant on top changes nothing
+    params = {
+        "theta": jnp.asarray(np.log(P) + 0.7, jnp.float32)
+    }  # a constant on top changes nothing
     gradients, remedies = Gradients(logprobs, params, rows=2), settings.remedies()
     slopes = jax.jit(lambda sampled, train: token_slopes(settings, remedies, sampled, train, 1))
     every = np.repeat(np.arange(4), np.round(8 * engine).astype(int))
@@ -97,7 +101,9 @@ def _gradients(settings, engine, logprobs=_logprobs):
 
 
 def _by_formula(weights, penalty, engine=Q, scores=S, added=0.0):
-    """E g and E |g - E g|^2 over the groups; `weights` may be a function of the advantages' sign."""
+    """E g and E |g - E g|^2 over the groups; `weights` may be a function of the advantages'
+    sign.
+    """
     at = weights if callable(weights) else lambda sign: weights
     mean, square = np.zeros(4), 0.0
     for a, b in itertools.product(range(4), range(4)):
@@ -108,7 +114,10 @@ def _by_formula(weights, penalty, engine=Q, scores=S, added=0.0):
             + (penalty[a] * scores[a] + penalty[b] * scores[b]) / 2
             + added
         )
-        mean, square = mean + engine[a] * engine[b] * one, square + engine[a] * engine[b] * (one @ one)
+        mean, square = (
+            mean + engine[a] * engine[b] * one,
+            square + engine[a] * engine[b] * (one @ one),
+        )
     return mean, square - mean @ mean
 
 
@@ -120,10 +129,18 @@ CASES = {
     "none": ({}, np.ones(4), np.zeros(4)),
     "dc_grpo": ({"method": "dc_grpo"}, np.ones(4), 0.4 * DELTA),
     "dual_grpo": ({"method": "dual_grpo"}, np.ones(4), DELTA),
-    "threshold_grpo": ({"method": "threshold_grpo", "tolerance": 0.2}, np.ones(4), np.array([0, 0.25, 0, 0])),
+    "threshold_grpo": (
+        {"method": "threshold_grpo", "tolerance": 0.2},
+        np.ones(4),
+        np.array([0, 0.25, 0, 0]),
+    ),
     "tis": ({"corrections": "tis(high=1.5)"}, np.minimum(RATIO, 1.5), np.zeros(4)),
     "unbounded tis": ({"corrections": "tis(high=100)"}, RATIO, np.zeros(4)),
-    "icepop": ({"corrections": "icepop(low=0.5,high=1.8)"}, np.where(RATIO < 1.8, RATIO, 0), np.zeros(4)),
+    "icepop": (
+        {"corrections": "icepop(low=0.5,high=1.8)"},
+        np.where(RATIO < 1.8, RATIO, 0),
+        np.zeros(4),
+    ),
     "veto": ({"corrections": "veto(floor=0.7)"}, (RATIO >= 0.7).astype(float), np.zeros(4)),
     "kl_rejection": (
         {"corrections": "kl_rejection(estimator=k1,over=token,high=0.6)"},
@@ -166,9 +183,14 @@ def test_error_bias_angle_length_and_variance_are_those_of_the_formula(name, con
     assert found.squared_bias == pytest.approx((mean - truth) @ (mean - truth) / squared, abs=1e-5)
     assert found.variance == pytest.approx(variance / squared, rel=1e-5)
     # The least over scalings, by looking at many of them.
-    left = [np.mean(np.sum((s * gradients - truth) ** 2, axis=1)) / squared for s in np.linspace(0, 3, 3001)]
+    left = [
+        np.mean(np.sum((s * gradients - truth) ** 2, axis=1)) / squared
+        for s in np.linspace(0, 3, 3001)
+    ]
     assert found.error == pytest.approx(min(left), abs=1e-5)
-    assert left[0] == ZERO.error and left[1000] == pytest.approx(found.squared_bias + found.variance, rel=1e-4)
+    assert left[0] == ZERO.error and left[1000] == pytest.approx(
+        found.squared_bias + found.variance, rel=1e-4
+    )
 
 
 APART = np.array([1, 4, 1, 2]) / 8.0  # no action's probability is equal under both
@@ -187,7 +209,9 @@ WEIGHTS = np.minimum(P / APART, 1.5)[:, None]
     ids=str,
 )
 def test_centred_scores_and_charges_of_a_state_are_those_of_the_formula(changes, scores, added):
-    """With the charge of the advantage beside it: in one state plain advantages add up to 0, and centre themselves."""
+    """With the charge of the advantage beside it: in one state plain advantages add up to 0, and
+    centre themselves.
+    """
     settings = dataclasses.replace(PLAIN, **({"method": "dc_grpo"} | changes))
     penalty = np.zeros(4) if np.any(added) else 0.4 * np.abs(P - APART)
     gradients = _gradients(settings, APART, _listed)
@@ -198,7 +222,11 @@ def test_centred_scores_and_charges_of_a_state_are_those_of_the_formula(changes,
 
 def test_importance_weights_without_a_bound_leave_no_bias(control):
     figures = {
-        name: quality(moments(_gradients(dataclasses.replace(PLAIN, **CASES[name][0]), Q), control, whole=True))
+        name: quality(
+            moments(
+                _gradients(dataclasses.replace(PLAIN, **CASES[name][0]), Q), control, whole=True
+            )
+        )
         for name in ("none", "unbounded tis", "tis")
     }
     # E_q[w s] = E_p[s] = 0 and E_q[r w s] = E_p[r s]. A cut of 1.5 leaves part of the bias.
@@ -211,7 +239,8 @@ def test_a_shorter_gradient_is_not_a_better_one():
     truth = np.eye(1, 30)[0]
     noisy, control = (truth + 2 * rng.normal(size=(40, 30)) for _ in range(2))
     one, short = quality(moments(noisy, control)), quality(moments(noisy / 100, control))
-    # The scale-free error stays; at the gradient's own length the short one would win, as one of zero does.
+    # The scale-free error stays; at the gradient's own length the short one would win, as one of
+    # zero does.
     assert short.error == pytest.approx(one.error, rel=1e-12) and one.error < ZERO.error
     assert short.squared_bias + short.variance < 1.01 < one.squared_bias + one.variance
     assert quality(moments(0 * noisy, control))[:3] == pytest.approx(ZERO[:3])
@@ -220,8 +249,8 @@ def test_a_shorter_gradient_is_not_a_better_one():
 
 
 def test_products_of_different_batches_are_not_inflated_by_noise():
-    # Gradients (1, 0) plus noise of variance 4 in 50 directions, 400 batches: the plug-in |mean|^2 has 200 / 400 = 0.5
-    # too much, the estimate nothing on average.
+    # Gradients (1, 0) plus noise of variance 4 in 50 directions, 400 batches: the plug-in |mean|^2
+    # has 200 / 400 = 0.5 too much, the estimate nothing on average.
     rng = np.random.default_rng(0)
     truth = np.eye(1, 50)[0]
     noisy, control = (truth + 2 * rng.normal(size=(400, 50)) for _ in range(2))
@@ -237,11 +266,16 @@ def test_the_jackknife_knows_the_spread_of_the_squared_bias_where_there_is_none_
     for bias in (0.8, 0.0):
         found, said = [], []
         for _ in range(80):
-            mine, control = (v + 0.5 * rng.normal(size=(24, 10)) for v in (truth + bias * off, truth))
+            mine, control = (
+                v + 0.5 * rng.normal(size=(24, 10)) for v in (truth + bias * off, truth)
+            )
             found.append(quality(moments(mine, control)).squared_bias)
             said.append(half_width(leave_one_out(mine, control)[:, 1]))
-        # Without a bias the estimate is below 0 as often as above: clipped, its mean would be half its spread.
-        assert np.mean(found) == pytest.approx(bias**2, abs=3.5 * np.std(found) / np.sqrt(80) + 0.01)
+        # Without a bias the estimate is below 0 as often as above: clipped, its mean would be half
+        # its spread.
+        assert np.mean(found) == pytest.approx(
+            bias**2, abs=3.5 * np.std(found) / np.sqrt(80) + 0.01
+        )
         inside = np.mean(np.abs(np.array(found) - bias**2) <= said)
         assert min(said) > 0 and 0.85 < inside <= 1
         assert bias or 0.25 < np.mean(np.array(found) < 0) < 0.75

@@ -68,7 +68,11 @@ def test_entropy_is_told_apart_from_what_is_left():
 def test_the_table_names_runs_intervals_and_what_is_extrapolated():
     table = dose_table({**_RUNS, "not_run": {}}, "grpo").splitlines()
     assert table[0].startswith("| arm | runs | delta, 1e-3 |")
-    assert [line.split(" | ")[:2] for line in table[2:]] == [["| grpo", "4"], ["| spread_10", "4"], ["| apart_10", "3"]]
+    assert [line.split(" | ")[:2] for line in table[2:]] == [
+        ["| grpo", "4"],
+        ["| spread_10", "4"],
+        ["| apart_10", "3"],
+    ]
     assert "extrapolated" not in table[3] and "-20 ±" in table[4]
     wide = dose_table({"grpo": _RUNS["grpo"], "far_1": {0: _run(0, entropy=3.0)}}, "grpo")
     assert "(extrapolated)" in wide
@@ -78,36 +82,54 @@ def test_a_claim_is_more_than_twice_its_interval_and_three_times_chance():
     runs = {
         "grpo": {seed: _run(seed) for seed in range(5)},
         "same": {seed: _run(seed, above=1.02) for seed in range(5)},  # chance: 2%, each time
-        "small_1": {seed: _run(seed, above=1.05) for seed in range(5)},  # 5% is less than three times that
+        "small_1": {
+            seed: _run(seed, above=1.05) for seed in range(5)
+        },  # 5% is less than three times that
         "large_1": {seed: _run(seed, above=1.07) for seed in range(5)},
         "wide_1": {seed: _run(seed, above=1.3 if seed % 2 else 0.9) for seed in range(5)},
         "few_1": {seed: _run(seed, above=2.0) for seed in range(4)},
     }
     small, large, wide, few = dose_claims(runs, "grpo", "same")
     assert small == "- `small_1` (5 runs): no difference that they carry."
-    assert large.startswith("- `large_1` (5 runs): delta, 1e-3 +0.0") and "at equal entropy, % +7 ±" in large
-    assert wide.endswith("no difference that they carry.") and few.endswith("no difference that they carry.")
+    assert (
+        large.startswith("- `large_1` (5 runs): delta, 1e-3 +0.0")
+        and "at equal entropy, % +7 ±" in large
+    )
+    assert wide.endswith("no difference that they carry.") and few.endswith(
+        "no difference that they carry."
+    )
 
 
 def test_holm_and_p_by_hand():
-    # 0.01 <= 0.05 / 4, 0.015 <= 0.05 / 3, 0.03 > 0.05 / 2: what comes after the first miss does not hold either.
+    # 0.01 <= 0.05 / 4, 0.015 <= 0.05 / 3, 0.03 > 0.05 / 2: what comes after the first miss does not
+    # hold either.
     assert holm({"a": 0.03, "b": 0.01, "c": 0.015, "d": 0.04}) == {"b", "c"}
-    # 1, 2 and 3: mean 2, standard error 1 / sqrt(3), t = 3.46 with two degrees: p = 1 - t / sqrt(2 + t^2) = 0.0742.
+    # 1, 2 and 3: mean 2, standard error 1 / sqrt(3), t = 3.46 with two degrees: p = 1 - t / sqrt(2
+    # + t^2) = 0.0742.
     three = estimate({0: 1.0, 1: 2.0, 2: 3.0})
     found = {"reward": {"grpo": (three, three), "one": (three, three)}}
     assert p_values(found, ("grpo",)) == {("reward", "one"): pytest.approx(0.0742, abs=1e-4)}
 
 
 def test_the_figure_has_a_panel_for_each_response_and_a_color_for_each_name():
-    panels = dose_panels(_RUNS, "grpo", {"spread_10": ("token", 10.0), "apart_10": ("reward", 10.0)})
+    panels = dose_panels(
+        _RUNS, "grpo", {"spread_10": ("token", 10.0), "apart_10": ("reward", 10.0)}
+    )
     figure = draw_doses("T", "grpo", panels)
     assert len(figure.axes) == 6
     assert [line.get_color() for line in figure.axes[0].get_lines()][0] == color_of("grpo")
-    assert color_of("token_10") == color_of("token") == color_of("token_one_0.1") != color_of("reward_10")
+    assert (
+        color_of("token_10")
+        == color_of("token")
+        == color_of("token_one_0.1")
+        != color_of("reward_10")
+    )
 
 
 def _ascent(seed):
-    """delta 0.004 for five steps of 20, then 0.003; lambda 1, 2, ... 20 and 10 more for each seed, falling last."""
+    """delta 0.004 for five steps of 20, then 0.003; lambda 1, 2, ... 20 and 10 more for each seed,
+    falling last.
+    """
     delta, multiplier = np.where(_STEPS <= 5, 0.004, 0.003), _STEPS + 10.0 * seed
     multiplier[-1] = 4.0
     return {
@@ -118,7 +140,10 @@ def _ascent(seed):
 
 
 def test_dual_ascent_is_compared_with_the_baseline_at_the_same_budget():
-    still = {"discrepancy/mean": (_STEPS, np.full(20, 0.005)), "dual/multiplier": (_STEPS, np.zeros(20))}
+    still = {
+        "discrepancy/mean": (_STEPS, np.full(20, 0.005)),
+        "dual/multiplier": (_STEPS, np.zeros(20)),
+    }
     runs = {"grpo": {0: still, 1: still}, "ascent_token": {0: _ascent(0), 1: _ascent(1)}}
     assert ascending(runs) == ["ascent_token"]
     row = ascent_table(runs, "grpo").splitlines()[2].strip("| ").split(" | ")
@@ -129,7 +154,9 @@ def test_dual_ascent_is_compared_with_the_baseline_at_the_same_budget():
 def test_the_answer_in_one_figure_has_doses_above_and_the_ascent_below():
     panels = dict(list(dose_panels(_RUNS, "grpo", {"spread_10": ("token", 10.0)}).items())[:2])
     curve = np.stack([_STEPS, 0.01 * _STEPS, np.full(20, 0.001)], axis=1)
-    figure = draw_answer("T", "grpo", panels, {"ascent_token": curve}, {"grpo": curve, "ascent_token": curve}, 0.0044)
+    figure = draw_answer(
+        "T", "grpo", panels, {"ascent_token": curve}, {"grpo": curve, "ascent_token": curve}, 0.0044
+    )
     assert len(figure.axes) == 4
     last = figure.axes[3].get_lines()
     assert [line.get_color() for line in last[:2]] == [color_of("grpo"), color_of("token")]
@@ -137,11 +164,17 @@ def test_the_answer_in_one_figure_has_doses_above_and_the_ascent_below():
 
 
 def test_rank_correlation_by_hand():
-    # Ranks 0 1 2 3 against 0 2 1 3: 1 - 6 (0 + 1 + 1 + 0) / (4 * 15) = 0.8. Names of one side alone do not count.
-    first, second = {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1e6, "x": 0.0}, {"d": 9.0, "c": 2.0, "b": 3.0, "a": -1.0}
+    # Ranks 0 1 2 3 against 0 2 1 3: 1 - 6 (0 + 1 + 1 + 0) / (4 * 15) = 0.8. Names of one side alone
+    # do not count.
+    first, second = (
+        {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1e6, "x": 0.0},
+        {"d": 9.0, "c": 2.0, "b": 3.0, "a": -1.0},
+    )
     assert rank_correlation(first, second) == pytest.approx(0.8)
     # Equal values share a rank: 0.5 0.5 2 against 0 1 2 is 0.75 / (sqrt(1.5) ...) = sqrt(3) / 2.
-    assert rank_correlation({"a": 1, "b": 1, "c": 2}, {"a": 0, "b": 1, "c": 2}) == pytest.approx(np.sqrt(3) / 2)
+    assert rank_correlation({"a": 1, "b": 1, "c": 2}, {"a": 0, "b": 1, "c": 2}) == pytest.approx(
+        np.sqrt(3) / 2
+    )
     with pytest.raises(ValueError, match="rank correlation of 2 names: needs three"):
         rank_correlation({"a": 1, "b": 2}, {"a": 1, "b": 2})
 
@@ -161,7 +194,11 @@ def test_the_order_is_that_of_the_error_at_the_best_length(tmp_path):
 
     path = tmp_path / "remedies.json"
     # By bias^2 + variance token_9, the shortest, would be first.
-    remedies = [remedy("no remedy", 0.5, 0.2, 0.9), remedy("token_1", 0.6, -0.1, 3.0), remedy("token_9", 0.9, 0.9, 0.1)]
+    remedies = [
+        remedy("no remedy", 0.5, 0.2, 0.9),
+        remedy("token_1", 0.6, -0.1, 3.0),
+        remedy("token_9", 0.9, 0.9, 0.1),
+    ]
     path.write_text(json.dumps([{"engine": "local:int4", "model": "m", "remedies": remedies}]))
     rewards = {"grpo": 0.5, "token_1": 0.4, "token_9": 0.1}
     runs = {arm: {0: _end(value), 1: _end(value + 0.01)} for arm, value in rewards.items()}
@@ -169,7 +206,8 @@ def test_the_order_is_that_of_the_error_at_the_best_length(tmp_path):
     assert shown[0] == "| charge | local:int4: error | bias^2 |" and empty == ""
     assert shown[3] == "| `token_1` | 0.60 ± 0.50 | -0.10 ± 0.25 |"
     assert line.startswith(
-        "- `local:int4` on m, 3 arms: rank correlation with reward -1.00, held-out score -1.00, delta +1.00."
+        "- `local:int4` on m, 3 arms: rank correlation with reward -1.00, held-out score -1.00, "
+        "delta +1.00."
     )
     with pytest.raises(UserError, match="has 2 of the study's arms, needs three"):
         oracle_order(path, {"grpo": runs["grpo"], "token_1": runs["token_1"]}, "grpo")

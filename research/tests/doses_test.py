@@ -32,7 +32,10 @@ def test_c_is_a_quarter_above_the_pilots_median_discrepancy_of_four_steps():
     assert all(len(series["discrepancy/mean"][1]) == 4 for series in pilots.values())
     assert float(f"{np.median(medians):.3g}") == study_file.HEALTHY
     arms = load_study(doses.STUDY).arms
-    own_c = {name: arm_values(arms[name])["algorithm.tolerance"] for name in ("dc_own_c", "dc_from_0", "dc_small")}
+    own_c = {
+        name: arm_values(arms[name])["algorithm.tolerance"]
+        for name in ("dc_own_c", "dc_from_0", "dc_small")
+    }
     assert own_c == dict.fromkeys(own_c, pytest.approx(1.25 * study_file.HEALTHY))
 
 
@@ -49,10 +52,17 @@ def test_the_doses_in_a_real_models_range_are_those_of_the_pilots_gradients():
     for dose in (0.003, 0.01, 0.03, 0.1):
         # The penalty's gradient is proportional to lambda; the pilots had 0.01.
         scaled = [100 * ratio * dose / 0.01 for ratio in ratios]
-        assert f"| {dose:g} | {np.median(scaled):.2g}% | {min(scaled):.2g} to {max(scaled):.2g}% |" in page
+        assert (
+            f"| {dose:g} | {np.median(scaled):.2g}% | {min(scaled):.2g} to {max(scaled):.2g}% |"
+            in page
+        )
     # A real model's are 0.13 to 0.59% at lambda 0.1.
     assert f"`token_0.001` ({10 * np.median(ratios):.2g}%) was added" in page
-    in_range = [dose for dose in (0.001, 0.003, 0.005, 0.01) if 0.0013 <= np.median(ratios) * dose / 0.01 <= 0.0059]
+    in_range = [
+        dose
+        for dose in (0.001, 0.003, 0.005, 0.01)
+        if 0.0013 <= np.median(ratios) * dose / 0.01 <= 0.0059
+    ]
     assert in_range == [0.001]
 
 
@@ -69,10 +79,15 @@ def test_a_seed_that_an_arm_lacks_is_no_whole_seed():
     assert doses.whole_seeds(runs, ["grpo", "tis"]) == [20, 22]
     assert doses.whole_seeds(runs, ["grpo", "tis", "exact"]) == []
     kept = doses.only_seeds(runs, [20, 22])
-    assert {arm: sorted(seeds) for arm, seeds in kept.items()} == {"grpo": [20, 22], "tis": [20, 22]}
+    assert {arm: sorted(seeds) for arm, seeds in kept.items()} == {
+        "grpo": [20, 22],
+        "tis": [20, 22],
+    }
 
 
-def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_ones_are_not(tmp_path, monkeypatch):
+def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_ones_are_not(
+    tmp_path, monkeypatch
+):
     arms = list(load_study(doses.STUDY).arms)
     here, there = tmp_path / "here.jsonl.gz", tmp_path / "there.jsonl.gz"
     write_kept_metrics(here, _runs(dict.fromkeys(arms, [21])))
@@ -83,7 +98,9 @@ def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_one
     # The multiplier's replay is another test's.
     monkeypatch.setattr(doses, "check_kept", lambda path, study: None)
     assert doses.main(["doses", f"--keep={there}"]) == 0
-    assert {arm: sorted(seeds) for arm, seeds in read_kept_metrics(here, None).items()} == dict.fromkeys(arms, [20, 21])
+    assert {
+        arm: sorted(seeds) for arm, seeds in read_kept_metrics(here, None).items()
+    } == dict.fromkeys(arms, [20, 21])
 
 
 def test_whole_seeds_alone_are_in_the_kept_metrics():
@@ -111,14 +128,18 @@ def test_a_difference_is_to_the_mean_of_both_baselines_of_the_same_seed():
     # Exact: 60 - 50 and 90 - 60, mean 20, half width t(1) x 10; own: 20 - 30 and 50 - 50.
     found = doses.differences(runs)
     exact, own = (found["dc_small", heading] for heading in doses.PRIMARY)
-    assert exact.points.mean == pytest.approx(20) and exact.points.half_width == pytest.approx(127.06, abs=0.01)
+    assert exact.points.mean == pytest.approx(20) and exact.points.half_width == pytest.approx(
+        127.06, abs=0.01
+    )
     assert own.points.mean == pytest.approx(-5)
     # One degree of freedom: p = 1 - 2 / pi x atan(20 / 10).
     assert exact.p == pytest.approx(1 - 2 / np.pi * np.arctan(2)) and not exact.holds
 
 
 def test_holm_counts_both_engines():
-    """p is 0.034 by the exact engine: it would hold alone, and does not beside the own engine's 0.92."""
+    """p is 0.034 by the exact engine: it would hold alone, and does not beside the own engine's
+    0.92.
+    """
     rng = np.random.default_rng(0)
     noise = rng.normal(size=40)
     noise -= noise.mean()
@@ -131,7 +152,9 @@ def test_holm_counts_both_engines():
     base = {s: _scored(0.5, 0.5) for s in range(40)}
     arm = {s: _scored(0.5 + own[s] / 100, 0.5 + exact[s] / 100) for s in range(40)}
     found = doses.differences({"grpo": base, "grpo_shaken": base, "arm": arm})
-    assert 0.025 < found["arm", doses.PRIMARY[0]].p < 0.05 and not found["arm", doses.PRIMARY[0]].holds
+    assert (
+        0.025 < found["arm", doses.PRIMARY[0]].p < 0.05 and not found["arm", doses.PRIMARY[0]].holds
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`python -m research.oracle`: the gradients of every remedy, the arms of a study, and what is refused."""
+"""`python -m research.oracle`: the gradients of every remedy, the arms of a study, and what is
+refused.
+"""
 
 import functools
 import json
@@ -35,8 +37,14 @@ _run = functools.partial(run_command, main, "oracle")
     ("arguments", "text"),
     [
         ((), "give one of --model DIR and --config FILE"),
-        (("--model", "none", "--a", "local", "--b", "hf"), "--b: got hf:float32; remedies are compared"),
-        (("--model", "none", "--a", "local", "--top-p", "0.9"), "--top-p: got 0.9; whole distributions are compared"),
+        (
+            ("--model", "none", "--a", "local", "--b", "hf"),
+            "--b: got hf:float32; remedies are compared",
+        ),
+        (
+            ("--model", "none", "--a", "local", "--top-p", "0.9"),
+            "--top-p: got 0.9; whole distributions are compared",
+        ),
         (("--model", "none", "--a", "local", "--batches", "3"), "must be at least 4"),
     ],
 )
@@ -47,15 +55,30 @@ def test_bad_arguments_are_refused_in_one_line(capsys, arguments, text):
 
 @pytest.mark.long
 def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsys):
-    # A random model never answers right: a reward that it can earn, beside one that is the same for all, with weights.
+    # A random model never answers right: a reward that it can earn, beside one that is the same for
+    # all, with weights.
     function = tmp_path / "own.py"
     function.write_text(
-        "def third(completions, **columns):\n    return [sum(map(ord, text)) % 3 == 0 for text in completions]\n"
-        "def tenth(completions, answer, **columns):\n    return [0.1 * (len(each) > 0) for each in answer]\n"
+        "def third(completions, **columns):\n    return [sum(map(ord, text)) % 3 == 0 for text in "
+        "completions]\ndef tenth(completions, answer, **columns):\n    return [0.1 * (len(each) > "
+        "0) for each in answer]\n"
     )
-    rewards = f"--config.rewards.functions={function}:third,{function}:tenth", "--config.rewards.weights=(1,5)"
-    ask = (_TASK, "--prompts", "3", "--config.rollout.group_size=4", "--batches", "4", f"{_LIMIT}=6")
-    code, said, shown = _run(capsys, "--model", model, *ask, *rewards, "--a", "local:int4", "--out", tmp_path)
+    rewards = (
+        f"--config.rewards.functions={function}:third,{function}:tenth",
+        "--config.rewards.weights=(1,5)",
+    )
+    ask = (
+        _TASK,
+        "--prompts",
+        "3",
+        "--config.rollout.group_size=4",
+        "--batches",
+        "4",
+        f"{_LIMIT}=6",
+    )
+    code, said, shown = _run(
+        capsys, "--model", model, *ask, *rewards, "--a", "local:int4", "--out", tmp_path
+    )
     assert code == 0, shown
     (record,) = json.loads((tmp_path / "remedies.json").read_text())
     names = [one["name"].partition("(")[0].partition(",")[0] for one in record["remedies"]]
@@ -64,12 +87,27 @@ def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsy
         "surrogate",
         "likelihood",
     }
-    assert len(names) == 1 + 2 * (len(PENALTIES) - 1) + len(CORRECTIONS) + 11 + len(TRUST_REGIONS) + len(LOSSES) - 1
-    assert record["engine"] == "local:int4" and record["discrepancy"] > 1e-3 and 0.5 < record["reward"] < 1.5
+    assert (
+        len(names)
+        == 1
+        + 2 * (len(PENALTIES) - 1)
+        + len(CORRECTIONS)
+        + 11
+        + len(TRUST_REGIONS)
+        + len(LOSSES)
+        - 1
+    )
+    assert (
+        record["engine"] == "local:int4"
+        and record["discrepancy"] > 1e-3
+        and 0.5 < record["reward"] < 1.5
+    )
     for one in record["remedies"]:
         assert 0 <= one["dropped"] <= 1 and 0 <= one["effective"] <= 12, one
     assert f"best: {record['words']['best']}" in said and all(name in said for name in names)
-    assert (tmp_path / "remedies.png").stat().st_size > 10_000 and f"wrote {tmp_path / 'remedies.json'}" in said
+    assert (
+        tmp_path / "remedies.png"
+    ).stat().st_size > 10_000 and f"wrote {tmp_path / 'remedies.json'}" in said
 
 
 def test_the_arms_of_a_study_take_the_place_of_the_remedies():
@@ -78,10 +116,29 @@ def test_the_arms_of_a_study_take_the_place_of_the_remedies():
     assert len(arms) == 16 and not any(arm.startswith("state") for arm in arms)
     one_sided = arms_of("configs/studies/dose_response.py:one")
     assert len(one_sided) == 14 and {one.sided for one in one_sided.values()} == {"one"}
-    assert set(arms_of("configs/studies/methods.py")) == {"grpo", "dual_grpo", "threshold_grpo", "dc_grpo"}
+    assert set(arms_of("configs/studies/methods.py")) == {
+        "grpo",
+        "dual_grpo",
+        "threshold_grpo",
+        "dc_grpo",
+    }
 
 
 def test_remedies_of_answers_that_are_never_right_are_refused_in_one_line(model, tmp_path, capsys):
-    ask = (_TASK, "--prompts", "2", "--config.rollout.group_size=16", "--batches", "4", f"{_LIMIT}=4", "--a", "local")
+    ask = (
+        _TASK,
+        "--prompts",
+        "2",
+        "--config.rollout.group_size=16",
+        "--batches",
+        "4",
+        f"{_LIMIT}=4",
+        "--a",
+        "local",
+    )
     code, said, error = _run(capsys, "--model", model, *ask, "--out", tmp_path)
-    assert code == 2 and said == "" and "the rewards of every prompt are all equal in three batches" in error
+    assert (
+        code == 2
+        and said == ""
+        and "the rewards of every prompt are all equal in three batches" in error
+    )

@@ -1,4 +1,6 @@
-"""docs/evidence.md and the pages of research/: the numbers in their words are those of the kept metrics."""
+"""docs/evidence.md and the pages of research/: the numbers in their words are those of the kept
+metrics.
+"""
 
 import json
 import math
@@ -51,7 +53,16 @@ from research.oracle.table import KEPT, recomputed, without_sizes
 _ROOT = Path(__file__).resolve().parents[2]
 _KEPT = _ROOT / "research" / "kept"
 _PAGE, _APPENDIX = _ROOT / "docs" / "evidence.md", _ROOT / "research" / "appendix.md"
-_MAP = ("2bits", "3bits", "rate4e-4", "rate1e-3", "four_updates", "128steps", "400steps", "200tokens")
+_MAP = (
+    "2bits",
+    "3bits",
+    "rate4e-4",
+    "rate1e-3",
+    "four_updates",
+    "128steps",
+    "400steps",
+    "200tokens",
+)
 """Settings of configs/studies/mismatch_map.py that were run."""
 _OTHER_COUNTS = {
     "200tokens": dict.fromkeys(("grpo", "grpo_perturbed", "exact"), 10),
@@ -66,10 +77,13 @@ def _seeds(study, arm, count=5):
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "arms", "steps"), [("embedded", "", 9, 80), ("int4", "int4", 6, 80), ("vllm", "vllm", 7, 32)]
+    ("name", "argument", "arms", "steps"),
+    [("embedded", "", 9, 80), ("int4", "int4", 6, 80), ("vllm", "vllm", 7, 32)],
 )
 def test_the_tables_are_those_of_the_kept_metrics(name, argument, arms, steps):
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "evidence.py"))["get_study"](argument)
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "evidence.py"))["get_study"](
+        argument
+    )
     runs = read_kept_metrics(_KEPT / f"{name}.jsonl.gz", list(study.arms))
     assert len(runs) == arms and all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values())
     for seeds in runs.values():
@@ -89,7 +103,9 @@ def test_the_tables_are_those_of_the_kept_metrics(name, argument, arms, steps):
 def test_the_tables_without_strain_are_those_of_the_kept_metrics(name, study, seeds):
     made = runpy.run_path(str(_ROOT / "configs" / "studies" / f"{study}.py"))["get_study"]("")
     runs = read_kept_metrics(_KEPT / f"{name}.jsonl.gz", list(made.arms))
-    assert list(runs) == list(made.arms) and all(sorted(each) == list(range(seeds)) for each in runs.values())
+    assert list(runs) == list(made.arms) and all(
+        sorted(each) == list(range(seeds)) for each in runs.values()
+    )
 
 
 def test_dose_and_response_is_that_of_the_kept_metrics():
@@ -98,14 +114,18 @@ def test_dose_and_response_is_that_of_the_kept_metrics():
     page = _APPENDIX.read_text()
     # What the text says with an interval is a difference of these runs.
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
-    found = [arm[1] for arms in measure_doses(present, study.baseline).values() for arm in arms.values()]
+    found = [
+        arm[1] for arms in measure_doses(present, study.baseline).values() for arm in arms.values()
+    ]
     others = ("dose_response_one", "dose_response_one_state", "dose_response_vllm")
     for name in (*others, *(f"map_{setting}" for setting in _MAP)):
         kept = read_kept_metrics(_KEPT / f"{name}.jsonl.gz", None)
         found += [arm[1] for arms in measure_doses(kept, "grpo").values() for arm in arms.values()]
     planted = runpy.run_path(str(_ROOT / "examples" / "planted" / "planted.py"))["get_study"]("")
     kept = read_kept_metrics(_KEPT / "planted.jsonl.gz", list(planted.arms))
-    known = set(re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", tables(planted.title, kept, planted.baseline, [])))
+    known = set(
+        re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", tables(planted.title, kept, planted.baseline, []))
+    )
     known |= {f"{each.mean:+.2g} ± {each.half_width:.2g}" for each in found}
     said = re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", page[: page.index("## The old study")])
     assert len(said) >= 15 and set(said) <= known, set(said) - known
@@ -120,7 +140,14 @@ def _kept(name):
 
 
 def test_where_the_papers_constants_would_move_lambda_is_as_the_page_says():
-    studies = ("map_200tokens", "dose_response", "dose_response_vllm", "map_400steps", "map_128steps", "map_3bits")
+    studies = (
+        "map_200tokens",
+        "dose_response",
+        "dose_response_vllm",
+        "map_400steps",
+        "map_128steps",
+        "map_3bits",
+    )
     ends = []
     for name in (*studies, "map_rate1e-3", "map_2bits"):
         last = []
@@ -133,7 +160,12 @@ def test_where_the_papers_constants_would_move_lambda_is_as_the_page_says():
     assert f"| lambda at the end | {' | '.join(ends)} |" in _APPENDIX.read_text()
     assert (ends[0], ends[5]) == ("0.027", "0.39")
     # And at which lambdas charges were trained: from 1 up, two runs of 0.1 apart.
-    studies = ("dose_response", "dose_response_one", "dose_response_one_state", "dose_response_vllm")
+    studies = (
+        "dose_response",
+        "dose_response_one",
+        "dose_response_one_state",
+        "dose_response_vllm",
+    )
     tried = [
         (name, arm, round(float(series["dual/multiplier"][1][0]), 6))
         for name in (*studies, "dose_response_wide", *(f"map_{setting}" for setting in _MAP))
@@ -141,13 +173,17 @@ def test_where_the_papers_constants_would_move_lambda_is_as_the_page_says():
         if not arm.startswith("ascent")
         for series in seeds.values()
     ]
-    assert [one for one in tried if 0 < one[2] < 1] == 2 * [("dose_response_wide", "token_0.1", 0.1)]
+    assert [one for one in tried if 0 < one[2] < 1] == 2 * [
+        ("dose_response_wide", "token_0.1", 0.1)
+    ]
     assert max(value for *_, value in tried) == 1000
 
 
 def test_the_intervals_that_the_page_leaves_open_and_its_p_values_are_those_of_the_runs():
     page = _APPENDIX.read_text()
-    found = {name: measure_doses(_kept(name), "grpo") for name in ("dose_response", "dose_response_vllm")}
+    found = {
+        name: measure_doses(_kept(name), "grpo") for name in ("dose_response", "dose_response_vllm")
+    }
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \((\d+)\) \|$", page, re.MULTILINE)
     assert len(rows) == 8
     for arm, int4, vllm, runs in rows:
@@ -166,7 +202,10 @@ def test_the_intervals_that_the_page_leaves_open_and_its_p_values_are_those_of_t
         assert float(f"{values[response, arm]:.1g}") == p and (response, arm) not in holm(values)
         assert f"p {p:g}, not by Holm" in " ".join(page.split())
     long = p_values(measure_doses(_kept("map_200tokens"), "grpo"), ("grpo", "grpo_perturbed"))
-    assert f"(p {long['reward', 'token_1']:.0e})" in page and f"p {long['reward', 'exact']:.1g})" in page
+    assert (
+        f"(p {long['reward', 'token_1']:.0e})" in page
+        and f"p {long['reward', 'exact']:.1g})" in page
+    )
     planted = _kept("planted")
     for arm, times, p in (("state_3", 5.35, 0.005), ("sequence_3", 3.4, 0.002)):
         late = [
@@ -175,7 +214,9 @@ def test_the_intervals_that_the_page_leaves_open_and_its_p_values_are_those_of_t
         ]
         change = late[0] - late[1]
         assert late[0].mean() / late[1].mean() == pytest.approx(times, abs=0.02)
-        assert t_p_value(5, change.mean() / t_half_width(list(change))) == pytest.approx(p, abs=5e-4)
+        assert t_p_value(5, change.mean() / t_half_width(list(change))) == pytest.approx(
+            p, abs=5e-4
+        )
         assert f"{times:g} times" in page and f"(p {p:g})" in page
 
 
@@ -204,7 +245,9 @@ def test_between_runs_of_a_charge_delta_goes_with_the_entropy():
 
 @pytest.mark.parametrize(("argument", "arms", "seeds"), [("vllm", 22, 5), ("one", 14, 10)])
 def test_other_doses_are_those_of_the_kept_metrics(argument, arms, seeds):
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"](argument)
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"](
+        argument
+    )
     runs = read_kept_metrics(_KEPT / f"dose_response_{argument}.jsonl.gz", list(study.arms))
     runs = {arm: each for arm, each in runs.items() if each}
     assert len(runs) == arms
@@ -212,23 +255,34 @@ def test_other_doses_are_those_of_the_kept_metrics(argument, arms, seeds):
 
 
 def test_dual_ascent_against_vllm_and_its_runs_on_another_processor_are_those_of_the_kept_metrics():
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"]("vllm")
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"](
+        "vllm"
+    )
     for name, arms in (("vllm", 22), ("vllm_xeon", 5)):
         runs = read_kept_metrics(_KEPT / f"dose_response_{name}.jsonl.gz", list(study.arms))
         runs = {arm: each for arm, each in runs.items() if each}
         assert len(runs) == arms
     # What the text says of each run: 15 of 20 have less, the first five all.
     kept = read_kept_metrics(_KEPT / "dose_response_vllm.jsonl.gz", None)
-    late = [[kept[arm][s]["discrepancy/mean"][1][16:].mean() for s in range(20)] for arm in ("grpo", "reward_100")]
+    late = [
+        [kept[arm][s]["discrepancy/mean"][1][16:].mean() for s in range(20)]
+        for arm in ("grpo", "reward_100")
+    ]
     less = [charged < plain for plain, charged in zip(*late, strict=True)]
     assert sum(less) == 15 and all(less[:5])
 
 
 def test_long_completions_end_as_the_page_says():
     runs = read_kept_metrics(_KEPT / "map_200tokens.jsonl.gz", None)
-    late = {arm: [each[seed]["reward/mean"][1][16:].mean() for seed in sorted(each)] for arm, each in runs.items()}
+    late = {
+        arm: [each[seed]["reward/mean"][1][16:].mean() for seed in sorted(each)]
+        for arm, each in runs.items()
+    }
     assert all(exact > plain for exact, plain in zip(late["exact"], late["grpo"], strict=True))
-    ended = {arm: sum(each[seed]["reward/mean"][1][-4:].mean() < 0.06 for seed in each) for arm, each in runs.items()}
+    ended = {
+        arm: sum(each[seed]["reward/mean"][1][-4:].mean() < 0.06 for seed in each)
+        for arm, each in runs.items()
+    }
     fall = {"token_1": 5, "token_10": 5, "reward_1": 4, "reward_10": 2, "reward_100": 3}
     assert ended == {arm: fall.get(arm, 0) for arm in runs}
     begun = [int(np.argmax(each["reward/mean"][1] < 0.1)) + 1 for each in runs["token_1"].values()]
@@ -236,16 +290,24 @@ def test_long_completions_end_as_the_page_says():
 
 
 def test_the_one_sided_state_is_that_of_the_kept_metrics():
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"]("one")
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "dose_response.py"))["get_study"](
+        "one"
+    )
     runs = read_kept_metrics(_KEPT / "dose_response_one_state.jsonl.gz", list(study.arms))
     runs = {arm: each for arm, each in runs.items() if each}
-    assert list(runs) == ["grpo", "grpo_perturbed", *(f"state_one_{strength}" for strength in (1, 10, 100, 1000))]
+    assert list(runs) == [
+        "grpo",
+        "grpo_perturbed",
+        *(f"state_one_{strength}" for strength in (1, 10, 100, 1000)),
+    ]
     assert all(sorted(each) == list(range(10)) for each in runs.values())
 
 
 @pytest.mark.parametrize("setting", _MAP)
 def test_the_map_is_that_of_the_kept_metrics(setting):
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "mismatch_map.py"))["get_study"](setting)
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "mismatch_map.py"))["get_study"](
+        setting
+    )
     runs = read_kept_metrics(_KEPT / f"map_{setting}.jsonl.gz", list(study.arms))
     runs = {arm: each for arm, each in runs.items() if each}
     assert all(sorted(seeds) == _seeds(setting, arm) for arm, seeds in runs.items())
@@ -257,8 +319,11 @@ def test_the_map_is_that_of_the_kept_metrics(setting):
 def test_the_planted_way_out_is_that_of_the_kept_metrics():
     study = runpy.run_path(str(_ROOT / "examples" / "planted" / "planted.py"))["get_study"]("")
     runs = read_kept_metrics(_KEPT / "planted.jsonl.gz", list(study.arms))
-    assert list(runs) == list(study.arms) and all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values())
-    # Yes or no, in every run: the last tenth is at the reward of the clean way or at that of the noisy one.
+    assert list(runs) == list(study.arms) and all(
+        sorted(seeds) == [0, 1, 2, 3, 4] for seeds in runs.values()
+    )
+    # Yes or no, in every run: the last tenth is at the reward of the clean way or at that of the
+    # noisy one.
     goes = {"sequence_30", "reward_3", "reward_30", "reward_undivided_3", "reward_undivided_30"}
     for arm, seeds in runs.items():
         for series in seeds.values():
@@ -271,9 +336,14 @@ def test_the_figure_of_the_oracle_marks_a_gradient_of_zero():
     assert all(len(points) == 17 for points in panels.values())
     figure = draw_oracle("", panels)
     assert len(figure.axes) == 2 * len(panels)
-    assert all([1.0, 1.0] in [list(line.get_xdata()) for line in axes.lines] for axes in figure.axes)
+    assert all(
+        [1.0, 1.0] in [list(line.get_xdata()) for line in axes.lines] for axes in figure.axes
+    )
     for points in panels.values():
-        assert all(error <= 1 for error, *_ in points.values()) and list(points)[0] in ("no remedy", "token_one_10")
+        assert all(error <= 1 for error, *_ in points.values()) and list(points)[0] in (
+            "no remedy",
+            "token_one_10",
+        )
 
 
 def test_the_order_of_the_oracle_is_that_of_the_kept_numbers_and_lambda_alone_does_as_well():
@@ -281,14 +351,21 @@ def test_the_order_of_the_oracle_is_that_of_the_kept_numbers_and_lambda_alone_do
     path = _KEPT / "oracle.json"
     (oracle,) = json.loads(path.read_text())
     errors = {
-        "grpo" if one["name"] == "no remedy" else one["name"]: one["quality"]["error"] for one in oracle["remedies"]
+        "grpo" if one["name"] == "no remedy" else one["name"]: one["quality"]["error"]
+        for one in oracle["remedies"]
     }
-    strengths = {arm: float(arm.rpartition("_")[2]) if arm != "grpo" else 0.0 for arm in errors if arm in runs}
+    strengths = {
+        arm: float(arm.rpartition("_")[2]) if arm != "grpo" else 0.0
+        for arm in errors
+        if arm in runs
+    }
     few = {arm: errors[arm] for arm, strength in strengths.items() if strength <= 10}
     found, said = measure_doses(runs, "grpo"), []
     for name in ("reward", "discrepancy", "held_out"):
         ends = {arm: own.mean for arm, (own, _) in found[name].items()}
-        said.append((round(rank_correlation(strengths, ends), 2), round(rank_correlation(few, ends), 2)))
+        said.append(
+            (round(rank_correlation(strengths, ends), 2), round(rank_correlation(few, ends), 2))
+        )
     assert len(few) == 7 and said == [(-0.87, -0.86), (0.88, 0.93), (-0.81, -0.54)]
 
 
@@ -303,9 +380,17 @@ def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
     for engine in ("local:int4", "vllm:bfloat16,cache=fp8"):
         for step in (20, 40):
             found = errors[engine, f"oracle step {step}"]
-            # What the text says: filters of whole completions before none, filters of tokens after it.
-            whole = "kl_rejection(estimator=k1,over=mean)", "kl_rejection(estimator=k2,over=sum)", "sequence_rejection"
-            single = *(f"kl_rejection(estimator={k},over=token)" for k in ("k1", "k2")), "geometric_rejection"
+            # What the text says: filters of whole completions before none, filters of tokens after
+            # it.
+            whole = (
+                "kl_rejection(estimator=k1,over=mean)",
+                "kl_rejection(estimator=k2,over=sum)",
+                "sequence_rejection",
+            )
+            single = (
+                *(f"kl_rejection(estimator={k},over=token)" for k in ("k1", "k2")),
+                "geometric_rejection",
+            )
             assert max(found[name] for name in whole) < found["no remedy"]
             assert min(found[name] for name in single) > found["no remedy"]
     assert all(not error > 1 for found in errors.values() for error in found.values())
@@ -314,7 +399,9 @@ def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
 def test_every_remedy_on_the_demos_policy_is_that_of_the_kept_numbers():
     (kept,) = json.loads(KEPT.read_text())
     for one in kept["remedies"]:
-        found = quality(Moments(**one["moments"]))  # the figures from the moments, kept to five digits
+        found = quality(
+            Moments(**one["moments"])
+        )  # the figures from the moments, kept to five digits
         assert found.error == pytest.approx(one["quality"]["error"], abs=2e-3), one["name"]
     names = {one["name"].split("(")[0].split(",")[0] for one in kept["remedies"]}
     assert names == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS, *LOSSES} - {
@@ -347,20 +434,38 @@ def _lag(argument, name, arms):
 def test_the_figures_of_runs_with_a_lag_are_on_their_page():
     page = " ".join((_ROOT / "docs" / "overlap.md").read_text().split())
     means, changes = _lag("", "lag", 12)
-    columns = ("staleness, last tenth, nats", "mismatch, last tenth, nats", "discrepancy, last tenth")
+    columns = (
+        "staleness, last tenth, nats",
+        "mismatch, last tenth, nats",
+        "discrepancy, last tenth",
+    )
     for lag in (0, 1, 2, 4):
         arm = f"lag{lag}_grpo"
         change = changes[arm, "reward, last tenth"] if lag else "-"
-        assert " | ".join([f"| {lag}", *(means[arm, column] for column in columns), f"{change} |"]) in page
+        assert (
+            " | ".join([f"| {lag}", *(means[arm, column] for column in columns), f"{change} |"])
+            in page
+        )
     held_out = changes["lag1_grpo", "held-out avg@K, %"]
-    assert f"GRPO's held-out score at lag 1 is {held_out.removeprefix('+')} points above lag 0" in page
+    assert (
+        f"GRPO's held-out score at lag 1 is {held_out.removeprefix('+')} points above lag 0" in page
+    )
     _, changes = _lag("corrections", "lag_corrections", 10)
-    found = [changes[f"lag{lag}_{arm}", "reward, last tenth"] for arm in ("icepop", "tis") for lag in (0, 4)]
-    assert "IcePop's reward differs by {} at lag 0 and {} at lag 4, TIS's by {} and {}.".format(*found) in page
+    found = [
+        changes[f"lag{lag}_{arm}", "reward, last tenth"]
+        for arm in ("icepop", "tis")
+        for lag in (0, 4)
+    ]
+    assert (
+        "IcePop's reward differs by {} at lag 0 and {} at lag 4, TIS's by {} and {}.".format(*found)
+        in page
+    )
 
 
 def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"]("")
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"](
+        ""
+    )
     runs = read_kept_metrics(_KEPT / "long_completions.jsonl.gz", None)
     assert set(runs) <= set(study.arms)
     page = (_ROOT / "research" / "long.md").read_text()
@@ -377,7 +482,14 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
         "grpo": 0,
         "exact": 0,
     }
-    told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1, "rare_1": 4, "not_rare_1": 5}
+    told |= {
+        "trainer_above_1": 0,
+        "engine_above_1": 4,
+        "signed_1": 4,
+        "token_1_tis": 1,
+        "rare_1": 4,
+        "not_rare_1": 5,
+    }
     told |= {
         "log": 3,
         "ratio": 2,
@@ -390,15 +502,25 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     }
     assert {arm: over[arm] for arm in told} == told
     for arm in ("ascent_0.9", "ascent_1.25"):
-        assert over[arm] == 2 and all(runs[arm][seed]["dual/multiplier"][1][-1] == 1 for seed in ended(runs)[arm])
-    last = sorted(float(series["dual/multiplier"][1][-1]) for series in runs["dc_grpo_eta50"].values())
+        assert over[arm] == 2 and all(
+            runs[arm][seed]["dual/multiplier"][1][-1] == 1 for seed in ended(runs)[arm]
+        )
+    last = sorted(
+        float(series["dual/multiplier"][1][-1]) for series in runs["dc_grpo_eta50"].values()
+    )
     assert last == [0] * 9 + [1]
     assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
-    assert {arm for heading, arm in claims(runs)[1] if "held-out" in heading} == {"token_1", "not_rare_1"}
+    assert {arm for heading, arm in claims(runs)[1] if "held-out" in heading} == {
+        "token_1",
+        "not_rare_1",
+    }
     said = "in {in_time} of {ended} runs that end, and in {warned} of {lived} others"
     assert said.format(**charge_warnings(runs)) in page
     norms = json.loads((_KEPT / "charge_gradients.json").read_text())
-    ratio = {arm: [row["charge"] / row["advantage"] for row in rows if row["advantage"]] for arm, rows in norms.items()}
+    ratio = {
+        arm: [row["charge"] / row["advantage"] for row in rows if row["advantage"]]
+        for arm, rows in norms.items()
+    }
     assert [round(ratio["token_1"][0], 2), round(max(ratio["token_1"]))] == [0.77, 21]
     assert norms["token_1"][ratio["token_1"].index(max(ratio["token_1"]))]["step"] == 4
     assert round(max(ratio["trainer_above_1"]), 1) == 0.2
@@ -423,21 +545,32 @@ def test_the_published_models_tables_are_those_of_the_kept_metrics():
     assert f"p {p[exactly, 'exact']:.2g}, not by Holm" in page
     begun = [series["eval/arithmetic/avg@4"][1][0] for series in runs["exact"].values()]
     for arm in ("dc_grpo", "ascent_logit"):
-        assert max(series["evaluation/arithmetic/avg@4"][1][-1] for series in runs[arm].values()) < 0.02 < min(begun)
+        assert (
+            max(series["evaluation/arithmetic/avg@4"][1][-1] for series in runs[arm].values())
+            < 0.02
+            < min(begun)
+        )
     plain = [series["evaluation/arithmetic/avg@4"][1][-1] for series in runs["grpo"].values()]
     assert len(plain) == len(runs["dc_grpo"]) == 5 and min(plain) > 0.14
     assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
     assert held == {(own, "exact"), (own, "ascent_logit")}
-    assert max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
+    assert (
+        max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
+    )
 
 
 def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
-    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"]("regimes")
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"](
+        "regimes"
+    )
     folder = _KEPT
     long, kept = (read(folder / f"{name}.jsonl.gz") for name in ("long_completions", "regimes"))
     assert set(kept) <= set(study.arms)
     page = " ".join((_ROOT / "research" / "regimes.md").read_text().split())
-    int3, updates = parted(kept, "int3", long["exact"]), parted(kept, "four_updates", kept["four_updates_exact"])
+    int3, updates = (
+        parted(kept, "int3", long["exact"]),
+        parted(kept, "four_updates", kept["four_updates_exact"]),
+    )
     for arms, names in (
         (int3, ("exact", "tis", "icepop", "tis_centered")),
         (updates, ("centered", "tis", "grpo_shaken")),
@@ -446,18 +579,30 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
         for each in (told["held-out, exact engine, %", name] for name in names):
             assert f"{each.mean:+.0f} ± {each.half_width:.0f}" in page
     (least, most), (worst, best) = (
-        [round(bound(_exactly(runs))) for bound in (min, max)] for runs in (int3["grpo"], int3["exact"])
+        [round(bound(_exactly(runs))) for bound in (min, max)]
+        for runs in (int3["grpo"], int3["exact"])
     )
-    assert f"between {least} and {most}%, an exact engine between {worst} and {best}%" in page and most < worst
+    assert (
+        f"between {least} and {most}%, an exact engine between {worst} and {best}%" in page
+        and most < worst
+    )
     over = ended(int3)
-    assert (len(over["dc_grpo_eta50"]), len(over["token_0.03"]), len(int3["dc_grpo_eta50"])) == (5, 1, 5)
+    assert (len(over["dc_grpo_eta50"]), len(over["token_0.03"]), len(int3["dc_grpo_eta50"])) == (
+        5,
+        1,
+        5,
+    )
     assert max(_exactly(int3["dc_grpo_eta50"])) < 0.4 and all(
         series["dual/multiplier"][1][-1] == 1 for series in int3["dc_grpo_eta50"].values()
     )
     p, held = claims(int3)
-    exactly = sorted(p[heading, arm] for heading, arm in p if "exact engine" in heading and arm != "exact")
+    exactly = sorted(
+        p[heading, arm] for heading, arm in p if "exact engine" in heading and arm != "exact"
+    )
     assert exactly[2] == p["held-out, exact engine, %", "centered"]
-    assert f"p {exactly[2]:.3f}, {exactly[2] * (len(exactly) - 2):.3f} by Holm over the arms" in page
+    assert (
+        f"p {exactly[2]:.3f}, {exactly[2] * (len(exactly) - 2):.3f} by Holm over the arms" in page
+    )
     assert {("reward", arm) for arm in ("tis", "icepop", "dc_grpo_eta50")} <= held
     assert ("reward", "tis_centered") not in held  # it held before one more arm was counted
     assert ("held-out, exact engine, %", "centered") not in held
@@ -468,9 +613,17 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
         each = told[f"held-out, {name} engine, %", "matched"]
         assert f"({each.mean:+.0f} ± {each.half_width:.0f}" in page
     repaired = [round(bound(_exactly(int3["centered"]))) for bound in (min, max)]
-    assert "{} to {}% where GRPO has {} to {}%".format(*repaired, least, most) in page and not over["centered"]
+    assert (
+        "{} to {}% where GRPO has {} to {}%".format(*repaired, least, most) in page
+        and not over["centered"]
+    )
     ends = ended(long)
-    told = {"dc_grpo_eta50": (1, 10), "token_0.03": (0, 10), "token_0.1": (1, 10), "token_0.3": (2, 5)}
+    told = {
+        "dc_grpo_eta50": (1, 10),
+        "token_0.03": (0, 10),
+        "token_0.1": (1, 10),
+        "token_0.3": (2, 5),
+    }
     assert {arm: (len(ends[arm]), len(long[arm])) for arm in told} == told
     for arms, name, said in (
         (int3, "centered", "score centering +22.8 (10.3 to 35.2, p 0.0011)"),
@@ -490,10 +643,17 @@ def test_the_first_page_is_that_of_the_kept_metrics():
     assert ascents().strip() in text and fixed().strip() in text
     long, kept = (read(_KEPT / f"{name}.jsonl.gz") for name in ("long_completions", "regimes"))
     exactly = paper_regime.EXACTLY
-    gains = {name: differences(runs)[exactly, "exact"] for name, runs in regimes(long, kept).items()}
+    gains = {
+        name: differences(runs)[exactly, "exact"] for name, runs in regimes(long, kept).items()
+    }
     small = read(_KEPT / "smollm2.jsonl.gz")
     gains["smollm2"] = differences(small)[exactly, "exact"]
-    plain = {"int4": long, "int3": {"grpo": kept["int3"]}, "fp8_cache": {"grpo": kept["fp8_cache"]}, "smollm2": small}
+    plain = {
+        "int4": long,
+        "int3": {"grpo": kept["int3"]},
+        "fp8_cache": {"grpo": kept["fp8_cache"]},
+        "smollm2": small,
+    }
     rows = re.findall(r"^\| (.+) \| (\d+) \| ([\d.]+) \| (\S+ ± \S+) \|$", text, re.MULTILINE)
     assert len(rows) == len(plain)
     for name, (_, runs, grpo, paired) in zip(plain, rows, strict=True):
@@ -502,26 +662,44 @@ def test_the_first_page_is_that_of_the_kept_metrics():
         digits = 0 if gain.half_width > 10 else 1
         assert paired == f"{gain.mean:+.{digits}f} ± {gain.half_width:.{digits}f}", name
         assert f"{np.mean(_exactly(plain[name]['grpo'])):.1f}" == grpo, name
-    cheap = "; ".join(f"{gains[name].mean:.1f} ± {gains[name].half_width:.1f}" for name in ("fp8_cache", "int4"))
-    assert f"| {cheap} |" in readme and f"; {gains['int3'].mean:.0f} ± {gains['int3'].half_width:.0f} |" in readme
+    cheap = "; ".join(
+        f"{gains[name].mean:.1f} ± {gains[name].half_width:.1f}" for name in ("fp8_cache", "int4")
+    )
+    assert (
+        f"| {cheap} |" in readme
+        and f"; {gains['int3'].mean:.0f} ± {gains['int3'].half_width:.0f} |" in readme
+    )
     int3 = parted(kept, "int3", long["exact"])
-    for arm, before in (("tis", "TIS has"), ("centered", "score centering"), ("matched", "as the engine")):
-        (exact, half, _), (own, own_half, _) = (pooled(int3, heading, arm) for heading in paper_regime.PRIMARY)
+    for arm, before in (
+        ("tis", "TIS has"),
+        ("centered", "score centering"),
+        ("matched", "as the engine"),
+    ):
+        (exact, half, _), (own, own_half, _) = (
+            pooled(int3, heading, arm) for heading in paper_regime.PRIMARY
+        )
         said = f"{exact:+.0f} ({exact - half:.0f} to {exact + half:.0f}; own "
         said += f"{own:+.0f}, {own - own_half:.0f} to {own + own_half:.0f}"
         assert f"{before} {said}" in page, said
     mean, half, p_of = pooled(int3, exactly, "centered")
     p = claims(int3)[0]
-    exact_engine = sorted(p[heading, arm] for heading, arm in p if heading == exactly and arm != "exact")
+    exact_engine = sorted(
+        p[heading, arm] for heading, arm in p if heading == exactly and arm != "exact"
+    )
     assert f"paired p {exact_engine[2] * (len(exact_engine) - 2):.3f} by Holm" in page
     over = ended(long)
-    assert f"ends learning, {len(over['engine_above_1'])} of {len(long['engine_above_1'])} runs" in page
+    assert (
+        f"ends learning, {len(over['engine_above_1'])} of {len(long['engine_above_1'])} runs"
+        in page
+    )
     assert not over["trainer_above_1"]
     assert len(text.split()) <= 1500
 
 
 def _shares_in_time(runs):
-    """The alarm by its own definition alone: the median of five shares above a tenth, of runs with a lambda."""
+    """The alarm by its own definition alone: the median of five shares above a tenth, of runs with
+    a lambda.
+    """
     bar, over = yardstick(runs), ended(runs)
     counts = {"in time": 0, "collapsed": 0, "warned": 0, "others": 0}
     for arm, seeds in runs.items():
@@ -529,7 +707,9 @@ def _shares_in_time(runs):
             if series["dual/multiplier"][1].max() <= 0:
                 continue
             share = series["dual/charge_share"][1]
-            loud = [step for step in range(5, len(share) + 1) if np.median(share[step - 5 : step]) > 0.1]
+            loud = [
+                step for step in range(5, len(share) + 1) if np.median(share[step - 5 : step]) > 0.1
+            ]
             if seed not in over[arm]:
                 counts["others"] += 1
                 counts["warned"] += bool(loud)
@@ -546,7 +726,9 @@ def _shares_in_time(runs):
 def test_the_alarm_is_told_by_its_own_definition():
     page = " ".join(_PAGE.read_text().split())
     long, late = (read(_KEPT / f"{name}.jsonl.gz") for name in ("long_completions", "paper_regime"))
-    chosen = "in time in {in time} of {collapsed} runs that collapse, and in {warned} of {others} others"
+    chosen = (
+        "in time in {in time} of {collapsed} runs that collapse, and in {warned} of {others} others"
+    )
     assert chosen.format(**_shares_in_time(long)) in page
     fresh = _shares_in_time({arm: late[arm] for arm in ("grpo", "dc_grpo")})
     assert "in {in time} of {collapsed}, and in {warned} of {others}.".format(**fresh) in page
@@ -561,7 +743,9 @@ def unreported(page, intervals):
     """
     missing = []
     for arm, by_measure in intervals.items():
-        given = [any(f"({each}" in page or f", {each}" in page for each in texts) for texts in by_measure]
+        given = [
+            any(f"({each}" in page or f", {each}" in page for each in texts) for texts in by_measure
+        ]
         if any(given) and not all(given):
             missing.append(arm)
     return missing
@@ -582,7 +766,10 @@ def test_each_claim_about_an_arm_of_late_collapse_is_given_for_both_primary_meas
         by_measure = [paper_regime.differences(each, heading) for heading in paper_regime.PRIMARY]
         for arm in by_measure[0]:
             intervals[arm, each is runs] = [
-                (f"{found[arm].low:.0f} to {found[arm].high:.0f}", f"{-found[arm].high:.0f} to {-found[arm].low:.0f}")
+                (
+                    f"{found[arm].low:.0f} to {found[arm].high:.0f}",
+                    f"{-found[arm].high:.0f} to {-found[arm].low:.0f}",
+                )
                 for found in by_measure
             ]
     for path in (_PAGE, _ROOT / "README.md"):
@@ -593,16 +780,25 @@ def test_each_claim_about_an_arm_of_late_collapse_is_given_for_both_primary_meas
 
 
 def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_did():
-    """Runs of eta 1 are SmolLM2's and Countdown's; delta in units of c = 0.0037 is GRPO's mean over all steps."""
+    """Runs of eta 1 are SmolLM2's and Countdown's; delta in units of c = 0.0037 is GRPO's mean over
+    all steps.
+    """
     folder = _KEPT
     small, long = (read(folder / f"{name}.jsonl.gz") for name in ("smollm2", "long_completions"))
     found, c = countdown(read(folder / "countdown.jsonl.gz")), 0.0037
 
     def over(runs):
-        return np.mean([series["discrepancy/mean"][1].mean() for series in runs["grpo"].values()]) / c
+        return (
+            np.mean([series["discrepancy/mean"][1].mean() for series in runs["grpo"].values()]) / c
+        )
 
     times = [over(small), *(over(found[name]) for name in ("int4", "noise5", "stale64"))]
-    assert [round(times[0]), *(round(each, 1) for each in times[1:3]), round(times[3])] == [83, 1.5, 1.6, 10]
+    assert [round(times[0]), *(round(each, 1) for each in times[1:3]), round(times[3])] == [
+        83,
+        1.5,
+        1.6,
+        10,
+    ]
     (harmless,), (lost,) = (found[name]["dc_grpo"].values() for name in ("int4", "noise5"))
     assert round(float(harmless["dual/multiplier"][1].max()), 2) == 0.29
     assert abs(differences(found["int4"])["held-out, exact engine, %", "dc_grpo"].mean) < 1.5
@@ -611,24 +807,36 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     assert ended(long)["token_0.1"] == ended(long)["dc_grpo_eta50"] == [4]
     ascent = long["dc_grpo_eta50"]
     assert all(series["dual/multiplier"][1][1] == 0 for series in ascent.values())
-    assert ascent[4]["dual/multiplier"][1][1:8].max() == 0 and ascent[4]["discrepancy/mean"][1][7] > c
+    assert (
+        ascent[4]["dual/multiplier"][1][1:8].max() == 0 and ascent[4]["discrepancy/mean"][1][7] > c
+    )
     assert round(fisher_exact([[1, 9], [0, 25]]).pvalue, 2) == 0.29
-    # The same runs with the paper's eta, and what the alarm, whose threshold was chosen before them, says of them.
+    # The same runs with the paper's eta, and what the alarm, whose threshold was chosen before
+    # them, says of them.
     again, int3 = long["dc_grpo"], parted(read(folder / "regimes.jsonl.gz"), "int3", {})
     assert ended(long)["dc_grpo"] == [4] and len(again) == 10
     last = {seed: float(series["dual/multiplier"][1][-1]) for seed, series in again.items()}
     assert max(value for seed, value in last.items() if seed != 4) < 0.0195 and last[4] > 0.3
     assert max(_exactly(int3["dc_grpo"])) < 5 and len(int3["dc_grpo"]) == 5
     assert charge_warnings({"grpo": long["grpo"], "dc_grpo": again}) == {
-        "ended": 1, "in_time": 0, "lived": 9, "warned": 0,
-    }  # fmt: skip
+        "ended": 1,
+        "in_time": 0,
+        "lived": 9,
+        "warned": 0,
+    }
     mean, half, _ = pooled(int3, "held-out, exact engine, %", "dc_grpo")
     own, own_half, _ = pooled(int3, "held-out, own engine, %", "dc_grpo")
     page = " ".join(_PAGE.read_text().split())
-    said = f"costs {-mean:.0f} points ({-mean - half:.0f} to {-mean + half:.0f}; own engine {-own:.0f}, "
+    said = (
+        f"costs {-mean:.0f} points ({-mean - half:.0f} to {-mean + half:.0f}; own engine "
+        f"{-own:.0f}, "
+    )
     assert f"{said}{-own - own_half:.0f} to {-own + own_half:.0f}; post hoc)" in page
     readme = " ".join((_ROOT / "README.md").read_text().split())
-    over = {arm: f"{len(ended(long)[arm])} of {len(long[arm])}" for arm in ("token_1", "token_0.1", "token_0.03")}
+    over = {
+        arm: f"{len(ended(long)[arm])} of {len(long[arm])}"
+        for arm in ("token_1", "token_0.1", "token_0.03")
+    }
     said = "ended in {} runs at lambda 1, {} at 0.1, {} at 0.03, 0 of 25 without."
     assert said.format(*over.values()) in readme
     assert not ended(long)["grpo"] and not ended(long)["grpo_shaken"]
@@ -638,7 +846,11 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     # Rows whose c the paper would not choose; the late collapse's is 0.36 before a fall.
     above = re.findall(r"^\| [^|]+ \| 3.7 \| ([\d.]+) \| ([\d.]+) \|", ascents(), re.MULTILINE)
     assert (sum(float(times) >= 1.5 for times, _ in above), len(above)) == (5, 8)
-    assert "Five of the eight rows" in page and ("0.91", "0.36") in above and "0.36 c before a fall" in page
+    assert (
+        "Five of the eight rows" in page
+        and ("0.91", "0.36") in above
+        and "0.36 c before a fall" in page
+    )
 
 
 def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did():
@@ -648,10 +860,16 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
     exact, own = (paper_regime.differences(runs, heading) for heading in paper_regime.PRIMARY)
     assert {len(runs[arm]) for arm in ("grpo", "grpo_shaken", "exact", "dc_grpo")} == {20}
     grpos = len(over["grpo"]) + len(over["grpo_shaken"])
-    said = f"{len(over['dc_grpo'])} of 20 runs of DC-GRPO, {grpos} of 40 of GRPO and its replicate, "
+    said = (
+        f"{len(over['dc_grpo'])} of 20 runs of DC-GRPO, {grpos} of 40 of GRPO and its replicate, "
+    )
     assert f"{said}{len(over['exact'])} of 20 with an exact engine" in page
     ours = exact["dc_grpo"]
-    assert paper_regime.outcome(ours) == "open" and ours.low < -paper_regime.SMALLEST and ours.high < 17
+    assert (
+        paper_regime.outcome(ours) == "open"
+        and ours.low < -paper_regime.SMALLEST
+        and ours.high < 17
+    )
     for arm, before in (
         ("dc_grpo", "the paper's constants |"),
         ("dc_grpo_1.25", "c from this engine |"),
@@ -659,11 +877,13 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
         ("tis", "(`tis`) |"),
     ):
         by_both = " | ".join(
-            f"{one[arm].mean:+.0f} ({one[arm].low:.0f} to {one[arm].high:.0f})" for one in (exact, own)
+            f"{one[arm].mean:+.0f} ({one[arm].low:.0f} to {one[arm].high:.0f})"
+            for one in (exact, own)
         )
         assert f"{before} {by_both} |" in readme, by_both
     costs = " | ".join(
-        f"{one['exact'].mean:.0f} ({one['exact'].low:.0f} to {one['exact'].high:.0f})" for one in (exact, own)
+        f"{one['exact'].mean:.0f} ({one['exact'].low:.0f} to {one['exact'].high:.0f})"
+        for one in (exact, own)
     )
     assert f"| {costs.replace(') |', '); 34 ± 14 |')} |" in readme
     tens = ("dc_grpo_1.25", "token_0.1", "centered", "tis", "dc_grpo_centered")
@@ -674,7 +894,9 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
     fresh = paper_regime.fresh(runs)
     texts = []
     for arm in ("exact", "dc_grpo"):
-        one, other = (paper_regime.differences(fresh, heading)[arm] for heading in paper_regime.PRIMARY)
+        one, other = (
+            paper_regime.differences(fresh, heading)[arm] for heading in paper_regime.PRIMARY
+        )
         said = f"{one.mean:+.0f} ({one.low:.0f} to {one.high:.0f}; own {other.mean:+.0f}, "
         texts.append(f"{said}{other.low:.0f} to {other.high:.0f})")
     assert "Fresh alone: an exact engine {}, DC-GRPO {}.".format(*texts) in page
@@ -688,10 +910,14 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
         by_engine.append(f"{(low + high) / 2:+.0f} ({low:.0f} to {high:.0f})")
     assert "against all forty runs {}, held; own engine {}, not held".format(*by_engine) in page
     # Unstable, and what does not come back.
-    before = np.mean([100 * series["eval/arithmetic/avg@4"][1][0] for series in runs["exact"].values()])
+    before = np.mean(
+        [100 * series["eval/arithmetic/avg@4"][1][0] for series in runs["exact"].values()]
+    )
     ends = [np.mean(_exactly(runs[arm])) for arm in ("grpo", "grpo_shaken", "tis")]
     assert (
-        "{:.0f}% before training; at the end GRPO {:.0f}, its replicate {:.0f}, TIS {:.0f}%".format(before, *ends)
+        "{:.0f}% before training; at the end GRPO {:.0f}, its replicate {:.0f}, TIS {:.0f}%".format(
+            before, *ends
+        )
         in page
     )
     returned = []
@@ -723,7 +949,8 @@ def test_what_could_have_been_seen_is_what_the_spread_of_the_kept_runs_gives():
     long, late = (read(_KEPT / f"{name}.jsonl.gz") for name in ("long_completions", "paper_regime"))
     int3 = parted(read(_KEPT / "regimes.jsonl.gz"), "int3", {})
     calm, three, collapsing = (
-        np.std(_exactly(runs["grpo"]) + _exactly(runs["grpo_shaken"]), ddof=1) for runs in (long, int3, late)
+        np.std(_exactly(runs["grpo"]) + _exactly(runs["grpo_shaken"]), ddof=1)
+        for runs in (long, int3, late)
     )
     ours = np.std(_exactly(late["dc_grpo"]), ddof=1)
     seen = (
@@ -734,7 +961,10 @@ def test_what_could_have_been_seen_is_what_the_spread_of_the_kept_runs_gives():
     page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
     assert f"differ by {calm:.0f} to {collapsing:.0f} points" in page
     assert f"differ by {calm:.0f} to {collapsing:.0f} points" in readme
-    said = "80% power begins at {:.0f} where GRPO is calm, {:.0f} in late collapse, {:.0f} against 3-bit"
+    said = (
+        "80% power begins at {:.0f} where GRPO is calm, {:.0f} in late collapse, {:.0f} "
+        "against 3-bit"
+    )
     assert said.format(*seen) in page, seen
 
 
@@ -743,12 +973,19 @@ def test_what_the_pages_say_is_harmless_is_what_the_kept_runs_did():
     demo = read_kept_metrics(_KEPT / "methods.jsonl.gz", None)
     paired = {}
     for arm in ("dc_grpo", "dual_grpo"):
-        ends = [[100 * held_out(demo[name][seed])[1][-1] for seed in range(5)] for name in (arm, "grpo")]
+        ends = [
+            [100 * held_out(demo[name][seed])[1][-1] for seed in range(5)] for name in (arm, "grpo")
+        ]
         change = [ours - theirs for ours, theirs in zip(*ends, strict=True)]
         paired[arm] = f"{np.mean(change):.1f} ± {t_half_width(change):.1f}"
-    assert f"the demo's task ({paired['dc_grpo']} points, five seeds; at lambda 1 {paired['dual_grpo']})" in page
+    assert (
+        f"the demo's task ({paired['dc_grpo']} points, five seeds; at lambda 1 "
+        f"{paired['dual_grpo']})" in page
+    )
     assert f"the demo's task ({paired['dc_grpo']})" in readme
-    short = measure_doses({arm: runs for arm, runs in _kept("dose_response").items() if runs}, "grpo")
+    short = measure_doses(
+        {arm: runs for arm, runs in _kept("dose_response").items() if runs}, "grpo"
+    )
     thirty = short["held_out"]["token_1"][1]
     assert (round(thirty.mean, 2), round(thirty.half_width), len(thirty.values)) == (0, 4, 10)
     calm = paper_regime.read_kept("paper_regime_calm")
@@ -761,17 +998,27 @@ def test_what_the_pages_say_is_harmless_is_what_the_kept_runs_did():
 
 
 def test_what_the_page_says_of_other_readings_is_what_the_kept_runs_did():
-    """Five runs each: `paper_regime_readings` beside the main study's GRPO, `paper_regime_calm` beside its own."""
+    """Five runs each: `paper_regime_readings` beside the main study's GRPO, `paper_regime_calm`
+    beside its own.
+    """
     page = " ".join((_ROOT / "research" / "paper_regime.md").read_text().split())
     late, calm = (paper_regime.read_kept(f"paper_regime_{name}") for name in ("readings", "calm"))
     ends = [{arm: len(seeds) for arm, seeds in ended(runs).items()} for runs in (late, calm)]
     arms = ("threshold", "less_batch_mean", "completion_mean", "charge_verl")
-    texts = ("charge above c alone", "less its batch's mean", "a completion's mean", "verl's defaults")
+    texts = (
+        "charge above c alone",
+        "less its batch's mean",
+        "a completion's mean",
+        "verl's defaults",
+    )
     for arm, text in zip(arms, texts, strict=True):
         assert len(late[arm]) == len(calm[arm]) == 5
         assert f"{text} {ends[0][arm]} and {ends[1][arm]}" in page, arm
     assert len(calm["charge_centered"]) == 5
-    said = f"with score centering {ends[1]['charge_centered']} of the latter (the token's: {ends[1]['token_1']})"
+    said = (
+        f"with score centering {ends[1]['charge_centered']} of the latter (the token's: "
+        f"{ends[1]['token_1']})"
+    )
     five = [[ends[1][arm], 5 - ends[1][arm]] for arm in ("charge_centered", "token_1")]
     assert said in page and round(fisher_exact(five).pvalue, 2) == 0.05  # the rule's difference
     found = paper_regime.differences(late, paper_regime.EXACTLY)
@@ -779,7 +1026,9 @@ def test_what_the_page_says_of_other_readings_is_what_the_kept_runs_did():
 
 
 def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
-    """Geometric means over 16 batches of |charge| / |advantages| at lambda 0.1, the mean over completions."""
+    """Geometric means over 16 batches of |charge| / |advantages| at lambda 0.1, the mean over
+    completions.
+    """
     kept = json.loads((_KEPT / "charge_in_a_real_model.json").read_text())
     assert {engine: len(batches) for engine, batches in kept.items()} == dict.fromkeys(ENGINES, 16)
     ratios = {}
@@ -789,12 +1038,21 @@ def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
             ratios[engine, mean] = 100 * math.exp(np.mean(np.log(each)))
     bf16, cache, int8 = (ratios[engine, MEANS[0]] for engine in ENGINES)
     page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
-    assert f"{bf16:.2g}% of the advantages' (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% (INT8)" in page
+    assert (
+        f"{bf16:.2g}% of the advantages' (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% "
+        "(INT8)" in page
+    )
     norms = json.loads((_KEPT / "charge_gradients.json").read_text())["token_1"][0]
     toy = 100 * 0.1 * norms["charge"] / norms["advantage"]
     both = f"{toy:.0f}% of the advantages' in the small policy, "
-    assert f"gradient is {both}{min(ratios.values()):.1f} to {max(ratios.values()):.1f}% in SmolLM2" in readme
-    assert f"{toy:.0f}% of the advantages' in our policy's first step; in untrained SmolLM2-135M {bf16:.2g}%" in page
+    assert (
+        f"gradient is {both}{min(ratios.values()):.1f} to {max(ratios.values()):.1f}% in SmolLM2"
+        in readme
+    )
+    assert (
+        f"{toy:.0f}% of the advantages' in our policy's first step; in untrained SmolLM2-135M "
+        f"{bf16:.2g}%" in page
+    )
     assert f"{0.1 * toy / max(ratios.values()):.1f} to {0.1 * toy / bf16:.0f} there" in page
     assert f"{toy / max(ratios.values()):.0f} to {toy / bf16:.0f} times smaller" in page
 
@@ -807,7 +1065,10 @@ def _exactly(runs):
 def test_the_probe_names_no_false_defect_in_the_kept_recordings():
     *_, last = (_KEPT / "causes.txt").read_text().splitlines()
     assert last == "329 recordings, false defects 0 (0.0%)."
-    assert "329 recordings with known causes the columns name no false defect" in (_ROOT / "docs/probe.md").read_text()
+    assert (
+        "329 recordings with known causes the columns name no false defect"
+        in (_ROOT / "docs/probe.md").read_text()
+    )
     assert "**329 recordings, no false defect.**" in (_ROOT / "research" / "causes.md").read_text()
 
 
@@ -818,7 +1079,10 @@ def test_what_countdowns_page_says_is_what_the_kept_runs_did():
     over = ended(found["stale64"])
     assert (len(over["grpo"]), len(over["centered"])) == (2, 2)
     stale = {
-        arm: [round(100 * float(series["evaluation/small_held_out/avg@8"][1][-1])) for series in runs.values()]
+        arm: [
+            round(100 * float(series["evaluation/small_held_out/avg@8"][1][-1]))
+            for series in runs.values()
+        ]
         for arm, runs in found["stale64"].items()
     }
     assert stale["dc_grpo"] == stale["dc_logit"] == [0, 0, 0]
@@ -830,7 +1094,9 @@ def test_what_countdowns_page_says_is_what_the_kept_runs_did():
         ("tis_centered", "({}, {}, {}%)"),
     ):
         assert said.format(*stale[arm]) in page
-    assert [sum(score > 20 for score in stale[arm]) for arm in ("tis", "icepop", "tis_centered")] == [2, 2, 2]
+    assert [
+        sum(score > 20 for score in stale[arm]) for arm in ("tis", "icepop", "tis_centered")
+    ] == [2, 2, 2]
 
 
 def _of_long(rewards, **values):
@@ -839,13 +1105,17 @@ def _of_long(rewards, **values):
     series = {"reward/mean": (steps, np.repeat(rewards, (28, 4)))}
     names = ("discrepancy/mean", "displacement/abs_mean", "displacement/abs_p95", "policy/entropy")
     series |= {name: (steps, np.full(32, values.get(name.split("/")[1], 0.5))) for name in names}
-    return series | {name: (np.array([32]), np.array([rewards[1]])) for name in ("eval/arithmetic/avg@4",)}
+    return series | {
+        name: (np.array([32]), np.array([rewards[1]])) for name in ("eval/arithmetic/avg@4",)
+    }
 
 
 def test_the_table_of_long_completions_by_hand():
-    """Late reward: (12 x 0.8 + 4 x r) / 16. GRPO's best step has a mean of 0.8: below 0.4 at the end a run has ended.
+    """Late reward: (12 x 0.8 + 4 x r) / 16. GRPO's best step has a mean of 0.8: below 0.4 at the
+    end a run has ended.
 
-    By half of GRPO's of its own seed, 0.4 and 0.15, neither GRPO's second run nor the token's would have.
+    By half of GRPO's of its own seed, 0.4 and 0.15, neither GRPO's second run nor the token's would
+    have.
     """
     runs = {
         "grpo": {0: _of_long((0.8, 0.8)), 1: _of_long((0.8, 0.3))},
@@ -858,7 +1128,10 @@ def test_the_table_of_long_completions_by_hand():
     assert float(row.split("|")[4].split("±")[0]) == pytest.approx(mean, rel=5e-3)
     p, held = claims(runs)
     t = mean / (abs(first - second) / 2)
-    assert p["reward", "token"] == pytest.approx(1 - 2 / math.pi * math.atan(abs(t)), rel=1e-6) and not held
+    assert (
+        p["reward", "token"] == pytest.approx(1 - 2 / math.pi * math.atan(abs(t)), rel=1e-6)
+        and not held
+    )
 
 
 def test_a_pooled_difference_by_hand():
@@ -867,29 +1140,48 @@ def test_a_pooled_difference_by_hand():
     def scored(*scores):
         at = np.array([32])
         return {
-            s: _of_long((0.8, 0.8)) | {"evaluation/arithmetic/avg@4": (at, np.array([x]))} for s, x in enumerate(scores)
+            s: _of_long((0.8, 0.8)) | {"evaluation/arithmetic/avg@4": (at, np.array([x]))}
+            for s, x in enumerate(scores)
         }
 
     runs = {"grpo": scored(0.4, 0.6), "grpo_shaken": scored(0.5), "arm": scored(0.6, 0.8)}
     mean, half, p = pooled(runs, "held-out, exact engine, %", "arm")
     square, freedom = 100 + 100 / 3, (100 + 100 / 3) ** 2 / (100**2 / 1 + (100 / 3) ** 2 / 2)
-    assert mean == pytest.approx(20) and half == pytest.approx(student_t.ppf(0.975, freedom) * math.sqrt(square))
+    assert mean == pytest.approx(20) and half == pytest.approx(
+        student_t.ppf(0.975, freedom) * math.sqrt(square)
+    )
     assert p == pytest.approx(2 * student_t.sf(20 / math.sqrt(square), freedom))
 
 
 def test_the_losses_of_regimes_by_hand():
-    """Exact less GRPO of each seed: 30 and 10 points against `int3`, their mean 20, half width t(1) x 10."""
+    """Exact less GRPO of each seed: 30 and 10 points against `int3`, their mean 20, half width t(1)
+    x 10.
+    """
 
     def scored(score):
         series = _of_long((0.8, 0.8))
         return series | {"evaluation/arithmetic/avg@4": (np.array([32]), np.array([score]))}
 
-    long = {"grpo": {0: scored(0.7), 1: scored(0.9)}, "exact": {s: scored(x) for s, x in enumerate((0.8, 0.9, 0.1))}}
-    kept = {"int3": {0: scored(0.5), 1: scored(0.8)}, "int3_tis": {0: scored(0.4)}, "int3_shaken": {0: scored(0.5)}}
+    long = {
+        "grpo": {0: scored(0.7), 1: scored(0.9)},
+        "exact": {s: scored(x) for s, x in enumerate((0.8, 0.9, 0.1))},
+    }
+    kept = {
+        "int3": {0: scored(0.5), 1: scored(0.8)},
+        "int3_tis": {0: scored(0.4)},
+        "int3_shaken": {0: scored(0.5)},
+    }
     found = regimes(long, kept)
-    assert {name: sorted(runs["exact"]) for name, runs in found.items()} == {"int4": [0, 1, 2], "int3": [0, 1]}
+    assert {name: sorted(runs["exact"]) for name, runs in found.items()} == {
+        "int4": [0, 1, 2],
+        "int3": [0, 1],
+    }
     row = lost(found).splitlines()[3].split("|")
-    assert row[1:3] == [" `int3` ", " 2 "] and row[3].startswith(" 65 ") and row[4].startswith(" +20 ± 1.3e+02 ")
+    assert (
+        row[1:3] == [" `int3` ", " 2 "]
+        and row[3].startswith(" 65 ")
+        and row[4].startswith(" +20 ± 1.3e+02 ")
+    )
     assert float(row[5]) == pytest.approx(1 - 2 / math.pi * math.atan(2), abs=0.005)
     arms = parted(kept, "int3", long["exact"])
     assert set(arms) == {"grpo", "tis", "grpo_shaken", "exact"} and 2 not in arms["exact"]
@@ -912,16 +1204,26 @@ def test_what_holds_counts_the_differences_of_every_table():
 def test_a_picture_is_of_one_thing():
     """A figure that takes another's name would take its place on the other's page."""
     said = {}
-    for page in (_ROOT / "README.md", *(_ROOT / "docs").glob("*.md"), *(_ROOT / "research").glob("*.md")):
+    for page in (
+        _ROOT / "README.md",
+        *(_ROOT / "docs").glob("*.md"),
+        *(_ROOT / "research").glob("*.md"),
+    ):
         for text, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
             said.setdefault(Path(path).name, set()).add(text)
-    assert {name for name, texts in said.items() if len(texts) > 1} == set() and "smollm2.png" in said
+    assert {
+        name for name, texts in said.items() if len(texts) > 1
+    } == set() and "smollm2.png" in said
 
 
 def test_k3_of_4_bits_with_one_scale_over_that_of_groups():
     table = (_ROOT / "research" / "tables" / "frozen.txt").read_text()
     k3 = {
-        name: float(value) for name, value in re.findall(r"^\| `local:(\w+)` \| ([\d.e-]+) ± [\d.e-]+ \|", table, re.M)
+        name: float(value)
+        for name, value in re.findall(r"^\| `local:(\w+)` \| ([\d.e-]+) ± [\d.e-]+ \|", table, re.M)
     }
-    said = f"{k3['int4'] / k3['nvfp4']:.1f} times NVFP4's, {k3['int4'] / k3['mxfp4']:.1f} times MXFP4's"
+    said = (
+        f"{k3['int4'] / k3['nvfp4']:.1f} times NVFP4's, {k3['int4'] / k3['mxfp4']:.1f} times "
+        "MXFP4's"
+    )
     assert f"k3 on frozen SmolLM2: {said}" in " ".join(_PAGE.read_text().split())

@@ -1,4 +1,6 @@
-"""A run that stands in two kept studies is named on a page; a copy is found whatever it is called."""
+"""A run that stands in two kept studies is named on a page; a copy is found whatever it is
+called.
+"""
 
 import numpy as np
 
@@ -23,7 +25,8 @@ def test_a_copy_is_found_in_another_study_and_under_another_seed_and_equal_arms_
     original, other = _run(0.25), _run(0.5)
     studies = {
         "old": {"grpo": {0: original, 1: other}},
-        # The same run, longer names and its seed changed; and an arm that differs from another later on.
+        # The same run, longer names and its seed changed; and an arm that differs from another
+        # later on.
         "new": {"baseline": {7: original}, "grpo": {3: _run(0.75)}, "shaken": {3: _run(0.75)}},
     }
     pairs = repeated.repeated_runs(studies)
@@ -35,7 +38,10 @@ def test_a_copy_is_found_in_another_study_and_under_another_seed_and_equal_arms_
 def test_a_run_that_differs_in_one_bit_of_its_first_steps_is_another():
     changed = _run(0.25)
     changed["discrepancy/mean"][1][7] = np.nextafter(1e-3, 1)
-    assert repeated.repeated_runs({"old": {"grpo": {0: _run(0.25)}}, "new": {"grpo": {0: changed}}}) == []
+    assert (
+        repeated.repeated_runs({"old": {"grpo": {0: _run(0.25)}}, "new": {"grpo": {0: changed}}})
+        == []
+    )
 
 
 def test_every_run_of_two_kept_studies_is_named_on_the_page():
@@ -50,8 +56,12 @@ def test_late_collapse_says_how_many_of_its_runs_were_known_and_what_the_others_
     known = paper_regime.known_runs()
     # Ten of GRPO and of the exact engine, five of the replicate, TIS and score centering.
     assert {arm: len(seeds) for arm, seeds in known.items()} == {
-        "grpo": 10, "exact": 10, "grpo_shaken": 5, "tis": 5, "centered": 5,
-    }  # fmt: skip
+        "grpo": 10,
+        "exact": 10,
+        "grpo_shaken": 5,
+        "tis": 5,
+        "centered": 5,
+    }
     total = sum(len(seeds) for seeds in runs.values())
     assert f"{sum(map(len, known.values()))} of its {total} runs" in page
     fresh = paper_regime.fresh(runs)

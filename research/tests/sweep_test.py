@@ -50,7 +50,9 @@ def made(monkeypatch):
 
 def _config(section=None, **changes):
     config = Config()
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **changes)})
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **changes)}
+    )
 
 
 def test_another_charge_makes_a_step_and_another_engine_closes_the_last(made):
@@ -93,14 +95,16 @@ _LIKE = """    small = {
 
 @pytest.mark.long
 def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tmp_path):
-    """The third line of the program counts how often a step was made: once, for all runs are of one kind."""
+    """The third line of the program counts how often a step was made: once, for all runs are of one
+    kind.
+    """
     study, kept, out = tmp_path / "like.py", tmp_path / "kept.jsonl.gz", tmp_path / "out"
     study.write_text(_HEAD + _LIKE)
     program = (
-        "import sys; from dcmdp_jax.training import build\n"
-        "made, make = [], build.make_train_step\n"
-        "build.make_train_step = lambda *parts: made.append(1) or make(*parts)\n"
-        "from research import sweep; code = sweep.main(sys.argv); print('made', len(made)); sys.exit(code)"
+        "import sys; from dcmdp_jax.training import build\nmade, make = [], "
+        "build.make_train_step\nbuild.make_train_step = lambda *parts: made.append(1) or "
+        "make(*parts)\nfrom research import sweep; code = sweep.main(sys.argv); print('made', "
+        "len(made)); sys.exit(code)"
     )
     words = [f"--study={study}", f"--out={out}", f"--kept={kept}"]
 
@@ -125,10 +129,21 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
     command = [sys.executable, "-m", "bin.train", *arguments, f"--config.run_dir={alone}"]
     assert subprocess.run(command, capture_output=True, timeout=HANGS_S).returncode == 0
     series = read_metrics(alone)
-    words = ["evaluate", str(alone), *load_study(str(study)).evaluation, "--out", str(tmp_path / "scores.json")]
-    assert subprocess.run([sys.executable, "-m", "dcmdp_jax", *words], timeout=HANGS_S).returncode == 0
+    words = [
+        "evaluate",
+        str(alone),
+        *load_study(str(study)).evaluation,
+        "--out",
+        str(tmp_path / "scores.json"),
+    ]
+    assert (
+        subprocess.run([sys.executable, "-m", "dcmdp_jax", *words], timeout=HANGS_S).returncode == 0
+    )
     score = json.loads((tmp_path / "scores.json").read_text())["tasks"]["arithmetic"]["average"]
-    series["evaluation/arithmetic/avg@3"] = np.array([series["reward/mean"][0][-1]]), np.array([score])
+    series["evaluation/arithmetic/avg@3"] = (
+        np.array([series["reward/mean"][0][-1]]),
+        np.array([score]),
+    )
     for name, (steps, values) in everything["high"][4].items():
         assert series[name][0].tolist() == steps.tolist()
         np.testing.assert_allclose(series[name][1], values, rtol=1e-8)
@@ -141,18 +156,38 @@ def _refused(*words):
 
 
 def test_kept_runs_of_another_arm_are_refused_before_the_first_run(tmp_path, monkeypatch):
-    """Runs of eta 50 under the name of an arm of eta 25: it would go on as one arm. And a step that is missing."""
+    """Runs of eta 50 under the name of an arm of eta 25: it would go on as one arm. And a step that
+    is missing.
+    """
     monkeypatch.setattr(sweep, "run_in_one_process", lambda *_: pytest.fail("a run began"))
-    kept, words = tmp_path / "kept.jsonl.gz", "--study=configs/studies/ablation_dual_learning_rate.py"
+    kept, words = (
+        tmp_path / "kept.jsonl.gz",
+        "--study=configs/studies/ablation_dual_learning_rate.py",
+    )
     steps, delta, lambdas = np.arange(1, 41), np.linspace(0.001, 0.002, 40), [0.1]
     for each in delta[:-1]:
-        lambdas.append(float(np.clip(np.float32(lambdas[-1]) + np.float32(50) * np.float32(each - 0.0012), 0, 1)))
-    columns = {"dual/multiplier": lambdas, "discrepancy/mean": delta, "dual/tolerance": np.full(40, 0.0012)}
+        lambdas.append(
+            float(
+                np.clip(np.float32(lambdas[-1]) + np.float32(50) * np.float32(each - 0.0012), 0, 1)
+            )
+        )
+    columns = {
+        "dual/multiplier": lambdas,
+        "discrepancy/mean": delta,
+        "dual/tolerance": np.full(40, 0.0012),
+    }
     of_50 = {0: {name: (steps, np.array(values)) for name, values in columns.items()}}
     write_kept_metrics(kept, {"0.5": of_50})
     said = _refused(words, f"--kept={kept}", f"--out={tmp_path}/out")
-    assert said.startswith(f"--kept: {kept}: arm '0.5', seed 0: lambda is ") and "rename one" in said
-    gap = {name: (np.delete(at, 6), np.delete(values, 6)) for name, (at, values) in of_50[0].items()}
+    assert (
+        said.startswith(f"--kept: {kept}: arm '0.5', seed 0: lambda is ") and "rename one" in said
+    )
+    gap = {
+        name: (np.delete(at, 6), np.delete(values, 6)) for name, (at, values) in of_50[0].items()
+    }
     write_kept_metrics(kept, {"1.0": {0: gap}})
     said = _refused(words, f"--kept={kept}", f"--out={tmp_path}/out")
-    assert said == f"--kept: {kept}: arm '1.0', seed 0: dual/multiplier has no step 7 of 40; a replay needs every step"
+    assert (
+        said == f"--kept: {kept}: arm '1.0', seed 0: dual/multiplier has no step 7 of 40; a replay "
+        "needs every step"
+    )

@@ -1,4 +1,6 @@
-"""The tables behind docs/theory.md: the direction of the token's charge, and two steps with a way out."""
+"""The tables behind docs/theory.md: the direction of the token's charge, and two steps with a way
+out.
+"""
 
 from pathlib import Path
 
@@ -43,10 +45,13 @@ def test_the_expected_update_is_the_mean_of_the_sampled_ones(charge, group_size)
 
 
 def test_the_update_by_hand():
-    # theta = phi = 0: x = y = 1/2; d = ln 3: z = 3/4, delta = 1/4. g = 0, lambda = 2, G = 8, b = 7/8.
+    # theta = phi = 0: x = y = 1/2; d = ln 3: z = 3/4, delta = 1/4. g = 0, lambda = 2, G = 8, b =
+    # 7/8.
     start = TwoSteps(shift=np.log(3))
     assert expected_update(start, "token", 2.0) == pytest.approx((0, 0.5 * 0.5 * 0.25 * -0.5))
-    assert expected_update(start, "sequence", 2.0) == pytest.approx((0.5 * 0.25 * 0.25, 0.5 * 0.5 * 0.25 * -0.25))
+    assert expected_update(start, "sequence", 2.0) == pytest.approx(
+        (0.5 * 0.25 * 0.25, 0.5 * 0.5 * 0.25 * -0.25)
+    )
     assert expected_update(start, "reward", 2.0) == pytest.approx((7 / 8 / 32, -7 / 8 * 0.25 / 32))
     assert expected_update(start, "state", 2.0) == (0, 0)
 
@@ -62,7 +67,9 @@ def test_lambda_has_no_scale_inside_a_normalized_reward():
 def test_one_state_is_sure_enough_for_any_mean_delta_and_for_no_displacement():
     d, c = 0.7, 1e-4
     phi = np.log((1 - np.exp(-d)) / c) + np.array([0.0, 1.0, 3.0])
-    pairs = [[log_expit(s * logit) for s in (1, -1)] for logit in (phi, phi + d)]  # log-probs of both actions
+    pairs = [
+        [log_expit(s * logit) for s in (1, -1)] for logit in (phi, phi + d)
+    ]  # log-probs of both actions
     p, q = (np.float32(x) for x in pairs)
     mean = lambda measure: (np.exp(q) * token_discrepancy(p, q, measure=measure)).sum(axis=0)  # noqa: E731
     assert (np.asarray(mean("diff")) <= c * 1.001).all()
@@ -73,38 +80,57 @@ def test_only_a_budget_on_the_displacement_changes_it():
     reward, delta, eps, tail = (
         budget_path(SURE_START, measure, budget, c, rate=rate, steps=4000)
         for measure, budget, c, rate in (
-            ("diff", "mean", 0.0, 0.0), ("diff", "mean", 0.0058, 0.5), ("logit", "mean", 0.125, 0.05),
+            ("diff", "mean", 0.0, 0.0),
+            ("diff", "mean", 0.0058, 0.5),
+            ("logit", "mean", 0.125, 0.05),
             ("logit", "p95", 0.5, 0.01),
         )
-    )  # fmt: skip
-    # x = 1/2 and d = 1: |eps| is 1/4 a token; delta is sigma(3.5) - sigma(2.5) = 0.970688 - 0.924142 on a quarter.
+    )
+    # x = 1/2 and d = 1: |eps| is 1/4 a token; delta is sigma(3.5) - sigma(2.5) = 0.970688 -
+    # 0.924142 on a quarter.
     assert reward[0, 3:] == pytest.approx((0.046546 / 4, 0.25), rel=1e-4)
-    assert delta[0, 3] > 0.0058 > 10 * delta[-1, 3] and delta[-1, 0] == 0  # met, and lambda is 0 again
-    np.testing.assert_allclose(delta[-1, 3:], reward[-1, 3:], rtol=0.02)  # as without a budget: |eps| near d / 2
+    assert (
+        delta[0, 3] > 0.0058 > 10 * delta[-1, 3] and delta[-1, 0] == 0
+    )  # met, and lambda is 0 again
+    np.testing.assert_allclose(
+        delta[-1, 3:], reward[-1, 3:], rtol=0.02
+    )  # as without a budget: |eps| near d / 2
     assert delta[-1, 4] > 0.49
     for path, clean in ((eps, 1 - 2 * 0.125), (tail, 0.9)):
         assert path[2000:, 1].mean() == pytest.approx(clean, abs=0.01)
         assert path[2000:, 0].mean() == pytest.approx(2 * SURE_START.price, rel=0.15)
-    # One step by hand from lambda 0: V = 0.45 + 0.970688 / 2 = 0.935344 and d theta = 1/8 (0.9 - 0.970688).
+    # One step by hand from lambda 0: V = 0.45 + 0.970688 / 2 = 0.935344 and d theta = 1/8 (0.9 -
+    # 0.970688).
     assert expit(0.125 * (0.9 - 0.970688)) == pytest.approx(eps[1, 1], rel=1e-5)
-    assert float(dual_update(0.0, 0.25, tolerance=0.125, learning_rate=0.05)) == pytest.approx(eps[1, 0])
+    assert float(dual_update(0.0, 0.25, tolerance=0.125, learning_rate=0.05)) == pytest.approx(
+        eps[1, 0]
+    )
 
 
 @pytest.mark.parametrize("charge", CHARGES)
 def test_simulated_runs_end_where_the_expected_path_does(charge):
     options = {"steps": 200, "size": 0.25}
-    ends = simulated_paths(_START, charge, 3.0, runs=2000, prompts=16, rng=np.random.default_rng(1), **options)
+    ends = simulated_paths(
+        _START, charge, 3.0, runs=2000, prompts=16, rng=np.random.default_rng(1), **options
+    )
     expected = expected_path(_START, charge, 3.0, **options)[-1]
     error = ends.std(axis=0, ddof=1) / np.sqrt(len(ends))
-    # Five standard errors, and 1% of the largest move for what curvature makes of the noise in a path.
+    # Five standard errors, and 1% of the largest move for what curvature makes of the noise in a
+    # path.
     assert np.all(np.abs(ends.mean(axis=0) - expected) <= 5 * error + 0.01)
 
 
 def test_the_closed_form_is_the_path_of_small_steps_while_delta_stays():
-    # d = 0.001: phi hardly moves, and lambda = 5000 makes up for the small delta. Summed size 100, b = 7/8.
+    # d = 0.001: phi hardly moves, and lambda = 5000 makes up for the small delta. Summed size 100,
+    # b = 7/8.
     start = TwoSteps(theta=-1.0, shift=0.001, price=0.05)
     half = 2500 * start.discrepancy
-    pushes = {"sequence": half - 0.04375, "reward": 0.875 * (half - 0.05), "token": -0.04375, "state": -0.04375}
+    pushes = {
+        "sequence": half - 0.04375,
+        "reward": 0.875 * (half - 0.05),
+        "token": -0.04375,
+        "state": -0.04375,
+    }
     for charge, push in pushes.items():
         end = expected_path(start, charge, 5000.0, steps=20_000, size=0.005)[-1, 0]
         assert end + np.sinh(end) == pytest.approx(-1 + np.sinh(-1) + push * 100 / 4, abs=4e-3)
@@ -118,7 +144,9 @@ def test_a_policy_takes_the_way_out_above_the_least_multiplier_and_not_below():
             assert expected_update(_START, charge, 1e6)[0] < 0
         else:
             assert (
-                expected_update(_START, charge, 0.99 * least)[0] < 0 < expected_update(_START, charge, 1.01 * least)[0]
+                expected_update(_START, charge, 0.99 * least)[0]
+                < 0
+                < expected_update(_START, charge, 1.01 * least)[0]
             )
 
 
@@ -141,7 +169,9 @@ def test_the_direction_is_the_mean_of_the_scores_of_sampled_actions():
     drawn = rng.choice(len(policy), size=400_000, p=engine)
     scores = -np.abs(policy - engine)[drawn, None] * (np.eye(len(policy))[drawn] - policy)
     np.testing.assert_allclose(
-        scores.mean(axis=0), charge_direction(policy, engine), atol=5 * scores.std(axis=0).max() / np.sqrt(len(drawn))
+        scores.mean(axis=0),
+        charge_direction(policy, engine),
+        atol=5 * scores.std(axis=0).max() / np.sqrt(len(drawn)),
     )
 
 
@@ -155,7 +185,9 @@ def test_the_slope_is_that_of_finite_differences(follows):
         q = softmax(logits + shift + step * direction * follows, axis=-1)
         return np.sum(q * np.abs(p - q), axis=-1)
 
-    found = discrepancy_slope(softmax(logits, axis=-1), softmax(logits + shift, axis=-1), direction, follows=follows)
+    found = discrepancy_slope(
+        softmax(logits, axis=-1), softmax(logits + shift, axis=-1), direction, follows=follows
+    )
     np.testing.assert_allclose(found, (discrepancy(1e-6) - discrepancy(-1e-6)) / 2e-6, atol=1e-8)
 
 
@@ -164,10 +196,14 @@ def test_with_two_actions_and_an_engine_that_stays_the_policy_never_moves_toward
         policy, engine = random_states(noise, states=10_000, actions=2)
         direction = charge_direction(policy, engine)
         y, x = policy[:, 0], engine[:, 0]
-        # By hand: 2 |y - x| y (1 - y) times the distance is what p moves away by; D = |y - x| grows by as much.
+        # By hand: 2 |y - x| y (1 - y) times the distance is what p moves away by; D = |y - x| grows
+        # by as much.
         expected = 2 * np.abs(y - x) * y * (1 - y) * np.abs(x - y)
         np.testing.assert_allclose(
-            discrepancy_slope(policy, engine, direction, follows=False), expected, rtol=1e-9, atol=1e-15
+            discrepancy_slope(policy, engine, direction, follows=False),
+            expected,
+            rtol=1e-9,
+            atol=1e-15,
         )
 
 
@@ -175,13 +211,18 @@ def test_the_page_has_the_shares_of_its_states():
     def shares(charges, *, follows, actions=(2, 8)):
         found = [
             falling_share(noise, follows=follows, actions=count, charge=charge)
-            for charge in charges for count in actions for noise in (0.1, 1.0)
-        ]  # fmt: skip
+            for charge in charges
+            for count in actions
+            for noise in (0.1, 1.0)
+        ]
         return round(100 * min(found)), round(100 * max(found))
 
     eight, loss = {"charges": ("token",), "actions": (8,)}, ("state_delta", "state_tv", "state_kl")
     low, high = shares(**eight, follows=False)
-    assert f"With eight actions the charge lowers D in {low} to {high}% of 4,000 random states" in _PAGE
+    assert (
+        f"With eight actions the charge lowers D in {low} to {high}% of 4,000 random states"
+        in _PAGE
+    )
     assert shares(("token",), follows=False, actions=(2,)) == (0, 0)
     low, high = shares(loss, follows=False)
     assert f"each lowers E_q[delta] in {low} to {high}% of the random states" in _PAGE
@@ -195,14 +236,20 @@ def test_the_shares_are_those_of_other_states_within_chance():
     for noise, stays, follows in ((0.1, 0.44, 0.71), (1.0, 0.13, 0.64)):
         for share, moving in ((stays, False), (follows, True)):
             # 20,000 states: a standard error of 0.35% at most; the figures above are rounded to 1%.
-            assert falling_share(noise, follows=moving, states=20_000) == pytest.approx(share, abs=0.02)
+            assert falling_share(noise, follows=moving, states=20_000) == pytest.approx(
+                share, abs=0.02
+            )
 
 
 def test_the_gradient_of_the_discrepancy_and_a_signed_charge_do_lower_it():
     policy, engine = random_states(1.0, states=4000)
     # dD along e_k for every k is the gradient.
     gradient = np.stack(
-        [discrepancy_slope(policy, engine, unit, follows=False) for unit in np.eye(policy.shape[-1])], axis=-1
+        [
+            discrepancy_slope(policy, engine, unit, follows=False)
+            for unit in np.eye(policy.shape[-1])
+        ],
+        axis=-1,
     )
     assert np.all(discrepancy_slope(policy, engine, -gradient, follows=False) < 0)
     signed = engine * (policy - engine)

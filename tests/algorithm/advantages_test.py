@@ -11,9 +11,12 @@ ALL = np.ones(4, bool)
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_unbiased_by_default(transform):
-    # (1, 0, 0, 1): mean 0.5, std sqrt(4 * 0.25 / 3) = 0.57735, A = +-0.866; with ddof 0 it would be +-1.
+    # (1, 0, 0, 1): mean 0.5, std sqrt(4 * 0.25 / 3) = 0.57735, A = +-0.866; with ddof 0 it would be
+    # +-1.
     advantages = transform(group_advantages)(np.array([1.0, 0.0, 0.0, 1.0]), np.zeros(4, int), ALL)
-    np.testing.assert_allclose(advantages, np.array([1, -1, -1, 1]) * (0.5 / (np.sqrt(1 / 3) + 1e-6)), rtol=1e-6)
+    np.testing.assert_allclose(
+        advantages, np.array([1, -1, -1, 1]) * (0.5 / (np.sqrt(1 / 3) + 1e-6)), rtol=1e-6
+    )
     assert advantages.dtype == np.float32
 
 
@@ -26,8 +29,11 @@ def test_settings():
 
 
 def test_interleaved_groups():
-    # group 0: (3, 1) -> +-1/sqrt(2); group 3: (0, 10) the same. One group of four would give other values.
-    advantages = group_advantages(np.array([3.0, 0.0, 1.0, 10.0]), np.array([0, 3, 0, 3]), ALL, epsilon=0.0)
+    # group 0: (3, 1) -> +-1/sqrt(2); group 3: (0, 10) the same. One group of four would give other
+    # values.
+    advantages = group_advantages(
+        np.array([3.0, 0.0, 1.0, 10.0]), np.array([0, 3, 0, 3]), ALL, epsilon=0.0
+    )
     np.testing.assert_allclose(advantages, np.array([1, -1, -1, 1]) / np.sqrt(2), rtol=1e-6)
 
 
@@ -37,23 +43,29 @@ def test_all_equal_group_is_exactly_zero(reward, normalize_std):
     # Eight times 0.3 in float32 has the mean 0.29999998: (r - mean) / (std + 1e-6) would be 0.029.
     rewards, group = np.full(8, reward), np.zeros(8, int)
     for epsilon in (1e-6, 0.0):
-        advantages = group_advantages(rewards, group, np.ones(8, bool), epsilon=epsilon, normalize_std=normalize_std)
+        advantages = group_advantages(
+            rewards, group, np.ones(8, bool), epsilon=epsilon, normalize_std=normalize_std
+        )
         np.testing.assert_array_equal(advantages, np.zeros(8))
 
 
 @pytest.mark.parametrize("offset", [1e5, 1e6, 1e7, -1e7])
 def test_a_constant_added_to_rewards_changes_no_advantage(offset):
-    # (1, 0, 0): 2/3, -1/3, -1/3 over sqrt(1/3): 1.1547, -0.5774. The mean formed at 1e5 gives 1.1502.
+    # (1, 0, 0): 2/3, -1/3, -1/3 over sqrt(1/3): 1.1547, -0.5774. The mean formed at 1e5 gives
+    # 1.1502.
     for rewards in ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]):
         shifted, group = np.float32(np.add(rewards, offset)), np.zeros(len(rewards), int)
         advantages = group_advantages(shifted, group, epsilon=0.0)
-        np.testing.assert_allclose(advantages, (rewards - np.mean(rewards)) / np.std(rewards, ddof=1), rtol=1e-6)
+        np.testing.assert_allclose(
+            advantages, (rewards - np.mean(rewards)) / np.std(rewards, ddof=1), rtol=1e-6
+        )
         plain = group_advantages(shifted, group, normalize_std=False)
         np.testing.assert_allclose(plain, rewards - np.mean(rewards), rtol=1e-6)
 
 
 def test_single_valid_member_is_zero_and_invalid_ones_are_ignored():
-    # group 1 has one valid member (n - 1 = 0), group 0 lost its NaN: (2, 0) -> +-0.7071, not a mean over three.
+    # group 1 has one valid member (n - 1 = 0), group 0 lost its NaN: (2, 0) -> +-0.7071, not a mean
+    # over three.
     rewards, groups = np.array([2.0, np.nan, 0.0, 5.0, np.inf]), np.array([0, 0, 0, 1, 1])
     valid = np.array([True, False, True, True, False])
     for ddof, unit in ((1, np.sqrt(0.5)), (0, 1.0)):
@@ -67,7 +79,9 @@ def test_no_valid_member_at_all():
 
 
 def test_broken_valid_reward_is_not_hidden():
-    assert np.isnan(group_advantages(np.array([np.nan, 1.0]), np.zeros(2, int), np.ones(2, bool))).all()
+    assert np.isnan(
+        group_advantages(np.array([np.nan, 1.0]), np.zeros(2, int), np.ones(2, bool))
+    ).all()
 
 
 def test_bad_arguments_are_refused():
@@ -81,7 +95,9 @@ def test_bad_arguments_are_refused():
 
 def test_soft_overlong_punishment_by_hand():
     # T_max 20, buffer 8: free up to 12 tokens, then 1/8 a token.
-    found = overlong_penalty(np.array([0, 12, 13, 16, 20]), max_completion_tokens=20, buffer=8, penalty=0.5)
+    found = overlong_penalty(
+        np.array([0, 12, 13, 16, 20]), max_completion_tokens=20, buffer=8, penalty=0.5
+    )
     np.testing.assert_allclose(found, [0, 0, 0.0625, 0.25, 0.5])
     with pytest.raises(ValueError, match="buffer=0"):
         overlong_penalty(np.array([1]), max_completion_tokens=20, buffer=0)

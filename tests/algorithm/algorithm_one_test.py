@@ -1,4 +1,5 @@
-"""The paper's Algorithm 1 in plain float64 loops over ragged lists, against the compiled functions in every layout.
+"""The paper's Algorithm 1 in plain float64 loops over ragged lists, against the compiled functions
+in every layout.
 
 The loops below are written from the paper's equations and share no code with the package.
 """
@@ -25,7 +26,9 @@ COMPLETIONS = 6
 
 @dataclasses.dataclass
 class Ragged:
-    """Completions as lists: log-probs now, old and of the rollout engine; rewards; groups; flags."""
+    """Completions as lists: log-probs now, old and of the rollout engine; rewards; groups;
+    flags.
+    """
 
     now: list[np.ndarray]
     old: list[np.ndarray]
@@ -61,7 +64,9 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
     delta = []
     for i in range(count):
         row = []
-        for log_p, log_q in zip(data.old[i].astype(float), data.rollout[i].astype(float), strict=True):
+        for log_p, log_q in zip(
+            data.old[i].astype(float), data.rollout[i].astype(float), strict=True
+        ):
             p, q = math.exp(log_p), math.exp(log_q)
             signed = {"diff": p - q, "ratio": p / q - 1, "log": log_p - log_q}[measure]
             row.append(max(signed, 0.0) if sided == "one" else abs(signed))
@@ -71,7 +76,11 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
 
     advantage = []
     for i in range(count):
-        members = [data.rewards[j] for j in range(count) if data.groups[j] == data.groups[i] and data.valid[j]]
+        members = [
+            data.rewards[j]
+            for j in range(count)
+            if data.groups[j] == data.groups[i] and data.valid[j]
+        ]
         if not data.valid[i] or len(set(members)) == 1:
             advantage.append(0.0)
             continue
@@ -110,7 +119,9 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
 
 
 def place(data: Ragged, rows: list[list[int]], length: int) -> dict[str, np.ndarray]:
-    """Lay completions out in rows, in the order given, one garbage token (a prompt) before each; NaN elsewhere."""
+    """Lay completions out in rows, in the order given, one garbage token (a prompt) before each;
+    NaN elsewhere.
+    """
     shape = (len(rows), length)
     laid = {name: np.full(shape, np.nan, np.float32) for name in ("now", "old", "rollout")}
     laid |= {"mask": np.zeros(shape, bool), "index": np.zeros(shape, np.int32)}
@@ -143,10 +154,16 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     how = {"completion_mask": mask, "measure": measure, "sided": sided}
     delta = discrepancy.token_discrepancy(laid["old"], laid["rollout"], **how)
     if level == "sequence":
-        delta = discrepancy.sequence_discrepancy(delta, masked.CompletionIndex(mask, index, COMPLETIONS))
+        delta = discrepancy.sequence_discrepancy(
+            delta, masked.CompletionIndex(mask, index, COMPLETIONS)
+        )
     base = masked.gather_to_tokens(advantages.group_advantages(rewards, groups, valid), index)
-    shaped = PENALTIES[method](Tokens(advantages=base, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE))
-    weights, total = losses.aggregation_weights(lengths, in_loss, mode=mode, max_completion_tokens=MAX_TOKENS)
+    shaped = PENALTIES[method](
+        Tokens(advantages=base, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE)
+    )
+    weights, total = losses.aggregation_weights(
+        lengths, in_loss, mode=mode, max_completion_tokens=MAX_TOKENS
+    )
 
     def loss(now):
         token_weights = masked.gather_to_tokens(weights, index)
@@ -158,7 +175,12 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     (value, summed), gradient = jax.value_and_grad(loss, has_aux=True)(laid["now"])
     delta_sum = masked.masked_sum(delta, mask)
     multiplier = dual.dual_update(
-        MULTIPLIER, delta_sum.value(), tolerance=TOLERANCE, learning_rate=RATE, minimum=0.0, maximum=1.0
+        MULTIPLIER,
+        delta_sum.value(),
+        tolerance=TOLERANCE,
+        learning_rate=RATE,
+        minimum=0.0,
+        maximum=1.0,
     )
     return {
         "loss": value,
@@ -166,13 +188,17 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
         "gradient": gradient,
         "delta_sum": delta_sum,
         "multiplier": multiplier,
-        "completion_gradients": masked.completion_sums(gradient, masked.CompletionIndex(mask, index, COMPLETIONS)),
+        "completion_gradients": masked.completion_sums(
+            gradient, masked.CompletionIndex(mask, index, COMPLETIONS)
+        ),
     }
 
 
 def step(data: Ragged, laid: dict[str, np.ndarray], **options) -> dict:
     lengths = np.array([len(x) for x in data.old])
-    return compiled_step(laid, (data.rewards, data.groups, data.in_loss, data.valid, lengths), **options)
+    return compiled_step(
+        laid, (data.rewards, data.groups, data.in_loss, data.valid, lengths), **options
+    )
 
 
 def unpack(gradient, laid: dict[str, np.ndarray], data: Ragged) -> list[np.ndarray]:
@@ -183,9 +209,27 @@ def unpack(gradient, laid: dict[str, np.ndarray], data: Ragged) -> list[np.ndarr
 LENGTHS = st.lists(st.integers(0, MAX_TOKENS), min_size=COMPLETIONS, max_size=COMPLETIONS)
 OPTIONS = st.sampled_from(
     [
-        {"method": "dc_grpo", "mode": "seq_mean_token_mean", "measure": "diff", "sided": "two", "level": "token"},
-        {"method": "grpo", "mode": "token_mean", "measure": "diff", "sided": "two", "level": "token"},
-        {"method": "dual_grpo", "mode": "fixed_length", "measure": "log", "sided": "one", "level": "sequence"},
+        {
+            "method": "dc_grpo",
+            "mode": "seq_mean_token_mean",
+            "measure": "diff",
+            "sided": "two",
+            "level": "token",
+        },
+        {
+            "method": "grpo",
+            "mode": "token_mean",
+            "measure": "diff",
+            "sided": "two",
+            "level": "token",
+        },
+        {
+            "method": "dual_grpo",
+            "mode": "fixed_length",
+            "measure": "log",
+            "sided": "one",
+            "level": "sequence",
+        },
         {
             "method": "threshold_grpo",
             "mode": "seq_mean_token_mean",
@@ -193,9 +237,27 @@ OPTIONS = st.sampled_from(
             "sided": "two",
             "level": "token",
         },
-        {"method": "dc_grpo", "mode": "token_mean", "measure": "ratio", "sided": "one", "level": "sequence"},
-        {"method": "threshold_grpo", "mode": "fixed_length", "measure": "diff", "sided": "one", "level": "token"},
-        {"method": "dc_grpo", "mode": "fixed_length", "measure": "log", "sided": "two", "level": "token"},
+        {
+            "method": "dc_grpo",
+            "mode": "token_mean",
+            "measure": "ratio",
+            "sided": "one",
+            "level": "sequence",
+        },
+        {
+            "method": "threshold_grpo",
+            "mode": "fixed_length",
+            "measure": "diff",
+            "sided": "one",
+            "level": "token",
+        },
+        {
+            "method": "dc_grpo",
+            "mode": "fixed_length",
+            "measure": "log",
+            "sided": "two",
+            "level": "token",
+        },
     ]
 )
 
@@ -208,15 +270,25 @@ def test_every_layout_equals_the_loops(seed, lengths, equal_group, options):
     for laid in (padded(data), packed(data, seed)):
         result = step(data, laid, **options)
         np.testing.assert_allclose(result["loss"], expected["loss"], rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(result["delta_sum"].value(), expected["mean_delta"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            result["delta_sum"].value(), expected["mean_delta"], rtol=1e-5, atol=1e-7
+        )
         np.testing.assert_allclose(result["multiplier"], expected["multiplier"], rtol=1e-5)
-        for got, wanted in zip(unpack(result["gradient"], laid, data), expected["gradient"], strict=True):
+        for got, wanted in zip(
+            unpack(result["gradient"], laid, data), expected["gradient"], strict=True
+        ):
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
         # Outside the mask the gradient is exactly 0, though every input there is NaN.
         np.testing.assert_array_equal(np.asarray(result["gradient"])[~laid["mask"]], 0.0)
 
 
-PAPER = {"method": "dc_grpo", "mode": "seq_mean_token_mean", "measure": "diff", "sided": "two", "level": "token"}
+PAPER = {
+    "method": "dc_grpo",
+    "mode": "seq_mean_token_mean",
+    "measure": "diff",
+    "sided": "two",
+    "level": "token",
+}
 
 
 def test_row_order_does_not_matter():
@@ -231,14 +303,22 @@ def test_row_order_does_not_matter():
 
 @pytest.mark.parametrize("mode", ["seq_mean_token_mean", "token_mean", "fixed_length"])
 def test_micro_batches_add(mode):
-    """Each row its own micro-batch: totals and gradients add to the whole's, divided by one total."""
+    """Each row its own micro-batch: totals and gradients add to the whole's, divided by one
+    total.
+    """
     data = draw(5, [5, 8, 1, 0, 7, 3], equal_group=True)
     laid, options = packed(data, 6), PAPER | {"mode": mode}
     whole = step(data, laid, **options)
-    parts = [step(data, {name: x[r : r + 1] for name, x in laid.items()}, **options) for r in range(3)]
-    assert sum(float(p["sum"].total) for p in parts) == pytest.approx(float(whole["sum"].total), rel=1e-6)
+    parts = [
+        step(data, {name: x[r : r + 1] for name, x in laid.items()}, **options) for r in range(3)
+    ]
+    assert sum(float(p["sum"].total) for p in parts) == pytest.approx(
+        float(whole["sum"].total), rel=1e-6
+    )
     assert sum(float(p["loss"]) for p in parts) == pytest.approx(float(whole["loss"]), rel=1e-6)
-    np.testing.assert_allclose(np.concatenate([p["gradient"] for p in parts]), whole["gradient"], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate([p["gradient"] for p in parts]), whole["gradient"], rtol=1e-6
+    )
     added = functools.reduce(stats.merge, (p["delta_sum"] for p in parts))
     assert float(added.value()) == pytest.approx(float(whole["delta_sum"].value()), rel=1e-6)
     # The mean of the parts' own means is another number: rows hold different numbers of tokens.
@@ -253,7 +333,9 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
     weights, total = losses.aggregation_weights(
         np.array([len(x) for x in data.old]), data.in_loss, mode="seq_mean_token_mean"
     )
-    shaped = masked.gather_to_tokens(advantages.group_advantages(data.rewards, data.groups, data.valid), laid["index"])
+    shaped = masked.gather_to_tokens(
+        advantages.group_advantages(data.rewards, data.groups, data.valid), laid["index"]
+    )
 
     def one(row):
         token_weights = masked.gather_to_tokens(weights, row["index"])
@@ -269,18 +351,24 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
 
     rows = jax.tree.map(lambda x: jnp.asarray(x)[:, None], laid | {"advantages": shaped})
     start = stats.empty(jax.eval_shape(one, jax.tree.map(lambda x: x[0], rows)))
-    (summed, statistics), _ = jax.lax.scan(lambda carry, row: (stats.merge(carry, one(row)), None), start, rows)
+    (summed, statistics), _ = jax.lax.scan(
+        lambda carry, row: (stats.merge(carry, one(row)), None), start, rows
+    )
     expected = reference(data, **PAPER | {"method": "grpo"})
     assert float(summed.total / total) == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     kept = sum(len(x) for x, keep in zip(data.old, data.in_loss, strict=True) if keep)
     assert float(statistics["ratio_mean"].weight) == kept
 
 
-@pytest.mark.parametrize(("method", "falls"), [("dc_grpo", True), ("dual_grpo", True), ("grpo", False)])
+@pytest.mark.parametrize(
+    ("method", "falls"), [("dc_grpo", True), ("dual_grpo", True), ("grpo", False)]
+)
 def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
-    """A softmax policy over 4 tokens; the engine thinks token 2 half as likely; rewards are all equal.
+    """A softmax policy over 4 tokens; the engine thinks token 2 half as likely; rewards are all
+    equal.
 
-    Under grpo every advantage is 0 and nothing moves. Under the penalty token 2 alone has A = -lambda delta < 0.
+    Under grpo every advantage is 0 and nothing moves. Under the penalty token 2 alone has A =
+    -lambda delta < 0.
     """
     logits = jnp.array([0.5, 0.0, 0.8, -0.3])
     sampled = np.array([[0, 1, 2, 3]])
@@ -290,12 +378,19 @@ def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
     delta = discrepancy.token_discrepancy(old, rollout)
     base = advantages.group_advantages(np.array([1.0]), np.array([0]), np.array([True]))
     shaped = PENALTIES[method](
-        Tokens(advantages=masked.gather_to_tokens(base, index), discrepancy=delta, multiplier=0.1, tolerance=0.0)
+        Tokens(
+            advantages=masked.gather_to_tokens(base, index),
+            discrepancy=delta,
+            multiplier=0.1,
+            tolerance=0.0,
+        )
     )
 
     def loss(logits):
         now = jax.nn.log_softmax(logits)[sampled]
-        summed, _ = policy_surrogate(now, old, shaped, mask, np.full((1, 4), 0.25), clip_low=0.2, clip_high=0.24)
+        summed, _ = policy_surrogate(
+            now, old, shaped, mask, np.full((1, 4), 0.25), clip_low=0.2, clip_high=0.24
+        )
         return summed.total
 
     after = jax.nn.log_softmax(logits - 0.5 * jax.grad(loss)(logits))

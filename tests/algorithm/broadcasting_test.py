@@ -1,4 +1,6 @@
-"""No public function of the method broadcasts one array over another without a word: shapes are equal, or refused."""
+"""No public function of the method broadcasts one array over another without a word: shapes are
+equal, or refused.
+"""
 
 import functools
 import importlib
@@ -41,7 +43,11 @@ PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
 WHERE = {"completion_mask": MASK, "completion_index": INDEX}
 LISTS, LISTED = np.full((R, L, 3), -2.0, np.float32), np.ones((R, L, 3), bool)
 LOGPROBS = dict.fromkeys(("train_logprobs", "rollout_logprobs"), LISTS)
-HEAD = LOGPROBS | {"ids": np.zeros((R, L, 3), np.int32), "old_logprobs": LISTS, "start_logprobs": LISTS}
+HEAD = LOGPROBS | {
+    "ids": np.zeros((R, L, 3), np.int32),
+    "old_logprobs": LISTS,
+    "start_logprobs": LISTS,
+}
 GROUP = {"rewards": REWARDS, "group_ids": GROUPS, "valid": VALID}
 MEASURE = {"measure": "diff", "sided": "two"}
 ASCENT = {"learning_rate": ONE, "minimum": np.float32(0), "maximum": ONE}
@@ -61,7 +67,9 @@ def _of_completions(function, **more):
     """(call, arrays) of a function of `CompletionIndex`."""
 
     def call(completion_mask, completion_index, **arrays):
-        return function(**arrays, where=masked.CompletionIndex(completion_mask, completion_index, N))
+        return function(
+            **arrays, where=masked.CompletionIndex(completion_mask, completion_index, N)
+        )
 
     return call, WHERE | more
 
@@ -71,7 +79,11 @@ def _of_head(function):
     head = {f"head_{name}": array for name, array in HEAD.items()}
 
     def call(tokens, weights, **arrays):
-        return function(tokens, weights, distribution.Head(**{name[5:]: array for name, array in arrays.items()}))
+        return function(
+            tokens,
+            weights,
+            distribution.Head(**{name[5:]: array for name, array in arrays.items()}),
+        )
 
     return _of_tokens(call, weights=ROWS, **head)
 
@@ -82,26 +94,40 @@ def _part(function, *static, **options):
 
 CASES = {
     "stats.clamped_log_ratio": (
-        stats.clamped_log_ratio, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
+        stats.clamped_log_ratio,
+        {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
     ),
     "stats.binary_kl": (stats.binary_kl, {"x": ROWS, "y": ROWS}),
-    "stats.log_difference": (stats.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
+    "stats.log_difference": (
+        stats.log_difference,
+        {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
+    ),
     "discrepancy.token_discrepancy": (_part(discrepancy.token_discrepancy, **MEASURE), PAIR),
-    "discrepancy.sequence_discrepancy": _of_completions(discrepancy.sequence_discrepancy, discrepancy_tokens=ROWS),
+    "discrepancy.sequence_discrepancy": _of_completions(
+        discrepancy.sequence_discrepancy, discrepancy_tokens=ROWS
+    ),
     "discrepancy.completions_over_tolerance": _of_completions(
         discrepancy.completions_over_tolerance, discrepancy_tokens=ROWS, tolerance=ONE
     ),
     "discrepancy.mismatch_statistics": (discrepancy.mismatch_statistics, PAIR | {"mask": MASK}),
     "discrepancy.displacement": (discrepancy.displacement, PAIR),
-    "discrepancy.displacement_statistics": (discrepancy.displacement_statistics, PAIR | {"mask": MASK}),
-    "signals.charge_share": _of_tokens(signals.charge_share, uncharged=ROWS, token_weights=ROWS, in_loss=ROWS),
+    "discrepancy.displacement_statistics": (
+        discrepancy.displacement_statistics,
+        PAIR | {"mask": MASK},
+    ),
+    "signals.charge_share": _of_tokens(
+        signals.charge_share, uncharged=ROWS, token_weights=ROWS, in_loss=ROWS
+    ),
     "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
     "advantages.has_signal": (advantages.has_signal, GROUP),
     "masked.group_statistics": (_part(masked.group_statistics, ddof=1), GROUP),
     "masked.masked_sum": (masked.masked_sum, {"values": ROWS, "mask": MASK}),
     "masked.masked_mean": (masked.masked_mean, {"values": ROWS, "mask": MASK}),
     "masked.masked_max": (masked.masked_max, {"values": ROWS, "mask": MASK}),
-    "masked.masked_quantile": (_part(masked.masked_quantile, q=0.5), {"values": ROWS, "mask": MASK}),
+    "masked.masked_quantile": (
+        _part(masked.masked_quantile, q=0.5),
+        {"values": ROWS, "mask": MASK},
+    ),
     "masked.weighted_sum": (masked.weighted_sum, {"values": ROWS, "weights": ROWS}),
     **{
         f"masked.{name}": _of_completions(getattr(masked, name), token_values=ROWS)
@@ -116,42 +142,84 @@ CASES = {
         _part(losses.reference_kl, estimator="k3"),
         {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
     ),
-    "losses.sequence_log_ratio": _of_completions(losses.sequence_log_ratio, train_logprobs=ROWS, old_logprobs=ROWS),
-    "losses.importance_ratio": (losses.importance_ratio, {"train_logprobs": ROWS, "old_logprobs": ROWS}),
-    "trust_regions.clipped_surrogate": (trust_regions.clipped_surrogate, {"ratio": ROWS, "advantages": ROWS}),
+    "losses.sequence_log_ratio": _of_completions(
+        losses.sequence_log_ratio, train_logprobs=ROWS, old_logprobs=ROWS
+    ),
+    "losses.importance_ratio": (
+        losses.importance_ratio,
+        {"train_logprobs": ROWS, "old_logprobs": ROWS},
+    ),
+    "trust_regions.clipped_surrogate": (
+        trust_regions.clipped_surrogate,
+        {"ratio": ROWS, "advantages": ROWS},
+    ),
     "penalties.penalized_advantages": (
-        penalties.penalized_advantages, {"advantages": ROWS, "discrepancy": ROWS, "multiplier": ONE},
+        penalties.penalized_advantages,
+        {"advantages": ROWS, "discrepancy": ROWS, "multiplier": ONE},
     ),
     "dc_grpo.dc_grpo_loss": (
         dc_grpo.dc_grpo_loss,
-        PAIR | {"old_logprobs": ROWS, "completion_mask": MASK, "rewards": REWARDS[:R], "group_ids": GROUPS[:R],
-                "multiplier": ONE, "tolerance": ONE},
+        PAIR
+        | {
+            "old_logprobs": ROWS,
+            "completion_mask": MASK,
+            "rewards": REWARDS[:R],
+            "group_ids": GROUPS[:R],
+            "multiplier": ONE,
+            "tolerance": ONE,
+        },
     ),
     "losses.policy_loss": _of_tokens(losses.policy_loss, token_weights=ROWS),
     **{f"losses.{name}": _of_tokens(one) for name, one in losses.LOSSES.items()},
-    **{f"trust_regions.{name}": _of_tokens(one) for name, one in trust_regions.TRUST_REGIONS.items()},
-    **{f"penalties.{name}": _of_tokens(one) for name, one in penalties.PENALTIES.items() if name != "grpo"},
     **{
-        f"corrections.{name}": _of_tokens(_part(one, **({} if inspect.signature(one).parameters["high"].default
-           is not inspect.Parameter.empty else {"high": 1.0})) if "high" in inspect.signature(one).parameters else one)
+        f"trust_regions.{name}": _of_tokens(one)
+        for name, one in trust_regions.TRUST_REGIONS.items()
+    },
+    **{
+        f"penalties.{name}": _of_tokens(one)
+        for name, one in penalties.PENALTIES.items()
+        if name != "grpo"
+    },
+    **{
+        f"corrections.{name}": _of_tokens(
+            _part(
+                one,
+                **(
+                    {}
+                    if inspect.signature(one).parameters["high"].default
+                    is not inspect.Parameter.empty
+                    else {"high": 1.0}
+                ),
+            )
+            if "high" in inspect.signature(one).parameters
+            else one
+        )
         for name, one in corrections.CORRECTIONS.items()
     },
-    "distribution.tail_logprobs": (distribution.tail_logprobs, {"logprobs": LISTS, "present": LISTED}),
+    "distribution.tail_logprobs": (
+        distribution.tail_logprobs,
+        {"logprobs": LISTS, "present": LISTED},
+    ),
     "distribution.with_tail": (distribution.with_tail, {"logprobs": LISTS, "present": LISTED}),
     "distribution.state_measures": (distribution.state_measures, LOGPROBS | {"present": LISTED}),
     "distribution.distribution_statistics": (
-        lambda mask, **head: distribution.distribution_statistics(distribution.Head(**head), mask, MEASURE),
+        lambda mask, **head: distribution.distribution_statistics(
+            distribution.Head(**head), mask, MEASURE
+        ),
         HEAD | {"mask": MASK},
     ),
     "distribution.score_centering": _of_tokens(distribution.score_centering),
-    "distribution.centering_loss": _of_head(_part(distribution.centering_loss, loss=losses.surrogate)),
+    "distribution.centering_loss": _of_head(
+        _part(distribution.centering_loss, loss=losses.surrogate)
+    ),
     "penalties.charge_length": (
         lambda mask, **head: penalties.charge_length(distribution.Head(**head), mask, "state_tv"),
         HEAD | {"mask": MASK},
     ),
     "penalties.charge_loss": _of_head(_part(penalties.charge_loss, charge="state_tv")),
     **{
-        f"penalties.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS}) for one in penalties.STATE_CHARGES.values()
+        f"penalties.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS})
+        for one in penalties.STATE_CHARGES.values()
     },
     "corrections.chain": _of_tokens(_part(corrections.chain, corrections=[corrections.tis])),
     "corrections.statistics": (
@@ -159,22 +227,30 @@ CASES = {
         {"weights": ROWS, "keep": MASK, "mask": MASK},
     ),
     "signals.row_signals": _of_tokens(
-        _part(signals.row_signals, measure=MEASURE, level="token", penalty=penalties.dc_grpo), weights=REWARDS
+        _part(signals.row_signals, measure=MEASURE, level="token", penalty=penalties.dc_grpo),
+        weights=REWARDS,
     ),
-    "dual.dual_update": (dual.dual_update, {"multiplier": ONE, "mean_discrepancy": ONE, "tolerance": ONE} | ASCENT),
+    "dual.dual_update": (
+        dual.dual_update,
+        {"multiplier": ONE, "mean_discrepancy": ONE, "tolerance": ONE} | ASCENT,
+    ),
     "dual.measured_tolerance": (
-        dual.measured_tolerance, {"mean_discrepancies": REWARDS, "noise_floors": REWARDS},
+        dual.measured_tolerance,
+        {"mean_discrepancies": REWARDS, "noise_floors": REWARDS},
     ),
     **{
         f"stats.{kind.__name__}": (
-            lambda one, other, kind=kind: stats.merge(*(kind(*[x] * len(kind._fields)) for x in (one, other))),
+            lambda one, other, kind=kind: stats.merge(
+                *(kind(*[x] * len(kind._fields)) for x in (one, other))
+            ),
             {"one": ROWS, "other": ROWS},
         )
         for kind in (stats.Sum, stats.Mean, stats.Max, stats.Min)
     },
-}  # fmt: skip
+}
 
-# One array, numbers of Python alone, or by design another shape than the index (its own checks are in masked_test).
+# One array, numbers of Python alone, or by design another shape than the index (its own checks are
+# in masked_test).
 OTHERS = set(
     """
     distribution.require_head stats.as_float stats.clamp stats.exp_minus_linear discrepancy.log_odds
@@ -220,5 +296,9 @@ def test_every_public_function_of_arrays_is_among_them():
             continue
         found = importlib.import_module(f"dcmdp_jax.algorithm.{module.name}")
         for name, one in vars(found).items():
-            if inspect.isfunction(one) and one.__module__ == found.__name__ and not name.startswith("_"):
+            if (
+                inspect.isfunction(one)
+                and one.__module__ == found.__name__
+                and not name.startswith("_")
+            ):
                 assert name in covered, f"{module.name}.{name}"

@@ -1,4 +1,6 @@
-"""Score centering against the published formula in float64, its mean under the engine's distribution, and the drift."""
+"""Score centering against the published formula in float64, its mean under the engine's
+distribution, and the drift.
+"""
 
 import functools
 
@@ -21,7 +23,9 @@ def _log_softmax(z):
 
 
 def _problem(seed=0, noise=0.6):
-    """Logits of the trainer and the engine's log-probs, sampled tokens and advantages of `STATES` states."""
+    """Logits of the trainer and the engine's log-probs, sampled tokens and advantages of `STATES`
+    states.
+    """
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (STATES, VOCAB))
     log_q = _log_softmax(logits + rng.normal(0, noise, logits.shape))
@@ -66,25 +70,43 @@ def _gradient(logits, old, log_q, ids, sampled, advantages, chosen, loss, anchor
 
 
 def _ours(
-    logits, log_q, sampled, advantages, k, *, chosen=(), loss=surrogate, anchor="old_logprobs", old=None, level="token"
+    logits,
+    log_q,
+    sampled,
+    advantages,
+    k,
+    *,
+    chosen=(),
+    loss=surrogate,
+    anchor="old_logprobs",
+    old=None,
+    level="token",
 ):
-    """`_gradient` with the k likeliest tokens of q; `old` are the logits of the weights that made the batch."""
+    """`_gradient` with the k likeliest tokens of q; `old` are the logits of the weights that made
+    the batch.
+    """
     ids = np.argsort(-log_q, axis=-1)[:, :k].astype(np.int32)
     before = _log_softmax(logits if old is None else old)
     tables = (np.asarray(x, np.float32) for x in (logits, before, log_q))
     given = *tables, ids, np.asarray(sampled, np.int32), np.asarray(advantages, np.float32)
-    return np.asarray(_gradient(*given, chosen=chosen, loss=loss, anchor=anchor, level=level), np.float64)
+    return np.asarray(
+        _gradient(*given, chosen=chosen, loss=loss, anchor=anchor, level=level), np.float64
+    )
 
 
 def _published(logits, log_q, sampled, advantages, k, weight):
-    """-A (f(r_y) s_y - sum_H (q f(p / q) - alpha p) s) of arXiv:2609.20807 in float64, s = onehot - p."""
+    """-A (f(r_y) s_y - sum_H (q f(p / q) - alpha p) s) of arXiv:2609.20807 in float64, s = onehot -
+    p.
+    """
     p, q = np.exp(_log_softmax(logits)), np.exp(log_q)
     gradient = np.zeros_like(p)
     for t, (y, a) in enumerate(zip(sampled, advantages, strict=True)):
         head, scores = np.argsort(-q[t])[:k], np.eye(VOCAB) - p[t]
         rho = max(1 - q[t, head].sum(), 0) / max(1 - p[t, head].sum(), 1e-6)
         alpha = rho * weight(1 / rho) if rho else 0.0
-        mean = sum((q[t, j] * weight(p[t, j] / q[t, j]) - alpha * p[t, j]) * scores[j] for j in head)
+        mean = sum(
+            (q[t, j] * weight(p[t, j] / q[t, j]) - alpha * p[t, j]) * scores[j] for j in head
+        )
         gradient[t] = -a * (weight(p[t, y] / q[t, y]) * scores[y] - mean)
     return gradient
 
@@ -92,7 +114,10 @@ def _published(logits, log_q, sampled, advantages, k, weight):
 _WEIGHTS = {
     "none": ((), lambda r: 1.0),
     "tis": ((functools.partial(corrections.tis, high=1.3),), lambda r: min(r, 1.3)),
-    "icepop": ((functools.partial(corrections.icepop, low=0.7, high=1.4),), lambda r: r if 0.7 <= r <= 1.4 else 0.0),
+    "icepop": (
+        (functools.partial(corrections.icepop, low=0.7, high=1.4),),
+        lambda r: r if 0.7 <= r <= 1.4 else 0.0,
+    ),
 }
 
 
@@ -101,11 +126,15 @@ _WEIGHTS = {
 def test_the_gradient_is_that_of_the_published_formula(name, k):
     chosen, weight = _WEIGHTS[name]
     problem = _problem()
-    np.testing.assert_allclose(_ours(*problem, k, chosen=chosen), _published(*problem, k, weight), atol=1e-5)
+    np.testing.assert_allclose(
+        _ours(*problem, k, chosen=chosen), _published(*problem, k, weight), atol=1e-5
+    )
 
 
 def test_by_hand_with_two_tokens():
-    """p = (0.6, 0.4), q = (0.5, 0.5): E_q[s] = q - p = (-0.1, 0.1). Token 0, A = 2: -2 ((0.4, -0.4) - (-0.1, 0.1))."""
+    """p = (0.6, 0.4), q = (0.5, 0.5): E_q[s] = q - p = (-0.1, 0.1). Token 0, A = 2: -2 ((0.4, -0.4)
+    - (-0.1, 0.1)).
+    """
     log_p, log_q = np.log([[0.6, 0.4]] * STATES), np.log([[0.5, 0.5]] * STATES)
     found = _ours(log_p, log_q, np.zeros(STATES, int), np.full(STATES, 2.0), 2)
     np.testing.assert_allclose(found, [[-1.0, 1.0]] * STATES, atol=1e-6)
@@ -137,7 +166,9 @@ _LOSSES = {
         for name, region in TRUST_REGIONS.items()
         if name != "vespo"
     },
-    "a square": lambda tokens: (tokens.train_logprobs - tokens.rollout_logprobs) ** 2 * tokens.advantages,
+    "a square": lambda tokens: (
+        (tokens.train_logprobs - tokens.rollout_logprobs) ** 2 * tokens.advantages
+    ),
 }
 
 
@@ -145,15 +176,18 @@ _LOSSES = {
 @pytest.mark.parametrize("anchor", ["old_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("loss", _LOSSES)
 def test_of_every_loss_the_mean_score_under_the_engine_is_nothing(loss, anchor, chosen):
-    """Where A does not depend on the token nothing is to be learned, whatever the loss weighs tokens with; the old
-    policy is another one, so that trust regions bite."""
+    """Where A does not depend on the token nothing is to be learned, whatever the loss weighs
+    tokens with; the old policy is another one, so that trust regions bite.
+    """
     old = _problem()[0] + np.random.default_rng(3).normal(0, 0.4, (STATES, VOCAB))
     options = {"loss": _LOSSES[loss], "anchor": anchor, "old": old}
     assert np.abs(_mean_under_q(chosen=_WEIGHTS[chosen][0], **options)).max() < 3e-5
 
 
 def test_a_term_beside_the_advantage_is_not_centred():
-    """tau (log p / q)^2: what is left of the mean is its gradient, 2 tau sum_y q_y log(p_y / q_y) (e_y - p)."""
+    """tau (log p / q)^2: what is left of the mean is its gradient, 2 tau sum_y q_y log(p_y / q_y)
+    (e_y - p).
+    """
     logits, log_q, _, _ = _problem()
     log_p = _log_softmax(logits)
     slopes = 2 * 0.1 * np.exp(log_q) * (log_p - log_q)
@@ -163,17 +197,25 @@ def test_a_term_beside_the_advantage_is_not_centred():
 
 
 def test_of_a_completions_ratio_too():
-    """Each token's ratio is the completion's, but for its gradient; the mean of its score is taken off."""
+    """Each token's ratio is the completion's, but for its gradient; the mean of its score is taken
+    off.
+    """
     logits, log_q, sampled, advantages = _problem()
     old = logits + np.random.default_rng(3).normal(0, 0.1, logits.shape)
-    found = _ours(logits, log_q, sampled, advantages, VOCAB, old=old, level="sequence", loss=_LOSSES["drpo"])
+    found = _ours(
+        logits, log_q, sampled, advantages, VOCAB, old=old, level="sequence", loss=_LOSSES["drpo"]
+    )
     assert np.isfinite(found).all()
     p, q = np.exp(_log_softmax(logits)), np.exp(log_q)
     change = (_log_softmax(logits) - _log_softmax(old))[np.arange(STATES), sampled]
-    loss = functools.partial(surrogate, trust_region=lambda tokens: TRUST_REGIONS["clip"](tokens, low=0.99, high=9.0))
+    loss = functools.partial(
+        surrogate, trust_region=lambda tokens: TRUST_REGIONS["clip"](tokens, low=0.99, high=9.0)
+    )
     found = _ours(logits, log_q, sampled, advantages, VOCAB, old=old, level="sequence", loss=loss)
     scores = np.eye(VOCAB)[sampled] - p - (q - p)
-    np.testing.assert_allclose(found, -advantages[:, None] * np.exp(change.mean()) * scores, atol=2e-5)
+    np.testing.assert_allclose(
+        found, -advantages[:, None] * np.exp(change.mean()) * scores, atol=2e-5
+    )
 
 
 def test_with_equal_engines_the_expected_gradient_is_the_plain_one():
@@ -184,10 +226,12 @@ def test_with_equal_engines_the_expected_gradient_is_the_plain_one():
 
 
 def test_without_it_a_policy_drifts_to_its_engines_bias():
-    """An engine whose logits are biased, synced at each step; every token has A = 1, so nothing is to be learned.
+    """An engine whose logits are biased, synced at each step; every token has A = 1, so nothing is
+    to be learned.
 
-    Plain: E[dz] = q - p takes part of the bias in each step, the engine takes it over, and it does not end. Centred by
-    the whole vocabulary nothing moves; a head of 8 of the 12 tokens leaves what the tail's model of q misses.
+    Plain: E[dz] = q - p takes part of the bias in each step, the engine takes it over, and it does
+    not end. Centred by the whole vocabulary nothing moves; a head of 8 of the 12 tokens leaves what
+    the tail's model of q misses.
     """
     rng = np.random.default_rng(0)
     bias, start = rng.normal(0, 0.3, VOCAB), rng.normal(0, 1, VOCAB)
@@ -196,8 +240,15 @@ def test_without_it_a_policy_drifts_to_its_engines_bias():
         logits = start
         for _ in range(400):
             q = np.exp(_log_softmax(logits + bias))
-            rows = np.tile(logits, (VOCAB, 1)), np.tile(np.log(q), (VOCAB, 1))  # row y has sampled y; A weighs it by q
-            expected = -(_ours(*rows, np.arange(VOCAB), q, k).sum(0) if k else np.exp(_log_softmax(logits)) - q)
+            rows = (
+                np.tile(logits, (VOCAB, 1)),
+                np.tile(np.log(q), (VOCAB, 1)),
+            )  # row y has sampled y; A weighs it by q
+            expected = -(
+                _ours(*rows, np.arange(VOCAB), q, k).sum(0)
+                if k
+                else np.exp(_log_softmax(logits)) - q
+            )
             logits = logits + 0.5 * expected
         return np.abs(np.exp(_log_softmax(logits)) - np.exp(_log_softmax(start))).sum() / 2
 

@@ -1,4 +1,6 @@
-"""Charges of a state's discrepancy: by hand, against torch in float64, and beside the paper's in closed form."""
+"""Charges of a state's discrepancy: by hand, against torch in float64, and beside the paper's in
+closed form.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,12 @@ from scipy.special import softmax
 from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.penalties import STATE_CHARGES, charge_loss
 from dcmdp_jax.algorithm.remedies import Tokens
-from research.theory_tables import charge_direction, discrepancy_slope, random_states, state_direction
+from research.theory_tables import (
+    charge_direction,
+    discrepancy_slope,
+    random_states,
+    state_direction,
+)
 
 try:
     import torch
@@ -35,10 +42,15 @@ def _whole(policy, engine):
 
 
 def test_two_actions_by_hand():
-    # p = (0.6, 0.4), q = (0.5, 0.5), lambda = 3. dp_1 / dz_1 = 0.24; KL: p_1 - q_1; 0.5 log(5/6) + 0.5 log(5/4).
+    # p = (0.6, 0.4), q = (0.5, 0.5), lambda = 3. dp_1 / dz_1 = 0.24; KL: p_1 - q_1; 0.5 log(5/6) +
+    # 0.5 log(5/4).
     arguments = _whole(np.array([[0.6, 0.4]]), np.array([[0.5, 0.5]]))
     kl = 0.5 * np.log(5 / 6) + 0.5 * np.log(5 / 4)
-    for charge, value, slope in (("state_tv", 0.1, 0.24), ("state_kl", kl, 0.1), ("state_delta", 0.1, 0.24)):
+    for charge, value, slope in (
+        ("state_tv", 0.1, 0.24),
+        ("state_kl", kl, 0.1),
+        ("state_delta", 0.1, 0.24),
+    ):
         found, gradient = jax.value_and_grad(_loss)(*arguments, charge, 3.0)
         assert float(found) == pytest.approx(3 * value, abs=2e-6), charge
         np.testing.assert_allclose(gradient, [[3 * slope, -3 * slope]], atol=2e-6)
@@ -72,7 +84,9 @@ def test_value_and_gradient_over_a_head_and_its_tail_are_torchs(charge, k):
 
 @pytest.mark.parametrize("charge", STATE_CHARGES)
 def test_it_falls_where_the_papers_charge_rises(charge):
-    """Two actions, the engine stays: the paper's moves D by +2 y (1 - y) (y - x)^2, these lower it."""
+    """Two actions, the engine stays: the paper's moves D by +2 y (1 - y) (y - x)^2, these lower
+    it.
+    """
     policy, engine = random_states(1.0, states=500, actions=2)
     closed = state_direction(policy, engine, charge)
     ours = -np.asarray(jax.grad(_loss)(*_whole(policy, engine), charge))
@@ -80,7 +94,9 @@ def test_it_falls_where_the_papers_charge_rises(charge):
     y, x = policy[:, 0], engine[:, 0]
     own = {"state_kl": np.abs(x - y), "state_tv": y * (1 - y), "state_delta": y * (1 - y)}[charge]
     slope = discrepancy_slope(policy, engine, closed, follows=False)
-    np.testing.assert_allclose(slope, -2 * y * (1 - y) * own, rtol=1e-9, atol=1e-15)  # z_1 and z_2 move by own each
+    np.testing.assert_allclose(
+        slope, -2 * y * (1 - y) * own, rtol=1e-9, atol=1e-15
+    )  # z_1 and z_2 move by own each
     assert (slope < 0).all() and (
         discrepancy_slope(policy, engine, charge_direction(policy, engine), follows=False) > 0
     ).all()

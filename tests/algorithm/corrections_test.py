@@ -21,7 +21,8 @@ _EVERY = {name: one for name, one in CORRECTIONS.items() if name != "kl_rejectio
     for over, estimator in itertools.product(get_args(KlOver), get_args(KlEstimator))
 }
 
-# Parameters for which the random input below has tokens or completions on both sides of every bound.
+# Parameters for which the random input below has tokens or completions on both sides of every
+# bound.
 _GIVEN = {
     "tis": {"low": 0.7, "high": 1.3},
     "sequence_tis": {"low": 0.3, "high": 2.0},
@@ -62,7 +63,9 @@ def _binary_kl(a, b):
     return a * log_ratio + rest_a * (np.log(rest_a) - np.log(rest_b))
 
 
-def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=None, slope=None, power=None):
+def _completion(
+    name, now, old, rollout, advantage, low=None, high=None, floor=None, slope=None, power=None
+):
     """Weights and keep of one completion's tokens, from the formulas, float64."""
     d, one = old - rollout, np.ones(len(old))
     whole = lambda kept: np.full(len(old), kept)  # noqa: E731
@@ -95,7 +98,9 @@ def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=N
     if name == "pnpo":
         return np.clip(np.exp(np.clip(d.cumsum() / t, -20, 20)), low, high), whole(True)
     if name == "kpop":
-        return r, np.maximum(_binary_kl(np.exp(old), np.exp(rollout)), _binary_kl(np.exp(rollout), np.exp(old))) <= high
+        return r, np.maximum(
+            _binary_kl(np.exp(old), np.exp(rollout)), _binary_kl(np.exp(rollout), np.exp(old))
+        ) <= high
     if name == "sequence_error":
         return one, whole(np.maximum(r, 1 / r).mean() <= high)
     if name == "probability_band":
@@ -139,15 +144,22 @@ def _rows(spread, seed=0):
         now[place] = old[place] + spread * rng.normal(size=length)
         mask[place], index[place] = True, i
     advantages = rng.choice([-1.0, 1.0], len(_LENGTHS)).astype(np.float32)
-    tokens = _tokens(now, old, rollout, np.where(mask, advantages[index], np.nan), mask, index, len(_LENGTHS))
+    tokens = _tokens(
+        now, old, rollout, np.where(mask, advantages[index], np.nan), mask, index, len(_LENGTHS)
+    )
     return tokens, advantages
 
 
 def _reference(name, tokens, advantages, given):
-    weights, keep = np.zeros(tokens.completion_mask.shape), np.ones(tokens.completion_mask.shape, bool)
+    weights, keep = (
+        np.zeros(tokens.completion_mask.shape),
+        np.ones(tokens.completion_mask.shape, bool),
+    )
     if name == "m2po":  # the one that looks at all tokens together
         mask = tokens.completion_mask
-        squares = np.clip(tokens.old_logprobs.astype(float) - tokens.rollout_logprobs, -20, 20)[mask] ** 2
+        squares = (
+            np.clip(tokens.old_logprobs.astype(float) - tokens.rollout_logprobs, -20, 20)[mask] ** 2
+        )
         order = squares.argsort(kind="stable")
         means = squares[order].cumsum() / np.arange(1, mask.sum() + 1)
         kept = np.zeros(mask.sum(), bool)
@@ -161,11 +173,17 @@ def _reference(name, tokens, advantages, given):
     return np.where(keep, weights, 0.0), keep
 
 
-_OPTIONS = {"measure": {"measure": "diff", "sided": "two"}, "level": "token", "penalty": penalties.grpo}
+_OPTIONS = {
+    "measure": {"measure": "diff", "sided": "two"},
+    "level": "token",
+    "penalty": penalties.grpo,
+}
 
 
 def test_sum_k1_is_sequence_rejection_with_a_symmetric_band():
-    """Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20 first."""
+    """Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20
+    first.
+    """
     old, rollout = np.array([[-31.0, -1.0]], np.float32), np.array([[-1.0, -30.5]], np.float32)
     zeros = np.zeros((1, 2), np.float32)
     tokens = _tokens(old, old, rollout, zeros, zeros == 0, zeros.astype(np.int32), 1)
@@ -182,10 +200,16 @@ def test_every_correction_is_tested():
 
 def test_no_gradient_reaches_the_weights():
     tokens, _ = _rows(0.3)
-    tokens = tokens._replace(**{name: np.nan_to_num(x) for name, x in tokens._asdict().items() if np.ndim(x)})
+    tokens = tokens._replace(
+        **{name: np.nan_to_num(x) for name, x in tokens._asdict().items() if np.ndim(x)}
+    )
     for name, given in _GIVEN.items():
-        gradient = jax.grad(lambda old: make_correction(name, given)(tokens._replace(old_logprobs=old)).weights.sum())  # noqa: B023
-        assert not gradient(jnp.asarray(tokens.old_logprobs)).any(), name
+        correct = make_correction(name, given)
+
+        def sum_of_weights(old, correct=correct):
+            return correct(tokens._replace(old_logprobs=old)).weights.sum()
+
+        assert not jax.grad(sum_of_weights)(jnp.asarray(tokens.old_logprobs)).any(), name
 
 
 def test_the_corrections_that_look_at_advantages_are_known():
@@ -194,7 +218,9 @@ def test_the_corrections_that_look_at_advantages_are_known():
     for name in _EVERY:
         correction = make_correction(name, _GIVEN[name])
         parts = [
-            correction(tokens._replace(advantages=np.full(tokens.advantages.shape, sign, np.float32)))
+            correction(
+                tokens._replace(advantages=np.full(tokens.advantages.shape, sign, np.float32))
+            )
             for sign in (-1.0, 1.0)
         ]
         if not all(np.array_equal(*pair) for pair in zip(*parts, strict=True)):
@@ -205,7 +231,8 @@ def test_the_corrections_that_look_at_advantages_are_known():
 @pytest.mark.parametrize("name", _EVERY)
 def test_correction_equals_its_formula(name):
     given = _GIVEN[name]
-    # Moderate, equal to the last bit, and far apart: differences of +-50 nats and more at spread 50.
+    # Moderate, equal to the last bit, and far apart: differences of +-50 nats and more at spread
+    # 50.
     for spread, seed in ((0.3, 0), (0.0, 1), (50.0, 2)):
         tokens, advantages = _rows(spread, seed)
         found = make_correction(name, given)(tokens)
@@ -223,7 +250,9 @@ def test_correction_equals_its_formula(name):
 
 @pytest.mark.parametrize("name", _EVERY)
 def test_value_and_gradient_of_the_corrected_loss(name):
-    """The loss over kept tokens, divided by their weight, against NumPy; d/d log pi = -w gamma A / total."""
+    """The loss over kept tokens, divided by their weight, against NumPy; d/d log pi = -w gamma A /
+    total.
+    """
     tokens, advantages = _rows(0.3)
     mask, index = tokens.completion_mask, tokens.completion_index
     per_completion = (1 / np.array(_LENGTHS)).astype(np.float32)
@@ -232,10 +261,19 @@ def test_value_and_gradient_of_the_corrected_loss(name):
     @jax.jit
     def loss(now):
         found = signals.row_signals(
-            tokens._replace(train_logprobs=now), per_completion, **_OPTIONS, corrections=[correction]
+            tokens._replace(train_logprobs=now),
+            per_completion,
+            **_OPTIONS,
+            corrections=[correction],
         )
         summed, _ = policy_surrogate(
-            now, found.tokens.old_logprobs, found.tokens.advantages, mask, found.weights, clip_low=0.9, clip_high=100.0
+            now,
+            found.tokens.old_logprobs,
+            found.tokens.advantages,
+            mask,
+            found.weights,
+            clip_low=0.9,
+            clip_high=100.0,
         )
         lengths, everyone = np.array(_LENGTHS), np.ones(len(_LENGTHS), bool)
         _, total = losses.aggregation_weights(
@@ -245,7 +283,9 @@ def test_value_and_gradient_of_the_corrected_loss(name):
 
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(tokens.train_logprobs))
     weights, keep = _reference(name, tokens, advantages, _GIVEN[name])
-    gamma = np.exp(np.where(mask, tokens.train_logprobs.astype(np.float64) - tokens.old_logprobs, 0.0))
+    gamma = np.exp(
+        np.where(mask, tokens.train_logprobs.astype(np.float64) - tokens.old_logprobs, 0.0)
+    )
     scale = np.where(mask, weights * per_completion[index].astype(np.float64), 0.0)
     total = np.where(mask & keep, per_completion[index], 0.0).sum(dtype=np.float64)
     expected = -scale * gamma * np.where(mask, tokens.advantages, 0.0) / total
@@ -260,7 +300,9 @@ _OF_TOKENS = "tis", "icepop", "cis", "kpop", "probability_band", "m2po"
 def test_nan_infinity_and_empty_masks(name):
     correction = make_correction(name, _GIVEN[name])
     nothing = correction(_rows(0.3)[0]._replace(completion_mask=np.zeros((6, 50), bool)))
-    assert not np.asarray(nothing.weights).any() and nothing.keep.all() and not nothing.truncated.any()
+    assert (
+        not np.asarray(nothing.weights).any() and nothing.keep.all() and not nothing.truncated.any()
+    )
 
     tokens, _ = _rows(0.0)
     mask = tokens.completion_mask
@@ -283,19 +325,29 @@ def test_nan_infinity_and_empty_masks(name):
         assert np.isfinite(correction(tokens).weights).all()
         broken[first] = kept
     # -inf from both engines is agreement.
-    tokens.train_logprobs[first] = tokens.old_logprobs[first] = tokens.rollout_logprobs[first] = -np.inf
+    tokens.train_logprobs[first] = tokens.old_logprobs[first] = tokens.rollout_logprobs[
+        first
+    ] = -np.inf
     np.testing.assert_array_equal(correction(tokens).weights, mask.astype(np.float32))
 
 
 def test_bounds_are_inclusive():
     # r = 2 exactly: log 2 - 0 in float32 and back.
     ratio = np.float32(np.exp(np.float32(np.log(2))))
-    old, rollout, mask = np.log([[2.0, 1.0]]).astype(np.float32), np.zeros((1, 2), np.float32), np.ones((1, 2), bool)
+    old, rollout, mask = (
+        np.log([[2.0, 1.0]]).astype(np.float32),
+        np.zeros((1, 2), np.float32),
+        np.ones((1, 2), bool),
+    )
     tokens = _tokens(old, old, rollout, np.ones((1, 2)), mask, np.zeros((1, 2), np.int32), 1)
     high = float(ratio)
-    assert np.asarray(make_correction("icepop", {"low": 1.0, "high": high})(tokens).keep).tolist() == [[True, True]]
+    assert np.asarray(
+        make_correction("icepop", {"low": 1.0, "high": high})(tokens).keep
+    ).tolist() == [[True, True]]
     below = float(np.nextafter(ratio, np.float32(0)))
-    assert np.asarray(make_correction("icepop", {"low": 1.0, "high": below})(tokens).keep).tolist() == [[False, True]]
+    assert np.asarray(
+        make_correction("icepop", {"low": 1.0, "high": below})(tokens).keep
+    ).tolist() == [[False, True]]
 
 
 def test_chain_multiplies_weights_joins_masks_and_has_no_order():
@@ -325,8 +377,12 @@ def test_statistics_merge_over_rows():
         assert float(merged[name]) == pytest.approx(float(value), rel=1e-6)
     inside = weights[mask]
     assert float(merged["correction/weight_mean"]) == pytest.approx(inside.mean(), rel=1e-5)
-    assert float(merged["correction/weight_square_mean"]) == pytest.approx((inside**2).mean(), rel=1e-5)
-    assert float(merged["correction/truncated_fraction"]) == pytest.approx(np.isin(inside, [0.7, 1.3]).mean(), rel=1e-6)
+    assert float(merged["correction/weight_square_mean"]) == pytest.approx(
+        (inside**2).mean(), rel=1e-5
+    )
+    assert float(merged["correction/truncated_fraction"]) == pytest.approx(
+        np.isin(inside, [0.7, 1.3]).mean(), rel=1e-6
+    )
     assert float(merged["correction/dropped_fraction"]) == 0.0
 
 
@@ -334,10 +390,16 @@ def test_dropped_tokens_count_in_the_denominator_if_asked():
     tokens, _ = _rows(0.3)
     correction, ones = make_correction("icepop", _GIVEN["icepop"]), np.ones(12, np.float32)
     left_out = signals.row_signals(tokens, ones, **_OPTIONS, corrections=[correction])
-    counted = signals.row_signals(tokens, ones, **_OPTIONS, corrections=[correction], count_dropped=True)
+    counted = signals.row_signals(
+        tokens, ones, **_OPTIONS, corrections=[correction], count_dropped=True
+    )
     np.testing.assert_array_equal(left_out.weights, counted.weights)
     dropped = int((~np.asarray(correction(tokens).keep)).sum())
-    assert dropped > 0 and int(left_out.dropped_tokens.sum()) == dropped and int(counted.dropped_tokens.sum()) == 0
+    assert (
+        dropped > 0
+        and int(left_out.dropped_tokens.sum()) == dropped
+        and int(counted.dropped_tokens.sum()) == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,7 +416,10 @@ def test_dropped_tokens_count_in_the_denominator_if_asked():
         ("kl_rejection", r"kl_rejection needs high, such as kl_rejection\(high=0.1,estimator=k3"),
         ("kl_rejection(high=1,estimator=k4)", "estimator='k4'; must be one of 'k1', 'k2', 'k3'"),
         ("kl_rejection(high=1,estimator=2)", "estimator=2.0; must be one of 'k1', 'k2', 'k3'"),
-        ("kl_rejection(high=1,over=row)", "over='row'; must be one of 'token', 'mean', 'sum', 'max'"),
+        (
+            "kl_rejection(high=1,over=row)",
+            "over='row'; must be one of 'token', 'mean', 'sum', 'max'",
+        ),
     ],
 )
 def test_bad_parameters_are_refused(text, message):

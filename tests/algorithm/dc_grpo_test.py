@@ -1,4 +1,6 @@
-"""dc_grpo_loss against the paper's equations, a loop over tokens, and the compiled step on the same batch, packed."""
+"""dc_grpo_loss against the paper's equations, a loop over tokens, and the compiled step on the same
+batch, packed.
+"""
 
 import dataclasses
 import functools
@@ -23,26 +25,53 @@ from tests.support.sampling import Rollout
 
 LENGTHS = (5, 3, 1, 4, 2, 5, 5, 1)
 CONSTANTS = {"multiplier": 0.4, "tolerance": 0.05, "learning_rate": 1.5, "clip_high": 0.24}
-NAMES = ("train_logprobs", "old_logprobs", "rollout_logprobs", "completion_mask", "rewards", "group_ids")
+NAMES = (
+    "train_logprobs",
+    "old_logprobs",
+    "rollout_logprobs",
+    "completion_mask",
+    "rewards",
+    "group_ids",
+)
 
 
 def draw(seed=0, dtype=np.float64):
-    """Eight completions of two prompts, interleaved, with ratios on both sides of the clip; NaN outside the mask."""
+    """Eight completions of two prompts, interleaved, with ratios on both sides of the clip; NaN
+    outside the mask.
+    """
     rng = np.random.default_rng(seed)
     mask = np.arange(5) < np.array(LENGTHS)[:, None]
     old = np.log(rng.uniform(0.05, 0.9, mask.shape))
-    train, rollout = old + rng.normal(0, 0.3, mask.shape), np.log(np.exp(old) * rng.uniform(0.6, 1.1, mask.shape))
+    train, rollout = (
+        old + rng.normal(0, 0.3, mask.shape),
+        np.log(np.exp(old) * rng.uniform(0.6, 1.1, mask.shape)),
+    )
     rewards = np.array([1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 0.0, 0.0])
     arrays = [np.where(mask, x, np.nan).astype(dtype) for x in (train, old, rollout)]
-    return {**dict(zip(NAMES, (*arrays, mask, rewards.astype(dtype), np.array([0, 1] * 4)), strict=True)), **CONSTANTS}
+    return {
+        **dict(
+            zip(NAMES, (*arrays, mask, rewards.astype(dtype), np.array([0, 1] * 4)), strict=True)
+        ),
+        **CONSTANTS,
+    }
 
 
 def equations(data, aggregation="seq_mean_token_mean", limit=7):
-    """The formulas of the paper on whole arrays, in float64 NumPy. The gradient is in log pi_theta."""
-    train, old, rollout = (np.where(data["completion_mask"], data[name], 0).astype(np.float64) for name in NAMES[:3])
-    m, r, g = data["completion_mask"].astype(float), data["rewards"].astype(np.float64), data["group_ids"]
+    """The formulas of the paper on whole arrays, in float64 NumPy. The gradient is in log
+    pi_theta.
+    """
+    train, old, rollout = (
+        np.where(data["completion_mask"], data[name], 0).astype(np.float64) for name in NAMES[:3]
+    )
+    m, r, g = (
+        data["completion_mask"].astype(float),
+        data["rewards"].astype(np.float64),
+        data["group_ids"],
+    )
     delta = np.abs(np.exp(old) - np.exp(rollout)) * m
-    A = np.array([(r[i] - r[g == g[i]].mean()) / (r[g == g[i]].std(ddof=1) + 1e-6) for i in range(len(r))])
+    A = np.array(
+        [(r[i] - r[g == g[i]].mean()) / (r[g == g[i]].std(ddof=1) + 1e-6) for i in range(len(r))]
+    )
     A_dc = A[:, None] - data["multiplier"] * delta
     gamma = np.exp(train - old)
     free, bound = gamma * A_dc, np.clip(gamma, 0.8, 1 + data["clip_high"]) * A_dc
@@ -60,7 +89,9 @@ def equations(data, aggregation="seq_mean_token_mean", limit=7):
         "advantages": A,
         "penalized_advantages": A_dc * m,
         "ratio": gamma,
-        "next_multiplier": np.clip(data["multiplier"] + data["learning_rate"] * (mean - data["tolerance"]), 0, 1),
+        "next_multiplier": np.clip(
+            data["multiplier"] + data["learning_rate"] * (mean - data["tolerance"]), 0, 1
+        ),
     }
 
 
@@ -101,7 +132,9 @@ def check(found, expected, rtol):
     (loss, aux), (gradient, *others) = found
     for name, value in {"loss": loss, "gradient": gradient, **aux._asdict()}.items():
         np.testing.assert_allclose(value, expected[name], rtol=rtol, atol=rtol * 0.1, err_msg=name)
-    assert not any(np.any(np.asarray(x) != 0) for x in others), "the gradient flows into train_logprobs alone"
+    assert not any(np.any(np.asarray(x) != 0) for x in others), (
+        "the gradient flows into train_logprobs alone"
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean", "fixed_length"])
@@ -114,7 +147,12 @@ def test_it_is_the_papers_equations_in_float64_and_float32(aggregation):
         found = call(data, **options)
         assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float64")}
         check(found, expected, 1e-12)
-        as_integers = {**data, "rewards": (2 * data["rewards"]).astype(int), "multiplier": 0.2, "tolerance": 0.025}
+        as_integers = {
+            **data,
+            "rewards": (2 * data["rewards"]).astype(int),
+            "multiplier": 0.2,
+            "tolerance": 0.025,
+        }
         check(call(as_integers, **options), equations(as_integers, aggregation), 1e-12)
     for jit in (False, True):
         found = call(draw(dtype=np.float32), jit=jit, **options)
@@ -125,7 +163,10 @@ def test_it_is_the_papers_equations_in_float64_and_float32(aggregation):
 def test_it_is_the_loop_over_tokens_on_arrays_of_any_kind():
     data = draw()
     loss, multiplier = loop(data)
-    given = {**data, **{name: np.where(data["completion_mask"], data[name], 0.0).tolist() for name in NAMES[:3]}}
+    given = {
+        **data,
+        **{name: np.where(data["completion_mask"], data[name], 0.0).tolist() for name in NAMES[:3]},
+    }
     given |= {
         "completion_mask": data["completion_mask"].astype(int).tolist(),
         "group_ids": jnp.asarray(data["group_ids"]),
@@ -143,20 +184,30 @@ def test_it_is_the_composition_of_the_public_parts():
     delta = dcmdp_jax.token_discrepancy(old, rollout, completion_mask=mask)
     advantages = dcmdp_jax.group_advantages(data["rewards"], data["group_ids"])
     charged = dcmdp_jax.penalized_advantages(advantages, delta, 0.4)
-    region = dcmdp_jax.clipped_surrogate(dcmdp_jax.importance_ratio(train, old), charged, clip_high=0.24)
+    region = dcmdp_jax.clipped_surrogate(
+        dcmdp_jax.importance_ratio(train, old), charged, clip_high=0.24
+    )
     mean = delta.sum() / mask.sum()
     value, aux = dcmdp_jax.dc_grpo_loss(**data)
     per_completion = np.where(mask, region.objective, 0).sum(1) / mask.sum(1)
     assert float(value) == pytest.approx(-per_completion.mean(), rel=1e-6)
     np.testing.assert_array_equal(aux.penalized_advantages, np.where(mask, charged, 0))
-    assert float(aux.next_multiplier) == dcmdp_jax.dual_update(0.4, mean, tolerance=0.05, learning_rate=1.5)
+    assert float(aux.next_multiplier) == dcmdp_jax.dual_update(
+        0.4, mean, tolerance=0.05, learning_rate=1.5
+    )
 
 
 def _packed_step(data, clip_high):
-    """One step of the product on the batch, two completions a row; its policy's log-prob of token k is parameter k."""
-    order = np.argsort(data["group_ids"], kind="stable")  # members of a group follow each other, as sampled
+    """One step of the product on the batch, two completions a row; its policy's log-prob of token k
+    is parameter k.
+    """
+    order = np.argsort(
+        data["group_ids"], kind="stable"
+    )  # members of a group follow each other, as sampled
     tables = {
-        name: np.concatenate([[0], *(data[name][i, : LENGTHS[i]] for i in order)]).astype(np.float32)
+        name: np.concatenate([[0], *(data[name][i, : LENGTHS[i]] for i in order)]).astype(
+            np.float32
+        )
         for name in NAMES[:3]
     }
     lengths = [LENGTHS[i] for i in order]
@@ -170,11 +221,21 @@ def _packed_step(data, clip_high):
         0,
     )
     plan = make_row_shapes(
-        row_lengths=(16,), micro_batch_tokens=32, mini_batches=1, completions=len(ids), segments_per_row=2, row_shards=1
+        row_lengths=(16,),
+        micro_batch_tokens=32,
+        mini_batches=1,
+        completions=len(ids),
+        segments_per_row=2,
+        row_shards=1,
     )
-    batch, _ = pack(rollout.episodes, data["rewards"][order].astype(np.float32), plan, mask_truncated=False)
+    batch, _ = pack(
+        rollout.episodes, data["rewards"][order].astype(np.float32), plan, mask_truncated=False
+    )
     assert max(np.max(bucket.segment_ids) for bucket in batch.rows) == 2
-    rows = (bucket.with_columns(**{OLD_LOGPROBS: tables["old_logprobs"][bucket.input_ids]}) for bucket in batch.rows)
+    rows = (
+        bucket.with_columns(**{OLD_LOGPROBS: tables["old_logprobs"][bucket.input_ids]})
+        for bucket in batch.rows
+    )
     batch = batch._replace(rows=tuple(rows))
 
     def row_logprobs(params, rows):
@@ -224,10 +285,14 @@ def test_it_is_the_compiled_step_on_the_same_batch_packed():
 def test_the_parts_refuse_what_does_not_fit():
     one, row = np.ones((2, 3)), np.ones(2)
     for message, part in {
-        r"mean_discrepancy has shape \(2, 3\)": lambda: dcmdp_jax.dual_update(0.1, one, tolerance=0.1),
+        r"mean_discrepancy has shape \(2, 3\)": lambda: dcmdp_jax.dual_update(
+            0.1, one, tolerance=0.1
+        ),
         r"multiplier=-1.0": lambda: dcmdp_jax.dual_update(jnp.float32(-1), 0.1, tolerance=0.1),
         r"multiplier=nan": lambda: dcmdp_jax.penalized_advantages(row, one, math.nan),
-        r"shapes differ: advantages \(3, 3\)": lambda: dcmdp_jax.penalized_advantages(np.ones(3), one, 0.1),
+        r"shapes differ: advantages \(3, 3\)": lambda: dcmdp_jax.penalized_advantages(
+            np.ones(3), one, 0.1
+        ),
         r"shapes differ: train_logprobs": lambda: dcmdp_jax.importance_ratio(one, row),
         r"shapes differ: ratio": lambda: dcmdp_jax.clipped_surrogate(one, row),
         r"clip_low=1.0; .*\[0, 1\)": lambda: dcmdp_jax.clipped_surrogate(one, one, clip_low=1.0),
@@ -251,7 +316,9 @@ def _with(name, index, value):
 
 
 BAD = {
-    r"shapes differ: .*rollout_logprobs \(8, 4\)": lambda data: data.update(rollout_logprobs=np.zeros((8, 4))),
+    r"shapes differ: .*rollout_logprobs \(8, 4\)": lambda data: data.update(
+        rollout_logprobs=np.zeros((8, 4))
+    ),
     r"train_logprobs has shape \(40,\)": lambda data: data.update(train_logprobs=np.zeros(40)),
     r"rewards has shape \(3,\); must be \(8,\)": lambda data: data.update(rewards=np.zeros(3)),
     r"rewards has shape \(8, 5\)": lambda data: data.update(rewards=np.zeros((8, 5))),
@@ -262,7 +329,9 @@ BAD = {
     r"clip_low=1.5": lambda data: data.update(clip_low=1.5),
     r"clip_high=-0.1": lambda data: data.update(clip_high=-0.1),
     r"tolerance=nan": lambda data: data.update(tolerance=math.nan),
-    r"multiplier_max=0.1; .*\[0.2,": lambda data: data.update(multiplier_min=0.2, multiplier_max=0.1),
+    r"multiplier_max=0.1; .*\[0.2,": lambda data: data.update(
+        multiplier_min=0.2, multiplier_max=0.1
+    ),
     r"aggregation='mean'": lambda data: data.update(aggregation="mean"),
     r"max_completion_tokens=None": lambda data: data.update(aggregation="fixed_length"),
     r"measure='kl'": lambda data: data.update(measure="kl"),
@@ -273,13 +342,17 @@ BAD_LISTS = {
         old_logprobs=[[-1.0]] + [[]] * 7
     ),
     r"rollout_logprobs has dtype <U1": lambda data: data.update(rollout_logprobs=[["a"] * 5] * 8),
-    r"train_logprobs has dtype object": lambda data: data.update(train_logprobs=data["train_logprobs"].astype(object)),
+    r"train_logprobs has dtype object": lambda data: data.update(
+        train_logprobs=data["train_logprobs"].astype(object)
+    ),
     r"rewards has dtype object": lambda data: data.update(rewards=[1.0, None] * 4),
     r"rewards has dtype complex": lambda data: data.update(rewards=data["rewards"] * 1j),
     r"group_ids has dtype <U1": lambda data: data.update(group_ids=list("aabbccdd")),
 }
 BAD_VALUES = {
-    r"multiplier=-0.5; must be a finite number in \[0, inf\)": lambda data: data.update(multiplier=jnp.float32(-0.5)),
+    r"multiplier=-0.5; must be a finite number in \[0, inf\)": lambda data: data.update(
+        multiplier=jnp.float32(-0.5)
+    ),
     r"multiplier='0.1'; must be a number": lambda data: data.update(multiplier="0.1"),
     r"tolerance=-1.0; must be": lambda data: data.update(tolerance=np.array(-1.0)),
     r"train_logprobs is nan at \[3, 1\]": _with("train_logprobs", (3, 1), np.nan),
@@ -289,13 +362,17 @@ BAD_VALUES = {
     ),
     r"rewards is 1e\+20 at \[2\]; must be finite, below 1e\+18": _with("rewards", 2, 1e20),
     r"rewards is nan at \[2\]": _with("rewards", 2, np.nan),
-    r"completion_mask is 0 in row 0": lambda data: data.update(completion_mask=np.zeros((8, 5), bool)),
+    r"completion_mask is 0 in row 0": lambda data: data.update(
+        completion_mask=np.zeros((8, 5), bool)
+    ),
     r"completion_mask is 0 in row 4": _with("completion_mask", 4, False),
     r"completion_mask is 0.5 at \[0, 2\]": lambda data: data.update(
         completion_mask=np.where(np.arange(40).reshape(8, 5) == 2, 0.5, 1.0)
     ),
     r"group_ids has a group of one, id 2": _with("group_ids", 5, 2),
-    r"group_ids has 70; must be in 0 .. 7": lambda data: data.update(group_ids=data["group_ids"] * 70),
+    r"group_ids has 70; must be in 0 .. 7": lambda data: data.update(
+        group_ids=data["group_ids"] * 70
+    ),
 }
 
 
@@ -307,7 +384,9 @@ def test_bad_input_is_one_line_that_names_the_argument(message):
         dcmdp_jax.dc_grpo_loss(**data)
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=f"^{message}"):
-        jax.grad(lambda train: dcmdp_jax.dc_grpo_loss(**{**data, "train_logprobs": train})[0])(data["train_logprobs"])
+        jax.grad(lambda train: dcmdp_jax.dc_grpo_loss(**{**data, "train_logprobs": train})[0])(
+            data["train_logprobs"]
+        )
     arrays = {name: data.pop(name) for name in NAMES}
     traced = jax.jit(lambda arrays: dcmdp_jax.dc_grpo_loss(**arrays, **data))
     if message in BAD:  # seen under jit too
@@ -338,17 +417,22 @@ def test_under_jit_a_nan_is_seen_in_the_loss_and_an_empty_completion_is_left_out
     _with("train_logprobs", (3, 1), np.nan)(data)
     assert np.isnan(loss(data))
     data = draw()
-    expected = equations(data)  # the reward of the third stays in its group: only the mean over completions changes
+    expected = equations(
+        data
+    )  # the reward of the third stays in its group: only the mean over completions changes
     data["completion_mask"][2] = False
     kept = [i for i in range(8) if i != 2]
     free = expected["ratio"] * expected["penalized_advantages"]
     bound = np.clip(expected["ratio"], 0.8, 1.24) * expected["penalized_advantages"]
     means = np.minimum(free, bound).sum(1) / np.array(LENGTHS)
-    assert float(loss({name: data[name] for name in NAMES})) == pytest.approx(-means[kept].mean(), rel=1e-5)
+    assert float(loss({name: data[name] for name in NAMES})) == pytest.approx(
+        -means[kept].mean(), rel=1e-5
+    )
 
 
 def test_the_first_update_is_reinforce_with_the_charge_and_without_it_grpo():
-    # gamma = 1: the gradient is -A^DC / (|o_i| N). With multiplier 0 it is -A / (|o_i| N) whatever the engine says.
+    # gamma = 1: the gradient is -A^DC / (|o_i| N). With multiplier 0 it is -A / (|o_i| N) whatever
+    # the engine says.
     data = draw(dtype=np.float32)
     data["train_logprobs"] = data["old_logprobs"]
     for multiplier in (0.4, 0.0):
@@ -356,26 +440,46 @@ def test_the_first_update_is_reinforce_with_the_charge_and_without_it_grpo():
         weight = data["completion_mask"] / np.array(LENGTHS)[:, None] / 8
         np.testing.assert_allclose(gradient, -weight * aux.penalized_advantages, rtol=1e-6)
     mask = data["completion_mask"]
-    np.testing.assert_array_equal(aux.penalized_advantages, np.where(mask, aux.advantages[:, None], 0))
+    np.testing.assert_array_equal(
+        aux.penalized_advantages, np.where(mask, aux.advantages[:, None], 0)
+    )
 
 
 def test_log_probs_in_float16_whose_gradient_overflows_are_refused_and_in_bfloat16_are_not():
-    # One token, 12 nats likelier than it was, A = -1: the gradient is e^12 = 162,755, above float16's 65,504.
-    data = {"train_logprobs": [[-0.5]] * 2, "old_logprobs": [[-12.5]] * 2, "rollout_logprobs": [[-12.5]] * 2}
-    rest = {"completion_mask": [[1]] * 2, "rewards": [0.0, 1.0], "group_ids": [0, 0], "multiplier": 0, "tolerance": 0}
+    # One token, 12 nats likelier than it was, A = -1: the gradient is e^12 = 162,755, above
+    # float16's 65,504.
+    data = {
+        "train_logprobs": [[-0.5]] * 2,
+        "old_logprobs": [[-12.5]] * 2,
+        "rollout_logprobs": [[-12.5]] * 2,
+    }
+    rest = {
+        "completion_mask": [[1]] * 2,
+        "rewards": [0.0, 1.0],
+        "group_ids": [0, 0],
+        "multiplier": 0,
+        "tolerance": 0,
+    }
 
     def loss(train, dtype, compiled=lambda function: function):
-        old = {name: jnp.asarray(data[name], dtype) for name in ("old_logprobs", "rollout_logprobs")}
+        old = {
+            name: jnp.asarray(data[name], dtype) for name in ("old_logprobs", "rollout_logprobs")
+        }
         return compiled(lambda x: dcmdp_jax.dc_grpo_loss(x, **old, **rest)[0])(train)
 
     # The mean over two completions, each A is +-1 / sqrt(2) by the unbiased deviation.
     expected = np.exp(12) / np.sqrt(2) / 2
     for dtype in (jnp.bfloat16, jnp.float32):
         gradient = jax.grad(loss)(jnp.asarray(data["train_logprobs"], dtype), dtype)
-        assert float(gradient[0, 0]) == pytest.approx(expected, rel=1e-2) and float(gradient[1, 0]) == 0
+        assert (
+            float(gradient[0, 0]) == pytest.approx(expected, rel=1e-2)
+            and float(gradient[1, 0]) == 0
+        )
     narrow = jnp.asarray(data["train_logprobs"], jnp.float16)
     for compiled in (jax.jit, jax.grad, lambda function: function):
-        with pytest.raises(ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"):
+        with pytest.raises(
+            ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"
+        ):
             loss(narrow, jnp.float16, compiled)
     # What no gradient reaches may be float16.
     train = jnp.asarray(data["train_logprobs"], jnp.float32)

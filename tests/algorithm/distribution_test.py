@@ -7,7 +7,13 @@ import pytest
 from dcmdp_jax.algorithm.distribution import state_measures
 
 STATES, VOCAB = 200, 50
-_NAMES = ("total_variation", "kl_engine", "kl_trainer", "expected_discrepancy", "discrepancy_variance")
+_NAMES = (
+    "total_variation",
+    "kl_engine",
+    "kl_trainer",
+    "expected_discrepancy",
+    "discrepancy_variance",
+)
 
 
 def _distributions(sharpness=3.0):
@@ -24,7 +30,12 @@ def _exact(log_p, log_q, measure):
     delta["logit"] = np.abs(log_p - np.log1p(-p) - (log_q - np.log1p(-q)))
     delta = delta[measure]
     expected = (q * delta).sum(-1)
-    values = (np.abs(p - q).sum(-1) / 2, (q * (log_q - log_p)).sum(-1), (p * (log_p - log_q)).sum(-1), expected)
+    values = (
+        np.abs(p - q).sum(-1) / 2,
+        (q * (log_q - log_p)).sum(-1),
+        (p * (log_p - log_q)).sum(-1),
+        expected,
+    )
     return dict(zip(_NAMES, (*values, (q * delta**2).sum(-1) - expected**2), strict=True))
 
 
@@ -32,12 +43,17 @@ def _measured(log_p, log_q, k, measure):
     order = np.argsort(-log_q, axis=-1)[:, :k]
     head = (np.take_along_axis(x, order, axis=-1).astype(np.float32) for x in (log_p, log_q))
     return _short(
-        jax.jit(state_measures, static_argnames="measure")(*head, np.ones(order.shape, bool), measure=measure)
+        jax.jit(state_measures, static_argnames="measure")(
+            *head, np.ones(order.shape, bool), measure=measure
+        )
     )
 
 
 def _short(measures):
-    return {name.removeprefix("distribution/"): np.asarray(value, np.float64) for name, value in measures.items()}
+    return {
+        name.removeprefix("distribution/"): np.asarray(value, np.float64)
+        for name, value in measures.items()
+    }
 
 
 @pytest.mark.parametrize("measure", ["diff", "ratio", "log", "logit"])
@@ -58,25 +74,39 @@ def test_of_a_head_the_true_value_lies_between_value_and_bound(measure, k):
         assert (found[name] <= exact + 1e-6).all(), name
         assert (exact <= found[name] + found[f"{name}_bound"] + 1e-6).all(), name
     if k == 16:
-        # What a head of most of the mass leaves out is small, as its bound is: not a bound that anything meets.
+        # What a head of most of the mass leaves out is small, as its bound is: not a bound that
+        # anything meets.
         assert found["total_variation_bound"].mean() < 0.03
-        assert np.abs(found["total_variation"] - _exact(log_p, log_q, measure)["total_variation"]).mean() < 2e-3
+        assert (
+            np.abs(
+                found["total_variation"] - _exact(log_p, log_q, measure)["total_variation"]
+            ).mean()
+            < 2e-3
+        )
 
 
 def test_by_hand_two_tokens_and_a_tail():
-    """p = (0.5, 0.3, 0.1, 0.1), q = (0.4, 0.4, 0.2, 0), head of two: tails 0.2 and 0.2, in one token they agree."""
+    """p = (0.5, 0.3, 0.1, 0.1), q = (0.4, 0.4, 0.2, 0), head of two: tails 0.2 and 0.2, in one
+    token they agree.
+    """
     log_p, log_q = np.log([[0.5, 0.3]]), np.log([[0.4, 0.4]])
     found = _short(state_measures(log_p, log_q, np.ones((1, 2), bool)))
     assert found["total_variation"][0] == pytest.approx(0.1, abs=1e-6)  # truly 0.2
     assert found["total_variation_bound"][0] == pytest.approx(0.2, abs=1e-6)
-    assert found["expected_discrepancy"][0] == pytest.approx(0.4 * 0.1 + 0.4 * 0.1, abs=1e-6)  # truly 0.1
+    assert found["expected_discrepancy"][0] == pytest.approx(
+        0.4 * 0.1 + 0.4 * 0.1, abs=1e-6
+    )  # truly 0.1
     assert found["expected_discrepancy_bound"][0] == pytest.approx(0.2 * 0.2, abs=1e-6)
-    assert found["kl_engine"][0] == pytest.approx(0.4 * np.log(0.4 / 0.5) + 0.4 * np.log(0.4 / 0.3), abs=1e-6)
+    assert found["kl_engine"][0] == pytest.approx(
+        0.4 * np.log(0.4 / 0.5) + 0.4 * np.log(0.4 / 0.3), abs=1e-6
+    )
     assert found["kl_engine_bound"][0] == pytest.approx(0.2 * 20, abs=1e-4)
 
 
 def test_absent_entries_count_for_nothing():
-    """An engine that samples from two tokens alone lists two; there is no tail of q, and p's is 0.2."""
+    """An engine that samples from two tokens alone lists two; there is no tail of q, and p's is
+    0.2.
+    """
     present = np.array([[True, True, False]])
     found = _short(state_measures(np.log([[0.5, 0.3, 1.0]]), np.log([[0.6, 0.4, 1.0]]), present))
     assert found["head_mass"][0] == pytest.approx(1, abs=1e-6)

@@ -1,4 +1,6 @@
-"""docs/algorithm.md: its snippet prints the numbers written beside it, and the code it names exists."""
+"""docs/algorithm.md: its snippet prints the numbers written beside it, and the code it names
+exists.
+"""
 
 import re
 from pathlib import Path
@@ -22,16 +24,23 @@ def test_snippet_prints_what_the_page_says(capsys):
 
 
 def test_every_number_of_the_losses_page_is_computed(capsys):
-    """Beside a print stands what it prints; a number of the text with six decimals or more is a value of the page."""
+    """Beside a print stands what it prints; a number of the text with six decimals or more is a
+    value of the page.
+    """
     page = (ROOT / "docs" / "losses.md").read_text()
     blocks, names, lines = re.findall(r"```python\n(.*?)```", page, re.DOTALL), {}, 0
     for code in blocks:
         exec(compile(code, "docs/losses.md", "exec"), names)
         printed = capsys.readouterr().out.replace("\n", " ")
         written = " ".join(re.findall(r"^print\(.*?\)  # (.*)$", code, re.MULTILINE))
-        assert len(re.findall(r"^print", code, re.MULTILINE)) == len(re.findall(r"^print.*  # ", code, re.MULTILINE))
+        assert len(re.findall(r"^print", code, re.MULTILINE)) == len(
+            re.findall(r"^print.*  # ", code, re.MULTILINE)
+        )
         assert re.findall("True|False", printed) == re.findall("True|False", written)
-        numbers, shown = ([float(x) for x in re.findall(r"-?\d+\.\d*(?:e-?\d+)?", text)] for text in (written, printed))
+        numbers, shown = (
+            [float(x) for x in re.findall(r"-?\d+\.\d*(?:e-?\d+)?", text)]
+            for text in (written, printed)
+        )
         assert shown == pytest.approx(numbers, rel=0, abs=2e-7), code
         lines += len(numbers)
     assert len(blocks) == 7 and lines > 30
@@ -44,7 +53,9 @@ def test_every_number_of_the_losses_page_is_computed(capsys):
     found = [float(x) for x in re.findall(r"-?\d+\.\d{6,}", prose)]
     assert len(found) > 30
     assert [x for x in found if np.abs(np.abs(values) - abs(x)).min() > 2e-7] == []
-    assert float(np.mean(objective.sum(1) / mask.sum(1))) == pytest.approx(-float(names["loss"]), abs=1e-7)
+    assert float(np.mean(objective.sum(1) / mask.sum(1))) == pytest.approx(
+        -float(names["loss"]), abs=1e-7
+    )
 
 
 def test_readings_name_code_that_exists():

@@ -1,4 +1,6 @@
-"""Projected dual ascent: one step by hand, its limits, the measured tolerance, and what a broken batch does."""
+"""Projected dual ascent: one step by hand, its limits, the measured tolerance, and what a broken
+batch does.
+"""
 
 import functools
 
@@ -22,7 +24,8 @@ def run(multiplier, values, **settings):
 
 
 def test_steps_by_hand():
-    # 0.5 + 2 (0.375 - 0.25) = 0.75, then 0.75 + 2 (0.125 - 0.25) = 0.5. Descent would give 0.25 first.
+    # 0.5 + 2 (0.375 - 0.25) = 0.75, then 0.75 + 2 (0.125 - 0.25) = 0.5. Descent would give 0.25
+    # first.
     assert run(0.5, [0.375, 0.125], learning_rate=2.0) == [0.75, 0.5]
 
 
@@ -32,7 +35,8 @@ def test_paper_setting_moves_by_the_violation():
 
 
 def test_without_discrepancy_the_multiplier_falls_to_its_floor_and_with_a_large_one_rises_to_its_cap():
-    # By 0.25 a step: 0.35, 0.125. By 0.5: 0.9, 1, 1, and one step under tolerance leaves the cap at once: no wind-up.
+    # By 0.25 a step: 0.35, 0.125. By 0.5: 0.9, 1, 1, and one step under tolerance leaves the cap at
+    # once: no wind-up.
     assert run(0.6, [0.0] * 4, minimum=0.125) == [pytest.approx(0.35), 0.125, 0.125, 0.125]
     assert run(0.4, [0.75] * 3 + [0.0]) == [pytest.approx(0.9), 1.0, 1.0, 0.75]
 
@@ -69,14 +73,18 @@ def test_init_refuses(changes, message):
         dual.dual_init(**{"multiplier": 0.1, "tolerance": 0.1, **changes})
 
 
-@pytest.mark.parametrize("changes", [{"tolerance": -1.0}, {"learning_rate": float("inf")}, {"maximum": -1.0}])
+@pytest.mark.parametrize(
+    "changes", [{"tolerance": -1.0}, {"learning_rate": float("inf")}, {"maximum": -1.0}]
+)
 def test_update_refuses(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}="):
         run(0.1, [0.0], **changes)
 
 
 def test_tolerance_is_the_median_of_the_first_steps_above_their_noise_floors():
-    """Of 0.25, 0.75, a NaN and 0.5 with floors 0, 0, 9 and 0.625: the median of (0.25, 0.625, 0.75) is 0.625."""
+    """Of 0.25, 0.75, a NaN and 0.5 with floors 0, 0, 9 and 0.625: the median of (0.25, 0.625, 0.75)
+    is 0.625.
+    """
     measure = functools.partial(
         dual.measured_tolerance, np.float32([0.25, 0.75, np.nan, 0.5]), np.float32([0, 0, 9, 0.625])
     )

@@ -11,7 +11,12 @@ from dcmdp_jax.algorithm.remedies import Tokens
 
 def _penalized(advantages, discrepancy, multiplier, tolerance, method):
     return PENALTIES[method](
-        Tokens(advantages=advantages, discrepancy=discrepancy, multiplier=multiplier, tolerance=tolerance)
+        Tokens(
+            advantages=advantages,
+            discrepancy=discrepancy,
+            multiplier=multiplier,
+            tolerance=tolerance,
+        )
     )
 
 
@@ -24,8 +29,8 @@ DELTA = np.array([[0.25, 0.125, 0.0], [0.5, 0.25, 0.0]], np.float32)
     [
         ("grpo", [[0.5, 0.5, 0.5], [-1.0, 0.0, 0.0]]),
         ("dual_grpo", [[0.25, 0.375, 0.5], [-1.5, -0.25, 0.0]]),
-        # c = 0.25, strict: delta = c is free (>= would give 0.25 at the first token); what exceeds is charged whole,
-        # not delta - c (which would give -1.25).
+        # c = 0.25, strict: delta = c is free (>= would give 0.25 at the first token); what exceeds
+        # is charged whole, not delta - c (which would give -1.25).
         ("threshold_grpo", [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]]),
         # lambda = 0.5; a plus sign would give 0.625 first
         ("dc_grpo", [[0.375, 0.4375, 0.5], [-1.25, -0.125, 0.0]]),
@@ -40,7 +45,10 @@ def test_variants_by_hand(method, expected):
 
 def test_multiplier_zero_is_grpo_bit_for_bit():
     rng = np.random.default_rng(1)
-    advantages, delta = rng.normal(size=(5, 9)).astype(np.float32), rng.exponential(size=(5, 9)).astype(np.float32)
+    advantages, delta = (
+        rng.normal(size=(5, 9)).astype(np.float32),
+        rng.exponential(size=(5, 9)).astype(np.float32),
+    )
     delta[0, 0] = np.float32(np.exp(20) - 1)  # the largest a measure gives
     plain = _penalized(advantages, delta, 0.3, 0.1, method="grpo")
     zero = _penalized(advantages, delta, jnp.float32(0), 0.1, method="dc_grpo")

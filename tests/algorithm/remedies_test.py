@@ -1,4 +1,6 @@
-"""The convention of remedies: what a user's function may return, and the one line for whatever else it does."""
+"""The convention of remedies: what a user's function may return, and the one line for whatever else
+it does.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +62,9 @@ def check(tmp_path, monkeypatch):
 
     def check(**algorithm):
         rollout = {"max_completion_tokens": 100}
-        settings = from_config_dict({"task": {"train": "x"}, "rollout": rollout, "algorithm": algorithm}).algorithm
+        settings = from_config_dict(
+            {"task": {"train": "x"}, "rollout": rollout, "algorithm": algorithm}
+        ).algorithm
         check_own_remedies(settings)
         return settings
 
@@ -82,7 +86,9 @@ def check(tmp_path, monkeypatch):
 )
 def test_right_ones_pass(check, algorithm):
     if algorithm == {"method": "configs.remedies:missing"}:
-        with pytest.raises(ValueError, match="configs.remedies has no function 'missing'; it has get_config"):
+        with pytest.raises(
+            ValueError, match="configs.remedies has no function 'missing'; it has get_config"
+        ):
             check(**algorithm)
     else:
         check(**algorithm)
@@ -91,46 +97,106 @@ def test_right_ones_pass(check, algorithm):
 @pytest.mark.parametrize(
     ("algorithm", "line"),
     [
-        ({"method": "mine.py:completions"}, "returned advantages of shape (2,); must be (2, 12) as the tokens"),
+        (
+            {"method": "mine.py:completions"},
+            "returned advantages of shape (2,); must be (2, 12) as the tokens",
+        ),
         ({"method": "mine.py:half"}, "returned advantages in bfloat16; must be float32"),
-        ({"method": "mine.py:divides"}, "returned advantages that are not finite on 6 of 22 tokens"),
+        (
+            {"method": "mine.py:divides"},
+            "returned advantages that are not finite on 6 of 22 tokens",
+        ),
         ({"method": "mine.py:misspelled"}, "no attribute 'advantage' (mine.py, line 17)"),
-        ({"method": "mine.py:branch"}, "(mine.py, line 19); it is compiled: write jnp.where for `if`"),
-        ({"method": "mine.py:by_numpy"}, "(mine.py, line 20); it is compiled: write jnp.where for `if`"),
+        (
+            {"method": "mine.py:branch"},
+            "(mine.py, line 19); it is compiled: write jnp.where for `if`",
+        ),
+        (
+            {"method": "mine.py:by_numpy"},
+            "(mine.py, line 20); it is compiled: write jnp.where for `if`",
+        ),
         ({"method": "mine.py:nothing"}, "returned advantages as NoneType; must be an array"),
-        ({"method": "mine.py:no_argument"}, "takes no token arrays; its first argument must be `tokens`"),
+        (
+            {"method": "mine.py:no_argument"},
+            "takes no token arrays; its first argument must be `tokens`",
+        ),
         ({"method": "mine.py:needs"}, "needs knee, such as mine.py:needs(knee=0.1)"),
         ({"method": "mine.py:right(nee=1)"}, "has no parameter 'nee'; it has knee"),
         ({"method": "mine.py:right(knee=true)"}, "knee must be a number"),
-        ({"method": "mine.py:number"}, "returned the statistic 'remedy/number/a' as float; statistics are a dict"),
-        ({"method": "mine.py:unreduced"}, "returned the statistic 'remedy/unreduced/a' of shape (2, 12); must be ()"),
-        ({"method": "mine.py:three"}, "returned a tuple of 3; return the terms, or (terms, statistics)"),
-        ({"method": "mine.py:fixed"}, "incompatible shapes for broadcasting: (3, 5), (2, 12). (mine.py, line 27)"),
-        ({"method": "mine.py:missing"}, "mine.py has no function 'missing'; it has right, positional, keep"),
+        (
+            {"method": "mine.py:number"},
+            "returned the statistic 'remedy/number/a' as float; statistics are a dict",
+        ),
+        (
+            {"method": "mine.py:unreduced"},
+            "returned the statistic 'remedy/unreduced/a' of shape (2, 12); must be ()",
+        ),
+        (
+            {"method": "mine.py:three"},
+            "returned a tuple of 3; return the terms, or (terms, statistics)",
+        ),
+        (
+            {"method": "mine.py:fixed"},
+            "incompatible shapes for broadcasting: (3, 5), (2, 12). (mine.py, line 27)",
+        ),
+        (
+            {"method": "mine.py:missing"},
+            "mine.py has no function 'missing'; it has right, positional, keep",
+        ),
         ({"method": "absent.py:f"}, "can't import absent.py: FileNotFoundError"),
-        ({"method": "broken.py:f"}, "can't import broken.py: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            {"method": "broken.py:f"},
+            "can't import broken.py: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ({"method": "no.module:f"}, "can't import no.module: ModuleNotFoundError"),
         ({"method": "mine.py:"}, "a function of yours is path.py:function or module:function"),
         ({"method": "mine.py:leaves"}, "mine.py:leaves: raised SystemExit: 3 (mine.py, line 31)"),
-        ({"method": "mine.py:calls_back"}, "mine.py:calls_back: raised KeyError: 'zero' (mine.py, line 32)"),
-        ({"loss": "mine.py:flat"}, "returned losses without any gradient, so that nothing is learned; compute them"),
-        ({"trust_region": "mine.py:flat_region"}, "returned objective without any gradient, so that nothing is"),
+        (
+            {"method": "mine.py:calls_back"},
+            "mine.py:calls_back: raised KeyError: 'zero' (mine.py, line 32)",
+        ),
+        (
+            {"loss": "mine.py:flat"},
+            "returned losses without any gradient, so that nothing is learned; compute them",
+        ),
+        (
+            {"trust_region": "mine.py:flat_region"},
+            "returned objective without any gradient, so that nothing is",
+        ),
         ({"method": "grpo,dc_grpo"}, "got 'grpo,dc_grpo', must name one function"),
-        ({"corrections": "mine.py:loss"}, "returned an array; must be Corrected(weights, keep, truncated)"),
+        (
+            {"corrections": "mine.py:loss"},
+            "returned an array; must be Corrected(weights, keep, truncated)",
+        ),
         ({"corrections": "mine.py:keep_as_number"}, "returned keep in float32; must be bool"),
-        ({"trust_region": "mine.py:loss"}, "returned an array; must be Region(objective, low, high)"),
-        ({"loss": "mine.py:root"}, "returned the gradient of train_logprobs that are not finite on 6 of 22 tokens"),
-        ({"loss": "mine.py:loss", "trust_region": "clip(dual=3)"}, "which bounds the surrogate alone; leave one"),
+        (
+            {"trust_region": "mine.py:loss"},
+            "returned an array; must be Region(objective, low, high)",
+        ),
+        (
+            {"loss": "mine.py:root"},
+            "returned the gradient of train_logprobs that are not finite on 6 of 22 tokens",
+        ),
+        (
+            {"loss": "mine.py:loss", "trust_region": "clip(dual=3)"},
+            "which bounds the surrogate alone; leave one",
+        ),
         ({"trust_region": "clip(low=true)"}, "clip(low=true): low must be a number"),
         ({"trust_region": "clip(low=nan)"}, "low=nan; must be a finite number in [0, 1)"),
-        ({"trust_region": "clip(dual=0.5)"}, "clip(dual=0.5): dual=0.5; must be a finite number in (1, inf)"),
+        (
+            {"trust_region": "clip(dual=0.5)"},
+            "clip(dual=0.5): dual=0.5; must be a finite number in (1, inf)",
+        ),
         ({"method": "mine.py:right", "loss": "other.py:right"}, "two functions have this name"),
     ],
 )
 def test_whatever_else_is_one_line_with_setting_and_function(check, algorithm, line):
     said = refused(check, **algorithm)
     name, value = next(iter(algorithm.items()))
-    assert said.startswith(("config.algorithm: got 'right', two", f"config.algorithm.{name}: ")) and "\n" not in said
+    assert (
+        said.startswith(("config.algorithm: got 'right', two", f"config.algorithm.{name}: "))
+        and "\n" not in said
+    )
     assert line in said
 
 
@@ -152,19 +218,26 @@ def test_statistics_are_named_after_the_function_and_have_no_gradient():
 
     train = jnp.float32([[-1.0, -3.0]])
     tokens = Tokens(
-        train_logprobs=train, anchor_logprobs=train, advantages=jnp.ones((1, 2)), completion_mask=np.ones((1, 2), bool)
+        train_logprobs=train,
+        anchor_logprobs=train,
+        advantages=jnp.ones((1, 2)),
+        completion_mask=np.ones((1, 2), bool),
     )
 
     def total(train, weight):
         loss, statistics = losses.policy_loss(
-            tokens._replace(train_logprobs=train), jnp.ones((1, 2)), loss=OwnRemedy("mine", mine, {"scale": 2.0})
+            tokens._replace(train_logprobs=train),
+            jnp.ones((1, 2)),
+            loss=OwnRemedy("mine", mine, {"scale": 2.0}),
         )
         return loss.total + weight * statistics["remedy/mine/most"].largest, (loss, statistics)
 
     gradient, (loss, statistics) = jax.grad(total, has_aux=True)(train, 5.0)
     assert float(loss.total) == -8.0 and isinstance(loss, Mean)
     assert float(statistics["remedy/mine/most"].value()) == -1.0
-    np.testing.assert_array_equal(gradient, [[2.0, 2.0]])  # 7 at the largest if the statistic had one
+    np.testing.assert_array_equal(
+        gradient, [[2.0, 2.0]]
+    )  # 7 at the largest if the statistic had one
 
 
 def test_a_loss_sees_zero_outside_the_tokens_that_take_part():

@@ -16,7 +16,9 @@ def test_number_range_ends():
         require.require_number("eta", -0.1, minimum=0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("nan"), -1, np.float64(-1)])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), np.float32("nan"), -1, np.float64(-1)]
+)
 def test_number_that_is_none(value):
     with pytest.raises(ValueError, match="^eta="):
         require.require_number("eta", value, minimum=0)
@@ -42,5 +44,7 @@ def test_option_lists_the_choices():
 
 
 def test_same_shape_does_not_broadcast():
-    with pytest.raises(ValueError, match=r"^shapes differ: a \(2, 1\), b \(2, 3\); all must be equal$"):
+    with pytest.raises(
+        ValueError, match=r"^shapes differ: a \(2, 1\), b \(2, 3\); all must be equal$"
+    ):
         require.require_same_shape(a=np.ones((2, 1)), b=np.ones((2, 3)))

@@ -14,17 +14,28 @@ MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
 INDEX = np.array([[0, 0, 0, 0], [1, 1, 0, 0]], np.int32)
 OLD = np.log([[0.5, 0.5, 0.5, 0.9], [0.25, 0.5, 0.9, 0.9]]).astype(np.float32)
 ROLLOUT = np.log([[0.5, 0.25, 0.1, 0.1], [0.5, 0.5, 0.1, 0.1]]).astype(np.float32)
-DELTA = [[0.0, 0.25, 0.4, 0.0], [0.25, 0.0, 0.0, 0.0]]  # |p - q|; 0 outside the mask, where it would be 0.8
+DELTA = [
+    [0.0, 0.25, 0.4, 0.0],
+    [0.25, 0.0, 0.0, 0.0],
+]  # |p - q|; 0 outside the mask, where it would be 0.8
 ADVANTAGES = np.array([1.0, -1.0], np.float32)
 WEIGHTS = np.array([1 / 3, 1 / 2], np.float32)
-OPTIONS = {"measure": {"measure": "diff", "sided": "two"}, "level": "token", "penalty": penalties.dc_grpo}
+OPTIONS = {
+    "measure": {"measure": "diff", "sided": "two"},
+    "level": "token",
+    "penalty": penalties.dc_grpo,
+}
 
 
 def _signals(old=OLD, rows=slice(0, 2), tolerance=0.3, **changes):
-    logprobs = dict(train_logprobs=old[rows], old_logprobs=old[rows], rollout_logprobs=ROLLOUT[rows])
+    logprobs = dict(
+        train_logprobs=old[rows], old_logprobs=old[rows], rollout_logprobs=ROLLOUT[rows]
+    )
     completion = dict(completion_mask=MASK[rows], completion_index=INDEX[rows], num_completions=2)
     advantages = ADVANTAGES[INDEX[rows]]
-    tokens = Tokens(**logprobs, **completion, advantages=advantages, multiplier=0.5, tolerance=tolerance)
+    tokens = Tokens(
+        **logprobs, **completion, advantages=advantages, multiplier=0.5, tolerance=tolerance
+    )
     return signals.row_signals(tokens, WEIGHTS, **(OPTIONS | changes))
 
 
@@ -32,8 +43,12 @@ def test_signals_by_hand():
     found = _signals()
     np.testing.assert_allclose(found.discrepancy, DELTA, atol=1e-6)
     # A - 0.5 delta on the tokens of each completion
-    np.testing.assert_allclose(found.tokens.advantages[MASK], [1.0, 0.875, 0.8, -1.125, -1.0], atol=1e-6)
-    np.testing.assert_allclose(found.weights, [[1 / 3, 1 / 3, 1 / 3, 0], [0.5, 0.5, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(
+        found.tokens.advantages[MASK], [1.0, 0.875, 0.8, -1.125, -1.0], atol=1e-6
+    )
+    np.testing.assert_allclose(
+        found.weights, [[1 / 3, 1 / 3, 1 / 3, 0], [0.5, 0.5, 0, 0]], rtol=1e-6
+    )
     np.testing.assert_array_equal(found.dropped_tokens, [0, 0])
     # 0.9 over 5 tokens; the mean of the completions' means would be (0.65 / 3 + 0.125) / 2 = 0.171
     assert float(found.mean_discrepancy.total) == pytest.approx(0.9, rel=1e-6)
@@ -49,7 +64,8 @@ def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
 
 
 def test_share_of_the_update_that_is_charge_by_hand():
-    # 1 - p = .5 .5 .5 and .75 .5; charges lambda delta = 0 .125 .2 and .125 0; |A| = 1; weights 1/3 and 1/2.
+    # 1 - p = .5 .5 .5 and .75 .5; charges lambda delta = 0 .125 .2 and .125 0; |A| = 1; weights 1/3
+    # and 1/2.
     found = _signals()
     share = signals.charge_share(found.tokens, ADVANTAGES[INDEX], found.weights)
     charge = (0.5 * 0.125 + 0.5 * 0.2) / 3 + 0.75 * 0.125 / 2
@@ -57,11 +73,15 @@ def test_share_of_the_update_that_is_charge_by_hand():
     assert float(share.value()) == pytest.approx(charge / (charge + plain), rel=1e-6)
     parts = [_signals(rows=slice(r, r + 1)) for r in range(2)]
     halves = [
-        signals.charge_share(part.tokens, ADVANTAGES[INDEX[r : r + 1]], part.weights) for r, part in enumerate(parts)
+        signals.charge_share(part.tokens, ADVANTAGES[INDEX[r : r + 1]], part.weights)
+        for r, part in enumerate(parts)
     ]
     assert float(stats.merge(*halves).value()) == pytest.approx(float(share.value()), rel=1e-6)
     # Nothing charged, and nothing but the charge; the NaN outside the mask is ignored.
-    assert float(signals.charge_share(found.tokens, found.tokens.advantages, found.weights).value()) == 0
+    assert (
+        float(signals.charge_share(found.tokens, found.tokens.advantages, found.weights).value())
+        == 0
+    )
     assert float(signals.charge_share(found.tokens, np.zeros((2, 4)), found.weights).value()) == 1
 
 
@@ -83,7 +103,9 @@ def test_no_gradient_flows_through_any_signal():
 
 
 def _keep_close(tokens):
-    """Tokens whose probabilities differ by a factor above 3 are dropped, the others weighed by p / q."""
+    """Tokens whose probabilities differ by a factor above 3 are dropped, the others weighed by p /
+    q.
+    """
     apart = tokens.old_logprobs - tokens.rollout_logprobs
     return Corrected(jnp.exp(apart), jnp.abs(apart) <= np.log(3), jnp.zeros(apart.shape, bool))
 
@@ -99,7 +121,9 @@ def test_correction_drops_tokens_and_the_total_counts_the_rest():
     for mode, total in (("seq_mean_token_mean", 2 / 3 + 1), ("token_mean", 4), ("fixed_length", 2)):
         options = {"mode": mode, "max_completion_tokens": 8}
         weights, whole = losses.aggregation_weights(lengths, in_loss, **options)
-        same, rest = losses.aggregation_weights(lengths, in_loss, dropped_tokens=found.dropped_tokens, **options)
+        same, rest = losses.aggregation_weights(
+            lengths, in_loss, dropped_tokens=found.dropped_tokens, **options
+        )
         np.testing.assert_array_equal(weights, same)
         assert float(rest) == pytest.approx(total, rel=1e-6)
         assert float(whole) == (5 if mode == "token_mean" else 2)
@@ -108,7 +132,10 @@ def test_correction_drops_tokens_and_the_total_counts_the_rest():
 @pytest.mark.parametrize("length", [1, 3, 7, 11, 8191, 1_000_003])
 def test_total_without_dropped_tokens_is_a_whole_number(length):
     _, total = losses.aggregation_weights(
-        np.full(3, length), np.ones(3, bool), mode="seq_mean_token_mean", dropped_tokens=np.zeros(3, int)
+        np.full(3, length),
+        np.ones(3, bool),
+        mode="seq_mean_token_mean",
+        dropped_tokens=np.zeros(3, int),
     )
     assert float(total) == 3.0
 

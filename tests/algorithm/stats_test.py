@@ -30,7 +30,8 @@ def _statistics(values, extreme=None):
     }
 
 
-# By hand: 2 + 5 - 1 + 4 + 8 = 18 of 5 numbers. Adding maxima gives 13, averaging means (2.5 + 0 + 8) / 3 = 3.5.
+# By hand: 2 + 5 - 1 + 4 + 8 = 18 of 5 numbers. Adding maxima gives 13, averaging means (2.5 + 0 +
+# 8) / 3 = 3.5.
 EXPECTED = {"sum": 18.0, "count": 5, "mean": 3.6, "largest": 8.0, "smallest": -1.0}
 
 
@@ -104,4 +105,6 @@ def test_sum_of_a_tree_keeps_the_dtype_of_its_start():
 
 def test_mean_of_no_weight_is_zero():
     assert float(Mean(jnp.float32(np.nan), jnp.float32(0)).value()) == 0.0
-    np.testing.assert_array_equal(Mean(jnp.array([3.0, 5.0]), jnp.array([2, 0])).value(), [1.5, 0.0])
+    np.testing.assert_array_equal(
+        Mean(jnp.array([3.0, 5.0]), jnp.array([2, 0])).value(), [1.5, 0.0]
+    )

@@ -39,8 +39,13 @@ def _measured(name):
 
 
 def _errors(attends, inputs, exact, ids):
-    results = {name: jax.jit(functools.partial(attention.with_gradients, f))(inputs) for name, f in attends.items()}
-    return {name: attention.largest_errors(result, exact, ids > 0) for name, result in results.items()}
+    results = {
+        name: jax.jit(functools.partial(attention.with_gradients, f))(inputs)
+        for name, f in attends.items()
+    }
+    return {
+        name: attention.largest_errors(result, exact, ids > 0) for name, result in results.items()
+    }
 
 
 def _episode(prompt, sampled):
@@ -55,12 +60,19 @@ def test_the_published_shape():
 
 
 def test_needed_operations_of_a_step_by_hand():
-    # Matrices of a layer: q and o 16 each, k and v 8 each, MLP 3 x 32 = 144; two layers 288; output 4 x 10.
+    # Matrices of a layer: q and o 16 each, k and v 8 each, MLP 3 x 32 = 144; two layers 288; output
+    # 4 x 10.
     model = ModelConfig("qwen3", 10, 4, 8, 2, 2, 1, 2)
-    # Forward: 2 x 328 a token, and 2 layers x 2 products x 2 x 4 x n / 2 for attention, n = 5 and 3.
+    # Forward: 2 x 328 a token, and 2 layers x 2 products x 2 x 4 x n / 2 for attention, n = 5 and
+    # 3.
     forward = 656 * 8 + 16 * (25 + 9)
-    # No logits for the 2 + 1 prompt tokens. With rows of 5 for both sequences attention alone would add 3 x 16 x 6.
-    assert step.needed_flops(model, [_episode(2, 3), _episode(1, 2)]) == 3 * (forward - 2 * 40 * 3) == 16656
+    # No logits for the 2 + 1 prompt tokens. With rows of 5 for both sequences attention alone would
+    # add 3 x 16 x 6.
+    assert (
+        step.needed_flops(model, [_episode(2, 3), _episode(1, 2)])
+        == 3 * (forward - 2 * 40 * 3)
+        == 16656
+    )
 
 
 def test_the_step_in_the_layout_of_a_run():
@@ -74,10 +86,13 @@ def test_the_step_in_the_layout_of_a_run():
     assert found["tokens_per_second"] == [sum(lengths) / seconds for seconds in found["seconds"]]
     assert len(found["seconds"]) == _TOY.repeats
     # Parameters and two moments in float32 are arguments.
-    assert found["predicted_peak_bytes"] >= found["predicted_argument_bytes"] >= 12 * num_params(model)
+    assert (
+        found["predicted_peak_bytes"] >= found["predicted_argument_bytes"] >= 12 * num_params(model)
+    )
     assert found["needed_flops"] == step.needed_flops(model, completions(_TOY, model))
     assert found["skipped_updates"] == 0 and found["unknown_loops"] == []
-    # Padding and the upper half of attention are computed too; far less would be a loop that is counted once.
+    # Padding and the upper half of attention are computed too; far less would be a loop that is
+    # counted once.
     assert 1 < found["compiled_over_needed"] < 4
     assert found["nearer"] in ("compute", "memory") and found["share_of_bound"] > 0
 
@@ -91,8 +106,14 @@ def test_attention_errors_are_within_the_bound_by_hand(packed):
     inputs = attention.random_inputs(4, 2, 16, ids)
     attends = attention.contenders("cpu", jnp.asarray(ids), packed=packed)
     exact = attention.exact_results(attends[attention.PLAIN], inputs)
-    # bfloat16 rounds to within 2^-8: weights that sum to 1 once, the result once. The scale of 1 / 4 is exact.
-    bound = 2 * 2.0**-8 * float(jnp.abs(inputs.value.astype(jnp.float32)).max()) / np.abs(exact[0][ids > 0]).max()
+    # bfloat16 rounds to within 2^-8: weights that sum to 1 once, the result once. The scale of 1 /
+    # 4 is exact.
+    bound = (
+        2
+        * 2.0**-8
+        * float(jnp.abs(inputs.value.astype(jnp.float32)).max())
+        / np.abs(exact[0][ids > 0]).max()
+    )
     assert set(attends) == {attention.PLAIN, "xla"}
     errors = _errors(attends, inputs, exact, ids)
     assert all(0 < of_kernel["output"] <= bound for of_kernel in errors.values())
@@ -110,7 +131,8 @@ def test_a_kernel_that_ignores_segments_is_found():
     assert [line.split(":")[:2] for line in attention.too_large(errors)] == [
         [
             "wrong",
-            f" {name} is off by {error:.3g} of its largest value, the plain version by {errors['plain'][name]:.3g}",
+            f" {name} is off by {error:.3g} of its largest value, the plain version by "
+            f"{errors['plain'][name]:.3g}",
         ]
         for name, error in errors["wrong"].items()
     ]
@@ -120,7 +142,8 @@ def test_a_kernel_that_ignores_segments_is_found():
 
 
 def test_the_products_of_attention_by_hand():
-    # Segments of 2 and 3 tokens see 1 + 2 and 1 + 2 + 3 keys; padding counts nothing. 2 x 9 x 4 heads x 16.
+    # Segments of 2 and 3 tokens see 1 + 2 and 1 + 2 + 3 keys; padding counts nothing. 2 x 9 x 4
+    # heads x 16.
     assert attention.product_flops(np.array([[1, 1, 2, 2, 2, 0]]), 4, 16) == 1152
 
 
@@ -129,14 +152,17 @@ def test_attention_is_measured():
     assert set(found["errors"]) == set(found["passes"]["forward"]) == {"plain", "xla"}
     forward, both = (found["passes"][name]["plain"] for name in attention.PASSES)
     assert both["needed_flops"] == 3 * forward["needed_flops"]
-    # The plain version computes both products over the whole square: 2 x 2 x 2 rows x 128^2 x 4 heads x 16.
+    # The plain version computes both products over the whole square: 2 x 2 x 2 rows x 128^2 x 4
+    # heads x 16.
     assert forward["compiled_flops"] == 8 * 128**2 * 64
 
 
 def test_every_token_of_the_engine_is_counted():
     found = _measured("engine_int8")
     # 2 prompts x 2 completions x 8 tokens.
-    assert found["tokens"] == 32 and found["tokens_per_second"] == [32 / seconds for seconds in found["seconds"]]
+    assert found["tokens"] == 32 and found["tokens_per_second"] == [
+        32 / seconds for seconds in found["seconds"]
+    ]
     assert found["cache_slots"] == 16 + 8
 
 
@@ -147,13 +173,23 @@ def test_the_dense_layer_computes_what_is_needed():
     assert dense["needed_flops"] == 3 * 2 * 64 * 32 * 32 == dense["compiled_flops"]
     eighth = {"products, an eighth", "ragged_dot, an eighth"}
     assert set(found["passes"]["forward and backward"]) == {"dense", "experts", "products"} | eighth
-    # Three products of [8 x 2, 32] and [32, 16], for each of four experts where all rows meet all matrices.
+    # Three products of [8 x 2, 32] and [32, 16], for each of four experts where all rows meet all
+    # matrices.
     plain = found["passes"]["forward"]["ragged_dot, an eighth"]
-    assert (plain["needed_flops"], plain["compiled_flops"]) == (3 * 2 * 16 * 32 * 16, 4 * 3 * 2 * 16 * 32 * 16)
+    assert (plain["needed_flops"], plain["compiled_flops"]) == (
+        3 * 2 * 16 * 32 * 16,
+        4 * 3 * 2 * 16 * 32 * 16,
+    )
 
 
 def test_a_table_has_every_value_with_its_spread():
-    found = {"kind": "step", "size": "toy", "tokens": 63952, "seconds": [2.0, 1.0, 4.0], "bounds": {"memory": 0.12345}}
+    found = {
+        "kind": "step",
+        "size": "toy",
+        "tokens": 63952,
+        "seconds": [2.0, 1.0, 4.0],
+        "bounds": {"memory": 0.12345},
+    }
     assert table(found).splitlines()[2:] == [
         "| kind | step |",
         "| size | toy |",
@@ -172,7 +208,9 @@ def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
     def works(size, tell):
         tell({"tokens_per_second": [size.new_tokens]})
 
-    monkeypatch.setattr(accelerator, "PARTS", {"fails": Part(fails, 9, 0), "works": Part(works, 9, 0)})
+    monkeypatch.setattr(
+        accelerator, "PARTS", {"fails": Part(fails, 9, 0), "works": Part(works, 9, 0)}
+    )
     codes, written = [], []
 
     def run(name, seconds):
@@ -180,7 +218,9 @@ def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
         codes.append(accelerator.measure_here(name, "toy", record, {}))
         return json.loads(record.read_text())
 
-    code = accelerator.run_parts(["fails", "works"], run, lambda record: written.append(json.dumps(record)), 60)
+    code = accelerator.run_parts(
+        ["fails", "works"], run, lambda record: written.append(json.dumps(record)), 60
+    )
     assert (code, codes) == (1, [1, 0])
     assert "RuntimeError: planted" in capsys.readouterr().err
     # The record was written when only the first part had run.
@@ -211,9 +251,15 @@ def test_a_process_that_dies_or_hangs_is_an_error(tmp_path):
 
 def test_the_command_writes_one_json_and_names_what_it_left_out(tmp_path, monkeypatch, capsys):
     file = tmp_path / "accelerator.json"
-    parts = {"device": Part(PARTS["device"].measure, 600, 0), "engine_int8": Part(PARTS["engine_int8"].measure, 1, 1e6)}
+    parts = {
+        "device": Part(PARTS["device"].measure, 600, 0),
+        "engine_int8": Part(PARTS["engine_int8"].measure, 1, 1e6),
+    }
     monkeypatch.setattr(accelerator, "PARTS", parts)
-    assert accelerator.main(["--parts", "device,engine_int8", "--budget_s", "900", f"--json={file}"]) == 0
+    assert (
+        accelerator.main(["--parts", "device,engine_int8", "--budget_s", "900", f"--json={file}"])
+        == 0
+    )
     record = json.loads(file.read_text())
     assert (record["parts"]["device"]["size"], record["parts"]["device"]["error"]) == ("toy", None)
     assert record["left_out"] == ["engine_int8"]
@@ -233,9 +279,23 @@ def test_it_needs_jax_flax_optax_orbax_and_transformers_alone(tmp_path):
         f"import sys\nfor name in {_NOT_ON_THE_MACHINE}:\n    sys.modules[name] = None\n"
     )
     parts = ["step", "engine_fp8"]
-    command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", ",".join(parts), "--json", "found.json"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "XLA_FLAGS": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.accelerator",
+        "--parts",
+        ",".join(parts),
+        "--json",
+        "found.json",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))),
+        "XLA_FLAGS": "",
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert list(found) == parts and all(part["error"] is None for part in found.values())
@@ -250,7 +310,11 @@ def test_toy_size_is_for_a_cpu_alone(monkeypatch):
 def test_torchs_micro_batches_hold_every_sequence_within_the_limit():
     lengths = np.array([3, 9, 4, 1, 9])
     # Of 9 and 9 together 18 tokens are too many; 4, 3 and 1 take 12 with their padding.
-    assert [batch.tolist() for batch in torch_peer.sorted_micro_batches(lengths, 12)] == [[1], [4], [2, 0, 3]]
+    assert [batch.tolist() for batch in torch_peer.sorted_micro_batches(lengths, 12)] == [
+        [1],
+        [4],
+        [2, 0, 3],
+    ]
 
 
 def test_torch_does_the_work_of_the_step():
@@ -263,7 +327,10 @@ def test_torch_does_the_work_of_the_step():
 
 
 def test_the_sockets_of_a_child_are_found_and_no_others():
-    code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    code = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
+        "flush=True); input()"
+    )
     with (
         socket.create_server(("127.0.0.1", 0)),
         subprocess.Popen(
@@ -279,13 +346,21 @@ def test_the_sockets_of_a_child_are_found_and_no_others():
 
 @pytest.mark.long
 def test_every_part_runs_at_toy_size(tmp_path):
-    """As on a GPU: in its order, each part in a process of its own, all into one cache; in under 3 minutes."""
+    """As on a GPU: in its order, each part in a process of its own, all into one cache; in under 3
+    minutes.
+    """
     command = [sys.executable, "-m", "benchmarks.accelerator", "--json", "found.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["left_out"] == ["vllm_bfloat16", "vllm_fp8", "smollm2"]
     assert list(found["parts"]) == [name for name in PARTS if name not in found["left_out"]]
     demo = found["parts"]["demo"]
-    assert demo["steps"] == 5 and demo["broken_rule"] == [] and 0 < demo["first_step_seconds"] < demo["seconds"]
+    assert (
+        demo["steps"] == 5
+        and demo["broken_rule"] == []
+        and 0 < demo["first_step_seconds"] < demo["seconds"]
+    )

@@ -1,4 +1,6 @@
-"""The comparison with other trainers: what all contenders are given, and the least that a step computes."""
+"""The comparison with other trainers: what all contenders are given, and the least that a step
+computes.
+"""
 
 import os
 import subprocess
@@ -21,15 +23,26 @@ from dcmdp_jax.models.params import num_params
 
 def _job(*, ends: bool) -> Job:
     none = dict.fromkeys(("checkpoint", "problems", "scratch"), "")
-    work = dict(prompts=1, group=2, prompt_tokens=3, new_tokens=4, prompt_lengths=[3], lengths=[4, 4], ends=ends)
+    work = dict(
+        prompts=1,
+        group=2,
+        prompt_tokens=3,
+        new_tokens=4,
+        prompt_lengths=[3],
+        lengths=[4, 4],
+        ends=ends,
+    )
     return Job(part="sampler", parameters=1, cores=1, **none, **work)
 
 
 def test_needed_operations_by_hand() -> None:
     config = ModelConfig("qwen3", 10, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
-    workload = Workload("", prompt_tokens=2, new_tokens=3, least_prompt=2, median=3, end_probability=0.0)
-    # Sequences of 5 tokens. Causal attention has 1 + 2 + 3 + 4 + 5 = 15 pairs in each of 2 layers and 2 heads; scores
-    # and values are 2 products of 2 x 4 operations for a pair, forward once and backward twice: 2 * 2 * 15 * 16 * 3.
+    workload = Workload(
+        "", prompt_tokens=2, new_tokens=3, least_prompt=2, median=3, end_probability=0.0
+    )
+    # Sequences of 5 tokens. Causal attention has 1 + 2 + 3 + 4 + 5 = 15 pairs in each of 2 layers
+    # and 2 heads; scores and values are 2 products of 2 x 4 operations for a pair, forward once and
+    # backward twice: 2 * 2 * 15 * 16 * 3.
     one = 6 * num_params(config) * 5 + 2880
     assert needed_flop("train1", config, workload) == PROMPTS * GROUP * one
     # A forward pass more.
@@ -41,13 +54,19 @@ def test_needed_operations_by_hand() -> None:
 def test_ragged_lengths_have_the_stated_median_and_limit() -> None:
     workload = WORKLOADS["ragged"]
     lengths = np.array(workload.lengths())
-    assert lengths.size == PROMPTS * GROUP and lengths.max() == 256 and 50 <= np.median(lengths) <= 78
+    assert (
+        lengths.size == PROMPTS * GROUP and lengths.max() == 256 and 50 <= np.median(lengths) <= 78
+    )
     assert {16 <= length <= 48 for length in workload.prompt_lengths(PROMPTS)} == {True}
-    assert set(WORKLOADS["uniform"].lengths()) == {64} and set(WORKLOADS["uniform"].prompt_lengths(3)) == {16}
+    assert set(WORKLOADS["uniform"].lengths()) == {64} and set(
+        WORKLOADS["uniform"].prompt_lengths(3)
+    ) == {16}
 
 
 @pytest.mark.parametrize("lengths", WORKLOADS)
-def test_the_end_token_is_the_models_own_and_has_its_probability_at_every_position(tmp_path, lengths) -> None:
+def test_the_end_token_is_the_models_own_and_has_its_probability_at_every_position(
+    tmp_path, lengths
+) -> None:
     config, workload = model("0.6M"), WORKLOADS[lengths]
     checkpoint, _ = make_inputs(config, tmp_path, workload)
     tokenizer = load_tokenizer(str(checkpoint))
@@ -69,14 +88,17 @@ def test_completions_that_are_none_of_the_workload_are_refused() -> None:
     with pytest.raises(RuntimeError, match="2 completions of 3 to 4 tokens, asked for 2 of 4"):
         _job(ends=False).check_completions([[1] * 4, [1] * 3])
     # Were the end token never sampled, the workload would be another one.
-    with pytest.raises(RuntimeError, match="2 completions of 4 to 4 tokens, asked for 2 of at most 4"):
+    with pytest.raises(
+        RuntimeError, match="2 completions of 4 to 4 tokens, asked for 2 of at most 4"
+    ):
         _job(ends=True).check_completions([[1] * 4, [1] * 4])
 
 
 def test_time_and_memory_of_a_process_that_was_started_count() -> None:
     # An engine's sidecar computes in a process of its own.
     program = (
-        "import time; x = b'x' * (100 << 20)\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True); input()"
+        "import time; x = b'x' * (100 << 20)\nwhile time.process_time() < 0.5: "
+        "pass\nprint('done', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     seconds, mib = cpu_seconds(), peak_mib()

@@ -7,7 +7,12 @@ import jax
 import pytest
 
 from benchmarks.compiled_parts.collectives import Collective
-from benchmarks.compiled_parts.goals import all_logits, attention_matrices, model_shapes, tree_gathers
+from benchmarks.compiled_parts.goals import (
+    all_logits,
+    attention_matrices,
+    model_shapes,
+    tree_gathers,
+)
 from benchmarks.compiled_parts.hlo import Array
 from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
@@ -30,7 +35,9 @@ def _arrays(*shapes):
 
 def test_attention_matrices_have_two_axes_along_the_row():
     shapes = model_shapes(_MODEL, _mesh(1, 8))
-    scores = _arrays((2, 4, 40, 40), (2, 2, 80, 40), (40, 40))  # whole, of the two heads of a group, and a mask
+    scores = _arrays(
+        (2, 4, 40, 40), (2, 2, 80, 40), (40, 40)
+    )  # whole, of the two heads of a group, and a mask
     rest = _arrays((2, 40, 4, 8), (2, 40, 16), (3, 16, 48))
     assert attention_matrices([*scores, *rest], 40, shapes) == scores
     # Keys are 16 wide, as are hidden states: for rows of 16 tokens [2, 16, 16] may be either.
@@ -42,7 +49,8 @@ def test_attention_matrices_have_two_axes_along_the_row():
 def test_logits_of_all_tokens_however_they_are_shaped():
     shapes = model_shapes(_MODEL, _mesh(1, 4, 2))
     wanted = _arrays((39, 88), (3, 13, 88), (39, 44), (88, 50))
-    # A chunk of them, a piece of the vocabulary, the embedding and its shard, a row of something else.
+    # A chunk of them, a piece of the vocabulary, the embedding and its shard, a row of something
+    # else.
     rest = _arrays((13, 88), (39, 11), (88, 16), (88, 4), (39, 48))
     assert all_logits([*wanted, *rest], 39, shapes) == wanted
     # The embedding has fewer rows than the tokens here and more there.
@@ -55,12 +63,19 @@ def test_gathers_of_more_than_a_layer():
     def gathered(*dims):
         return Collective("all-gather", Array("f32", dims), 8, 1, True, "")
 
-    # A layer: q 512, k and v 256, o 512, MLP 3 x 768, norms 2 x 16 + 2 x 8: 3,888. Embedding and output 88 x 16 each.
+    # A layer: q 512, k and v 256, o 512, MLP 3 x 768, norms 2 x 16 + 2 x 8: 3,888. Embedding and
+    # output 88 x 16 each.
     assert shapes.parameters == 3 * 3888 + 2 * 1408 + 16
-    assert tree_gathers([gathered(3, 16, 48), gathered(48, 3, 16), gathered(14496 // 2)], shapes) == _arrays(
-        (3, 16, 48), (48, 3, 16), (7248,)
+    assert tree_gathers(
+        [gathered(3, 16, 48), gathered(48, 3, 16), gathered(14496 // 2)], shapes
+    ) == _arrays((3, 16, 48), (48, 3, 16), (7248,))
+    layer = (
+        gathered(16, 48),
+        gathered(1, 16, 48),
+        gathered(48, 16),
+        gathered(88, 16),
+        gathered(16, 64),
     )
-    layer = gathered(16, 48), gathered(1, 16, 48), gathered(48, 16), gathered(88, 16), gathered(16, 64)
     assert tree_gathers(layer, shapes) == []
     reduced = Collective("all-reduce", Array("f32", (3, 16, 48)), 8, 1, True, "")
     assert tree_gathers([reduced], shapes) == []
@@ -71,7 +86,9 @@ _LENGTH = 640
 
 @functools.cache
 def _lowered(attention, data=1, fsdp=8):
-    """Model, mesh and arrays of a step on rows of 640 tokens, lowered for TPUs. That needs no compiler for them."""
+    """Model, mesh and arrays of a step on rows of 640 tokens, lowered for TPUs. That needs no
+    compiler for them.
+    """
     config = qwen3_8b.get_config("local,debug")
     config.model.attention, config.model.logprob_chunk = attention, 128
     architecture = config.model.architecture
@@ -84,7 +101,10 @@ def _lowered(attention, data=1, fsdp=8):
     model, mesh = model_of(config), _mesh(data, fsdp)
     program = plan_step(planned_run(config, mesh, model=model))
     text = program.trace().lower(lowering_platforms=("tpu",)).as_text()
-    found = {tuple(map(int, dims.rstrip("x").split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]\w*>", text)}
+    found = {
+        tuple(map(int, dims.rstrip("x").split("x")))
+        for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]\w*>", text)
+    }
     assert program.row_lengths == (_LENGTH,) and program.tokens == _LENGTH - 1
     return model_shapes(model, mesh), _arrays(*found)
 
@@ -97,7 +117,9 @@ def test_a_step_with_splash_attention_has_no_attention_matrix():
 
 
 def test_splash_attention_is_lowered_for_data_parallel_devices():
-    """Mosaic's kernels have no partitioner: jax refuses one with an axis of the mesh left to the compiler."""
+    """Mosaic's kernels have no partitioner: jax refuses one with an axis of the mesh left to the
+    compiler.
+    """
     shapes, arrays = _lowered("splash", data=8, fsdp=1)
     assert Array("f32", (1, _LENGTH, 192)) in arrays
     assert attention_matrices(arrays, _LENGTH, shapes) == []

@@ -37,7 +37,8 @@ def test_a_loop_of_known_length_counts_its_body_that_often():
     def function(x, kernels):
         return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)[0]
 
-    # Five products of [3, 7] and [7, 7]: 5 x 2 x 3 x 7 x 7. A cost analysis that counts the body once says 294.
+    # Five products of [3, 7] and [7, 7]: 5 x 2 x 3 x 7 x 7. A cost analysis that counts the body
+    # once says 294.
     flops = compiled_flops(_module(function, _shape(3, 7), _shape(5, 7, 7)), _none)
     assert (flops.products, flops.attention) == (5 * 294, 0)
 
@@ -50,7 +51,8 @@ def test_loops_inside_loops_multiply():
     assert compiled_flops(_module(function, _shape(3, 7), _shape(7, 7)), _none).products == 12 * 294
 
 
-# As the compiler for TPUs writes a product of shards that arrive in turn: two of sixteen in each of eight halves.
+# As the compiler for TPUs writes a product of shards that arrive in turn: two of sixteen in each of
+# eight halves.
 _UNROLLED = """HloModule unrolled
 %body (carried: (u32[], f32[3,7], f32[7,7])) -> (u32[], f32[3,7], f32[7,7]) {
   %carried = (u32[], f32[3,7], f32[7,7]) parameter(0)
@@ -100,7 +102,9 @@ def test_products_with_a_batch_axis():
         return jnp.einsum("bij,bkj->bik", x, y)
 
     # Four products of [3, 5] and [5, 6]: 4 x 2 x 3 x 5 x 6.
-    assert compiled_flops(_module(function, _shape(4, 3, 5), _shape(4, 6, 5)), _none).products == 720
+    assert (
+        compiled_flops(_module(function, _shape(4, 3, 5), _shape(4, 6, 5)), _none).products == 720
+    )
 
 
 _REDUCTION = """HloModule jit_f, num_partitions=8
@@ -121,11 +125,20 @@ ENTRY %main (x: f32[3,4], y: f32[5]) -> (f32[3,4], f32[5]) {
 
 @pytest.mark.parametrize(
     ("groups", "size"),
-    [("{{0,1,2,3},{4,5,6,7}}", 4), ("[4,2]<=[8]", 2), ("[1,8]<=[8]", 8), ("mesh['a'=2,'b'=4] {'b'}", 4),
-     ("mesh['a'=2,'b'=4] {'a','b'}", 8), ("mesh['a'=2,'b'=4] {'b':(1)2}", 2), ("{}", 8)],
-)  # fmt: skip
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[4,2]<=[8]", 2),
+        ("[1,8]<=[8]", 8),
+        ("mesh['a'=2,'b'=4] {'b'}", 4),
+        ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", 2),
+        ("{}", 8),
+    ],
+)
 def test_every_spelling_of_groups(groups, size):
-    found = collectives(parse(_REDUCTION.replace("GROUPS", groups)), _none, micro_batch_scope="micro_batches")
+    found = collectives(
+        parse(_REDUCTION.replace("GROUPS", groups)), _none, micro_batch_scope="micro_batches"
+    )
     # One collective of two arrays, as the compiler combines small ones.
     assert [(one.array.dims, one.devices) for one in found] == [((3, 4), size), ((5,), size)]
 
@@ -141,8 +154,9 @@ ENTRY %main (a: bf16[8,512,64], b: bf16[8,64,256]) -> bf16[8,512,256] {
 
 
 def test_a_batched_product_that_a_tpu_writes_as_a_dilated_convolution():
-    # lhs_dilate 8 spreads 8 elements over 57 places; stride 7 and 8 taps: output o meets places 7 o .. 7 o + 7, of
-    # which one is a multiple of 8. So 8 pairs, each a product of [512, 64] and [64, 256].
+    # lhs_dilate 8 spreads 8 elements over 57 places; stride 7 and 8 taps: output o meets places 7 o
+    # .. 7 o + 7, of which one is a multiple of 8. So 8 pairs, each a product of [512, 64] and [64,
+    # 256].
     assert compiled_flops(parse(_CONVOLUTION), _none).products == 8 * 2 * 512 * 64 * 256
 
 
@@ -187,10 +201,17 @@ def test_a_gather_in_a_loop():
 
         return jax.lax.scan(layer, x, kernels)[0]
 
-    module = _module(function, _shape(16, 24, spec=P("fsdp")), _shape(5, 24, 24, spec=P(None, "fsdp")))
+    module = _module(
+        function, _shape(16, 24, spec=P("fsdp")), _shape(5, 24, 24, spec=P(None, "fsdp"))
+    )
     assert module.devices == 8
     (gather,) = [one for one in collectives(module, _none, micro_batch_scope="micro_batches")]
-    assert (gather.kind, gather.array.size, gather.devices, gather.count) == ("all-gather", 24 * 24, 8, 5)
+    assert (gather.kind, gather.array.size, gather.devices, gather.count) == (
+        "all-gather",
+        24 * 24,
+        8,
+        5,
+    )
     # Each device receives 7/8 of a [24, 24] float32, five times.
     assert gather.received_bytes == 5 * 24 * 24 * 4 * 7 / 8
     assert not gather.in_micro_batch
@@ -219,7 +240,10 @@ def test_groups_of_devices():
 
     def function(x):
         return jax.shard_map(
-            lambda x: jax.lax.psum(x, "fsdp"), mesh=mesh, in_specs=P(("data", "fsdp")), out_specs=P("data")
+            lambda x: jax.lax.psum(x, "fsdp"),
+            mesh=mesh,
+            in_specs=P(("data", "fsdp")),
+            out_specs=P("data"),
         )(x)
 
     module = _module(function, jax.ShapeDtypeStruct((8, 6), jnp.float32))
@@ -237,7 +261,11 @@ def test_memory_traffic_of_a_product_and_of_a_slice():
         return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)[0]
 
     once = 4 * 50 * 64 * 64
-    assert once < memory_traffic(_module(function, _shape(1, 64), _shape(50, 64, 64)), _none) < 4 * once
+    assert (
+        once
+        < memory_traffic(_module(function, _shape(1, 64), _shape(50, 64, 64)), _none)
+        < 4 * once
+    )
 
 
 # A loop over four layers, with the tables of Python's lines as the compiler for GPUs writes them.
@@ -301,8 +329,9 @@ ENTRY %main (given: (s32[], f32[4,8,16])) -> f32[4,8,16] {
 
 def test_copies_casts_and_slices_of_stacks():
     found = list(copies(parse(_STACKS), _none))
-    # A layer is 8 x 16 float32, 512 bytes, and an index 4. Four times: read and written; read and written as bfloat16;
-    # written, where its product is read and written too. The stack itself, 2,048 bytes, is read and written once.
+    # A layer is 8 x 16 float32, 512 bytes, and an index 4. Four times: read and written; read and
+    # written as bfloat16; written, where its product is read and written too. The stack itself,
+    # 2,048 bytes, is read and written once.
     assert found == [
         Copy(COPIED, Array("f32", (1, 8, 16)), 4 * (512 + 512 + 4), "dynamic_slice"),
         Copy(CONVERTED, Array("bf16", (1, 8, 16)), 4 * (512 + 256 + 4), "models/layers.py:50 mul"),
@@ -328,7 +357,8 @@ ENTRY %main (x: f32[64,32], i: s32[]) -> f32[1,32] {
   ROOT %out = f32[1,32]{1,0} fusion(%x, %i), kind=kLoop, calls=%chosen
 }
 """
-    # 128 bytes read and written, 4 of the index; not the 8,192 of the array. Of a product all would be read.
+    # 128 bytes read and written, 4 of the index; not the 8,192 of the array. Of a product all would
+    # be read.
     assert memory_traffic(parse(text), _none) == 128 + 128 + 4
     mixed = text.replace("exponential(%x)", "dot(%x, %x)")
     assert memory_traffic(parse(mixed), _none) == 8192 + 128 + 4
@@ -348,7 +378,8 @@ ENTRY %main (x: f32[2,64,32], z: f32[]) -> f32[64,8] {
   ROOT %out = f32[64,8]{1,0} fusion(%x, %z), kind=kLoop, calls=%summed
 }
 """
-    # 64 x 8 float32 written, twice as many read, 4 bytes of the initial value; not the 16,384 of the array.
+    # 64 x 8 float32 written, twice as many read, 4 bytes of the initial value; not the 16,384 of
+    # the array.
     assert memory_traffic(parse(text), _none) == 3 * 2048 + 4
 
 
@@ -379,12 +410,13 @@ ENTRY %main (x: f32[100], big: f32[1000]) -> f32[100] {
   ROOT %d = f32[10,10]{1,0} negate(%b)
 }
 """
-    # `a` reads and writes 400 bytes each, `c` reads them 800 bytes of traffic later. `far` moves 8,000; `d` reads the
-    # 400 again 8,800 bytes after `c` did.
+    # `a` reads and writes 400 bytes each, `c` reads them 800 bytes of traffic later. `far` moves
+    # 8,000; `d` reads the 400 again 8,800 bytes after `c` did.
     assert memory_traffic(parse(text), _none) == 800 + 800 + 8000 + 800
     distances = 799, 801, 8799, 8801
     assert [read_again(parse(text), _none, within) for within in distances] == [0, 400, 400, 800]
-    # At fractions f of both, from 800 to 400 bytes apart where the second reads half as fast: a quarter within 500.
+    # At fractions f of both, from 800 to 400 bytes apart where the second reads half as fast: a
+    # quarter within 500.
     slower = text.replace("f32[10,10]{1,0} negate(%b)\n  %far", "f32[0]{0} negate(%b)\n  %far")
     assert read_again(parse(slower), _none, 500) == 100
 
@@ -407,9 +439,13 @@ ENTRY %main (x: f32[3,3]) -> f32[3,3] {
 def test_products_by_what_they_are_for():
     # 2 x 3 x 3 x 3 each; two of the head's backward pass.
     assert compiled_flops(parse(_PRODUCTS), _none).parts == {
-        "layers forward": 54, "layers again": 54, "layers backward": 54, "head forward": 54, "head backward": 108,
+        "layers forward": 54,
+        "layers again": 54,
+        "layers backward": 54,
+        "head forward": 54,
+        "head backward": 108,
         "unnamed": 54,
-    }  # fmt: skip
+    }
 
 
 def test_scopes():
@@ -432,5 +468,6 @@ ENTRY %main (q: bf16[1,64,2,8], k: bf16[1,64,1,8], mask: bf16[1,1,64,64]) -> bf1
   ROOT %out = bf16[1,64,2,8]{3,2,1,0} custom-call(%q, %k, %k, %mask), custom_call_target="__cudnn$fmhaScaleBiasSoftmax"
 }
 """
-    # Two products of 2 heads x 64 x 64 x 8, half of each; the mask has four times as many entries as the queries.
+    # Two products of 2 heads x 64 x 64 x 8, half of each; the mask has four times as many entries
+    # as the queries.
     assert compiled_flops(parse(text), _none).attention == 2 * 2 * 2 * 64 * 64 * 8 / 2

@@ -44,25 +44,32 @@ def _of_jax(_):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (UserError("group size is 1;\n   allowed: 2 or more"), 2, "error: group size is 1; allowed: 2 or more\n"),
+        (
+            UserError("group size is 1;\n   allowed: 2 or more"),
+            2,
+            "error: group size is 1; allowed: 2 or more\n",
+        ),
         (FileNotFoundError(errno.ENOENT, "No such file", "/a/b"), 2, "error: No such file: /a/b\n"),
         (UserError(), 2, "error: UserError\n"),
         (
             RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
             1,
-            "error: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. (for sampling, "
-            "make max_rows smaller; for training, training.micro_batch_tokens; where another program holds a GPU's "
-            "memory, XLA_CLIENT_MEM_FRACTION)\n",
+            "error: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 "
+            "bytes. (for sampling, make max_rows smaller; for training, "
+            "training.micro_batch_tokens; where another program holds a GPU's memory, "
+            "XLA_CLIENT_MEM_FRACTION)\n",
         ),
         (
             RuntimeError("INTERNAL: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"),
             1,
-            "error: RuntimeError: INTERNAL: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY (for sampling, make "
-            "max_rows smaller; for training, training.micro_batch_tokens; where another program holds a GPU's memory, "
-            "XLA_CLIENT_MEM_FRACTION)\n",
+            "error: RuntimeError: INTERNAL: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY "
+            "(for sampling, make max_rows smaller; for training, training.micro_batch_tokens; "
+            "where another program holds a GPU's memory, XLA_CLIENT_MEM_FRACTION)\n",
         ),
         (
-            ValueError("RESOURCE_EXHAUSTED: Error writing ...\nFailed to write: No space left on device"),
+            ValueError(
+                "RESOURCE_EXHAUSTED: Error writing ...\nFailed to write: No space left on device"
+            ),
             2,
             "error: no space left on the disk; make room and run the same command again\n",
         ),
@@ -77,7 +84,10 @@ def test_a_failure_is_one_line_and_its_code(error, code, line, capsys):
     ("error", "line"),
     [
         (KeyError("x"), "error: KeyError: 'x' (unexpected; traceback above)"),
-        (ValueError("shapes differ"), "error: ValueError: shapes differ (unexpected; traceback above)"),
+        (
+            ValueError("shapes differ"),
+            "error: ValueError: shapes differ (unexpected; traceback above)",
+        ),
         (
             ConnectionResetError(errno.ECONNRESET, "Reset"),
             "error: ConnectionResetError: [Errno 104] Reset (unexpected; traceback above)",
@@ -119,7 +129,10 @@ def test_an_error_in_a_callback_is_its_last_line_and_the_place(tmp_path, capsys)
 
     code, text = _run(main, ["p"], capsys)
     place = f"cli_test.py, line {lookup.__code__.co_firstlineno + 1}"
-    line = f"error: JaxRuntimeError: a callback of a compiled function raised KeyError: 'seven' ({place})"
+    line = (
+        "error: JaxRuntimeError: a callback of a compiled function raised KeyError: 'seven' "
+        f"({place})"
+    )
     assert code == 1 and text.splitlines()[-1].startswith(line)
 
 
@@ -130,7 +143,9 @@ def test_a_run_logs_expected_errors_but_no_user_errors(tmp_path, capsys):
     line = f"error: broke (traceback: {log})\n"
     assert _run(_raiser(EngineError("broke"), tmp_path), ["p"], capsys) == (2, line)
     line = f"error: Gone: /a/b (traceback: {log})\n"
-    assert _run(_raiser(FileNotFoundError(errno.ENOENT, "Gone", "/a/b"), tmp_path), ["p"], capsys) == (2, line)
+    assert _run(
+        _raiser(FileNotFoundError(errno.ENOENT, "Gone", "/a/b"), tmp_path), ["p"], capsys
+    ) == (2, line)
     assert log.read_text().count("Traceback (most recent call last)") == 2
 
 
@@ -146,7 +161,9 @@ def test_debug_adds_the_traceback_before_the_line(error, code, capsys):
     assert text.splitlines()[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize("error", [EngineError("gone"), MemoryError("gone"), TrainingStopped("gone")])
+@pytest.mark.parametrize(
+    "error", [EngineError("gone"), MemoryError("gone"), TrainingStopped("gone")]
+)
 def test_further_expected_errors_are_one_line(error, capsys):
     assert _run(_raiser(error), ["p"], capsys) == (2, "error: gone\n")
 
@@ -201,7 +218,10 @@ def _parser():
     ],
 )
 def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
-    assert _run(lambda arguments: _parser().parse_args(arguments[1:]), ["p", *argv], capsys) == (2, f"error: {line}\n")
+    assert _run(lambda arguments: _parser().parse_args(arguments[1:]), ["p", *argv], capsys) == (
+        2,
+        f"error: {line}\n",
+    )
 
 
 _THREAD_FAILS = """
@@ -239,19 +259,27 @@ def _thread_fails(*arguments):
 def test_a_run_logs_failures_of_threads_and_prints_none(tmp_path):
     assert _thread_fails(tmp_path) == "error: bad\n"
     text = (tmp_path / "error.log").read_text()
-    assert "thread save failed\nTraceback (most recent call last)" in text and "OSError: the thread's" in text
+    assert (
+        "thread save failed\nTraceback (most recent call last)" in text
+        and "OSError: the thread's" in text
+    )
     assert "RuntimeError: at its end" in text
     assert "logged by absl\ncould not write" in text
 
 
 def test_a_log_that_cannot_be_written_leaves_a_line_of_each_failure_on_the_console(tmp_path):
-    """A directory in its place. Twenty of Orbax's threads fail for one reason, which is said once."""
+    """A directory in its place. Twenty of Orbax's threads fail for one reason, which is said
+    once.
+    """
     (tmp_path / "error.log").mkdir()
     program = _THREAD_FAILS.replace(
-        "    thread.start()", "    for _ in range(20): threading.Thread(target=fail).start()\n    thread.start()"
+        "    thread.start()",
+        "    for _ in range(20): threading.Thread(target=fail).start()\n    thread.start()",
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    said = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S).stderr.splitlines()
+    said = subprocess.run(
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S
+    ).stderr.splitlines()
     assert len(said) == 3 and said[-1] == "error: bad"
     assert said[0].startswith("thread ") and said[0].endswith("failed: OSError: the thread's")
     assert said[1].endswith("RuntimeError: at its end")
@@ -284,7 +312,11 @@ def test_a_pipe_that_nobody_reads_any_more_ends_nothing(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-c", _TALKS, str(tmp_path / "end")], stdout=writer, stderr=writer, cwd=_ROOT, timeout=HANGS_S
+        [sys.executable, "-c", _TALKS, str(tmp_path / "end")],
+        stdout=writer,
+        stderr=writer,
+        cwd=_ROOT,
+        timeout=HANGS_S,
     )
     os.close(writer)
     assert done.returncode == 7 and (tmp_path / "end").read_text() == "went on"
@@ -292,8 +324,12 @@ def test_a_pipe_that_nobody_reads_any_more_ends_nothing(tmp_path):
 
 def test_a_warning_has_date_and_time_in_a_log_and_none_on_a_terminal(tmp_path):
     command = [sys.executable, "-c", _TALKS, str(tmp_path / "end")]
-    said = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S).stderr.splitlines()
-    dated = [line for line in said if re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  logged", line)]
+    said = subprocess.run(
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S
+    ).stderr.splitlines()
+    dated = [
+        line for line in said if re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  logged", line)
+    ]
     assert len(dated) == 3 and sum("logged" in line for line in said) == 3
     screen, _ = run_in_terminal(f"import sys; sys.argv[1:] = [{str(tmp_path / 'end')!r}]\n{_TALKS}")
     assert [line for line in screen.text() if "logged" in line] == ["logged"] * 3

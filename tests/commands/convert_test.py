@@ -45,7 +45,9 @@ def source(tmp_path):
 def _run(*arguments):
     command = [sys.executable, "-m", "bin.convert", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S
+    )
 
 
 def test_hf_check(source, capsys):
@@ -53,7 +55,10 @@ def test_hf_check(source, capsys):
     out = capsys.readouterr().out
     # 2 * (q, o 2*8*16 + k, v 2*8*8 + norms 2*8 + 2*4 + MLP 3*8*12) + 2*104*8 + 8 = 2 * 696 + 1672
     assert num_params(CONFIG) == 3064
-    assert "qwen3, 3,064 parameters, 2 layers, hidden 8, MLP 12, heads 4/2 of 4, vocabulary 104, untied" in out
+    assert (
+        "qwen3, 3,064 parameters, 2 layers, hidden 8, MLP 12, heads 4/2 of 4, vocabulary 104, "
+        "untied" in out
+    )
     assert "tensors      25 F32; " in out  # 2 * 11 + embedding, norm and output
     assert "in 1 file(s)" in out
     assert "tokenizer    104 tokens; a completion ends with 2, 3\n" in out
@@ -64,9 +69,14 @@ def test_hf_check_counts_the_ids_beyond_the_tokenizer(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=107)
     save_tokenizer(build_tokenizer(), tmp_path / "tokenizer", (2,))
     params = init_params(config, jax.random.key(0))
-    save_params(params, config, tmp_path / "model", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
+    save_params(
+        params, config, tmp_path / "model", dtype="float32", tokenizer_dir=tmp_path / "tokenizer"
+    )
     main(["convert", "hf-check", str(tmp_path / "model")])
-    assert "3 of the model's ids, from 104 on, are no tokens and have no text\n" in capsys.readouterr().out
+    assert (
+        "3 of the model's ids, from 104 on, are no tokens and have no text\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_directory_without_a_tokenizer_is_named(source, capsys):
@@ -99,13 +109,16 @@ def test_hf_check_reads_the_values(source):
     tensors["model.norm.weight"] = np.full(8, np.inf, np.float32)
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"model.norm.weight has a value that is not finite: inf at \[0\]; the weights"
+        ValueError,
+        match=r"model.norm.weight has a value that is not finite: inf at \[0\]; the weights",
     ):
         main(["convert", "hf-check", str(source)])
 
 
 def _damaged(tensors, fields, damage):
-    """Change the tensors or config.json of a directory whose head is another matrix than its embedding."""
+    """Change the tensors or config.json of a directory whose head is another matrix than its
+    embedding.
+    """
     if damage == "tied":
         fields["tie_word_embeddings"] = True
     elif damage == "head without an embedding":
@@ -123,16 +136,26 @@ def _damaged(tensors, fields, damage):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("tied", "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json ties them"),
+        (
+            "tied",
+            "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json ties "
+            "them",
+        ),
         ("head without an embedding", "tensor model.embed_tokens.weight is missing"),
         ("half a head", "tensor lm_head.weight is [52, 8], expected [104, 8]"),
         ("integers", "tensor model.norm.weight is I32, readable are"),
-        ("not a number in the last row", "tensor lm_head.weight has a value that is not finite: nan at [103, 7]"),
+        (
+            "not a number in the last row",
+            "tensor lm_head.weight has a value that is not finite: nan at [103, 7]",
+        ),
         ("a bias", "tensor model.layers.0.self_attn.q_proj.bias is unknown to qwen3"),
     ],
 )
 def test_hf_check_refuses_what_loading_refuses_in_the_same_words(source, damage, message):
-    tensors, fields = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    tensors, fields = (
+        load_file(source / "model.safetensors"),
+        json.loads((source / "config.json").read_text()),
+    )
     _damaged(tensors, fields, damage)
     save_file(tensors, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps(fields))
@@ -157,10 +180,14 @@ def test_a_run_is_to_be_exported_first(tmp_path, inner):
 
 
 def test_the_help_names_the_families_that_gguf_files_are_read_of(capsys):
-    """As llama.cpp names them, in the file's general.architecture; tests/models/gguf_test.py reads one of each."""
+    """As llama.cpp names them, in the file's general.architecture; tests/models/gguf_test.py reads
+    one of each.
+    """
     with pytest.raises(SystemExit):
         main(["convert", "from-gguf", "--help"])
-    assert "a whole .gguf of llama, qwen2, qwen3, qwen3moe, gemma3 OUT_DIR" in " ".join(capsys.readouterr().out.split())
+    assert "a whole .gguf of llama, qwen2, qwen3, qwen3moe, gemma3 OUT_DIR" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_hf_check_reads_the_tokenizer(source):

@@ -29,10 +29,18 @@ def test_completion_completes_commands_presets_and_settings(capsys):
     settings.main(["settings", "--completion"])
     script = capsys.readouterr().out
     for word, found in (("pro", "probe"), ("--config=demo_m", "--config=demo_moe")):
-        ask = f'eval "$(complete -p dcmdp | sed "s/^complete/compgen/; s/ -o [a-z]*//g; s/ dcmdp$//")" -- {word}'
-        done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=HANGS_S)
+        ask = (
+            'eval "$(complete -p dcmdp | sed "s/^complete/compgen/; s/ -o [a-z]*//g; s/ '
+            f'dcmdp$//")" -- {word}'
+        )
+        done = subprocess.run(
+            ["bash", "-c", script + ask], capture_output=True, text=True, timeout=HANGS_S
+        )
         assert done.stdout.split() == [found], done.stderr
-    assert "--config.training.steps= " in script and 'COMP_WORDBREAKS="${COMP_WORDBREAKS//=}"' in script
+    assert (
+        "--config.training.steps= " in script
+        and 'COMP_WORDBREAKS="${COMP_WORDBREAKS//=}"' in script
+    )
 
 
 def test_settings_are_markdown_in_a_file_and_text_with_a_word(capsys):
@@ -43,6 +51,8 @@ def test_settings_are_markdown_in_a_file_and_text_with_a_word(capsys):
         "--config.optimizer.learning_rate=1e-06    # at least 0\n    Learning rate of AdamW.\n"
     )
     settings.main(["settings", "rollout.gro"])
-    assert capsys.readouterr().out.startswith("--config.rollout.group_size=8    # at least 2 completions\n    G,")
+    assert capsys.readouterr().out.startswith(
+        "--config.rollout.group_size=8    # at least 2 completions\n    G,"
+    )
     with pytest.raises(UserError, match="config.nope: no such setting"):
         settings.main(["settings", "nope"])

@@ -1,4 +1,6 @@
-"""bin.evaluate with stock vLLM as a sidecar: the same model, the same answers as by the embedded engine."""
+"""bin.evaluate with stock vLLM as a sidecar: the same model, the same answers as by the embedded
+engine.
+"""
 
 import json
 
@@ -35,7 +37,20 @@ def _run(hf_dir, out, *options):
         "",
     )
     evaluate.main(
-        ["evaluate", str(hf_dir), TASK, task, SAMPLES, "1", TOKENS, "40", *precision, "--out", str(out), *options]
+        [
+            "evaluate",
+            str(hf_dir),
+            TASK,
+            task,
+            SAMPLES,
+            "1",
+            TOKENS,
+            "40",
+            *precision,
+            "--out",
+            str(out),
+            *options,
+        ]
     )
     [result] = json.loads(out.read_text())["tasks"].values()
     return result
@@ -52,4 +67,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(hf_dir, tmp_path):
     assert local["truncated_fraction"] < 1
     record = json.loads((tmp_path / "vllm.json").read_text())
     assert record["settings"]["rollout.engine"] == "vllm"
-    assert sorted(path.name for path in (tmp_path / "vllm.vllm").iterdir()) == ["config.json", "sidecar.log"]
+    assert sorted(path.name for path in (tmp_path / "vllm.vllm").iterdir()) == [
+        "config.json",
+        "sidecar.log",
+    ]

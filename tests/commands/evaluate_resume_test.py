@@ -1,4 +1,6 @@
-"""bin.evaluate killed and continued, overlap with training data, one table over several evaluations."""
+"""bin.evaluate killed and continued, overlap with training data, one table over several
+evaluations.
+"""
 
 import json
 import os
@@ -101,7 +103,8 @@ def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         main(["evaluate", *_words(hf_dir, tasks, tmp_path / "o.json")])
     main(["evaluate", *_words(hf_dir, tasks, tmp_path / "o.json")])
-    # 5 problems in parts of 2, 2 and 1, then 3 in parts of 2 and 1; the first part has the seed itself.
+    # 5 problems in parts of 2, 2 and 1, then 3 in parts of 2 and 1; the first part has the seed
+    # itself.
     assert [call for call in calls if call != "stop"] == [
         ("five", 0),
         ("five", part_seed(0, 1)),
@@ -112,7 +115,9 @@ def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypat
     assert len({part_seed(0, part) for part in range(100)}) == 100
 
 
-def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, tasks, tmp_path, capsys, monkeypatch):
+def test_another_setting_does_not_continue_an_unfinished_evaluation(
+    hf_dir, tasks, tmp_path, capsys, monkeypatch
+):
     sample, calls = evaluate.evaluate, []
 
     def stop_at_the_second(*arguments, **options):
@@ -128,12 +133,16 @@ def test_another_setting_does_not_continue_an_unfinished_evaluation(hf_dir, task
             main(["evaluate", *_words(hf_dir, tasks, out)])
     got = evaluation_fails(capsys, *_words(hf_dir, tasks, out), SEED, 1)
     assert got.startswith(
-        f"{tmp_path}/o.problems.jsonl: holds an unfinished evaluation with training.seed=0, this one has 1"
+        f"{tmp_path}/o.problems.jsonl: holds an unfinished evaluation with training.seed=0, this "
+        "one has 1"
     )
 
 
 def test_overlap_with_training_data_is_reported_or_left_out(hf_dir, tmp_path, capsys):
-    rows = [{"problem": f"What is {text}?", "answer": answer} for text, answer in (("$2+2$", "4"), ("3+4", "7"))]
+    rows = [
+        {"problem": f"What is {text}?", "answer": answer}
+        for text, answer in (("$2+2$", "4"), ("3+4", "7"))
+    ]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "train.jsonl").write_text(
         '{"prompt": "other", "answer": "1"}\n{"prompt": "What is 2+2 ?", "label": "4"}\n'
@@ -154,13 +163,27 @@ def test_overlap_with_training_data_is_reported_or_left_out(hf_dir, tmp_path, ca
 
 def test_one_table_over_finished_evaluations(hf_dir, tasks, tmp_path, capsys):
     for name, method, seed in (("a", "GRPO", 0), ("b", "DC-GRPO", 0), ("c", "DC-GRPO", 1)):
-        main(["evaluate", *_words(hf_dir, tasks, tmp_path / f"{name}.json"), "--method", method, SEED, str(seed)])
+        main(
+            [
+                "evaluate",
+                *_words(hf_dir, tasks, tmp_path / f"{name}.json"),
+                "--method",
+                method,
+                SEED,
+                str(seed),
+            ]
+        )
     capsys.readouterr()
     main(["evaluate", "--table", *(str(tmp_path / f"{name}.json") for name in "abc")])
-    cells = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()
+    ]
     assert cells[0] == ["Method", "five", "three", "Avg"]
     assert [row[0] for row in cells if len(row) > 1] == ["Method", "GRPO", "DC-GRPO (2 runs)", "K"]
-    averages = [json.loads((tmp_path / f"{name}.json").read_text())["tasks"]["five"]["average"] for name in "bc"]
+    averages = [
+        json.loads((tmp_path / f"{name}.json").read_text())["tasks"]["five"]["average"]
+        for name in "bc"
+    ]
     assert cells[3][1].startswith(f"{100 * sum(averages) / 2:.1f} ±")
 
 
@@ -176,19 +199,26 @@ def test_one_table_over_finished_evaluations(hf_dir, tasks, tmp_path, capsys):
         ),
         (
             ("{hf}", TASK, "{tmp}/odd.jsonl"),
-            "config.evaluation.task: {tmp}/odd.jsonl:2: no prompt in any of the fields prompt, problem, question; the "
-            "row has instruction, output",
+            "config.evaluation.task: {tmp}/odd.jsonl:2: no prompt in any of the fields prompt, "
+            "problem, question; the row has instruction, output",
         ),
         (
             ("{hf}", TASK, "{tmp}/half.jsonl"),
-            "config.evaluation.task: {tmp}/half.jsonl:1: no answer in any of the fields reward_model, final_answer, "
-            "expected_answer, ground_truth, answer, solution, label; the row has question, target",
+            "config.evaluation.task: {tmp}/half.jsonl:1: no answer in any of the fields "
+            "reward_model, final_answer, expected_answer, ground_truth, answer, solution, label; "
+            "the row has question, target",
         ),
     ],
 )
 def test_bad_input_is_one_line(hf_dir, tasks, tmp_path, capsys, monkeypatch, argv, line):
-    monkeypatch.setattr(saved_model, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
-    (tmp_path / "odd.jsonl").write_text('{"problem": "p", "answer": "4"}\n{"instruction": "p", "output": "4"}\n')
+    monkeypatch.setattr(
+        saved_model, "load_params", lambda *_, **__: pytest.fail("the weights were read")
+    )
+    (tmp_path / "odd.jsonl").write_text(
+        '{"problem": "p", "answer": "4"}\n{"instruction": "p", "output": "4"}\n'
+    )
     (tmp_path / "half.jsonl").write_text('{"question": "p", "target": "4"}\n')
     places = {"tmp": tmp_path, "hf": hf_dir, "task": tasks.split(",")[0]}
-    assert evaluation_fails(capsys, *(word.format(**places) for word in argv)).startswith(line.format(**places))
+    assert evaluation_fails(capsys, *(word.format(**places) for word in argv)).startswith(
+        line.format(**places)
+    )

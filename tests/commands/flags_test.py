@@ -44,7 +44,11 @@ def test_a_file_its_argument_and_overrides():
     assert config.algorithm.method == "grpo" and config.training.steps == 2
     assert config.rollout.precision == "int8" and config.algorithm.multiplier == 0.0
     assert config.training.row_lengths == (96, 128) and config.algorithm.normalize_std is False
-    assert config.optimizer.weight_decay == 0.01 and config.run_dir == "runs/x" and config.training.seed == 9
+    assert (
+        config.optimizer.weight_decay == 0.01
+        and config.run_dir == "runs/x"
+        and config.training.seed == 9
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,11 +58,17 @@ def test_a_file_its_argument_and_overrides():
         ((_DEMO + ":grpo",), "runs/demo_grpo"),
         ((_DEMO, "--config.rollout.precision=exact"), "runs/demo-precision=exact"),
         ((_DEMO, "--config.algorithm.tolerance=0.001"), "runs/demo-tolerance=0.001"),
-        ((_DEMO, "--config.algorithm.tolerance=1e-3"), "runs/demo-tolerance=0.001"),  # the same setting, the same run
+        (
+            (_DEMO, "--config.algorithm.tolerance=1e-3"),
+            "runs/demo-tolerance=0.001",
+        ),  # the same setting, the same run
         ((_DEMO, "--config.rewards.weights=(2,)"), "runs/demo-weights=2.0"),
         ((_DEMO, "--config.algorithm.normalize_std=false"), "runs/demo-normalize_std=False"),
         # Two settings are called learning_rate.
-        ((_DEMO, "--config.optimizer.learning_rate=1e-5"), "runs/demo-optimizer.learning_rate=1e-05"),
+        (
+            (_DEMO, "--config.optimizer.learning_rate=1e-5"),
+            "runs/demo-optimizer.learning_rate=1e-05",
+        ),
         ((_DEMO, "--config.warmup.learning_rate=1e-5"), "runs/demo-warmup.learning_rate=1e-05"),
         # The length of a run is what it learns only where the learning rate ends with it.
         ((_DEMO, "--config.training.seed", "3", "--config.training.steps=99"), "runs/demo-seed=3"),
@@ -130,12 +140,16 @@ def test_config_may_be_two_words():
 
 
 def test_a_value_of_a_thousand_pages_is_not_quoted_whole():
-    assert error(_DEMO, f"--config.training.steps={'9' * 10**6}x").startswith("config.training.steps: got '999")
+    assert error(_DEMO, f"--config.training.steps={'9' * 10**6}x").startswith(
+        "config.training.steps: got '999"
+    )
     assert len(error(_DEMO, f"--config.training.steps={'9' * 10**6}x")) < 250
 
 
 def test_an_override_without_its_value_is_named():
-    assert error(_DEMO, "--config.training.steps").startswith("--config.training.steps: its value is missing")
+    assert error(_DEMO, "--config.training.steps").startswith(
+        "--config.training.steps: its value is missing"
+    )
 
 
 @pytest.mark.parametrize("words", ["true", "True", "1", "yes", "t"])
@@ -150,14 +164,20 @@ def test_the_last_of_two_values_counts():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("def get_config(arg=''):\n    return missing_name\n", "NameError: name 'missing_name' is not defined"),
+        (
+            "def get_config(arg=''):\n    return missing_name\n",
+            "NameError: name 'missing_name' is not defined",
+        ),
         ("def get_config(:\n", "SyntaxError: "),
         ("", "it has no function get_config"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def get_config():\n    raise ValueError('not\\ntoday')\n", "not today"),
         ("def get_config():\n    return 3\n", "get_config returned int, must be a ConfigDict"),
         ("exit()\n", "it called exit(None); let get_config return"),
-        ("import sys\n\ndef get_config():\n    sys.exit(0)\n", "it called exit(0); let get_config return"),
+        (
+            "import sys\n\ndef get_config():\n    sys.exit(0)\n",
+            "it called exit(0); let get_config return",
+        ),
     ],
 )
 def test_a_config_file_that_breaks_is_named_with_its_reason(tmp_path, text, reason):
@@ -185,7 +205,9 @@ def test_a_config_file_that_leaves_the_process_ends_the_command_with_code_2(tmp_
 
 @pytest.mark.parametrize("flag", ["dry_run", "print_config"])
 def test_dry_run_and_print_config_are_flags(flag):
-    assert getattr(parse(["train", _DEMO, f"--{flag}"]), flag) and not getattr(parse(["train", _DEMO]), flag)
+    assert getattr(parse(["train", _DEMO, f"--{flag}"]), flag) and not getattr(
+        parse(["train", _DEMO]), flag
+    )
 
 
 _SETTINGS = {
@@ -217,12 +239,16 @@ def test_a_config_from_yaml_or_toml_has_the_same_checks(name, tmp_path):
     assert config.optimizer.learning_rate == 1e-5 and config.rewards.weights == (2.0,)
     assert (config.training.steps, config.training.seed, config.run_dir) == (7, 3, "runs/x")
     path.write_text(path.read_text().replace("steps", "stepz"))
-    assert error(f"--config={path}").startswith("config.training.stepz: no such setting; did you mean 'training.steps'")
+    assert error(f"--config={path}").startswith(
+        "config.training.stepz: no such setting; did you mean 'training.steps'"
+    )
     path.write_text(path.read_text().replace("stepz", "steps").replace("7", "-7"))
     assert error(f"--config={path}").startswith("config.training.steps: got -7, must be")
     path.write_text("a: [" if path.suffix == ".yaml" else "a = [")
     assert error(f"--config={path}").startswith(f"--config: {path}: ")
-    assert error(f"--config={tmp_path}/none{path.suffix}").startswith(f"--config: no file {tmp_path}/none")
+    assert error(f"--config={tmp_path}/none{path.suffix}").startswith(
+        f"--config: no file {tmp_path}/none"
+    )
 
 
 def test_a_list_in_yaml_is_no_config(tmp_path):
@@ -234,10 +260,13 @@ def test_a_list_in_yaml_is_no_config(tmp_path):
     ("argument", "line"),
     {
         "--seed=2": "--seed: no such argument; settings are given as --config.training.seed=VALUE",
-        "--mesh.fsdp=2": "--mesh.fsdp: no such argument; settings are given as --config.mesh.fsdp=VALUE",
+        "--mesh.fsdp=2": "--mesh.fsdp: no such argument; settings are given as "
+        "--config.mesh.fsdp=VALUE",
         "--config.lr=1e-5": "config.lr: no such setting; did you mean 'optimizer.learning_rate'?",
-        "--config.optimizer.lr=1e-5": "config.optimizer.lr: no such setting; did you mean 'optimizer.learning_rate'?",
-        "--config.num_generations=4": "config.num_generations: no such setting; did you mean 'rollout.group_size'?",
+        "--config.optimizer.lr=1e-5": "config.optimizer.lr: no such setting; did you mean "
+        "'optimizer.learning_rate'?",
+        "--config.num_generations=4": "config.num_generations: no such setting; did you mean "
+        "'rollout.group_size'?",
     }.items(),
 )
 def test_what_is_tried_first_is_told_the_setting(argument, line):
@@ -245,4 +274,6 @@ def test_what_is_tried_first_is_told_the_setting(argument, line):
 
 
 def test_other_names_lead_to_settings_that_are_there():
-    assert set(OTHER_NAMES.values()) <= set(setting_names()) and not set(OTHER_NAMES) & set(setting_names())
+    assert set(OTHER_NAMES.values()) <= set(setting_names()) and not set(OTHER_NAMES) & set(
+        setting_names()
+    )

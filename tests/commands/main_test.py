@@ -1,4 +1,6 @@
-"""`dcmdp`: the wheel's command, from an empty directory; presets by name; the public names of the package."""
+"""`dcmdp`: the wheel's command, from an empty directory; presets by name; the public names of the
+package.
+"""
 
 import contextlib
 import importlib
@@ -28,7 +30,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """The wheel's content, unpacked, with the script that an installer writes for its entry point."""
+    """The wheel's content, unpacked, with the script that an installer writes for its entry
+    point.
+    """
     pytest.importorskip("setuptools", minversion="77")
     base = tmp_path_factory.mktemp("wheel")
     ignore = shutil.ignore_patterns("__pycache__")
@@ -37,7 +41,13 @@ def wheel(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(_ROOT / name, base / "source")
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=base / "source", check=True, capture_output=True, timeout=HANGS_S)
+    subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=base / "source",
+        check=True,
+        capture_output=True,
+        timeout=HANGS_S,
+    )
     [built] = (base / "source" / "dist").glob("*.whl")
     zipfile.ZipFile(built).extractall(base / "installed")
     declared = next((base / "installed").glob("*/entry_points.txt")).read_text()
@@ -53,7 +63,9 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture
 def dcmdp(wheel, tmp_path, run_environment):
-    """Runs the command from an empty directory with an empty home; the checkout is not on its path."""
+    """Runs the command from an empty directory with an empty home; the checkout is not on its
+    path.
+    """
     home = tmp_path / "home"
     home.mkdir()
     (tmp_path / "work").mkdir()
@@ -92,8 +104,14 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     assert done.stdout.splitlines()[-1] == "report: runs/demo_debug/report.html"
     assert read_metrics(run)["reward/mean"][0].tolist() == [1, 2]
     shutil.copy(_ROOT / "configs" / "demo.py", tmp_path / "work" / "mine.py")
-    ours, theirs = (dcmdp("train", f"--config={name}:debug", "--print_config") for name in ("mine.py", "demo"))
-    assert ours.returncode == 0 and ours.stdout == theirs.stdout and "run_dir = 'runs/demo_debug'" in ours.stdout
+    ours, theirs = (
+        dcmdp("train", f"--config={name}:debug", "--print_config") for name in ("mine.py", "demo")
+    )
+    assert (
+        ours.returncode == 0
+        and ours.stdout == theirs.stdout
+        and "run_dir = 'runs/demo_debug'" in ours.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +119,8 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     [
         (
             (),
-            "a command is missing; there are train, sft, evaluate, report, view, probe, sweep, plan, convert, toy,",
+            "a command is missing; there are train, sft, evaluate, report, view, probe, sweep, "
+            "plan, convert, toy,",
         ),
         (("trian", "--config=demo"), "trian: no such command; did you mean train?"),
         (("--config=demo",), "--config=demo: no such command; there are train, sft, evaluate, "),
@@ -112,7 +131,9 @@ def test_a_wrong_command_is_one_line(dcmdp, words, line):
     done = dcmdp(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(f"error: {line}")
-    assert done.stderr.count("\n") == 1 or ("--debug" in words and done.stderr.startswith("Traceback"))
+    assert done.stderr.count("\n") == 1 or (
+        "--debug" in words and done.stderr.startswith("Traceback")
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,8 +193,8 @@ def test_a_study_by_name_lists_its_runs(dcmdp):
     assert done.stdout.splitlines()[0] == (
         "grpo, seed 0: dcmdp train --config=demo --config.algorithm.tolerance_steps=0 "
         "--config.optimizer.learning_rate=0.0001 --config.training.prompts_per_step=48 "
-        "--config.training.prompts_per_mini_batch=24 --config.algorithm.method=grpo --config.training.seed=0 "
-        "--config.run_dir=runs/studies/methods/grpo/seed0"
+        "--config.training.prompts_per_mini_batch=24 --config.algorithm.method=grpo "
+        "--config.training.seed=0 --config.run_dir=runs/studies/methods/grpo/seed0"
     )
 
 
@@ -200,9 +221,14 @@ print("GLIBC_TUNABLES" in os.environ, sys.modules.get("torch", "absent"))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_the_command_prepares_its_process(dcmdp, tmp_path):
-    """It started again with glibc's settings, which its children do not inherit, and PyTorch looks not installed."""
+    """It started again with glibc's settings, which its children do not inherit, and PyTorch looks
+    not installed.
+    """
     (tmp_path / "work" / "look.py").write_text(_LOOK)
-    assert dcmdp("train", "--config=look.py", "--print_config").stdout.splitlines()[:2] == ["True", "False None"]
+    assert dcmdp("train", "--config=look.py", "--print_config").stdout.splitlines()[:2] == [
+        "True",
+        "False None",
+    ]
 
 
 def test_configs_of_a_project_come_before_the_presets(tmp_path, monkeypatch):
@@ -210,8 +236,8 @@ def test_configs_of_a_project_come_before_the_presets(tmp_path, monkeypatch):
     project.mkdir()
     (project / "base.py").write_text("from dcmdp_jax.presets.base import *\nSTEPS = 9\n")
     (project / "mine.py").write_text(
-        "from configs import base, demo\n\n\ndef get_config(arg=''):\n    config = demo.get_config(arg)\n"
-        "    config.training.steps = base.STEPS\n    return config\n"
+        "from configs import base, demo\n\n\ndef get_config(arg=''):\n    config = "
+        "demo.get_config(arg)\n    config.training.steps = base.STEPS\n    return config\n"
     )
     assert load_config(str(project / "mine.py")).training.steps == 9
     monkeypatch.chdir(tmp_path)
@@ -236,14 +262,17 @@ def test_a_config_file_leaves_the_modules_as_they_were(tmp_path):
 def test_overrides_from_python_are_those_of_the_command_line():
     config = load_config("demo:debug", {"training.seed": 3, "rollout.precision": "exact"})
     assert (config.training.seed, config.run_dir) == (3, "runs/demo_debug-precision=exact-seed=3")
-    with pytest.raises(UserError, match="config.training.stpes: no such setting; did you mean 'training.steps'?"):
+    with pytest.raises(
+        UserError, match="config.training.stpes: no such setting; did you mean 'training.steps'?"
+    ):
         load_config("demo", {"training.stpes": 3})
 
 
 def test_the_package_is_imported_without_jax_and_has_its_public_names():
     program = (
-        "import sys, dcmdp_jax; print(dcmdp_jax.__version__, 'jax' in sys.modules, 'numpy' in sys.modules)\n"
-        "print(*(name for name in dcmdp_jax.__all__ if getattr(dcmdp_jax, name) is None))"
+        "import sys, dcmdp_jax; print(dcmdp_jax.__version__, 'jax' in sys.modules, 'numpy' in "
+        "sys.modules)\nprint(*(name for name in dcmdp_jax.__all__ if getattr(dcmdp_jax, name) is "
+        "None))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -261,7 +290,9 @@ def test_the_package_is_imported_without_jax_and_has_its_public_names():
 def test_type_checkers_see_the_names_of_the_table():
     source = (_ROOT / "dcmdp_jax" / "__init__.pyi").read_text()
     typed = re.findall(r"(\w+) as (\w+)", source)
-    assert {name for name, _ in typed} == set(dcmdp_jax.__all__) and all(name == again for name, again in typed)
+    assert {name for name, _ in typed} == set(dcmdp_jax.__all__) and all(
+        name == again for name, again in typed
+    )
     for module, names in re.findall(r"^from dcmdp_jax\.([\w.]+) import (.*)$", source, re.M):
         for name in names.replace(" as ", ",").split(","):
             assert dcmdp_jax._PLACES.get(name.strip(), ("version", ""))[0] == module
@@ -270,11 +301,15 @@ def test_type_checkers_see_the_names_of_the_table():
 def test_the_version_is_declared_once():
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "dcmdp_jax.version.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "dcmdp_jax.version.__version__"
+    }
 
 
 def test_the_readme_s_python_trains(tmp_path, monkeypatch):
-    [code] = re.findall(r"```python\n(.*?)```", (_ROOT / "docs" / "start.md").read_text(), re.DOTALL)
+    [code] = re.findall(
+        r"```python\n(.*?)```", (_ROOT / "docs" / "start.md").read_text(), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "readme.py").write_text(code)
     found = runpy.run_path(str(tmp_path / "readme.py"))
@@ -285,7 +320,9 @@ def test_the_readme_s_python_trains(tmp_path, monkeypatch):
 
 
 def test_the_documented_table_of_metrics_is_one_of_pandas(tmp_path):
-    """An evaluation at step 0, two steps: rows 0, 1, 2, and nothing where a metric was not recorded."""
+    """An evaluation at step 0, two steps: rows 0, 1, 2, and nothing where a metric was not
+    recorded.
+    """
     pandas = pytest.importorskip("pandas", reason="pandas is installed with datasets, extra hub")
     [expression] = re.findall(r"^# (pandas\..*)$", (_ROOT / "docs" / "start.md").read_text(), re.M)
     with contextlib.closing(MetricsWriter(tmp_path)) as writer:
@@ -298,7 +335,9 @@ def test_the_documented_table_of_metrics_is_one_of_pandas(tmp_path):
 
 
 def test_train_takes_a_config_dict_and_refuses_what_is_none(tmp_path):
-    with pytest.raises(UserError, match="config: got 3, must be a Config, a ConfigDict or a preset's name"):
+    with pytest.raises(
+        UserError, match="config: got 3, must be a Config, a ConfigDict or a preset's name"
+    ):
         dcmdp_jax.train(3)
     with pytest.raises(UserError, match="config.rollout.group_size: got 1, must be at least 2"):
         dcmdp_jax.train({"rollout": {"group_size": 1}, "run_dir": str(tmp_path / "run")})

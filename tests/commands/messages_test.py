@@ -32,10 +32,14 @@ def test_a_message_begins_with_a_setting_an_argument_or_names_a_field():
     def check(command, message):
         if command.startswith("config.json"):
             fields = re.findall(r'"(\w+)"', command)
-            assert message.startswith("config.json: ") and any(field in message for field in fields), message
+            assert message.startswith("config.json: ") and any(
+                field in message for field in fields
+            ), message
             return
         name = re.match(r"(?:argument )?(--[\w-]+|config(?:\.\w+)*|\w+)", message)[1]
         # A section as a whole, or an argument that there is none of.
-        assert name in known or name in command or any(one.startswith(f"{name}.") for one in known), message
+        assert (
+            name in known or name in command or any(one.startswith(f"{name}.") for one in known)
+        ), message
 
     check_each(recorded().items(), check)

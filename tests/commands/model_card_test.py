@@ -14,13 +14,27 @@ _RUN = Path(__file__).resolve().parents[1] / "recorded" / "run_of_0_1_0"
 def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tmp_path):
     run = tmp_path / "mine"
     shutil.copytree(_RUN, run)
-    start = {"step": 0, "time": "2026-11-24T10:00:00+0000", "command": "train --config=demo", "commit": "abc"}
+    start = {
+        "step": 0,
+        "time": "2026-11-24T10:00:00+0000",
+        "command": "train --config=demo",
+        "commit": "abc",
+    }
     start |= {"version": "0.1.0", "python": "3.11.7", "jax": "0.10.2", "machine": "1 x cpu"}
     (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
     card = model_card(run, 2)
-    assert yaml.safe_load(card.split("---")[1])["tags"] == ["dcmdp_jax", "dc-grpo", "grpo", "reinforcement-learning"]
-    # metrics.jsonl: c 0.0006; lambda 0.1 and 0.071538; means 3.0760e-05 and 3.2593e-05; floor 1.87904e-09 at step 1.
-    assert "| Lambda, lowest and highest | 0.07154 to 0.1 | rose 0 times, fell 1 times; last 0.07154 |" in card
+    assert yaml.safe_load(card.split("---")[1])["tags"] == [
+        "dcmdp_jax",
+        "dc-grpo",
+        "grpo",
+        "reinforcement-learning",
+    ]
+    # metrics.jsonl: c 0.0006; lambda 0.1 and 0.071538; means 3.0760e-05 and 3.2593e-05; floor
+    # 1.87904e-09 at step 1.
+    assert (
+        "| Lambda, lowest and highest | 0.07154 to 0.1 | rose 0 times, fell 1 times; last 0.07154 |"
+        in card
+    )
     assert r"step 1: mean \|dp\| 1.879e-09 to the engine's own scores" in card
     # (3.0760e-05 + 3.2593e-05) / 2
     assert "| Mean discrepancy | 3.168e-05 | budget c = 0.0006, exceeded in 0.0% of steps |" in card
@@ -28,8 +42,13 @@ def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tm
     assert "\n2 training steps: held-out arithmetic/avg@2 went from 0.0% " in card
     assert "| 1 | 0.1 | 3.076e-05 | 0.0006 | 0 |\n| 2 | 0.07154 | 3.259e-05 | 0.0006 | 0 |" in card
     config = json.loads((run / "config.json").read_text())
-    assert f"engine {config['rollout']['engine']}, precision {config['rollout']['precision']}" in card
-    assert "    train --config=demo\n" in card and "dcmdp_jax 0.1.0, commit abc, 1 x cpu, jax 0.10.2" in card
+    assert (
+        f"engine {config['rollout']['engine']}, precision {config['rollout']['precision']}" in card
+    )
+    assert (
+        "    train --config=demo\n" in card
+        and "dcmdp_jax 0.1.0, commit abc, 1 x cpu, jax 0.10.2" in card
+    )
     assert "@article{" in card and "Liu, Jiashun" in card
     first = model_card(run, 1)
     assert "fell 0 times; last 0.1 |" in first and "0.07154" not in first

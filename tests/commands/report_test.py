@@ -16,7 +16,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def _make(run_dir):
     run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "dual/multiplier": 0.1}\n{"step": 2, "dual/multiplier": 0.2}\n')
+    (run_dir / "metrics.jsonl").write_text(
+        '{"step": 1, "dual/multiplier": 0.1}\n{"step": 2, "dual/multiplier": 0.2}\n'
+    )
     return str(run_dir)
 
 
@@ -41,7 +43,10 @@ def test_several_go_to_report_or_where_out_says(tmp_path, monkeypatch):
     [
         (None, "error: {run} is not a run directory: it does not exist\n"),
         ({}, "error: {run} is not a run directory: it holds no metrics.jsonl\n"),
-        ({"metrics.jsonl": ""}, "error: {run}/metrics.jsonl holds no metrics yet; wait for the run's first step\n"),
+        (
+            {"metrics.jsonl": ""},
+            "error: {run}/metrics.jsonl holds no metrics yet; wait for the run's first step\n",
+        ),
         (
             {"metrics.jsonl": "x\n{}\n"},
             "error: {run}/metrics.jsonl line 1 is not a JSON object; delete that line\n",

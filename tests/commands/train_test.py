@@ -1,7 +1,8 @@
-"""`python -m bin.train`: bad input is one line and a code within seconds, --dry_run plans and leaves nothing.
+"""`python -m bin.train`: bad input is one line and a code within seconds, --dry_run plans and
+leaves nothing.
 
-Importing JAX, Orbax and transformers takes seconds, so one process imports them and forks for each command; what the
-child does from there is what `python -m bin.train` does.
+Importing JAX, Orbax and transformers takes seconds, so one process imports them and forks for each
+command; what the child does from there is what `python -m bin.train` does.
 """
 
 import json
@@ -50,7 +51,16 @@ json.dump(outcomes, sys.stdout)
 def _model_directories(base):
     """A microscopic Qwen3, and copies of it with one thing broken each."""
     model = ModelConfig(
-        "qwen3", len(build_tokenizer()), 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, max_position_embeddings=256
+        "qwen3",
+        len(build_tokenizer()),
+        16,
+        32,
+        1,
+        2,
+        1,
+        8,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
     )
     build_tokenizer().save_pretrained(base / "tokenizer")
     params = init_params(model, jax.random.key(0))
@@ -65,9 +75,13 @@ def _model_directories(base):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directories["wordless"] / name).unlink()
     (directories["deaf"] / "chat_template.jinja").write_text("<|im_start|>user\nGo on.<|im_end|>\n")
-    (directories["beyond"] / "generation_config.json").write_text(json.dumps({"eos_token_id": model.vocab_size}))
+    (directories["beyond"] / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": model.vocab_size})
+    )
     path = directories["endless"] / "tokenizer_config.json"
-    fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token"}
+    fields = {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token"
+    }
     path.write_text(json.dumps(fields))
     return directories
 
@@ -76,7 +90,11 @@ def _commands(base):
     """name -> (arguments, text that the one line holds)."""
     models = _model_directories(base)
     (base / "file").write_text("")
-    rows = ['{"prompt": "1+1=?", "label": "2"}', '{"prompt": "1+2=?"}', '{"prompt": "1+3=?", "label": "4"}']
+    rows = [
+        '{"prompt": "1+1=?", "label": "2"}',
+        '{"prompt": "1+2=?"}',
+        '{"prompt": "1+3=?", "label": "4"}',
+    ]
     (base / "rows.jsonl").write_text("\n".join(rows))
     (base / "empty.jsonl").write_text("")
     run_dir = f"--config.run_dir={base}/run"
@@ -92,7 +110,10 @@ def _commands(base):
             [*debug, "--config.algorithm.tolerence=0.1"],
             "config.algorithm.tolerence: no such setting; did you mean 'algorithm.tolerance'?",
         ),
-        "misspelled_own_flag": ([*debug, "--dry_rum"], "--dry_rum: no such argument; did you mean --dry_run?"),
+        "misspelled_own_flag": (
+            [*debug, "--dry_rum"],
+            "--dry_rum: no such argument; did you mean --dry_run?",
+        ),
         "ill_typed_flag": (
             [*debug, "--config.training.steps=many"],
             "config.training.steps: got 'many', must be a whole number in digits 0-9",
@@ -103,9 +124,9 @@ def _commands(base):
         ),
         "misspelled_choice": (
             [*debug, "--config.algorithm.method=dcgrpo"],
-            "config.algorithm.method: got 'dcgrpo'; did you mean dc_grpo or grpo or dual_grpo? allowed are grpo, "
-            "dual_grpo, threshold_grpo, dc_grpo, state_tv, state_kl, state_delta, and functions of yours "
-            "as path.py:function",
+            "config.algorithm.method: got 'dcgrpo'; did you mean dc_grpo or grpo or dual_grpo? "
+            "allowed are grpo, dual_grpo, threshold_grpo, dc_grpo, state_tv, state_kl, "
+            "state_delta, and functions of yours as path.py:function",
         ),
         "group_of_one": (
             [*debug, "--config.rollout.group_size=1"],
@@ -113,40 +134,48 @@ def _commands(base):
         ),
         "nucleus": (
             [*debug, "--config.rollout.top_p=0.9"],
-            "config.rollout.top_p: got 0.9, the trainer needs all tokens that it keeps; set rollout.top_logprobs",
+            "config.rollout.top_p: got 0.9, the trainer needs all tokens that it keeps; set "
+            "rollout.top_logprobs",
         ),
         "mini_batch": (
             [*debug, "--config.training.prompts_per_mini_batch=3"],
-            "config.training.prompts_per_mini_batch: got 3, must divide training.prompts_per_step=4",
+            "config.training.prompts_per_mini_batch: got 3, must divide "
+            "training.prompts_per_step=4",
         ),
         "unwritable": (
             ["--config=configs/demo.py:debug", f"--config.run_dir={base}/file/run"],
-            f"config.run_dir: {base}/file/run can't be written ({base}/file); choose another directory",
+            f"config.run_dir: {base}/file/run can't be written ({base}/file); choose another "
+            "directory",
         ),
         "fifo": (
             ["--config=configs/demo.py:debug", f"--config.run_dir={base}/waits"],
-            f"config.run_dir: {base}/waits/.lock is no file (a FIFO, socket or device); move it away, or",
+            f"config.run_dir: {base}/waits/.lock is no file (a FIFO, socket or device); move it "
+            "away, or",
         ),
         "long_run_dir": (
             ["--config=configs/demo.py:debug", f"--config.run_dir=/{'d' * 5000}"],
-            f"config.run_dir: '/{'d' * 79}'... (5,001 characters) is too long; choose one of at most 3,500",
+            f"config.run_dir: '/{'d' * 79}'... (5,001 characters) is too long; choose one of at "
+            "most 3,500",
         ),
         "mesh": (
             [*debug, "--config.mesh.tensor=3", "--config.mesh.cpu_devices=2"],
-            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 2 devices; that do 1, 2",
+            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 2 devices; "
+            "that do 1, 2",
         ),
         "missing_tensor": (
             model("missing"),
-            f"{models['missing']}/config.json: num_hidden_layers is 2, the safetensors files hold 1 layers",
+            f"{models['missing']}/config.json: num_hidden_layers is 2, the safetensors files hold "
+            "1 layers",
         ),
         "no_model": (
             [*debug, f"--config.model.path={base}/nowhere"],
-            f"config.model.path: no directory {base}/nowhere; `hf download OWNER/MODEL --local-dir {base}/nowhere`",
+            f"config.model.path: no directory {base}/nowhere; `hf download OWNER/MODEL "
+            f"--local-dir {base}/nowhere`",
         ),
         "no_tokenizer": (
             model("wordless"),
-            f"config.model.path: tokenizer {models['wordless']}: no tokenizer.json or vocab.json there; copy the "
-            "model's tokenizer files in; model.tokenizer may name another",
+            f"config.model.path: tokenizer {models['wordless']}: no tokenizer.json or vocab.json "
+            "there; copy the model's tokenizer files in; model.tokenizer may name another",
         ),
         "no_tokenizer_directory": (
             [*debug, "--config.model.tokenizer=/nowhere"],
@@ -154,21 +183,30 @@ def _commands(base):
         ),
         "deaf_chat_template": (
             model("deaf"),
-            f"config.model.path: tokenizer {models['deaf']}: its chat template leaves out the text of",
+            f"config.model.path: tokenizer {models['deaf']}: its chat template leaves out the "
+            "text of",
         ),
         "end_token_beyond": (
             model("beyond"),
-            f"{models['beyond']}/generation_config.json: eos_token_id is 104, the model's tokens are 0 to 103",
+            f"{models['beyond']}/generation_config.json: eos_token_id is 104, the model's tokens "
+            "are 0 to 103",
         ),
-        "no_chat_template": (model("mute"), f"config.model.path: tokenizer {models['mute']}: no chat template"),
+        "no_chat_template": (
+            model("mute"),
+            f"config.model.path: tokenizer {models['mute']}: no chat template",
+        ),
         "no_end_token": (
             model("endless"),
             f"config.model.path: tokenizer {models['endless']}: no end-of-sequence token",
         ),
         "too_long_for_the_model": (
-            [*model("whole"), "--config.rollout.max_completion_tokens=200", "--config.training.row_lengths=()"],
-            "config.rollout.max_completion_tokens: 200 and task.max_prompt_tokens=64 make 264, the model has "
-            "max_position_embeddings=256",
+            [
+                *model("whole"),
+                "--config.rollout.max_completion_tokens=200",
+                "--config.training.row_lengths=()",
+            ],
+            "config.rollout.max_completion_tokens: 200 and task.max_prompt_tokens=64 make 264, "
+            "the model has max_position_embeddings=256",
         ),
         "malformed_row": (
             [*debug, f"--config.task.train={base}/rows.jsonl"],
@@ -253,7 +291,10 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     assert lines["step"] == "4 prompts x 4 = 16 completions of at most 16 tokens, 2 update(s)"
     rows = r"micro-batches of (\d+ x \d+, )*\d+ x \d+ tokens, a program for each; \d+% padding expected of completions "
     assert re.fullmatch(rows + "with a median of 4 tokens", lines["rows"])
-    assert "c = 0.0012 for 4 steps, then 1.25 times the median discrepancy of these, lambda_0" in lines["method"]
+    assert (
+        "c = 0.0012 for 4 steps, then 1.25 times the median discrepancy of these, lambda_0"
+        in lines["method"]
+    )
     assert lines["method"].endswith("lambda_0 = 0.1, eta = 50, lambda begins at its cap of 0.1")
     assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 of arithmetic x 2"
     assert lines["run"] == f"{base}/planned, 2 steps" and lines["devices"].startswith("1 x cpu")
@@ -263,13 +304,20 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
 def test_a_dry_run_of_a_model_counts_its_parameters(outcomes):
     code, out, err = outcomes[2]["dry_run_of_a_model"]
     assert (code, err) == (0, "")
-    # Embedding 104 x 16; q, o 16 x 16 each, k, v 16 x 8 each, MLP 3 x 16 x 32; norms 16, 16, 8, 8 and the last 16.
+    # Embedding 104 x 16; q, o 16 x 16 each, k, v 16 x 8 each, MLP 3 x 16 x 32; norms 16, 16, 8, 8
+    # and the last 16.
     assert f"{104 * 16 + 2 * 256 + 2 * 128 + 1536 + 48 + 16:,} parameters in float32" in out
 
 
 def test_the_command_itself_as_a_process_of_its_own(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "bin.train", "--config=configs/demo.py", "--config.rollout.group_size=1"],
+        [
+            sys.executable,
+            "-m",
+            "bin.train",
+            "--config=configs/demo.py",
+            "--config.rollout.group_size=1",
+        ],
         cwd=_ROOT,
         env=_ENVIRONMENT,
         capture_output=True,

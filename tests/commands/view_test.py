@@ -1,4 +1,6 @@
-"""`dcmdp view`: what is on the page of a run and of a recording, and the one line for what it can't show."""
+"""`dcmdp view`: what is on the page of a run and of a recording, and the one line for what it can't
+show.
+"""
 
 import contextlib
 import functools
@@ -23,14 +25,22 @@ _view = functools.partial(run_command, main, "view")
 
 
 def _rows(page):
-    found = re.search(r'<script type="application/json" id="completions">(.*?)</script>', page.read_text(), re.S)
+    found = re.search(
+        r'<script type="application/json" id="completions">(.*?)</script>', page.read_text(), re.S
+    )
     return json.loads(found[1])
 
 
 def test_a_run_without_recorded_tokens_shows_its_samples(tmp_path, capsys):
     with contextlib.closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5, "discrepancy/mean": 0.25})
-        sample = {"prompt": "1+1?", "completion": "so 2", "answer": "2", "reward": 1.0, "discrepancy_mean": 0.125}
+        sample = {
+            "prompt": "1+1?",
+            "completion": "so 2",
+            "answer": "2",
+            "reward": 1.0,
+            "discrepancy_mean": 0.125,
+        }
         writer.write_samples(1, [sample, {**sample, "completion": "so 3", "reward": 0.0}])
     code, said, _ = _view(capsys, tmp_path / "run")
     assert code == 0 and said == f"wrote {tmp_path / 'run' / 'view.html'}: 2 completions\n"
@@ -41,9 +51,15 @@ def test_a_run_without_recorded_tokens_shows_its_samples(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize("framework", sorted(path.name for path in _RECORDED.iterdir() if any(path.rglob("*.jsonl"))))
-def test_a_recording_of_another_framework_shows_each_token_with_both_probabilities(framework, tmp_path, capsys):
-    code, _, error = _view(capsys, _RECORDED / framework, "--out", tmp_path / "page", "--completions", "3")
+@pytest.mark.parametrize(
+    "framework", sorted(path.name for path in _RECORDED.iterdir() if any(path.rglob("*.jsonl")))
+)
+def test_a_recording_of_another_framework_shows_each_token_with_both_probabilities(
+    framework, tmp_path, capsys
+):
+    code, _, error = _view(
+        capsys, _RECORDED / framework, "--out", tmp_path / "page", "--completions", "3"
+    )
     assert code == 0, error
     data = _rows(tmp_path / "page" / "view.html")
     assert 1 <= len(data["rows"]) <= 3
@@ -55,27 +71,46 @@ def test_a_recording_of_another_framework_shows_each_token_with_both_probabiliti
 
 
 def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
-    """Ids as text, without a tokenizer: the prompt 5 6, then 7 with p 0.5 and q 0.25, and an 8 that was given.
+    """Ids as text, without a tokenizer: the prompt 5 6, then 7 with p 0.5 and q 0.25, and an 8 that
+    was given.
 
-    Of the seven likeliest of the 7 the engine has six, of which five are shown, with both probabilities.
+    Of the seven likeliest of the 7 the engine has six, of which five are shown, with both
+    probabilities.
     """
     ids = np.array([[9, 7, 3, 4, 5, 6, -1], [1, 2, 3, 4, 5, 6, 7]])
     q = np.log([[0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2)
-    top = json.dumps(packed_top(ids, np.log([[0.25, 0.5, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2), q))
+    top = json.dumps(
+        packed_top(ids, np.log([[0.25, 0.5, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2), q)
+    )
     with contextlib.closing(MetricsWriter(tmp_path / "run", rollouts_every_steps=1)) as writer:
         writer.write(1, {"reward/mean": 0.5})
         half = np.log(np.array([0.5, 1], np.float32))
-        tokens = dict(prompt_token_ids=[5, 6], token_ids=[7, 8], mask=[True, False], policy_versions=[0, -1])
+        tokens = dict(
+            prompt_token_ids=[5, 6], token_ids=[7, 8], mask=[True, False], policy_versions=[0, -1]
+        )
         tokens |= dict(train_logprobs=half, rollout_logprobs=2 * half, reward=1.0, advantage=0.5)
-        writer.write_rollouts(1, [dict(completion=0, prompt_id=1098, source="s", top=top, **tokens)])
+        writer.write_rollouts(
+            1, [dict(completion=0, prompt_id=1098, source="s", top=top, **tokens)]
+        )
     code, _, error = _view(capsys, tmp_path / "run", "--out", tmp_path / "page")
     assert code == 0, error
     data = _rows(tmp_path / "page" / "view.html")
     (row,) = data["rows"]
-    assert (row["prompt"], row["p"], row["q"], row["advantage"]) == (" 5 6", [50_000], [25_000], 0.5)
+    assert (row["prompt"], row["p"], row["q"], row["advantage"]) == (
+        " 5 6",
+        [50_000],
+        [25_000],
+        0.5,
+    )
     (listed,) = row["top"]
     assert [data["words"][word] for word, _, _ in listed] == [" 9", " 7", " 3", " 4", " 5"]
-    expected = [(25_000, 50_000), (50_000, 25_000), (12_500, 12_500), (6_250, 6_250), (3_125, 3_125)]
+    expected = [
+        (25_000, 50_000),
+        (50_000, 25_000),
+        (12_500, 12_500),
+        (6_250, 6_250),
+        (3_125, 3_125),
+    ]
     np.testing.assert_allclose([probabilities for _, *probabilities in listed], expected, rtol=1e-3)
 
 
@@ -83,20 +118,35 @@ def test_an_evaluation_shows_every_completion_with_what_was_found(tmp_path, caps
     path = tmp_path / "evaluation-m.problems.jsonl"
     problem = {"task": "t", "row": 0, "prompt": "1+1?", "answer": "2", "scores": [1, 0]}
     problem |= {"completions": ["so 2", "hm"], "found": ["2", None]}
-    path.write_text("".join(json.dumps(line) + "\n" for line in ({"model": "m"}, problem, {"task": "t", "part": 0})))
+    path.write_text(
+        "".join(
+            json.dumps(line) + "\n" for line in ({"model": "m"}, problem, {"task": "t", "part": 0})
+        )
+    )
     assert _view(capsys, path, "--out", tmp_path / "page")[0] == 0
     rows = _rows(tmp_path / "page" / "view.html")["rows"]
-    assert [(row["prompt"], row["text"], row["found"], row["answer"], row["reward"]) for row in rows] == [
+    assert [
+        (row["prompt"], row["text"], row["found"], row["answer"], row["reward"]) for row in rows
+    ] == [
         ("1+1?", "so 2", "2", "2", 1.0),
         ("1+1?", "hm", "", "2", 0.0),
     ]
 
 
 def test_the_directory_of_an_evaluation_shows_its_completions(tmp_path, capsys):
-    line = {"task": "t", "prompt": "1+1?", "answer": "2", "scores": [1], "completions": ["so 2"], "found": ["2"]}
+    line = {
+        "task": "t",
+        "prompt": "1+1?",
+        "answer": "2",
+        "scores": [1],
+        "completions": ["so 2"],
+        "found": ["2"],
+    }
     (tmp_path / "out").mkdir()
     for model in "ab":
-        (tmp_path / "out" / f"evaluation-{model}.problems.jsonl").write_text(json.dumps(line) + "\n")
+        (tmp_path / "out" / f"evaluation-{model}.problems.jsonl").write_text(
+            json.dumps(line) + "\n"
+        )
     code, _, error = _view(capsys, tmp_path / "out", "--out", tmp_path / "page")
     assert code == 0, error
     assert [row["text"] for row in _rows(tmp_path / "page" / "view.html")["rows"]] == ["so 2"] * 2

@@ -19,7 +19,9 @@ def _config(**algorithm):
 
 
 def _tokens(ratio):
-    """One completion whose tokens the training stack finds `ratio` times as likely as the engine."""
+    """One completion whose tokens the training stack finds `ratio` times as likely as the
+    engine.
+    """
     rollout = np.full((1, len(ratio)), -1.0, np.float32)
     old = rollout + np.log(np.array([ratio], np.float32))
     mask = np.ones(old.shape, bool)
@@ -39,13 +41,19 @@ def _tokens(ratio):
     [
         ("tis", [0.5, 2.0, 2.0], [1, 1, 1]),
         ("tis(high=3)", [0.5, 3.0, 3.0], [1, 1, 1]),
-        (" tis ( low = 0.75 , high=3 ) , kl_rejection(estimator=k1,over=token,high=0.8),", [0.75, 0, 0], [1, 0, 0]),
+        (
+            " tis ( low = 0.75 , high=3 ) , kl_rejection(estimator=k1,over=token,high=0.8),",
+            [0.75, 0, 0],
+            [1, 0, 0],
+        ),
         ("icepop(high=5.5),sequence_rejection(high=8)", [0.5, 3.0, 5.0], [1, 1, 1]),
         ("veto(floor=0.6)", [0, 0, 0], [0, 0, 0]),
     ],
 )
 def test_the_text_becomes_a_correction(text, weights, keep):
-    found, _ = chain(_tokens([0.5, 3.0, 5.0]), _config(corrections=text).algorithm.remedies().corrections)
+    found, _ = chain(
+        _tokens([0.5, 3.0, 5.0]), _config(corrections=text).algorithm.remedies().corrections
+    )
     np.testing.assert_allclose(found.weights, [weights], rtol=1e-6)
     np.testing.assert_array_equal(found.keep, np.array([keep], bool))
 
@@ -53,8 +61,14 @@ def test_the_text_becomes_a_correction(text, weights, keep):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"level": "reward", "ratio_denominator": "bypass"}, "algorithm.level: got 'reward', needs a method of ours"),
-        ({"level": "reward", "ratio_denominator": "bypass"}, "set ratio_denominator=rollout or level=token"),
+        (
+            {"level": "reward", "ratio_denominator": "bypass"},
+            "algorithm.level: got 'reward', needs a method of ours",
+        ),
+        (
+            {"level": "reward", "ratio_denominator": "bypass"},
+            "set ratio_denominator=rollout or level=token",
+        ),
     ],
 )
 def test_levels_that_lack_what_they_need_are_refused(changes, said):
@@ -67,7 +81,9 @@ def test_no_correction_is_the_default():
 
 
 def test_filters_go_with_the_engines_denominator():
-    assert _config(corrections="veto,kl_rejection(high=0.1)", ratio_denominator="bypass").algorithm.corrections
+    assert _config(
+        corrections="veto,kl_rejection(high=0.1)", ratio_denominator="bypass"
+    ).algorithm.corrections
 
 
 def test_every_remedy_has_a_config():
@@ -95,5 +111,7 @@ def test_an_explicit_clip_of_the_default_sizes_is_the_default():
 
 
 def test_a_saved_run_with_a_users_function_opens_without_it():
-    found = from_saved({"algorithm": {"method": "gone.py:f(k=1)", "corrections": "tis,gone.py:g"}}).algorithm
+    found = from_saved(
+        {"algorithm": {"method": "gone.py:f(k=1)", "corrections": "tis,gone.py:g"}}
+    ).algorithm
     assert found.fixed_multiplier is None and found.drops_tokens

@@ -52,10 +52,12 @@ _LOW = {
 
 
 ENGINE_CHOICES = {
-    engine: {f"rollout.{name}": allowed for name, allowed in kind.choices.items()} for engine, kind in TRAINABLE.items()
+    engine: {f"rollout.{name}": allowed for name, allowed in kind.choices.items()}
+    for engine, kind in TRAINABLE.items()
 }
 _OF_ANY_ENGINE = {
-    name: {one for each in ENGINE_CHOICES.values() for one in each[name]} for name in ENGINE_CHOICES["local"]
+    name: {one for each in ENGINE_CHOICES.values() for one in each[name]}
+    for name in ENGINE_CHOICES["local"]
 }
 
 
@@ -78,7 +80,10 @@ def test_a_config_dict_and_a_plain_dict_make_the_same():
 def test_the_written_form_makes_the_same_config_again():
     config = from_config_dict(_with(training__row_lengths=(64, 16384), algorithm__multiplier=0))
     written = json.loads(json.dumps(to_dict(config), allow_nan=False))
-    assert written["training"]["row_lengths"] == [64, 16384] and written["algorithm"]["multiplier"] == 0.0
+    assert (
+        written["training"]["row_lengths"] == [64, 16384]
+        and written["algorithm"]["multiplier"] == 0.0
+    )
     assert from_config_dict(written) == config
 
 
@@ -106,13 +111,16 @@ def test_every_setting_is_in_the_defaults_and_the_other_way_round():
     ],
 )
 def test_an_unknown_name_gets_the_nearest_right_one(name, nearest):
-    assert str(unknown_setting(name)) == f"config.{name}: no such setting; did you mean {nearest!r}?"
+    assert (
+        str(unknown_setting(name)) == f"config.{name}: no such setting; did you mean {nearest!r}?"
+    )
 
 
 def test_a_name_like_no_other_gets_the_sections():
     line = str(unknown_setting("qqq"))
     assert line.startswith(
-        "config.qqq: no such setting; sections are run_dir, model, task, rewards, rollout, algorithm"
+        "config.qqq: no such setting; sections are run_dir, model, task, rewards, rollout, "
+        "algorithm"
     )
 
 
@@ -132,7 +140,14 @@ def test_a_section_that_is_none_is_named():
 
 
 _WRONG = {
-    int: st.one_of(st.booleans(), st.text(), st.none(), st.just(1.5), st.lists(st.integers()), st.just(float("nan"))),
+    int: st.one_of(
+        st.booleans(),
+        st.text(),
+        st.none(),
+        st.just(1.5),
+        st.lists(st.integers()),
+        st.just(float("nan")),
+    ),
     float: st.one_of(st.booleans(), st.text(), st.none(), st.lists(st.floats())),
     str: st.one_of(st.booleans(), st.integers(), st.floats(), st.none(), st.lists(st.text())),
     bool: st.one_of(st.integers(), st.floats(), st.text(), st.none()),
@@ -140,7 +155,11 @@ _WRONG = {
         st.text(), st.none(), st.lists(st.floats(), min_size=1), st.lists(st.booleans(), min_size=1)
     ),
     tuple[float, ...]: st.one_of(
-        st.floats(), st.text(), st.none(), st.lists(st.text(), min_size=1), st.lists(st.booleans(), min_size=1)
+        st.floats(),
+        st.text(),
+        st.none(),
+        st.lists(st.text(), min_size=1),
+        st.lists(st.booleans(), min_size=1),
     ),
 }
 
@@ -155,7 +174,10 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(data):
     assert line.endswith(tuple(f"must be {kind}" for kind in kinds))
 
 
-@given(st.sampled_from(sorted(name for name, hint in _TYPES.items() if hint is float)), st.integers(0, 1))
+@given(
+    st.sampled_from(sorted(name for name, hint in _TYPES.items() if hint is float)),
+    st.integers(0, 1),
+)
 def test_an_integer_is_taken_for_a_float_and_becomes_one(name, value):
     try:
         config = from_config_dict(_with(**_set(name, value)))
@@ -195,8 +217,14 @@ _ELSEWHERE = ("auto", "fp8_per_block", "fp8_e5m2")
         for one in sorted(each)
         if one not in _ELSEWHERE
     ]
-    + [("rewards.functions", wrong, one) for wrong, one in (("math-verify", "math_verify"), ("MATH", "math"))]
-    + [("rewards.functions", wrong, "last_number") for wrong in ("last-number", "lastnumber", "last")]
+    + [
+        ("rewards.functions", wrong, one)
+        for wrong, one in (("math-verify", "math_verify"), ("MATH", "math"))
+    ]
+    + [
+        ("rewards.functions", wrong, "last_number")
+        for wrong in ("last-number", "lastnumber", "last")
+    ]
     + [("rollout.engine", wrong, "vllm") for wrong in ("vLLM", "vlm")]
     + [("rollout.engine", "Local", "local")],
 )
@@ -207,18 +235,23 @@ def test_a_choice_in_another_spelling_is_told_the_right_one(name, value, nearest
 @pytest.mark.parametrize("name", ["sglang", "http", "openai"])
 def test_a_server_is_said_to_be_for_measuring_alone(name):
     assert _error(rollout__engine=name) == (
-        f"rollout.engine: got {name!r}, allowed are local, vllm, module:NAME and path.py:NAME; http, a server of "
-        "yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+        f"rollout.engine: got {name!r}, allowed are local, vllm, module:NAME and path.py:NAME; "
+        "http, a server of yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
     )
 
 
 def test_every_choice_is_allowed():
-    """With the engine that has it; vLLM wants one dtype for weights and activations, a matched forward its engine."""
-    for name, choice in [(name, one) for name, each in (_CHOICES | _OF_ANY_ENGINE).items() for one in each]:
+    """With the engine that has it; vLLM wants one dtype for weights and activations, a matched
+    forward its engine.
+    """
+    for name, choice in [
+        (name, one) for name, each in (_CHOICES | _OF_ANY_ENGINE).items() for one in each
+    ]:
         settings = _set(name, choice)
-        own = {"model.forward_precision": "rollout.precision", "model.forward_cache": "rollout.kv_cache_dtype"}.get(
-            name
-        )
+        own = {
+            "model.forward_precision": "rollout.precision",
+            "model.forward_cache": "rollout.kv_cache_dtype",
+        }.get(name)
         if own and choice != "full":
             settings |= _set(own, choice)
         if choice not in ("full", *ENGINE_CHOICES["local"].get(own or name, (choice,))):
@@ -230,7 +263,10 @@ def test_every_choice_is_allowed():
 def test_an_engine_refuses_what_only_the_other_has(engine):
     for name, allowed in ENGINE_CHOICES[engine].items():
         for choice in {"other", *_OF_ANY_ENGINE[name]} - set(allowed):
-            with pytest.raises(ValueError, match=f"{name}: got '{choice}', allowed with rollout.engine={engine} are"):
+            with pytest.raises(
+                ValueError,
+                match=f"{name}: got '{choice}', allowed with rollout.engine={engine} are",
+            ):
                 from_config_dict(_with(**_set("rollout.engine", engine), **_set(name, choice)))
 
 
@@ -238,9 +274,14 @@ def test_a_value_past_either_end_is_refused_with_the_bounds():
     for name, low in _LOW.items():
         high = _DECLARED[name].about.maximum
         step = 1 if _TYPES[name] is int else 1e-3
-        assert _error(**_set(name, low - step)).startswith(f"{name}: got {low - step}, must be at least {low}")
+        assert _error(**_set(name, low - step)).startswith(
+            f"{name}: got {low - step}, must be at least {low}"
+        )
         if high is not None:
-            assert _error(**_set(name, high + step)) == f"{name}: got {high + step}, must be at most {high}"
+            assert (
+                _error(**_set(name, high + step))
+                == f"{name}: got {high + step}, must be at most {high}"
+            )
 
 
 @pytest.mark.parametrize(("name", "value"), [("optimizer.epsilon", 0.0)])
@@ -268,7 +309,10 @@ def test_the_lowest_value_is_itself_allowed(name, lowest):
 
 
 def test_the_longest_row_may_hold_the_longest_sequence_exactly():
-    assert from_config_dict(_with(training__row_lengths=(64, 9216))).training.row_lengths == (64, 9216)
+    assert from_config_dict(_with(training__row_lengths=(64, 9216))).training.row_lengths == (
+        64,
+        9216,
+    )
 
 
 def test_a_number_is_finite():
@@ -286,13 +330,20 @@ def test_no_number_may_be_as_large_as_one_likes():
 
 
 def test_a_model_that_is_read_from_a_directory_needs_no_architecture_that_fits():
-    huge = {f"model__architecture__{name}": 2**31 - 1 for name in ("hidden_size", "intermediate_size", "num_layers")}
+    huge = {
+        f"model__architecture__{name}": 2**31 - 1
+        for name in ("hidden_size", "intermediate_size", "num_layers")
+    }
     from_config_dict(_with(model__path="x", **huge))
 
 
 def test_the_papers_30b_run_fits_many_times_over():
     from_config_dict(
-        _with(training__prompts_per_step=1024, rollout__group_size=64, rollout__max_completion_tokens=30720)
+        _with(
+            training__prompts_per_step=1024,
+            rollout__group_size=64,
+            rollout__max_completion_tokens=30720,
+        )
     )
 
 
@@ -302,13 +353,21 @@ def test_k1_is_refused_as_a_loss_with_the_reason():
 
 
 def test_what_a_run_saves_says_every_number_of_its_method():
-    # The paper's 0.24 would else stand in a Python default alone, and a later default would change what a run did.
-    remedies = {"algorithm__trust_region": "clip(low=0.2,high=0.24)", "algorithm__corrections": "tis(high=2),veto"}
+    # The paper's 0.24 would else stand in a Python default alone, and a later default would change
+    # what a run did.
+    remedies = {
+        "algorithm__trust_region": "clip(low=0.2,high=0.24)",
+        "algorithm__corrections": "tis(high=2),veto",
+    }
     config = from_config_dict(_with(**remedies))
     saved = to_saved(config)
     assert saved["algorithm"]["trust_region"] == "clip(low=0.2,high=0.24,dual=0.0)"
     assert saved["algorithm"]["corrections"] == "tis(low=0.0,high=2.0),veto(floor=0.0001)"
-    assert from_saved(saved) == config == from_config_dict(_with(**remedies | {"algorithm__trust_region": "clip"}))
+    assert (
+        from_saved(saved)
+        == config
+        == from_config_dict(_with(**remedies | {"algorithm__trust_region": "clip"}))
+    )
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "x", ""])
@@ -333,7 +392,11 @@ def test_every_setting_with_an_address_refuses_a_port_that_does_not_exist(port):
             {"multiplier_max": 0.05},
             "multiplier_max: got 0.05; algorithm.multiplier=0.1: must lie in [0, algorithm.",
         ),
-        ({}, {"multiplier": 1.5}, "multiplier: got 1.5, must lie in [0, algorithm.multiplier_max=1.0]"),
+        (
+            {},
+            {"multiplier": 1.5},
+            "multiplier: got 1.5, must lie in [0, algorithm.multiplier_max=1.0]",
+        ),
         (
             {"multiplier": 0.5},
             {"multiplier_max": 0.4},
@@ -359,7 +422,9 @@ def test_every_setting_with_an_address_refuses_a_port_that_does_not_exist(port):
 def test_of_two_settings_that_do_not_fit_the_one_that_was_changed_is_blamed(file, overrides, line):
     changed = {f"algorithm__{name}": value for name, value in (file | overrides).items()}
     with pytest.raises(UserError) as error:
-        from_config_dict(_with(**changed), {f"algorithm.{name}": value for name, value in overrides.items()})
+        from_config_dict(
+            _with(**changed), {f"algorithm.{name}": value for name, value in overrides.items()}
+        )
     assert str(error.value).startswith(f"config.algorithm.{line}")
 
 

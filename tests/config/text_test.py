@@ -31,8 +31,8 @@ def test_the_page_has_a_row_for_each_setting():
 
 def test_a_row_says_default_range_unit_and_source():
     assert (
-        "| `group_size` | `8` | at least 2 completions | G, completions of each prompt. | paper [6.1]: 8 |\n"
-        in settings_page()
+        "| `group_size` | `8` | at least 2 completions | G, completions of each prompt. | paper "
+        "[6.1]: 8 |\n" in settings_page()
     )
 
 

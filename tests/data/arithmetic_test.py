@@ -33,7 +33,10 @@ def test_answers_and_steps_are_right(difficulty, seed, split, error_rate):
         steps = _STEP.findall(row["solution"])
         wrong = [step for step in steps if _value("".join(step[:3])) != int(step[3])]
         assert len(steps) == LEVELS[difficulty].operations
-        assert "".join("{}{}{}={};".format(*step) for step in steps) + rf"\boxed{{{steps[-1][3]}}}" == row["solution"]
+        assert (
+            "".join("{}{}{}={};".format(*step) for step in steps) + rf"\boxed{{{steps[-1][3]}}}"
+            == row["solution"]
+        )
         assert len(wrong) <= (1 if error_rate else 0)
         if error_rate == 1.0:
             assert len(wrong) == 1
@@ -43,7 +46,9 @@ def test_answers_and_steps_are_right(difficulty, seed, split, error_rate):
 
 def test_a_known_problem():
     rows = {row["prompt"][0]["content"]: row for row in arithmetic_rows(ArithmeticSpec(4, 4000))}
-    with_late_product = next(content for content in rows if re.fullmatch(r"\d\+\d\+\d\*\d-\d=\?", content))
+    with_late_product = next(
+        content for content in rows if re.fullmatch(r"\d\+\d\+\d\*\d-\d=\?", content)
+    )
     a, b, c, d, e = map(int, re.findall(r"\d+", with_late_product))
     assert rows[with_late_product]["solution"] == (  # the product first, then from the left
         rf"{c}*{d}={c * d};{a}+{b}={a + b};{a + b}+{c * d}={a + b + c * d};"
@@ -53,10 +58,14 @@ def test_a_known_problem():
 
 def test_splits_are_disjoint_for_all_seeds():
     train = {
-        problem.prompt for seed in range(3) for problem in arithmetic_problems(ArithmeticSpec(1, 1200, seed, "train"))
+        problem.prompt
+        for seed in range(3)
+        for problem in arithmetic_problems(ArithmeticSpec(1, 1200, seed, "train"))
     }
     held_out = {
-        problem.prompt for seed in range(3) for problem in arithmetic_problems(ArithmeticSpec(1, 150, seed, "heldout"))
+        problem.prompt
+        for seed in range(3)
+        for problem in arithmetic_problems(ArithmeticSpec(1, 150, seed, "heldout"))
     }
     assert not train & held_out
     assert len(train) >= 1200
@@ -65,8 +74,12 @@ def test_splits_are_disjoint_for_all_seeds():
 def test_the_seed_fixes_the_problems_and_a_smaller_count_is_a_beginning():
     spec = ArithmeticSpec(2, 300, seed=7, error_rate=0.5)
     assert arithmetic_rows(spec) == arithmetic_rows(spec)
-    assert arithmetic_rows(ArithmeticSpec(2, 50, seed=7, error_rate=0.5)) == arithmetic_rows(spec)[:50]
-    assert arithmetic_rows(ArithmeticSpec(2, 50, seed=8)) != arithmetic_rows(ArithmeticSpec(2, 50, seed=7))
+    assert (
+        arithmetic_rows(ArithmeticSpec(2, 50, seed=7, error_rate=0.5)) == arithmetic_rows(spec)[:50]
+    )
+    assert arithmetic_rows(ArithmeticSpec(2, 50, seed=8)) != arithmetic_rows(
+        ArithmeticSpec(2, 50, seed=7)
+    )
     assert len({row["prompt"][0]["content"] for row in arithmetic_rows(spec)}) == 300
 
 
@@ -81,16 +94,23 @@ def test_the_error_rate_is_the_share_of_wrong_boxes():
 
 def test_rows_have_the_schema_of_dapo():
     (row,) = arithmetic_rows(ArithmeticSpec(1, 1, split="heldout"))
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info", "solution"}
+    assert set(row) == {
+        "data_source",
+        "prompt",
+        "ability",
+        "reward_model",
+        "extra_info",
+        "solution",
+    }
     assert row["prompt"][0]["role"] == "user"
     assert row["extra_info"] == {"index": 0, "split": "heldout"}
 
 
 def test_parse_spec():
     assert ArithmeticSpec.parse("arithmetic") == ArithmeticSpec()
-    assert ArithmeticSpec.parse("arithmetic:split=heldout, count=5,error_rate=0.25") == ArithmeticSpec(
-        count=5, split="heldout", error_rate=0.25
-    )
+    assert ArithmeticSpec.parse(
+        "arithmetic:split=heldout, count=5,error_rate=0.25"
+    ) == ArithmeticSpec(count=5, split="heldout", error_rate=0.25)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The small tokenizer: exact round trips, fixed ids, and what AutoTokenizer makes of the saved one."""
+"""The small tokenizer: exact round trips, fixed ids, and what AutoTokenizer makes of the saved
+one.
+"""
 
 from pathlib import Path
 
@@ -24,9 +26,11 @@ _BUILT = build_tokenizer()
 @given(
     st.one_of(
         st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n"), max_size=60),
-        st.lists(st.sampled_from([r"\boxed{", "user", "assistant", "use", "r", "}", " ", "\n", "17", "="])).map(
-            "".join
-        ),
+        st.lists(
+            st.sampled_from(
+                [r"\boxed{", "user", "assistant", "use", "r", "}", " ", "\n", "17", "="]
+            )
+        ).map("".join),
     )
 )
 def test_decoding_an_encoding_is_the_identity(text):
@@ -47,7 +51,19 @@ def test_tokens_and_ids(loaded):
     assert len(loaded) == 4 + 4 + 1 + 95  # specials, whole pieces, the line break, printable ASCII
     assert (loaded.pad_token, loaded.pad_token_id) == ("<|endoftext|>", 0)
     assert (loaded.eos_token, loaded.eos_token_id) == ("<|im_end|>", 2)
-    assert loaded.tokenize(r"9*2=18;\boxed{18}") == ["9", "*", "2", "=", "1", "8", ";", r"\boxed{", "1", "8", "}"]
+    assert loaded.tokenize(r"9*2=18;\boxed{18}") == [
+        "9",
+        "*",
+        "2",
+        "=",
+        "1",
+        "8",
+        ";",
+        r"\boxed{",
+        "1",
+        "8",
+        "}",
+    ]
 
 
 def test_chat_template(loaded):
@@ -57,4 +73,7 @@ def test_chat_template(loaded):
     assert text == "<|im_start|>user\n1+2=?<|im_end|>\n<|im_start|>assistant\n"
     # start, "user", break, 5 characters, end, break, start, "assistant", break
     assert len(loaded(text)["input_ids"]) == 13
-    assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == "user\n1+2=?\nassistant\n"
+    assert (
+        loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True)
+        == "user\n1+2=?\nassistant\n"
+    )

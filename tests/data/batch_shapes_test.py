@@ -9,10 +9,17 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from tests.support.sampling import counted_rollout
 
 
-@pytest.mark.parametrize("further", [{}, {"routed_experts": (3, 2)}, {"old_logprobs": (), "token_rewards": ()}])
+@pytest.mark.parametrize(
+    "further", [{}, {"routed_experts": (3, 2)}, {"old_logprobs": (), "token_rewards": ()}]
+)
 def test_the_abstract_batch_is_the_one_that_is_packed(further):
     packing = make_row_shapes(
-        row_lengths=(4, 8), segments_per_row=1, micro_batch_tokens=70, mini_batches=2, completions=4, row_shards=2
+        row_lengths=(4, 8),
+        segments_per_row=1,
+        micro_batch_tokens=70,
+        mini_batches=2,
+        completions=4,
+        row_shards=2,
     )
     episodes = [
         episode.with_columns(

@@ -18,9 +18,15 @@ def _episodes(name, entries):
     """Completions of 2, 5 and 3 tokens after prompts of 3; entry t of completion i is 100 i + t."""
     episodes = []
     for i, tokens in enumerate((2, 5, 3)):
-        values = np.full((tokens, *entries), 100 * i) + np.arange(tokens).reshape(-1, *(1 for _ in entries))
+        values = np.full((tokens, *entries), 100 * i) + np.arange(tokens).reshape(
+            -1, *(1 for _ in entries)
+        )
         place = dict(policy_version=0, group=0, member=i, finish_reason="stop")
-        episodes.append(single_turn(np.arange(3), np.arange(tokens), np.zeros(tokens), **place, **{name: values}))
+        episodes.append(
+            single_turn(
+                np.arange(3), np.arange(tokens), np.zeros(tokens), **place, **{name: values}
+            )
+        )
     return episodes
 
 
@@ -36,7 +42,9 @@ def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
         segments_per_row=segments,
         row_shards=1,
     )
-    batch, _ = pack(_episodes("marks", entries), np.zeros(3, np.float32), plan, mask_truncated=False)
+    batch, _ = pack(
+        _episodes("marks", entries), np.zeros(3, np.float32), plan, mask_truncated=False
+    )
     columns = {"rollout_logprobs": (), "policy_versions": (), "marks": entries}
     abstract = abstract_batch(plan, columns)
     # In the compiled step, and through a checkpoint.
@@ -51,8 +59,12 @@ def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
         assert marks.dtype == np.float32 and marks.shape == (*mask.shape, *entries)
         assert (marks[~mask] == -7.0).all()  # prompts and padding
         for index in np.unique(rows.completion_index[mask]):
-            found[int(index)] = marks[mask & (np.asarray(rows.completion_index) == index)].reshape(-1, *entries)
-    assert {i: values[..., -1].tolist() if entries else values.tolist() for i, values in found.items()} == {
+            found[int(index)] = marks[mask & (np.asarray(rows.completion_index) == index)].reshape(
+                -1, *entries
+            )
+    assert {
+        i: values[..., -1].tolist() if entries else values.tolist() for i, values in found.items()
+    } == {
         0: [0, 1],
         1: [100, 101, 102, 103, 104],
         2: [200, 201, 202],
@@ -67,12 +79,18 @@ def test_columns_that_an_engine_gives_unasked_are_declared():
 
 def test_a_column_of_given_tokens_lacks_the_last_ones():
     mask = np.array([False, True, True])
-    np.testing.assert_array_equal(over_sequence("routed_experts", np.ones((2, 1, 1)), mask)[:, 0, 0], [1, 1, -1])
-    np.testing.assert_array_equal(over_sequence("policy_versions", np.array([4, 5]), mask), [-1, 4, 5])
+    np.testing.assert_array_equal(
+        over_sequence("routed_experts", np.ones((2, 1, 1)), mask)[:, 0, 0], [1, 1, -1]
+    )
+    np.testing.assert_array_equal(
+        over_sequence("policy_versions", np.array([4, 5]), mask), [-1, 4, 5]
+    )
 
 
 def test_a_column_that_is_not_declared_is_refused():
-    with pytest.raises(ValueError, match="^column 'entropy' is not declared in data/episode.py; declared are roll"):
+    with pytest.raises(
+        ValueError, match="^column 'entropy' is not declared in data/episode.py; declared are roll"
+    ):
         _episodes("entropy", ())
 
 
@@ -87,7 +105,12 @@ def test_the_columns_of_a_run_follow_from_its_config():
     assert found(lag=1) == {**shapes, "old_logprobs": ()}  # the trainer's own column
     lists = dict.fromkeys(("top_ids", "top_logprobs"), (5,))
     assert found(top_logprobs=5) == {**shapes, **lists}
-    assert found(lag=1, top_logprobs=5) == {**shapes, "old_logprobs": (), **lists, "old_top_logprobs": (5,)}
+    assert found(lag=1, top_logprobs=5) == {
+        **shapes,
+        "old_logprobs": (),
+        **lists,
+        "old_top_logprobs": (5,),
+    }
     every = RolloutSettings(router_replay=True, lag=1, top_logprobs=5)
     every = dataclasses.replace(Config(), rollout=every, rewards=RewardSettings("math,teacher:m"))
     assert set(every.columns) == COLUMNS.keys() - {"token_rewards"}

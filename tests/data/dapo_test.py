@@ -1,4 +1,6 @@
-"""DAPO-Math-17K as its publisher has it: copies of rows, an instruction of its own, the answer in its form."""
+"""DAPO-Math-17K as its publisher has it: copies of rows, an instruction of its own, the answer in
+its form.
+"""
 
 import json
 import logging
@@ -46,8 +48,12 @@ def _write(path, rows):
 @pytest.mark.parametrize("keep_columns", [False, True])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_equal_rows_are_one_problem_and_counted(tmp_path, caplog, suffix, keep_columns):
-    # 5 problems, 100 copies of each, as a table that pandas numbered: only __index_level_0__ tells copies apart.
-    location = _write(tmp_path / f"dapo{suffix}", [_row(number, copy) for copy in range(100) for number in range(5)])
+    # 5 problems, 100 copies of each, as a table that pandas numbered: only __index_level_0__ tells
+    # copies apart.
+    location = _write(
+        tmp_path / f"dapo{suffix}",
+        [_row(number, copy) for copy in range(100) for number in range(5)],
+    )
     with caplog.at_level(logging.WARNING):
         problems = load_problems(location, keep_columns=keep_columns)
     assert [problem.answer for problem in problems] == ["1", "2", "3", "4", "5"]
@@ -66,7 +72,8 @@ def test_rows_that_differ_are_kept(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(load_problems(_write(tmp_path / "a.jsonl", rows))) == 4
     assert "repeat" not in caplog.text
-    # A reward function sees the columns: rows that differ there are two tasks for it, and one without it.
+    # A reward function sees the columns: rows that differ there are two tasks for it, and one
+    # without it.
     tests = [{**_row(1, 0), "tests": ["a"]}, {**_row(1, 1), "tests": ["b"]}]
     location = _write(tmp_path / "b.jsonl", tests)
     assert len(load_problems(location, keep_columns=True)) == 2
@@ -84,7 +91,8 @@ _SUFFIX = TaskSettings().prompt_suffix
     "prompt",
     [
         _ASKED.format(1),
-        "The last line of your response should be of the form Answer: \\boxed{$Answer}.\n\nWhat is 1+1?",
+        "The last line of your response should be of the form Answer: \\boxed{$Answer}.\n\nWhat "
+        "is 1+1?",
         "What is 1+1?\n请以“Answer: \\boxed{<final_answer>}”的格式输出最终答案。",
         "What is 1+1? Let's think step by step and output the final answer within \\boxed{}.",
         "What is 1+1? Put your final answer in \\boxed.",
@@ -112,13 +120,18 @@ def test_another_prompt_keeps_the_suffix(prompt):
 
 
 def test_an_instruction_in_a_system_message_counts():
-    chat = ({"role": "system", "content": "Put the answer in \\boxed{}."}, {"role": "user", "content": "1+1?"})
+    chat = (
+        {"role": "system", "content": "Put the answer in \\boxed{}."},
+        {"role": "user", "content": "1+1?"},
+    )
     problem = Problem(prompt="1+1?", answer="2", source="s", index=0, messages=chat)
     assert with_suffix(problem, _SUFFIX) == "1+1?"
 
 
 def test_how_many_go_without_is_said(caplog):
-    problems = [Problem(prompt=p, answer="1", source="s", index=0) for p in (_ASKED.format(1), "1+1?")]
+    problems = [
+        Problem(prompt=p, answer="1", source="s", index=0) for p in (_ASKED.format(1), "1+1?")
+    ]
     with caplog.at_level(logging.WARNING):
         encode_prompts(problems, build_tokenizer(), prompt_suffix=_SUFFIX, max_prompt_tokens=4096)
     assert "1 of 2 prompts say themselves how to write the answer" in caplog.text

@@ -1,4 +1,6 @@
-"""What a supervised run learns of a turn is what its row says: read back, ended once, located in linear time."""
+"""What a supervised run learns of a turn is what its row says: read back, ended once, located in
+linear time.
+"""
 
 import json
 import logging
@@ -13,29 +15,33 @@ from dcmdp_jax.data.rows import problem_from_row
 from tests.support.byte_tokenizer import byte_tokenizer
 
 _BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-_PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + _BEGIN
+_PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + _BEGIN
+)
 _TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
 _CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}" + _BEGIN
-)
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or "
+    "[] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson "
+    "}}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+) + _BEGIN
 # As Qwen3.5's and Qwen3-Coder's.
 _XML_CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n"
-    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}" + _BEGIN
-)
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or "
+    "[] %}<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in "
+    "c.function.arguments.items() %}<parameter={{ k }}>\n{{ v if v is string else v | tojson "
+    "}}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+) + _BEGIN
 # As DeepSeek's: it joins the arguments to its text.
 _TEXT_CALLS = _CALLS.replace(
     "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}",
     "{{ c.function.name + ' ' + c.function.arguments }}",
 )
 _MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + _BEGIN
-)
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation "
+    "%}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif "
+    "%}\n{% endfor %}"
+) + _BEGIN
 _GEMMA = (
     "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
     "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
@@ -103,29 +109,54 @@ def _learned(template, row, **options):
             "tool_calls",
         ),
         # Python's repr in place of JSON, and names without arguments.
-        (_CALLS.replace("| tojson", ""), _answer("", tool_calls=[_call({"town": "Lima", "wet": True})]), "tool_calls"),
-        (_CALLS.replace("c.function.arguments}", "{}}"), _answer("", tool_calls=[_call({"town": "Lima"})]),
-         "tool_calls"),
-        (_PLAIN.replace("{{ m.content }}", "{{ m.content | replace('3', 'three') if m.role == 'assistant' else "
-                        "m.content }}"), _answer("3 mm"), "content"),
-        (_PLAIN.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}"),
-         _answer("it rains"), "content"),
+        (
+            _CALLS.replace("| tojson", ""),
+            _answer("", tool_calls=[_call({"town": "Lima", "wet": True})]),
+            "tool_calls",
+        ),
+        (
+            _CALLS.replace("c.function.arguments}", "{}}"),
+            _answer("", tool_calls=[_call({"town": "Lima"})]),
+            "tool_calls",
+        ),
+        (
+            _PLAIN.replace(
+                "{{ m.content }}",
+                "{{ m.content | replace('3', 'three') if m.role == 'assistant' else m.content }}",
+            ),
+            _answer("3 mm"),
+            "content",
+        ),
+        (
+            _PLAIN.replace(
+                "{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}"
+            ),
+            _answer("it rains"),
+            "content",
+        ),
     ],
-)  # fmt: skip
-def test_what_the_template_leaves_out_of_a_turn_is_refused_by_row_and_field(template, answer, field):
+)
+def test_what_the_template_leaves_out_of_a_turn_is_refused_by_row_and_field(
+    template, answer, field
+):
     said = rf"leaves out or changes {field} of messages\[1\] in problem 0 of rows, which then is not learned"
     with pytest.raises(ValueError, match=said):
         _learned(template, _row(answer))
 
 
 def test_a_completion_of_messages_is_named_by_its_own_number():
-    row = {"prompt": [{"role": "user", "content": "2+3?"}], "completion": [_answer("5", reasoning="2 and 3.")]}
+    row = {
+        "prompt": [{"role": "user", "content": "2+3?"}],
+        "completion": [_answer("5", reasoning="2 and 3.")],
+    }
     with pytest.raises(ValueError, match=r"reasoning of completion\[0\] in problem 0"):
         _learned(_PLAIN, row)
 
 
 @pytest.mark.parametrize("template", [_CALLS, _XML_CALLS, _TEXT_CALLS])
-@pytest.mark.parametrize("arguments", [{"town": 'Zürich "x"\n'}, {"a": {"b": [1, 2.5, None, True]}, "s": "5"}, {}])
+@pytest.mark.parametrize(
+    "arguments", [{"town": 'Zürich "x"\n'}, {"a": {"b": [1, 2.5, None, True]}, "s": "5"}, {}]
+)
 def test_the_form_of_arguments_does_not_change_what_is_learned(template, arguments):
     # OpenAI's files have the arguments as JSON text.
     as_object = _row(_answer("", tool_calls=[_call(arguments)]))
@@ -140,7 +171,11 @@ def test_a_turn_holds_thought_content_and_calls_in_the_rows_order():
     template = _CALLS.replace(
         "{{ m.content }}", "{% if m.reasoning %}<t>{{ m.reasoning }}</t>{% endif %}{{ m.content }}"
     )
-    answer = _answer("Let me look.", reasoning="Rain.", tool_calls=[_call({"town": "Lima"}), _call({"town": "Rom"})])
+    answer = _answer(
+        "Let me look.",
+        reasoning="Rain.",
+        tool_calls=[_call({"town": "Lima"}), _call({"town": "Rom"})],
+    )
     assert _learned(template, _row(answer)) == [
         "<t>Rain.</t>Let me look."
         '<tool_call>{"name": "get_rain", "arguments": {"town": "Lima"}}</tool_call>'
@@ -155,22 +190,32 @@ def test_a_turn_holds_thought_content_and_calls_in_the_rows_order():
     ("written", "missing"),
     [
         ("", "the tool 'get_rain'"),
-        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", "the parameter 'town' of the tool 'get_rain'"),
         (
-            "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}{% endfor %}",
+            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
+            "the parameter 'town' of the tool 'get_rain'",
+        ),
+        (
+            "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}{% "
+            "endfor %}",
             "the parameter 'town' of the tool 'get_rain'",
         ),
     ],
 )
 def test_a_tool_is_described_where_its_schema_is_written_not_where_it_is_called(written, missing):
     row = _row(_answer("", tool_calls=[_call({"town": "Lima"})]), tools=[_SCHEMA])
-    with pytest.raises(ValueError, match=f"the chat template leaves out {missing} in problem 0 of rows"):
+    with pytest.raises(
+        ValueError, match=f"the chat template leaves out {missing} in problem 0 of rows"
+    ):
         _learned(written + _CALLS, row)
     assert len(_learned(_TOOLS + _CALLS, row)) == 1
-    bare = {"type": "function", "function": {"name": "now", "description": "The time of day.", "parameters": {}}}
+    bare = {
+        "type": "function",
+        "function": {"name": "now", "description": "The time of day.", "parameters": {}},
+    }
     with pytest.raises(ValueError, match="leaves out the description of the tool 'now'"):
         _learned(
-            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + _CALLS, _row(_answer("5"), tools=[bare])
+            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + _CALLS,
+            _row(_answer("5"), tools=[bare]),
         )
 
 
@@ -183,21 +228,31 @@ def test_marks_without_the_end_token_get_one_warning_that_stopping_is_never_lear
         for _ in range(2):
             encode_prompts([problem, problem], tokenizer, max_prompt_tokens=1000, learned=True)
     [warning] = [record.getMessage() for record in caplog.records]
-    assert "stopping is never learned" in warning and "{% endgeneration %}" in warning and "<|im_end|>" in warning
+    assert (
+        "stopping is never learned" in warning
+        and "{% endgeneration %}" in warning
+        and "<|im_end|>" in warning
+    )
     caplog.clear()
     assert _learned(_MARKED, row) == ["5<|im_end|>", "6<|im_end|>"] and not caplog.records
 
 
 def test_a_turn_ends_with_one_end_token_the_one_at_which_sampling_stops(caplog):
-    # Gemma's <end_of_turn> is an added special token that all_special_ids lacks; its eos_token is another.
+    # Gemma's <end_of_turn> is an added special token that all_special_ids lacks; its eos_token is
+    # another.
     tokens = {"eos": "<eos>", "special": ("<eos>", "<start_of_turn>", "<end_of_turn>")}
     for answer in ("5", "5<end_of_turn>", "5<end_of_turn>\n"):
         row = _row(_answer(answer))
-        assert _learned(_GEMMA, row, stop_token_ids=("<eos>", "<end_of_turn>"), **tokens) == ["5<end_of_turn>"]
+        assert _learned(_GEMMA, row, stop_token_ids=("<eos>", "<end_of_turn>"), **tokens) == [
+            "5<end_of_turn>"
+        ]
     assert "stopping" not in caplog.text
     # Where sampling does not stop at what the template writes, one line says so.
     assert _learned(_GEMMA, _row(_answer("5")), **tokens) == ["5<end_of_turn>"]
-    assert "stopping is never learned: no target is a token at which sampling stops ('<eos>')" in caplog.text
+    assert (
+        "stopping is never learned: no target is a token at which sampling stops ('<eos>')"
+        in caplog.text
+    )
 
 
 def test_a_completion_with_its_own_end_token_gets_no_second():
@@ -212,16 +267,20 @@ def test_a_row_without_the_thought_that_the_prompt_begins_is_told_of_enable_thin
         _learned(_THINKING, row)
     switched = _PLAIN.replace(
         "assistant\n{% endif %}",
-        "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{% endif %}",
+        "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif "
+        "%}{% endif %}",
     )
-    with pytest.raises(ValueError, match='set {"enable_thinking": false} in chat_template_kwargs, or give it one'):
+    with pytest.raises(
+        ValueError, match='set {"enable_thinking": false} in chat_template_kwargs, or give it one'
+    ):
         _learned(switched, row)
     off = json.dumps({"enable_thinking": False})
     assert _learned(switched, row, chat_template_kwargs=off) == ["5<|im_end|>"]
 
 
 def test_an_empty_thought_that_the_template_writes_is_no_space_to_strip():
-    # The prompt ends with a line break, the empty thought goes on with one; both are one token of the whole.
+    # The prompt ends with a line break, the empty thought goes on with one; both are one token of
+    # the whole.
     template = _THINKING.replace(
         "{{ m.content }}",
         "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
@@ -230,11 +289,14 @@ def test_an_empty_thought_that_the_template_writes_is_no_space_to_strip():
         _learned(template, _row(_answer("5")), merges=[("Ċ", "Ċ")])
 
 
-@pytest.mark.parametrize("row", [
-    _row(_answer("five")),
-    {"prompt": [{"role": "user", "content": "2+3?"}], "completion": [_answer("five")]},
-    {"prompt": "2+3?", "completion": [_answer("five")]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [
+        _row(_answer("five")),
+        {"prompt": [{"role": "user", "content": "2+3?"}], "completion": [_answer("five")]},
+        {"prompt": "2+3?", "completion": [_answer("five")]},
+    ],
+)
 def test_a_marked_answer_is_learned_whole_in_every_schema_where_the_prompt_begins_a_thought(row):
     template = _MARKED.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     assert _learned(template, row) == ["five<|im_end|>"]
@@ -257,7 +319,9 @@ def test_encoding_a_conversation_takes_time_in_proportion_to_its_turns(monkeypat
     monkeypatch.setattr(
         conversations,
         "encode_texts",
-        lambda tokenizer, texts, what: characters.extend(map(len, texts)) or encode_texts(tokenizer, texts, what),
+        lambda tokenizer, texts, what: (
+            characters.extend(map(len, texts)) or encode_texts(tokenizer, texts, what)
+        ),
     )
 
     def work(turns):

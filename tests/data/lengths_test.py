@@ -28,7 +28,9 @@ def test_lognormal_lengths_have_the_median_and_the_cap():
 
 
 def _run(tmp_path, *records):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 9')
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + '{"step": 9'
+    )
     return str(tmp_path)
 
 
@@ -38,9 +40,22 @@ def _record(*tokens):
 
 
 def test_a_recorded_run_is_averaged_over_its_steps(tmp_path):
-    run = _run(tmp_path, _record(1, 10, 20, 40, 60, 80, 100), _record(3, 30, 40, 60, 80, 100, 140), {"eval/x": 1})
+    run = _run(
+        tmp_path,
+        _record(1, 10, 20, 40, 60, 80, 100),
+        _record(3, 30, 40, 60, 80, 100, 140),
+        {"eval/x": 1},
+    )
     found = parse_lengths(run, limit=150)
-    assert found.tokens == (2, 20, 30, 50, 70, 90, 120) and found.shares == (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)
+    assert found.tokens == (2, 20, 30, 50, 70, 90, 120) and found.shares == (
+        0,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+        0.9,
+        1,
+    )
     assert found.name == f"{run}, 2 steps"
     assert np.median(found.draw(10_001, seed=0)) == pytest.approx(50, abs=1.5)
 
@@ -48,7 +63,10 @@ def test_a_recorded_run_is_averaged_over_its_steps(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("lognormal(2048)", r"--lengths: got 'lognormal\(2048\)', must be lognormal\(MEDIAN,CAP\) in tokens, such as"),
+        (
+            "lognormal(2048)",
+            r"--lengths: got 'lognormal\(2048\)', must be lognormal\(MEDIAN,CAP\) in tokens, such as",
+        ),
         ("lognormal(-5,10)", "--lengths: got 'lognormal"),
         (
             "lognormal(0,10)",
@@ -73,8 +91,8 @@ def test_what_can_not_be_planned_for_is_told_in_a_line(tmp_path, text, said):
 
 
 def test_an_expected_step_by_hand():
-    # Two mini-batches of 3 completions of 10 tokens after prompts of 2: rows of 16, two at a time on one device, so two
-    # micro-batches each: 2 x 2 x 2 x 16 = 128 positions for 72 tokens.
+    # Two mini-batches of 3 completions of 10 tokens after prompts of 2: rows of 16, two at a time
+    # on one device, so two micro-batches each: 2 x 2 x 2 x 16 = 128 positions for 72 tokens.
     plan = RowShapes((16,), (2,), (2,), 2, 3, 1, 1, 16)
     found = expected_step(plan, np.array([2]), Lengths("ten", (0.0, 1.0), (10.0, 10.0)))
     assert (found.tokens, found.computed, found.squares) == (72, 128, 6 * 12**2)
@@ -88,6 +106,11 @@ def test_the_advice_names_a_setting_that_helps():
 
     assert advice(chosen=False) == "`row_lengths`=() chooses the lengths of rows"
     assert advice(limited=True).startswith("`segments_per_row`=0 puts")
-    assert advice(15).startswith("a mini-batch has 15 completions for 2 devices: raise `completions`")
+    assert advice(15).startswith(
+        "a mini-batch has 15 completions for 2 devices: raise `completions`"
+    )
     assert advice(16).endswith("set `segments_per_row`")
-    assert advice(segments=9) == "completions are far shorter than 8192 tokens: lower `max_completion_tokens`"
+    assert (
+        advice(segments=9)
+        == "completions are far shorter than 8192 tokens: lower `max_completion_tokens`"
+    )

@@ -19,12 +19,16 @@ from dcmdp_jax.data.mixtures import (
 
 
 def test_weights_stand_behind_each_location():
-    found = parse_mixture("a.jsonl@2, data/b.parquet@.5,arithmetic:difficulty=1,count=64@1,owner/name@main")
+    found = parse_mixture(
+        "a.jsonl@2, data/b.parquet@.5,arithmetic:difficulty=1,count=64@1,owner/name@main"
+    )
     assert found == (
         Part("a", "a.jsonl", Fraction(2)),
         Part("b", "data/b.parquet", Fraction(1, 2)),
         Part("arithmetic", "arithmetic:difficulty=1,count=64", Fraction(1)),
-        Part("name@main", "owner/name@main", Fraction(1)),  # a configuration of the Hub is no weight
+        Part(
+            "name@main", "owner/name@main", Fraction(1)
+        ),  # a configuration of the Hub is no weight
     )
 
 
@@ -56,7 +60,9 @@ def test_what_is_no_mixture_is_told(text, message):
 
 def test_one_task_is_asked_in_the_order_it_always_was():
     stream = PromptStream((10,), (Fraction(3),))
-    np.testing.assert_array_equal(stream.at(seed=3, first=7, count=20), prompt_order(10, seed=3, first=7, count=20))
+    np.testing.assert_array_equal(
+        stream.at(seed=3, first=7, count=20), prompt_order(10, seed=3, first=7, count=20)
+    )
 
 
 def test_each_task_has_its_share_of_every_cycle_and_goes_through_its_problems():
@@ -83,7 +89,9 @@ def test_each_task_has_its_share_of_every_cycle_and_goes_through_its_problems():
     st.integers(0, 5),
 )
 def test_a_resumed_stream_goes_on_where_the_other_one_is(parts, first, count, seed):
-    stream = PromptStream(tuple(size for size, _ in parts), tuple(Fraction(weight, 4) for _, weight in parts))
+    stream = PromptStream(
+        tuple(size for size, _ in parts), tuple(Fraction(weight, 4) for _, weight in parts)
+    )
     whole = stream.at(seed=seed, first=0, count=first + count)
     np.testing.assert_array_equal(whole[first:], stream.at(seed=seed, first=first, count=count))
     assert whole.min() >= 0 and whole.max() < sum(stream.sizes)

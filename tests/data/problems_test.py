@@ -1,4 +1,6 @@
-"""Rows of every schema, read to the right prompt and the right answer, and refused by line number."""
+"""Rows of every schema, read to the right prompt and the right answer, and refused by line
+number.
+"""
 
 import json
 from pathlib import Path
@@ -11,16 +13,25 @@ from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.rows import problem_from_row
 
 _DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-_needs_data = pytest.mark.skipif(not _DATA.is_dir(), reason=f"the published datasets are not at {_DATA}")
+_needs_data = pytest.mark.skipif(
+    not _DATA.is_dir(), reason=f"the published datasets are not at {_DATA}"
+)
 
 
 def _write(path, *rows):
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows),
+        encoding="utf-8",
+    )
     return str(path)
 
 
 def _dapo(prompt="1+1?", answer="2"):
-    return {"data_source": "math_dapo", "prompt": prompt, "reward_model": {"ground_truth": answer, "style": "rule"}}
+    return {
+        "data_source": "math_dapo",
+        "prompt": prompt,
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,7 +45,11 @@ def _dapo(prompt="1+1?", answer="2"):
         ({"problem": "p", "answer": -1.0}, "p", "-1", ""),
         ({"problem": "p", "answer": 9007199254740993}, "p", "9007199254740993", ""),
         (
-            {"problem": r"earlier: \boxed{7}. Now?", "solution": r"as \boxed{1.6} \mathrm{cm}", "idx": 0},
+            {
+                "problem": r"earlier: \boxed{7}. Now?",
+                "solution": r"as \boxed{1.6} \mathrm{cm}",
+                "idx": 0,
+            },
             r"earlier: \boxed{7}. Now?",
             "1.6",
             r"as \boxed{1.6} \mathrm{cm}",
@@ -45,7 +60,12 @@ def _dapo(prompt="1+1?", answer="2"):
             "1,024",
             "It is 48/2 = <<48/2=24>>24",
         ),
-        ({"problem": "p", "expected_answer": "70", "reference_solution": "so 70"}, "p", "70", "so 70"),
+        (
+            {"problem": "p", "expected_answer": "70", "reference_solution": "so 70"},
+            "p",
+            "70",
+            "so 70",
+        ),
         (
             {
                 "question": "q",
@@ -59,13 +79,25 @@ def _dapo(prompt="1+1?", answer="2"):
             "s",
         ),
         (
-            {"question": "q", "final_answer": ["5,113,(1,2)"], "is_multiple_answer": True, "unit": None, "error": None},
+            {
+                "question": "q",
+                "final_answer": ["5,113,(1,2)"],
+                "is_multiple_answer": True,
+                "unit": None,
+                "error": None,
+            },
             "q",
             "5, 113, (1,2)",
             "",
         ),
         (
-            {"question": "q", "final_answer": ["4.2"], "is_multiple_answer": False, "unit": "%", "error": "1e-1"},
+            {
+                "question": "q",
+                "final_answer": ["4.2"],
+                "is_multiple_answer": False,
+                "unit": "%",
+                "error": "1e-1",
+            },
             "q",
             r"4.2\tolerance{1e-1}",
             "",
@@ -74,7 +106,12 @@ def _dapo(prompt="1+1?", answer="2"):
 )
 def test_schemas(row, prompt, answer, solution):
     problem = problem_from_row(row, source="file", index=5)
-    assert (problem.prompt, problem.answer, problem.solution, problem.index) == (prompt, answer, solution, 5)
+    assert (problem.prompt, problem.answer, problem.solution, problem.index) == (
+        prompt,
+        answer,
+        solution,
+        5,
+    )
     assert problem.source == row.get("data_source", "file")
 
 
@@ -102,7 +139,10 @@ def test_messages_before_the_prompt_are_kept():
         (json.dumps({"prompt": "p", "answer": float("nan")}) + "\n", "finite number, not nan"),
         (json.dumps({"prompt": "p", "reward_model": {}}) + "\n", "no ground_truth"),
         (json.dumps({"problem": "p", "solution": "no box"}) + "\n", r"no \\boxed"),
-        (json.dumps({"question": "p", "final_answer": ["4"], "error": "wide"}) + "\n", "'wide', not a number"),
+        (
+            json.dumps({"question": "p", "final_answer": ["4"], "error": "wide"}) + "\n",
+            "'wide', not a number",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_or_skipped_and_counted(tmp_path, caplog, line, reason):
@@ -111,7 +151,11 @@ def test_a_bad_row_is_named_by_its_line_or_skipped_and_counted(tmp_path, caplog,
         load_problems(location)
     assert "\n" not in str(raised.value)
     problems = load_problems(location, on_bad_row="skip")
-    assert [(problem.prompt, problem.index) for problem in problems] == [("a", 0), ("b", 1), ("c", 3)]
+    assert [(problem.prompt, problem.index) for problem in problems] == [
+        ("a", 0),
+        ("b", 1),
+        ("c", 3),
+    ]
     assert "1 of 4 rows are unusable" in caplog.text
 
 
@@ -165,7 +209,9 @@ def test_limit_and_settings_are_checked(tmp_path):
 def test_parquet_gives_what_jsonl_gives(tmp_path):
     rows = [_dapo([{"role": "user", "content": f"{k}+1?"}], str(k + 1)) for k in range(5)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert load_problems(str(tmp_path / "rows.parquet")) == load_problems(_write(tmp_path / "rows.jsonl", *rows))
+    assert load_problems(str(tmp_path / "rows.parquet")) == load_problems(
+        _write(tmp_path / "rows.jsonl", *rows)
+    )
 
 
 def test_the_builtin_task_is_a_location():
@@ -196,7 +242,11 @@ def test_text_that_no_tokenizer_takes_is_named_or_skipped(tmp_path, row, reason)
         ("benchmarks/amc23.jsonl", 40, {0: "27", 15: "-1"}),
         ("benchmarks/math500.jsonl", 500, {4: r"\text{Evelyn}", 242: r"\$32,\!348"}),
         ("benchmarks/minerva.jsonl", 272, {0: "1.6", 1: "4.5e33", 49: "-3./2"}),
-        ("benchmarks/olympiadbench.jsonl", 675, {87: "2500, 7500", 194: "221, 8", 316: r"4.2\tolerance{1e-1}"}),
+        (
+            "benchmarks/olympiadbench.jsonl",
+            675,
+            {87: "2500, 7500", 194: "221, 8", 316: r"4.2\tolerance{1e-1}"},
+        ),
         ("benchmarks/alt/aime24_dapo_official_format.jsonl", 30, {0: "540"}),
         ("benchmarks/alt/aime25_nemo_skills.jsonl", 30, {0: "70"}),
         ("benchmarks/alt/minerva_limo.jsonl", 272, {0: "1.6"}),
@@ -220,7 +270,9 @@ def test_minerva_answers_are_those_of_the_copy_that_states_them():
 def test_dapo_is_read_whole():
     path = _DATA / "train/dapo_math_17k.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    distinct = {(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]): None for row in rows}
+    distinct = {
+        (row["prompt"][0]["content"], row["reward_model"]["ground_truth"]): None for row in rows
+    }
     problems = load_problems(str(path))
     assert [(problem.prompt, problem.answer) for problem in problems] == list(distinct)
     assert (len(rows), len(distinct)) == (17_917, 17_301)
@@ -230,7 +282,9 @@ def test_dapo_is_read_whole():
 @_needs_data
 def test_defective_rows_of_a_published_file_are_named_or_skipped():
     location = str(_DATA / "train/math_train_rllm.jsonl")
-    with pytest.raises(ValueError, match=r"math_train_rllm\.jsonl:887: no answer"):  # null; rows 5328, 5330 are ""
+    with pytest.raises(
+        ValueError, match=r"math_train_rllm\.jsonl:887: no answer"
+    ):  # null; rows 5328, 5330 are ""
         load_problems(location)
     kept = {problem.index for problem in load_problems(location, on_bad_row="skip")}
     assert set(range(7474)) - kept == {886, 1009, 5328, 5330}

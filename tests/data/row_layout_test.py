@@ -1,4 +1,6 @@
-"""Shapes for a run and places in them: little padding, equal work, a function of plan and lengths alone."""
+"""Shapes for a run and places in them: little padding, equal work, a function of plan and lengths
+alone.
+"""
 
 import itertools
 
@@ -7,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, computed_tokens, lay_out, make_row_shapes
+from dcmdp_jax.data.row_layout import (
+    ANY_NUMBER,
+    RowShapes,
+    computed_tokens,
+    lay_out,
+    make_row_shapes,
+)
 from dcmdp_jax.models.attention import SKIP_SEGMENTS
 
 
@@ -16,12 +24,15 @@ def _plan(lengths, rows, most, completions, segments=1, shards=1):
 
 
 def test_places_of_longer_rows_take_shorter_sequences_by_hand():
-    # Rows of 4, two at a time, and of 8, three at a time. One sequence is longer than 4: its micro-batch has two places
-    # left, which take the next two. The last goes to a short one: 24 + 8 = 32 positions. Each in the shortest row that
-    # holds it would be 24 + 2 x 8 = 40.
+    # Rows of 4, two at a time, and of 8, three at a time. One sequence is longer than 4: its
+    # micro-batch has two places left, which take the next two. The last goes to a short one: 24 + 8
+    # = 32 positions. Each in the shortest row that holds it would be 24 + 2 x 8 = 40.
     plan = _plan((4, 8), (2, 3), (3, 2), completions=4)
     layout = lay_out(np.array([2, 7, 3, 4]), plan)
-    assert layout.micro_batches.tolist() == [1, 1] and computed_tokens(plan, layout.micro_batches) == 32
+    assert (
+        layout.micro_batches.tolist() == [1, 1]
+        and computed_tokens(plan, layout.micro_batches) == 32
+    )
     assert layout.shape.tolist() == [0, 1, 1, 1] and layout.row.tolist() == [0, 0, 2, 1]
 
 
@@ -36,7 +47,9 @@ def _brute_force(lengths, plan):
             )
             for _ in range(rows * count)
         ]
-        if len(places) >= len(falling) and all(n <= place for n, place in zip(falling, places, strict=False)):
+        if len(places) >= len(falling) and all(
+            n <= place for n, place in zip(falling, places, strict=False)
+        ):
             cost = computed_tokens(plan, np.array(counts)) + 32 * plan.row_shards * sum(counts)
             best = min(best, cost)
     return best
@@ -50,7 +63,9 @@ def _brute_force(lengths, plan):
 )
 def test_the_numbers_of_micro_batches_are_the_best_there_are(lengths, rows, shards):
     rows = tuple(shards * each for each in rows)
-    plan = _plan((100, 300, 900), rows, tuple(-(-9 // each) for each in rows), completions=9, shards=shards)
+    plan = _plan(
+        (100, 300, 900), rows, tuple(-(-9 // each) for each in rows), completions=9, shards=shards
+    )
     counts = lay_out(np.array(lengths), plan).micro_batches
     assert (counts <= plan.micro_batches).all()
     cost = computed_tokens(plan, counts) + 32 * shards * int(counts.sum())
@@ -58,13 +73,23 @@ def test_the_numbers_of_micro_batches_are_the_best_there_are(lengths, rows, shar
 
 
 def test_equal_completions_leave_no_padding_and_share_micro_batches():
-    # 32 rows of 80 on two devices. Halves of the limit leave 16 micro-batches of two rows, or padding; a factor of
-    # sqrt 2 between them also gives 8 of four rows: 8 x 4 x 80 = 2,560 positions, all of them real.
+    # 32 rows of 80 on two devices. Halves of the limit leave 16 micro-batches of two rows, or
+    # padding; a factor of sqrt 2 between them also gives 8 of four rows: 8 x 4 x 80 = 2,560
+    # positions, all of them real.
     plan = make_row_shapes(
-        longest=80, micro_batch_tokens=16384, mini_batches=4, completions=32, segments_per_row=1, row_shards=2
+        longest=80,
+        micro_batch_tokens=16384,
+        mini_batches=4,
+        completions=32,
+        segments_per_row=1,
+        row_shards=2,
     )
     counts = lay_out(np.full(32, 80), plan).micro_batches
-    assert counts[-1] == 8 and plan.rows_per_micro_batch[-1] == 4 and computed_tokens(plan, counts) == 2560
+    assert (
+        counts[-1] == 8
+        and plan.rows_per_micro_batch[-1] == 4
+        and computed_tokens(plan, counts) == 2560
+    )
 
 
 def test_packed_rows_by_hand():
@@ -77,7 +102,8 @@ def test_packed_rows_by_hand():
 
 
 def test_rows_that_take_alike_lie_on_different_devices():
-    # Four rows over two devices, rows 0 and 1 on the first: 9 and 7 there would be twice the attention of 5 and 3.
+    # Four rows over two devices, rows 0 and 1 on the first: 9 and 7 there would be twice the
+    # attention of 5 and 3.
     plan = _plan((10,), (4,), (1,), completions=4, shards=2)
     assert lay_out(np.array([9, 7, 5, 3]), plan).row.tolist() == [0, 2, 1, 3]
 
@@ -100,7 +126,9 @@ def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards
         assert start + length <= plan.row_lengths[shape] and 1 <= segment <= segments
         assert row < layout.micro_batches[shape] * plan.rows_per_micro_batch[shape]
         taken[shape][row, start : start + length] += 1
-    assert sum(each.sum() for each in taken) == sum(lengths) and all(each.max(initial=0) <= 1 for each in taken)
+    assert sum(each.sum() for each in taken) == sum(lengths) and all(
+        each.max(initial=0) <= 1 for each in taken
+    )
     for rows, length in zip(plan.rows_per_micro_batch, plan.row_lengths, strict=True):
         assert rows % shards == 0 and rows // shards * length <= max(length, tokens)
         assert rows <= max(shards, 24 + shards - 1)
@@ -109,15 +137,19 @@ def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards
 
 
 def _draws(seed, limit, prompts, group, shortest, longest):
-    """Prompts of `shortest` to `longest` tokens, completions lognormal with a median of a quarter of the limit."""
+    """Prompts of `shortest` to `longest` tokens, completions lognormal with a median of a quarter
+    of the limit.
+    """
     rng = np.random.default_rng(seed)
     asked = rng.integers(shortest, longest + 1, prompts)
-    completions = np.exp(rng.normal(np.log(limit / 4), 0.79, prompts * group)).astype(int).clip(1, limit)
+    completions = (
+        np.exp(rng.normal(np.log(limit / 4), 0.79, prompts * group)).astype(int).clip(1, limit)
+    )
     return completions + asked.repeat(group)
 
 
-# Computed over real tokens, median of 20 batches. Buckets of three lengths with micro-batches of 16,384 tokens were
-# 4.2 and 4.6 in the first two, 1.8 and 3.7 in the last two.
+# Computed over real tokens, median of 20 batches. Buckets of three lengths with micro-batches of
+# 16,384 tokens were 4.2 and 4.6 in the first two, 1.8 and 3.7 in the last two.
 @pytest.mark.parametrize(
     ("limit", "prompts", "mini_batches", "shards", "segments", "most"),
     [
@@ -130,14 +162,17 @@ def _draws(seed, limit, prompts, group, shortest, longest):
         # The default on GPUs.
         (8192, 64, 4, 1, SKIP_SEGMENTS["cudnn"], 1.03),
         (8192, 64, 4, 8, SKIP_SEGMENTS["cudnn"], 1.06),
-        # 128 completions on 64 devices: the longest alone takes a device 1.44 times its equal share.
+        # 128 completions on 64 devices: the longest alone takes a device 1.44 times its equal
+        # share.
         (8192, 64, 4, 64, ANY_NUMBER, 1.48),
     ],
 )
 def test_ragged_lengths_leave_little_padding(limit, prompts, mini_batches, shards, segments, most):
     asked = (16, 48) if limit == 256 else (64, 512)
     completions = prompts * 8 // mini_batches
-    rows = dict(segments_per_row=segments, row_shards=shards, micro_batch_tokens=16384, length_multiple=8)
+    rows = dict(
+        segments_per_row=segments, row_shards=shards, micro_batch_tokens=16384, length_multiple=8
+    )
     batch = dict(mini_batches=mini_batches, completions=completions)
     plan = make_row_shapes(longest=limit + asked[1], **rows, **batch)
     ratios = []
@@ -149,9 +184,15 @@ def test_ragged_lengths_leave_little_padding(limit, prompts, mini_batches, shard
 
 
 def test_one_length_is_computed_without_padding():
-    # Rows of 80, one completion each, 640 tokens on each of two devices: 8 rows there, all 128 in 8 micro-batches.
+    # Rows of 80, one completion each, 640 tokens on each of two devices: 8 rows there, all 128 in 8
+    # micro-batches.
     plan = make_row_shapes(
-        row_lengths=(80,), micro_batch_tokens=640, mini_batches=1, completions=128, segments_per_row=1, row_shards=2
+        row_lengths=(80,),
+        micro_batch_tokens=640,
+        mini_batches=1,
+        completions=128,
+        segments_per_row=1,
+        row_shards=2,
     )
     assert (plan.rows_per_micro_batch, plan.micro_batches) == ((16,), (8,))
     assert lay_out(np.full(128, 80), plan).micro_batches.tolist() == [8]
@@ -159,7 +200,12 @@ def test_one_length_is_computed_without_padding():
 
 def test_more_devices_than_completions():
     plan = make_row_shapes(
-        longest=64, micro_batch_tokens=16384, mini_batches=1, completions=3, segments_per_row=1, row_shards=8
+        longest=64,
+        micro_batch_tokens=16384,
+        mini_batches=1,
+        completions=3,
+        segments_per_row=1,
+        row_shards=8,
     )
     assert set(plan.rows_per_micro_batch) == {8}
     layout = lay_out(np.array([64, 64, 1]), plan)
@@ -168,15 +214,24 @@ def test_more_devices_than_completions():
 
 def test_nothing_to_compute():
     plan = make_row_shapes(
-        longest=64, micro_batch_tokens=64, mini_batches=1, completions=4, segments_per_row=1, row_shards=1
+        longest=64,
+        micro_batch_tokens=64,
+        mini_batches=1,
+        completions=4,
+        segments_per_row=1,
+        row_shards=1,
     )
     assert lay_out(np.zeros(0, np.int64), plan).micro_batches.sum() == 0
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 56), min_size=48, max_size=48), segments=st.sampled_from([2, 5, ANY_NUMBER]))
+@given(
+    lengths=st.lists(st.integers(1, 56), min_size=48, max_size=48),
+    segments=st.sampled_from([2, 5, ANY_NUMBER]),
+)
 def test_rows_of_several_of_the_longest_need_room_for_few(lengths, segments):
-    # Rows of 512 hold nine of 56 tokens: with any number of segments 48 x 56 // 457 + 1 = 6 rows suffice, not 48.
+    # Rows of 512 hold nine of 56 tokens: with any number of segments 48 x 56 // 457 + 1 = 6 rows
+    # suffice, not 48.
     rows = dict(row_lengths=(256, 512), longest=56, micro_batch_tokens=512, row_shards=1)
     plan = make_row_shapes(mini_batches=1, completions=48, segments_per_row=segments, **rows)
     layout = lay_out(np.array(lengths), plan)
@@ -186,14 +241,24 @@ def test_rows_of_several_of_the_longest_need_room_for_few(lengths, segments):
 
 
 def test_no_row_is_chosen_that_no_sequence_fits_into():
-    """Prompts of 28 tokens and up to 5 sampled: rows of 8, 16 and 24 tokens would stay empty for ever."""
-    sizes = {"micro_batch_tokens": 640, "mini_batches": 1, "completions": 64, "segments_per_row": 1, "row_shards": 1}
+    """Prompts of 28 tokens and up to 5 sampled: rows of 8, 16 and 24 tokens would stay empty for
+    ever.
+    """
+    sizes = {
+        "micro_batch_tokens": 640,
+        "mini_batches": 1,
+        "completions": 64,
+        "segments_per_row": 1,
+        "row_shards": 1,
+    }
     without = make_row_shapes(longest=39, length_multiple=8, **sizes)
     assert min(without.row_lengths) < 29
     shapes = make_row_shapes(longest=39, shortest=29, length_multiple=8, **sizes)
     assert set(shapes.row_lengths) <= {32, 40} and shapes.row_lengths[-1] == 40
     # Where rows hold several, what is left of the shortest is no place for one either.
-    packed = make_row_shapes(longest=39, shortest=29, length_multiple=8, **sizes | {"segments_per_row": 8})
+    packed = make_row_shapes(
+        longest=39, shortest=29, length_multiple=8, **sizes | {"segments_per_row": 8}
+    )
     assert min(packed.row_lengths) >= 29
     for made in (shapes, packed):
         layout = lay_out(np.full(64, 29), made)

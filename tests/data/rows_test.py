@@ -1,4 +1,6 @@
-"""Rows without a mathematical answer: prompts alone, chats with tools, a ground truth of any JSON."""
+"""Rows without a mathematical answer: prompts alone, chats with tools, a ground truth of any
+JSON.
+"""
 
 import json
 import re
@@ -64,7 +66,10 @@ def test_a_wrong_answer_is_refused_where_it_may_be_used(row, answers, message):
 
 def test_columns_are_the_given_ones(tmp_path):
     problem = _problem(CODE | {"answer": 5, "log_metric": 1}, answers="unused")
-    assert problem.columns == {**{name: CODE[name] for name in CODE if name != "prompt"}, "answer": 5}
+    assert problem.columns == {
+        **{name: CODE[name] for name in CODE if name != "prompt"},
+        "answer": 5,
+    }
     pq.write_table(pa.Table.from_pylist([CODE]), tmp_path / "rows.parquet")
     [read] = load_problems(str(tmp_path / "rows.parquet"), answers="unused", keep_columns=True)
     assert read.columns == {name: CODE[name] for name in CODE if name != "prompt"}
@@ -74,7 +79,10 @@ def test_columns_are_the_given_ones(tmp_path):
 def test_a_chat_keeps_its_system_and_tool_turns_and_gets_the_suffix_at_the_users_last():
     chat = [
         {"role": "system", "content": "Use tools.", "tool_calls": None},
-        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}],
+        },
         {"role": "assistant", "content": None, "tool_calls": [_CALL]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
     ]
@@ -84,16 +92,20 @@ def test_a_chat_keeps_its_system_and_tool_turns_and_gets_the_suffix_at_the_users
     assert problem.given == list(problem.messages)
     assert problem.as_completion("4") == [{"role": "assistant", "content": "4"}]
     template = (
-        "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}{% for m in messages %}{{ m['role'] }}:"
-        "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}{{ m['content'] }};{% endfor %}"
-        "{% if add_generation_prompt %}go:{% endif %}"
+        "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}{% for m in messages "
+        "%}{{ m['role'] }}:{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% "
+        "endfor %}{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}go:{% endif %}"
     )
     assert _text(problem, template, "!") == "system:Use tools.;user:1+2?!;assistant:add;tool:3;go:"
     described = _problem({"prompt": chat, "tools": json.dumps([_TOOL])}, answers="unused")
     assert _text(described, template).startswith("<add>system:")
-    with pytest.raises(ValueError, match="the chat template leaves out the tool 'add' in problem 3 of file"):
+    with pytest.raises(
+        ValueError, match="the chat template leaves out the tool 'add' in problem 3 of file"
+    ):
         _text(described, "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}")
-    assert _text(described).startswith("<|im_start|>system\nadd<|im_end|>\n<|im_start|>system\nUse tools.")
+    assert _text(described).startswith(
+        "<|im_start|>system\nadd<|im_end|>\n<|im_start|>system\nUse tools."
+    )
 
 
 def test_a_chat_that_ends_with_the_assistant_is_continued():
@@ -110,8 +122,14 @@ def test_text_prompts_stay_text():
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ([{"role": "system", "content": "x"}], "the last message must be the user's or a tool's, or the assistant's"),
-        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "needs a role and a content that are text"),
+        (
+            [{"role": "system", "content": "x"}],
+            "the last message must be the user's or a tool's, or the assistant's",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
+            "needs a role and a content that are text",
+        ),
         ([{"role": "user"}], "needs a role and a content that are text"),
         (["x"], "every message must be an object"),
     ],
@@ -122,7 +140,10 @@ def test_a_chat_that_can_not_be_asked_is_refused(chat, message):
 
 
 def test_rows_that_differ_in_their_chat_alone_are_two_problems(tmp_path):
-    rows = [{"prompt": [{"role": "system", "content": s}, {"role": "user", "content": "a"}]} for s in "xyx"]
+    rows = [
+        {"prompt": [{"role": "system", "content": s}, {"role": "user", "content": "a"}]}
+        for s in "xyx"
+    ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = load_problems(str(path), answers="unused")
@@ -148,7 +169,10 @@ _ASKED = {"problem": "How many eggs are left?"}
         ({"answer": "<think>5+12</think> <answer> 17 </answer>"}, "17"),
         ({"answer": "17&nbsp;"}, "17"),
         ({"answer": "x &lt; 3&#8203;"}, "x < 3\u200b"),
-        ({"answer": r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"}, r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+        (
+            {"answer": r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"},
+            r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        ),
         ({"answer": "The final answer is 3.5."}, "3.5"),
         ({"answer": "So, the correct answer: (C)"}, "(C)"),
         ({"answer": "answerable"}, "answerable"),
@@ -171,29 +195,104 @@ def test_several_answers_and_objects_are_no_answer(answer):
 
 _NO_ANSWERS = (
     # what programs and people write where there is none
-    "None", "null", "NaN", "N/A", "N.A.", "Unknown", "notfound", r"\text{Not found}",
-    "not provided", "TBD", "none given", "No answer", "no solution provided", "Answers may vary",
-    "various", ["None"], "[null]",
+    "None",
+    "null",
+    "NaN",
+    "N/A",
+    "N.A.",
+    "Unknown",
+    "notfound",
+    r"\text{Not found}",
+    "not provided",
+    "TBD",
+    "none given",
+    "No answer",
+    "no solution provided",
+    "Answers may vary",
+    "various",
+    ["None"],
+    "[null]",
     # a reference to something else
-    "see solution", "See the solution.", "see above", "refer to the solution",
-    "as shown in the figure", "Figure 1", "See Figure 3", "solution omitted", "left to the reader",
-    r"\boxed{\text{see solution}}", "The answer is: see above",
+    "see solution",
+    "See the solution.",
+    "see above",
+    "refer to the solution",
+    "as shown in the figure",
+    "Figure 1",
+    "See Figure 3",
+    "solution omitted",
+    "left to the reader",
+    r"\boxed{\text{see solution}}",
+    "The answer is: see above",
     # a report of a proof
-    "proof", "$proof$", "proof.", "Proved", r"\text{Proved}", "hence proved", "Shown", "QED",
-    "Q.E.D.", "Proof by induction", r"$\blacksquare$", r"\square", "\u220e", "\u2014", "-", "?", "",
+    "proof",
+    "$proof$",
+    "proof.",
+    "Proved",
+    r"\text{Proved}",
+    "hence proved",
+    "Shown",
+    "QED",
+    "Q.E.D.",
+    "Proof by induction",
+    r"$\blacksquare$",
+    r"\square",
+    "\u220e",
+    "\u2014",
+    "-",
+    "?",
+    "",
     # pictures, links, code
-    "![](img.png)", "[figure](fig.svg)", "https://example.com/a.png", "www.example.com/x",
-    "<image>", "<img src='a.png'/>", "img_001.jpg", "data:image/png;base64,iVBOR",
-    r"\includegraphics{a}", "[image]", "[asy]draw((0,0)--(1,1));[/asy]",
-    r"\begin{tikzpicture}\draw (0,0);\end{tikzpicture}", "```python\nprint(5)\n```",
-)  # fmt: skip
+    "![](img.png)",
+    "[figure](fig.svg)",
+    "https://example.com/a.png",
+    "www.example.com/x",
+    "<image>",
+    "<img src='a.png'/>",
+    "img_001.jpg",
+    "data:image/png;base64,iVBOR",
+    r"\includegraphics{a}",
+    "[image]",
+    "[asy]draw((0,0)--(1,1));[/asy]",
+    r"\begin{tikzpicture}\draw (0,0);\end{tikzpicture}",
+    "```python\nprint(5)\n```",
+)
 _ANSWERS = (
-    "yes", "no", "true", "Tuesday", "red", "A", "Alice and Bob", "none", "(A) and (C)", "even",
-    "closed", r"\text{None}", "None of the above", r"\emptyset", "the empty set", "no solution",
-    "no real solutions", "infinitely many solutions", "undefined", "DNE", "impossible",
-    "cannot be determined", r"\pi", r"\infty", r"\Omega", "[ABC]", "<1, 2, 3>", "[1,2]", "x<y",
-    "5!", r"\mathbb{R}", "above the line", "seesaw", "two lines",
-)  # fmt: skip
+    "yes",
+    "no",
+    "true",
+    "Tuesday",
+    "red",
+    "A",
+    "Alice and Bob",
+    "none",
+    "(A) and (C)",
+    "even",
+    "closed",
+    r"\text{None}",
+    "None of the above",
+    r"\emptyset",
+    "the empty set",
+    "no solution",
+    "no real solutions",
+    "infinitely many solutions",
+    "undefined",
+    "DNE",
+    "impossible",
+    "cannot be determined",
+    r"\pi",
+    r"\infty",
+    r"\Omega",
+    "[ABC]",
+    "<1, 2, 3>",
+    "[1,2]",
+    "x<y",
+    "5!",
+    r"\mathbb{R}",
+    "above the line",
+    "seesaw",
+    "two lines",
+)
 
 
 @pytest.mark.parametrize("answer", _NO_ANSWERS, ids=repr)
@@ -209,22 +308,40 @@ def test_words_and_signs_with_a_value_are_answers(answer):
 
 
 def test_words_of_the_problem_itself_may_be_its_answer():
-    assert _problem({"problem": "Is this claim proved or open?", "answer": "proved"}).answer == "proved"
-    assert _problem({"problem": "Which figure is a square?", "answer": "figure 1"}).answer == "figure 1"
+    assert (
+        _problem({"problem": "Is this claim proved or open?", "answer": "proved"}).answer
+        == "proved"
+    )
+    assert (
+        _problem({"problem": "Which figure is a square?", "answer": "figure 1"}).answer
+        == "figure 1"
+    )
 
 
 def test_words_are_no_answer_where_the_problem_asks_for_a_proof_alone():
-    with pytest.raises(ValueError, match="the answer is 'done', and the problem asks for a proof; write its value"):
+    with pytest.raises(
+        ValueError, match="the answer is 'done', and the problem asks for a proof; write its value"
+    ):
         _problem({"problem": "Prove that 2 + 2 = 4.", "answer": "done"})
-    assert _problem({"problem": "Find the colour and prove that it is unique.", "answer": "red"}).answer == "red"
+    assert (
+        _problem(
+            {"problem": "Find the colour and prove that it is unique.", "answer": "red"}
+        ).answer
+        == "red"
+    )
     assert _problem({"problem": "Show that f(2) = 4.", "answer": "4"}).answer == "4"
 
 
 def test_rows_without_a_value_are_named_and_left_out(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(_ASKED | {"answer": a}) + "\n" for a in ("17", "see solution", "![](a.png)")))
+    path.write_text(
+        "".join(
+            json.dumps(_ASKED | {"answer": a}) + "\n" for a in ("17", "see solution", "![](a.png)")
+        )
+    )
     with pytest.raises(
-        ValueError, match="rows.jsonl:2: the answer is 'see solution', which is a remark without a value"
+        ValueError,
+        match="rows.jsonl:2: the answer is 'see solution', which is a remark without a value",
     ):
         load_problems(str(path))
     assert [problem.answer for problem in load_problems(str(path), on_bad_row="skip")] == ["17"]
@@ -232,7 +349,8 @@ def test_rows_without_a_value_are_named_and_left_out(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "beside", [{"choices": ["17", "18"]}, {"options": ["17", "1"]}, {"choices": {"text": ["17", "18"]}}]
+    "beside",
+    [{"choices": ["17", "18"]}, {"options": ["17", "1"]}, {"choices": {"text": ["17", "18"]}}],
 )
 def test_an_index_beside_choices_is_refused(beside):
     with pytest.raises(ValueError, match="field 'answer' is 1 beside 2 choices, an index"):
@@ -253,7 +371,12 @@ def test_a_chat_written_as_text_is_a_chat(write):
 
 def test_answers_that_no_completion_matches_are_counted_in_one_line(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
-    answers = ["There are 17 eggs left in it.", r"\text{two lines}", "17", r"17\text{ eggs in a box}"]
+    answers = [
+        "There are 17 eggs left in it.",
+        r"\text{two lines}",
+        "17",
+        r"17\text{ eggs in a box}",
+    ]
     path.write_text("".join(json.dumps({"problem": a, "answer": a}) + "\n" for a in answers))
     assert len(load_problems(str(path))) == 4
     assert "1 of 4 answers are sentences, which only the same words match" in caplog.text

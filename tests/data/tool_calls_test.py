@@ -16,7 +16,9 @@ _LLAMA_ADD = '{"name": "add", "parameters": {"a": 1}}'
 _XML_ADD = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
 _ADDED = ("add", {"a": 1})
 _QUOTES = {"name": "repeat", "parameters": {"text": _LLAMA_ADD, "times": 1}}
-_PARAMETERS = "<parameter=text>\na\n  b <x> </s>\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
+_PARAMETERS = (
+    "<parameter=text>\na\n  b <x> </s>\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
+)
 _XML_TEXT = f"<function=repeat>\n{_PARAMETERS}</function>"
 
 
@@ -30,8 +32,11 @@ _AS_VLLM = [
     (_QWEN, f"I add. {_marked(_ADD)}{_marked(_ADD)} Done.", [_ADDED, _ADDED]),
     (_QWEN, f"<tool_call>\n{_ADD}", [_ADDED]),
     (_QWEN, _marked('{"arguments": {"b": 2, "a": 1}, "name": "add"}'), [("add", {"a": 1, "b": 2})]),
-    (_QWEN, _marked(json.dumps({"name": "repeat", "arguments": {"text": '</s> "é" {', "times": 2}})),
-     [("repeat", {"text": '</s> "é" {', "times": 2})]),
+    (
+        _QWEN,
+        _marked(json.dumps({"name": "repeat", "arguments": {"text": '</s> "é" {', "times": 2}})),
+        [("repeat", {"text": '</s> "é" {', "times": 2})],
+    ),
     (_QWEN, "The sum is 4.", []),
     (_QWEN, '{"answer": 4}', []),
     (_QWEN, _marked('{"name": "add", "arguments": {"a": 1}'), []),
@@ -50,13 +55,23 @@ _AS_VLLM = [
     (_QWEN35, f"</think>I add.\n{_marked(_XML_ADD)}\n{_marked(_XML_ADD)}", [_ADDED, _ADDED]),
     (_QWEN35, f"</think>{_XML_ADD}", [_ADDED]),
     (_QWEN35, f"</think><tool_call>\n{_XML_ADD.removesuffix('</function>')}", [_ADDED]),
-    (_QWEN35, f"</think>{_marked(_XML_TEXT)}", [("repeat", {"text": "a\n  b <x> </s>", "times": 2})]),
-    (_QWEN35, f"</think>{_marked(_XML_TEXT.replace('2', 'two'))}",
-     [("repeat", {"text": "a\n  b <x> </s>", "times": "two"})]),
-    (_QWEN35, f"</think>{_marked('<function=add><parameter=a>1<parameter=b>3</parameter></function>')}",
-     [("add", {"a": 1, "b": 3})]),
+    (
+        _QWEN35,
+        f"</think>{_marked(_XML_TEXT)}",
+        [("repeat", {"text": "a\n  b <x> </s>", "times": 2})],
+    ),
+    (
+        _QWEN35,
+        f"</think>{_marked(_XML_TEXT.replace('2', 'two'))}",
+        [("repeat", {"text": "a\n  b <x> </s>", "times": "two"})],
+    ),
+    (
+        _QWEN35,
+        f"</think>{_marked('<function=add><parameter=a>1<parameter=b>3</parameter></function>')}",
+        [("add", {"a": 1, "b": 3})],
+    ),
     (_QWEN35, "</think>The sum is 4.", []),
-]  # fmt: skip
+]
 # What vLLM takes for text: forgotten marks, other tools' names, JSON before a call.
 _BESIDE_VLLM = [
     (_QWEN, f"I add. {_ADD}", [_ADDED]),
@@ -102,10 +117,14 @@ def test_vllms_parsers_read_the_same_calls():
         _LLAMA: Llama3JsonToolParser,
         _QWEN35: Qwen3EngineToolParser,
     }
-    asked = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "?"}], tools=_TOOLS)
+    asked = ChatCompletionRequest(
+        model="m", messages=[{"role": "user", "content": "?"}], tools=_TOOLS
+    )
     for name, text, calls in _AS_VLLM:
         found = parsers[name](tokenizer, asked.tools).extract_tool_calls(text, asked).tool_calls
-        assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls, text
+        assert [
+            (call.function.name, json.loads(call.function.arguments)) for call in found
+        ] == calls, text
 
 
 @pytest.mark.parametrize(
@@ -123,14 +142,23 @@ def test_a_mark_without_a_call_is_told_how_one_is_written(name, text):
 
 
 def test_a_marked_call_may_have_an_unknown_name_or_no_arguments():
-    assert _read(_QWEN, _marked('{"name": "mul", "arguments": {"a": "1"}}')) == ([("mul", {"a": "1"})], [])
+    assert _read(_QWEN, _marked('{"name": "mul", "arguments": {"a": "1"}}')) == (
+        [("mul", {"a": "1"})],
+        [],
+    )
     assert _read(_QWEN, _marked('{"name": "add"}')) == ([("add", {})], [])
     assert _read(_QWEN35, f"</think>{_marked('<function=add>')}") == ([("add", {})], [])
 
 
 def test_looping_text_is_read_to_its_end():
     for name in CALL_FORMATS:
-        for part in ('{"a": ', '{"name": "add", "arguments": ', "<tool_call>", "<function=add>", "<parameter=a>"):
+        for part in (
+            '{"a": ',
+            '{"name": "add", "arguments": ',
+            "<tool_call>",
+            "<function=add>",
+            "<parameter=a>",
+        ):
             assert _read(name, part * 20_000)[0] == []
 
 
@@ -175,16 +203,31 @@ def test_arguments_that_fit_their_schema_are_taken(schema, value, checked):
         (_STRING, 5, "v must be a string, got 5"),
         ({"type": "boolean"}, 1, "v must be a boolean, got 1"),
         ({"type": "integer", "nullable": True}, "x", "v must be an integer or null, got 'x'"),
-        ({"type": "string", "enum": ["low", "high"]}, "mid", "v must be 'low' or 'high', got 'mid'"),
+        (
+            {"type": "string", "enum": ["low", "high"]},
+            "mid",
+            "v must be 'low' or 'high', got 'mid'",
+        ),
         ({"enum": [1, 2]}, True, "v must be 1 or 2, got True"),
-        ({"anyOf": [_INTEGER, {"type": "array", "items": _INTEGER}]}, ["x"],
-         "v must be an integer or an array, got ['x']"),
-        ({"type": "array", "items": _NUMBERS}, [{"x": 1}, {"x": "a"}], "v[1].x must be an integer, got 'a'"),
+        (
+            {"anyOf": [_INTEGER, {"type": "array", "items": _INTEGER}]},
+            ["x"],
+            "v must be an integer or an array, got ['x']",
+        ),
+        (
+            {"type": "array", "items": _NUMBERS},
+            [{"x": 1}, {"x": "a"}],
+            "v[1].x must be an integer, got 'a'",
+        ),
         (_NUMBERS, [], "v must be an object, got []"),
-        ({"type": "array", "prefixItems": [_INTEGER, _STRING]}, [1], "v must have 2 entries, got [1]"),
+        (
+            {"type": "array", "prefixItems": [_INTEGER, _STRING]},
+            [1],
+            "v must have 2 entries, got [1]",
+        ),
         (_STRING, ["a" * 200], "v must be a string, got ["),
     ],
-)  # fmt: skip
+)
 def test_an_argument_that_does_not_fit_is_named_with_its_type_and_value(schema, value, problem):
     with pytest.raises(ValueError) as raised:
         checked_arguments({"v": value}, _tool(v=dict(schema)))
@@ -205,12 +248,26 @@ def test_null_leaves_out_an_argument_that_may_be_left_out():
 
 def test_text_gets_the_type_of_its_schema_where_it_can_be_read_so():
     optional = {"type": "string", "nullable": True}
-    properties = {"flag": {"type": "boolean"}, "items": {"type": "array"}, "free": {}, "name": optional}
+    properties = {
+        "flag": {"type": "boolean"},
+        "items": {"type": "array"},
+        "free": {},
+        "name": optional,
+    }
     properties |= {"either": {"type": ["integer", "string"]}, "count": _INTEGER}
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
-    values = {"flag": "True", "items": '["a", 1]', "free": "5", "name": "null", "either": "5", "count": "None"}
+    values = {
+        "flag": "True",
+        "items": '["a", 1]',
+        "free": "5",
+        "name": "null",
+        "either": "5",
+        "count": "None",
+    }
     parts = [f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items()]
-    [call], _ = find_calls(f"<function=f>\n{''.join(parts)}</function>", tools, CALL_FORMATS[_QWEN35])
+    [call], _ = find_calls(
+        f"<function=f>\n{''.join(parts)}</function>", tools, CALL_FORMATS[_QWEN35]
+    )
     typed = {"flag": True, "items": ["a", 1], "free": "5", "name": None, "either": 5, "count": None}
     assert call["arguments"] == typed
     assert checked_arguments({"count": None}, tools[0]["function"]) == {}

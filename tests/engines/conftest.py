@@ -22,11 +22,16 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def nothing_left() -> Iterator[None]:
-    """No process, segment, socket or temporary file more after a module's tests than before them, killed or not."""
+    """No process, segment, socket or temporary file more after a module's tests than before them,
+    killed or not.
+    """
     processes, files, descriptors = sidecars(), left_behind(), memory_files()
     yield
     # Tests of other modules run beside these; what is theirs goes with them.
-    wait_until(lambda: not (sidecars() - processes or left_behind() - files), "sidecars, or files of theirs, to go")
+    wait_until(
+        lambda: not (sidecars() - processes or left_behind() - files),
+        "sidecars, or files of theirs, to go",
+    )
     assert memory_files() - descriptors == set()
 
 
@@ -34,7 +39,9 @@ def nothing_left() -> Iterator[None]:
 def start(
     vllm_is_installed: None, nothing_left: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., VllmEngine]]:
-    """start(config, precision="float32", ...) -> a running engine; all are closed at the end of the module."""
+    """start(config, precision="float32", ...) -> a running engine; all are closed at the end of the
+    module.
+    """
     engines: list[VllmEngine] = []
 
     def build(

@@ -1,4 +1,5 @@
-"""A sidecar that misbehaves on purpose, for fault tests only: it speaks the wire's frames and knows no vLLM.
+"""A sidecar that misbehaves on purpose, for fault tests only: it speaks the wire's frames and knows
+no vLLM.
 
 The fault is named in the start frame's engine arguments.
 """
@@ -24,7 +25,8 @@ def main() -> None:
     start = connection.receive().header
     fault = start["engine"]["fault"]
     print(f"faulty sidecar: {fault}", flush=True)
-    # Where the other side hangs up while this one writes: one line, not a traceback that fills the log's last lines.
+    # Where the other side hangs up while this one writes: one line, not a traceback that fills the
+    # log's last lines.
     sys.excepthook = lambda kind, error, _: print(f"{kind.__name__}: {error}", flush=True)
     while fault == "slow_start" and not Path("go").exists():
         time.sleep(0.05)
@@ -95,7 +97,9 @@ def _generate(raw, connection, fault, version, arrays, limit) -> None:
         early = np.array([count if fault == "progress_of_no_row" else 2], np.int32)
         connection.send("progress", fields)
         connection.send("progress", fields, _completions(early, tokens, logprobs, limit))
-        connection.send("progress", fields, _completions(np.array([3], np.int32), tokens, logprobs, limit))
+        connection.send(
+            "progress", fields, _completions(np.array([3], np.int32), tokens, logprobs, limit)
+        )
         rows = rows if fault == "progress_twice" else rows[:2]
     if fault == "dies_once_midway" and not once.exists():
         once.touch()

@@ -1,4 +1,6 @@
-"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in http_client_test.py."""
+"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in
+http_client_test.py.
+"""
 
 import contextlib
 import functools
@@ -20,7 +22,12 @@ from dcmdp_jax.commands import probe
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.http import client as http_client
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_top_logprobs, unusable_completions
+from dcmdp_jax.engines.protocol import (
+    EngineError,
+    SamplingParams,
+    check_top_logprobs,
+    unusable_completions,
+)
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
@@ -34,8 +41,8 @@ CONTEXT, KEY = 64, "key-that-no-one-may-see"
 # The start below is that of the CPU build, which is the module `vllm` too.
 needs_vllm = pytest.mark.usefixtures("vllm_is_installed")
 
-# Read by every Python process of the server: none may outlive the one that started it (1 is PR_SET_PDEATHSIG), but for
-# the one that then frees their shared memory and ends.
+# Read by every Python process of the server: none may outlive the one that started it (1 is
+# PR_SET_PDEATHSIG), but for the one that then frees their shared memory and ends.
 _SITE = """
 import ctypes, signal, sys
 if not any("resource_tracker" in argument for argument in sys.orig_argv):
@@ -70,23 +77,44 @@ class _Server:
     def __init__(self, base):
         config, params = _model()
         build_tokenizer().save_pretrained(base / "tokenizer")
-        save_params(params, config, base / "model", dtype="float32", tokenizer_dir=base / "tokenizer")
-        # A server that follows the checkpoint's own wishes, as one does by default, must not change what we sample.
-        wishes = {"eos_token_id": [2, 41], "temperature": 0.3, "top_k": 3, "top_p": 0.5, "repetition_penalty": 2.0}
+        save_params(
+            params, config, base / "model", dtype="float32", tokenizer_dir=base / "tokenizer"
+        )
+        # A server that follows the checkpoint's own wishes, as one does by default, must not change
+        # what we sample.
+        wishes = {
+            "eos_token_id": [2, 41],
+            "temperature": 0.3,
+            "top_k": 3,
+            "top_p": 0.5,
+            "repetition_penalty": 2.0,
+        }
         (base / "model" / "generation_config.json").write_text(json.dumps(wishes))
         (base / "site").mkdir()
         (base / "site" / "sitecustomize.py").write_text(_SITE)
         (base / "site" / "logprobs_switch.py").write_text(_WORKER)
         self.socket, self._log, self._gone = str(base / "vllm.sock"), base / "log", False
         arguments = (
-            f"--uds {self.socket} --model {base / 'model'} --served-model-name tiny --dtype float32 --enforce-eager "
-            f"--kv-cache-memory-bytes 268435456 --max-model-len {CONTEXT} --block-size 32 --no-enable-chunked-prefill "
-            "--worker-extension-cls logprobs_switch.Switch"
+            f"--uds {self.socket} --model {base / 'model'} --served-model-name tiny --dtype "
+            f"float32 --enforce-eager --kv-cache-memory-bytes 268435456 --max-model-len {CONTEXT} "
+            "--block-size 32 --no-enable-chunked-prefill --worker-extension-cls "
+            "logprobs_switch.Switch"
         )
-        environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        on = "TORCHDYNAMO_DISABLE OMP_NUM_THREADS HF_HUB_OFFLINE VLLM_NO_USAGE_STATS VLLM_SERVER_DEV_MODE"
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+        }
+        on = (
+            "TORCHDYNAMO_DISABLE OMP_NUM_THREADS HF_HUB_OFFLINE VLLM_NO_USAGE_STATS "
+            "VLLM_SERVER_DEV_MODE"
+        )
         environment |= dict.fromkeys(on.split(), "1")
-        environment |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_API_KEY": KEY}
+        environment |= {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_API_KEY": KEY,
+        }
         environment |= {"PYTHONPATH": str(base / "site"), "TMPDIR": str(base)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -101,7 +129,9 @@ class _Server:
     def wait(self):
         wait_until(lambda: self._healthy() or self._process.poll() is not None, "vLLM's server")
         tail = self._log.read_text(errors="replace")[-1500:]
-        assert self._process.poll() is None, f"vLLM ended with {self._process.returncode}: ...{tail}"
+        assert self._process.poll() is None, (
+            f"vLLM ended with {self._process.returncode}: ...{tail}"
+        )
 
     def _healthy(self):
         # The socket is there half a minute before anyone listens.
@@ -113,7 +143,9 @@ class _Server:
     def _client(self):
         transport = httpx.HTTPTransport(uds=self.socket)
         headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url="http://vllm", transport=transport, headers=headers, timeout=HANGS_S) as client:
+        with httpx.Client(
+            base_url="http://vllm", transport=transport, headers=headers, timeout=HANGS_S
+        ) as client:
             yield client
 
     def get(self, path):
@@ -179,7 +211,9 @@ def vllm(reference):
 @pytest.fixture(scope="module")
 def reference():
     config, params = _model()
-    engine = local_engine(config, precision="exact", compute_dtype="float32", max_total_tokens=CONTEXT, max_rows=8)
+    engine = local_engine(
+        config, precision="exact", compute_dtype="float32", max_total_tokens=CONTEXT, max_rows=8
+    )
     engine.push_weights(params, 0)
     return engine
 
@@ -188,7 +222,9 @@ def reference():
 def remote(vllm, monkeypatch):
     """Makes an engine on the server."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    return lambda **given: remote_engine(_model()[0], **{"server": vllm.socket, "max_total_tokens": CONTEXT, **given})
+    return lambda **given: remote_engine(
+        _model()[0], **{"server": vllm.socket, "max_total_tokens": CONTEXT, **given}
+    )
 
 
 def _prompts():
@@ -212,14 +248,14 @@ def test_the_server_says_what_it_is(remote, vllm):
     with pytest.raises(ValueError) as refused:
         remote(max_total_tokens=65)
     assert str(refused.value) == (
-        f"max_total_tokens: got 65, the server at {vllm.socket} has max_model_len=64; start it with --max-model-len 65 "
-        "or more, or allow shorter completions"
+        f"max_total_tokens: got 65, the server at {vllm.socket} has max_model_len=64; start it "
+        "with --max-model-len 65 or more, or allow shorter completions"
     )
     with pytest.raises(EngineError) as refused:
         engine.push_weights({}, 1)
     assert str(refused.value) == (
-        f"push_weights: the vLLM server at {vllm.socket} holds its own weights and takes no others; training needs "
-        "an engine that does, such as vllm or local"
+        f"push_weights: the vLLM server at {vllm.socket} holds its own weights and takes no "
+        "others; training needs an engine that does, such as vllm or local"
     )
 
 
@@ -247,12 +283,17 @@ def test_score_is_that_of_the_same_weights(remote, reference):
     prompts = [rng.integers(0, 104, size).astype(np.int32) for size in (1, 5, 20, 33, 62)]
     completions = [rng.integers(0, 104, size).astype(np.int32) for size in (9, 1, 20, 30, 1)]
     scored = remote().score(prompts, completions, temperature=1.0)
-    assert _largest_difference(scored, reference.score(prompts, completions, temperature=1.0)) < 1e-4
+    assert (
+        _largest_difference(scored, reference.score(prompts, completions, temperature=1.0)) < 1e-4
+    )
     # One position off, or the temperature of another, is nats away.
     assert _largest_difference(scored, reference.score(prompts, completions, temperature=0.7)) > 0.5
     assert all(array.dtype == np.float32 for array in scored)
     # As much as batching does to the rounding.
-    assert _largest_difference(remote(max_rows=1).score(prompts, completions, temperature=0), scored) < 1e-4
+    assert (
+        _largest_difference(remote(max_rows=1).score(prompts, completions, temperature=0), scored)
+        < 1e-4
+    )
 
 
 @needs_vllm
@@ -260,12 +301,28 @@ def test_score_refuses_what_a_server_can_not_score(remote, vllm):
     engine, ids = remote(), np.arange(32, dtype=np.int32)
     asked = vllm.requests()
     cases = {
-        "temperature: got 0.7, a vLLM server scores at 1 (or 0, which means 1) alone": ([ids], [ids[:3]], 0.7),
+        "temperature: got 0.7, a vLLM server scores at 1 (or 0, which means 1) alone": (
+            [ids],
+            [ids[:3]],
+            0.7,
+        ),
         "score: got 2 prompts and 1 completions": ([ids, ids], [ids], 1.0),
-        "completion 0: shape (0,), must be a non-empty vector of token ids": ([ids], [ids[:0]], 1.0),
-        "prompt and completion 0: 67 tokens exceed max_total_tokens=64": ([np.resize(ids, 35)], [ids], 1.0),
-        "prompt and completion 1: 64 tokens, to be scored they must leave one of the server's max_model_len=64 free; "
-        "start it with --max-model-len 65 or more": ([ids, ids], [ids[:3], ids], 1.0),
+        "completion 0: shape (0,), must be a non-empty vector of token ids": (
+            [ids],
+            [ids[:0]],
+            1.0,
+        ),
+        "prompt and completion 0: 67 tokens exceed max_total_tokens=64": (
+            [np.resize(ids, 35)],
+            [ids],
+            1.0,
+        ),
+        "prompt and completion 1: 64 tokens, to be scored they must leave one of the server's "
+        "max_model_len=64 free; start it with --max-model-len 65 or more": (
+            [ids, ids],
+            [ids[:3], ids],
+            1.0,
+        ),
     }
     for message, (prompts, completions, temperature) in cases.items():
         with pytest.raises(ValueError) as refused:
@@ -283,7 +340,8 @@ def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, referen
     scored = reference.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0)
     assert _largest_difference(rollout.rollout_logprobs, scored) < 1e-4
     assert all(array.dtype == np.float32 for array in rollout.rollout_logprobs)
-    # Full support: were top_k=3 of generation_config.json in force, no token could be less likely than 3 others.
+    # Full support: were top_k=3 of generation_config.json in force, no token could be less likely
+    # than 3 others.
     assert min(array.min() for array in rollout.rollout_logprobs) < np.log(1 / 104)
     stopped = 0
     for ids, reason in zip(rollout.completion_ids, rollout.finish_reasons, strict=True):
@@ -292,9 +350,12 @@ def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, referen
         assert reason == ("stop" if ends[-1] else "length") and (ends[-1] or ids.size == 12)
         stopped += reason == "stop"
     assert 0 < stopped < 18
-    # The tokenizer's end of sequence (2) and that of generation_config.json (41) end nothing unless they are asked to.
+    # The tokenizer's end of sequence (2) and that of generation_config.json (41) end nothing unless
+    # they are asked to.
     long = sample(remote(), prompts, SamplingParams(16, 40), seed=0, step=0)
-    assert set(long.finish_reasons) == {"length"} and {ids.size for ids in long.completion_ids} == {40}
+    assert set(long.finish_reasons) == {"length"} and {ids.size for ids in long.completion_ids} == {
+        40
+    }
     assert 41 in np.concatenate([ids[:-1] for ids in long.completion_ids])
 
 
@@ -302,7 +363,10 @@ def test_generated_tokens_have_the_log_probs_of_the_same_weights(remote, referen
 def test_sampling_is_a_function_of_seed_step_and_row(remote):
     def tokens(prompts, *, seed=5, step=1, **settings):
         return [
-            ids.tolist() for ids in sample(remote(**settings), prompts, SAMPLING, seed=seed, step=step).completion_ids
+            ids.tolist()
+            for ids in sample(
+                remote(**settings), prompts, SAMPLING, seed=seed, step=step
+            ).completion_ids
         ]
 
     prompts = _prompts()
@@ -331,26 +395,37 @@ def test_greedy_takes_the_likeliest_token(remote, reference):
     sampling = SamplingParams(group_size=2, max_completion_tokens=12, temperature=0.0, top_p=0.5)
     rollout = sample(remote(), _prompts(), sampling, seed=0, step=0)
     expected = sample(reference, _prompts(), sampling, seed=0, step=0)
-    assert [ids.tolist() for ids in rollout.completion_ids] == [ids.tolist() for ids in expected.completion_ids]
+    assert [ids.tolist() for ids in rollout.completion_ids] == [
+        ids.tolist() for ids in expected.completion_ids
+    ]
     # By the protocol those of temperature 1.
     assert _largest_difference(rollout.rollout_logprobs, expected.rollout_logprobs) < 1e-4
 
 
 @needs_vllm
 def test_raw_log_probs_are_not_taken_for_those_of_another_temperature(remote, vllm, caplog):
-    engine, sampling = remote(), SamplingParams(group_size=4, max_completion_tokens=8, temperature=0.7)
+    engine, sampling = (
+        remote(),
+        SamplingParams(group_size=4, max_completion_tokens=8, temperature=0.7),
+    )
     with caplog.at_level(logging.WARNING, logger="dcmdp_jax"):
         rollout = sample(engine, _prompts(), sampling, seed=0, step=0)
         sample(engine, _prompts(), sampling, seed=0, step=1)
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("dcmdp_jax")] == [
-        f"the vLLM server at {vllm.socket} was not seen to report log-probs of the distribution sampled from: the "
-        "rollout's are NaN. Evaluation does without; for others start it with --logprobs-mode processed_logprobs"
+    assert [
+        record.getMessage() for record in caplog.records if record.name.startswith("dcmdp_jax")
+    ] == [
+        f"the vLLM server at {vllm.socket} was not seen to report log-probs of the distribution "
+        "sampled from: the rollout's are NaN. Evaluation does without; for others start it with "
+        "--logprobs-mode processed_logprobs"
     ]
     assert [array.size for array in rollout.rollout_logprobs] == [8] * 12
-    assert all(np.isnan(array).all() and array.dtype == np.float32 for array in rollout.rollout_logprobs)
+    assert all(
+        np.isnan(array).all() and array.dtype == np.float32 for array in rollout.rollout_logprobs
+    )
     with pytest.raises(EngineError):
         unusable_completions(rollout.episodes, drop=True)
-    # The tokens are those of temperature 0.7: the same as when the log-probs are reported, and others than at 1.
+    # The tokens are those of temperature 0.7: the same as when the log-probs are reported, and
+    # others than at 1.
     with vllm.mode("processed_logprobs"):
         processed = sample(remote(), _prompts(), sampling, seed=0, step=0)
     tokens = [ids.tolist() for ids in rollout.completion_ids]
@@ -373,9 +448,14 @@ def test_processed_log_probs_are_those_sampled_from(remote, vllm, reference, tem
 
 @needs_vllm
 def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, reference):
-    prompt, sampling = _prompts()[1], SamplingParams(group_size=24, max_completion_tokens=1, top_p=0.6)
+    prompt, sampling = (
+        _prompts()[1],
+        SamplingParams(group_size=24, max_completion_tokens=1, top_p=0.6),
+    )
     every = [np.array([token], np.int32) for token in range(104)]
-    full = np.concatenate(reference.score([prompt] * 104, every, temperature=1.0)).astype(np.float64)
+    full = np.concatenate(reference.score([prompt] * 104, every, temperature=1.0)).astype(
+        np.float64
+    )
     # The nucleus: the likeliest tokens until they hold 0.6, the one that crosses it included.
     order = np.argsort(-full)
     nucleus = order[: int(np.argmax(np.cumsum(np.exp(full[order])) >= 0.6)) + 1]
@@ -386,24 +466,41 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
     drawn = np.concatenate(rollout.completion_ids)
     assert set(drawn) <= set(nucleus) and len(set(drawn)) > 1
     np.testing.assert_allclose(np.concatenate(rollout.rollout_logprobs), expected[drawn], atol=1e-4)
-    assert np.isnan(np.concatenate(sample(remote(), [prompt], sampling, seed=0, step=0).rollout_logprobs)).all()
+    assert np.isnan(
+        np.concatenate(sample(remote(), [prompt], sampling, seed=0, step=0).rollout_logprobs)
+    ).all()
 
 
 @needs_vllm
 def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path, capsys):
-    """Of the model that it serves, without a push: both legs are float32's, and add up to the gap."""
+    """Of the model that it serves, without a push: both legs are float32's, and add up to the
+    gap.
+    """
     model = Path(vllm.socket).parent / "model"
     server = f"--config.rollout.engine_args={json.dumps({'server': vllm.socket})}"
-    ask = "--a=http", server, "--config.task.train=arithmetic:difficulty=1,count=2,seed=0", "--no-rescoring"
-    limits = "--config.rollout.max_completion_tokens=8", "--config.rollout.group_size=4", f"--out={tmp_path}"
+    ask = (
+        "--a=http",
+        server,
+        "--config.task.train=arithmetic:difficulty=1,count=2,seed=0",
+        "--no-rescoring",
+    )
+    limits = (
+        "--config.rollout.max_completion_tokens=8",
+        "--config.rollout.group_size=4",
+        f"--out={tmp_path}",
+    )
     limits += ("--config.task.prompt_suffix=",)  # the server has room for 64 tokens
     code, _, errors = run_command(probe.main, "probe", capsys, f"--model={model}", *ask, *limits)
     assert code == 0, errors
     [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     decoding, one_pass = pair["evidence"]["legs"]
-    assert decoding["log_ratio"] + one_pass["log_ratio"] == pytest.approx(pair["statistics"]["k1"], abs=1e-6)
+    assert decoding["log_ratio"] + one_pass["log_ratio"] == pytest.approx(
+        pair["statistics"]["k1"], abs=1e-6
+    )
     assert decoding["share"] + one_pass["share"] == pytest.approx(1, abs=1e-6)
-    assert pair["name"] == "http:float32 - trainer:float32" and 0 < pair["statistics"]["mean"] < 1e-4
+    assert (
+        pair["name"] == "http:float32 - trainer:float32" and 0 < pair["statistics"]["mean"] < 1e-4
+    )
 
 
 @needs_vllm
@@ -416,26 +513,43 @@ def test_the_likeliest_tokens_are_those_of_the_distribution(remote, vllm, top_k)
     with vllm.mode("processed_logprobs"):
         mine = collect(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
     check_top_logprobs(mine, 6, config.vocab_size, whole=sampling.cuts)
-    for a, b in zip(mine, collect(local.generate(_prompts(), sampling, seed=0, step=0)), strict=True):
+    for a, b in zip(
+        mine, collect(local.generate(_prompts(), sampling, seed=0, step=0)), strict=True
+    ):
         first = a.prompt_length
         np.testing.assert_array_equal(a.columns["top_ids"][first], b.columns["top_ids"][first])
-        np.testing.assert_allclose(a.columns["top_logprobs"][first], b.columns["top_logprobs"][first], atol=1e-4)
-    outside = [(a.columns["top_ids"][a.sampled_mask] != a.completion_ids[:, None]).all(axis=1).any() for a in mine]
+        np.testing.assert_allclose(
+            a.columns["top_logprobs"][first], b.columns["top_logprobs"][first], atol=1e-4
+        )
+    outside = [
+        (a.columns["top_ids"][a.sampled_mask] != a.completion_ids[:, None]).all(axis=1).any()
+        for a in mine
+    ]
     assert any(outside) == (top_k == 0)
-    with pytest.raises(EngineError, match="was not seen to report .* which `top_logprobs` needs; start it with"):
+    with pytest.raises(
+        EngineError, match="was not seen to report .* which `top_logprobs` needs; start it with"
+    ):
         list(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
 
 
 @needs_vllm
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_logits_are_not_taken_for_log_probs(remote, vllm, mode):
-    advice = "the server reports logits; start it with --logprobs-mode processed_logprobs or raw_logprobs$"
+    advice = (
+        "the server reports logits; start it with --logprobs-mode processed_logprobs or "
+        "raw_logprobs$"
+    )
     with vllm.mode(mode):
-        for temperature, first in ((1.0, "generate: completion"), (0.7, "log-probs mode: measurement")):
+        for temperature, first in (
+            (1.0, "generate: completion"),
+            (0.7, "log-probs mode: measurement"),
+        ):
             sampling = SamplingParams(4, 8, temperature=temperature)
             with pytest.raises(EngineError, match=f"^{first} [0-9]+: the answer of .*: {advice}"):
                 sample(remote(), _prompts(), sampling, seed=0, step=0)
-        with pytest.raises(EngineError, match=f"^score: completion 0: .* a log-prob is [0-9.]+: {advice}"):
+        with pytest.raises(
+            EngineError, match=f"^score: completion 0: .* a log-prob is [0-9.]+: {advice}"
+        ):
             # The likeliest token after another has a logit above 0.
             remote().score([_prompts()[0]], [np.arange(60, dtype=np.int32)], temperature=1.0)
 
@@ -449,14 +563,20 @@ def test_bad_input_is_refused_before_anything_is_sent(remote, vllm):
         "prompt 1: shape (0,), must be a non-empty vector of token ids": [ids, ids[:0]],
         "prompt 0: dtype float64, token ids must be integers": [ids / 1.0],
         "prompt 0: token id 104 is outside 0 .. 103": [ids + 95],
-        "prompt 1: 53 tokens and max_completion_tokens=12 exceed max_total_tokens=64": [ids, np.resize(ids, 53)],
+        "prompt 1: 53 tokens and max_completion_tokens=12 exceed max_total_tokens=64": [
+            ids,
+            np.resize(ids, 53),
+        ],
     }
     for message, prompts in cases.items():
         with pytest.raises(ValueError) as refused:
             sample(engine, prompts, SAMPLING, seed=0, step=0)
         assert str(refused.value) == message
     for temperature in (0.001, 2.1):
-        with pytest.raises(ValueError, match=f"^temperature: got {temperature}, http takes 0 .greedy. or 0.01 .. 2.0$"):
+        with pytest.raises(
+            ValueError,
+            match=f"^temperature: got {temperature}, http takes 0 .greedy. or 0.01 .. 2.0$",
+        ):
             sample(engine, [ids], SamplingParams(1, 4, temperature=temperature), seed=0, step=0)
     for numbers, name in (((-1, 0), "seed"), ((0, 2**32), "step")):
         with pytest.raises(ValueError, match=f"^{name}: got"):
@@ -475,7 +595,8 @@ def test_what_the_server_refuses_is_not_tried_again(remote, vllm, monkeypatch):
     with pytest.raises(EngineError) as refused:
         sample(engine, [np.array([1, 200], np.int32)], SamplingParams(1, 4), seed=0, step=0)
     assert str(refused.value) == (
-        f"generate: completion 0: {vllm.socket} refused the request, HTTP 400: Token id 200 is out of vocabulary"
+        f"generate: completion 0: {vllm.socket} refused the request, HTTP 400: Token id 200 is "
+        "out of vocabulary"
     )
     assert vllm.requests() == asked + 1
 
@@ -499,9 +620,18 @@ def test_a_server_that_dies_in_the_middle_of_a_call_is_one_line(remote, vllm, mo
     engine = remote(retries=2)
     monkeypatch.setattr(http_client, "_FIRST_PAUSE_S", 0.05)
     with pytest.raises(EngineError) as dead:
-        sample(engine, _prompts() * 60, SamplingParams(8, 40), seed=0, step=0, on_pull=lambda complete: vllm.kill())
+        sample(
+            engine,
+            _prompts() * 60,
+            SamplingParams(8, 40),
+            seed=0,
+            step=0,
+            on_pull=lambda complete: vllm.kill(),
+        )
     line = str(dead.value)
     assert line.startswith("generate: completion ") and "\n" not in line
     assert line.endswith(f", after 3 attempts; is the vLLM server at {vllm.socket} up and well?")
-    with pytest.raises(EngineError, match="^health: ConnectError .*, after 1 attempt; is the vLLM server at"):
+    with pytest.raises(
+        EngineError, match="^health: ConnectError .*, after 1 attempt; is the vLLM server at"
+    ):
         remote(retries=0)

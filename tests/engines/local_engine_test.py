@@ -35,13 +35,23 @@ QWEN3 = ModelConfig(
     tie_word_embeddings=True,
     initializer_range=0.3,
 )
-QWEN2 = dataclasses.replace(QWEN3, model_type="qwen2", attention_bias=True, tie_word_embeddings=False)
+QWEN2 = dataclasses.replace(
+    QWEN3, model_type="qwen2", attention_bias=True, tie_word_embeddings=False
+)
 LLAMA = dataclasses.replace(QWEN3, model_type="llama", tie_word_embeddings=False)
 QWEN35 = dataclasses.replace(
-    QWEN3, model_type="qwen3_5_text", num_layers=4, recurrent_layers=(0, 1, 2), partial_rotary_factor=0.5,
-    linear_conv_kernel_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-    linear_value_head_dim=12, initializer_range=0.2,
-)  # fmt: skip
+    QWEN3,
+    model_type="qwen3_5_text",
+    num_layers=4,
+    recurrent_layers=(0, 1, 2),
+    partial_rotary_factor=0.5,
+    linear_conv_kernel_dim=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    initializer_range=0.2,
+)
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
 
 
@@ -72,7 +82,9 @@ def prompts(vocab: int = 40) -> tuple[np.ndarray, ...]:
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _whole_forward(config: ModelConfig, weights: Params, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+def _whole_forward(
+    config: ModelConfig, weights: Params, ids: jax.Array, lengths: jax.Array
+) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
     hidden = hidden_states(weights, config, ids, positions, segments, Compute())
@@ -93,35 +105,48 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def teacher_forced(config: ModelConfig, weights: Params, rollout: Rollout, temperature: float) -> list[np.ndarray]:
+def teacher_forced(
+    config: ModelConfig, weights: Params, rollout: Rollout, temperature: float
+) -> list[np.ndarray]:
     """Log-probs of the completions by the training stack."""
     pairs = list(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     logits = logits_of(config, weights, [np.concatenate(pair) for pair in pairs])
     return [
-        log_softmax(row[prompt.size - 1 : prompt.size + ids.size - 1] / temperature)[np.arange(ids.size), ids]
+        log_softmax(row[prompt.size - 1 : prompt.size + ids.size - 1] / temperature)[
+            np.arange(ids.size), ids
+        ]
         for row, (prompt, ids) in zip(logits, pairs, strict=True)
     ]
 
 
 @pytest.mark.parametrize(
-    "config", [QWEN3, QWEN2, LLAMA, QWEN35], ids=["qwen3-tied", "qwen2-untied", "llama-untied", "recurrent"]
+    "config",
+    [QWEN3, QWEN2, LLAMA, QWEN35],
+    ids=["qwen3-tied", "qwen2-untied", "llama-untied", "recurrent"],
 )
 @pytest.mark.parametrize("precision", ["float32", "exact"])
 def test_sampled_logprobs_are_the_training_stacks(config, precision):
     # cache_block 4 grows the cache twice on the way.
-    rollout = sample(engine(config, precision=precision, cache_block=4), prompts(), SAMPLING, seed=1, step=2)
+    rollout = sample(
+        engine(config, precision=precision, cache_block=4), prompts(), SAMPLING, seed=1, step=2
+    )
     for ours, theirs in zip(
         rollout.rollout_logprobs, teacher_forced(config, params(config), rollout, 0.8), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-    # Nine tokens at a spread of several nats: wrong by a position they would differ by more than 1e-4.
+    # Nine tokens at a spread of several nats: wrong by a position they would differ by more than
+    # 1e-4.
     assert np.std(np.concatenate(rollout.rollout_logprobs)) > 0.5
 
 
 def _family(model_type: str, **fields) -> ModelConfig:
     """Four layers with the family's pattern, or one of three layers, and a window of 5 tokens."""
-    pattern = layer_pattern({"sliding_window": 5, "sliding_window_pattern": 3}, FAMILIES[model_type], 4)
-    return dataclasses.replace(QWEN3, model_type=model_type, num_layers=4, rope_theta=1e4, **pattern, **fields)
+    pattern = layer_pattern(
+        {"sliding_window": 5, "sliding_window_pattern": 3}, FAMILIES[model_type], 4
+    )
+    return dataclasses.replace(
+        QWEN3, model_type=model_type, num_layers=4, rope_theta=1e4, **pattern, **fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,9 +160,15 @@ def _family(model_type: str, **fields) -> ModelConfig:
     ids=lambda config: config.model_type,
 )
 def test_rows_longer_than_a_window_have_the_training_stacks_logprobs(config):
-    """Prompts of 1 to 16 tokens and 16 more, in a cache that grows and goes round while 15 rows pass six places."""
-    sampling = SamplingParams(group_size=3, max_completion_tokens=16, temperature=0.8, stop_token_ids=(3, 4))
-    rollout = sample(engine(config, max_rows=6, min_rows=2, cache_block=4), prompts(), sampling, seed=1, step=2)
+    """Prompts of 1 to 16 tokens and 16 more, in a cache that grows and goes round while 15 rows
+    pass six places.
+    """
+    sampling = SamplingParams(
+        group_size=3, max_completion_tokens=16, temperature=0.8, stop_token_ids=(3, 4)
+    )
+    rollout = sample(
+        engine(config, max_rows=6, min_rows=2, cache_block=4), prompts(), sampling, seed=1, step=2
+    )
     theirs = teacher_forced(config, params(config), rollout, 0.8)
     for mine, other in zip(rollout.rollout_logprobs, theirs, strict=True):
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4)
@@ -150,7 +181,9 @@ def test_rows_longer_than_a_window_have_the_training_stacks_logprobs(config):
 
 
 def test_a_tensor_group_can_not_norm_all_heads_together():
-    with pytest.raises(ValueError, match="got 2, must be 1: olmo3 norms all heads of q and k together"):
+    with pytest.raises(
+        ValueError, match="got 2, must be 1: olmo3 norms all heads of q and k together"
+    ):
         check_mesh(_family("olmo3"), 2, 1)
 
 
@@ -188,7 +221,9 @@ def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
         best = [int(logits[place, row.size - 1].argmax()) for place, row in enumerate(rows)]
         assert best == [int(ids[t]) for ids in rollout.completion_ids]
         rows = [np.append(row, token) for row, token in zip(rows, best, strict=True)]
-    for ours, theirs in zip(rollout.rollout_logprobs, teacher_forced(QWEN3, params(), rollout, 1.0), strict=True):
+    for ours, theirs in zip(
+        rollout.rollout_logprobs, teacher_forced(QWEN3, params(), rollout, 1.0), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
@@ -199,7 +234,10 @@ def test_samples_are_a_function_of_seed_step_and_row():
     assert_same_samples(first, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
     for seed, step in ((2, 2), (1, 3), (2, 1), (2**32 - 1, 2)):
         other = sample(made, prompts(), SAMPLING, seed=seed, step=step)
-        same = [np.array_equal(a, b) for a, b in zip(first.completion_ids, other.completion_ids, strict=True)]
+        same = [
+            np.array_equal(a, b)
+            for a, b in zip(first.completion_ids, other.completion_ids, strict=True)
+        ]
         assert not any(same)
 
 
@@ -214,14 +252,20 @@ def test_samples_are_a_function_of_seed_step_and_row():
 )
 def test_a_row_does_not_depend_on_batch_or_bucket(settings):
     whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
-    assert_same_samples(whole, sample(engine(**settings), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
+    assert_same_samples(
+        whole, sample(engine(**settings), prompts(), SAMPLING, seed=1, step=2), atol=2e-5
+    )
 
 
 def test_a_row_does_not_depend_on_the_bucket_of_its_prompt():
     # Beside a prompt of 20 tokens those of up to 16 are padded to 32 too.
     longer = (*prompts(), np.arange(20, dtype=np.int32))
-    alone, beside = (sample(engine(), each, SAMPLING, seed=1, step=2) for each in (prompts(), longer))
-    for place, (ids, logprobs) in enumerate(zip(alone.completion_ids, alone.rollout_logprobs, strict=True)):
+    alone, beside = (
+        sample(engine(), each, SAMPLING, seed=1, step=2) for each in (prompts(), longer)
+    )
+    for place, (ids, logprobs) in enumerate(
+        zip(alone.completion_ids, alone.rollout_logprobs, strict=True)
+    ):
         np.testing.assert_array_equal(ids, beside.completion_ids[place])
         np.testing.assert_allclose(logprobs, beside.rollout_logprobs[place], atol=2e-5)
 
@@ -239,13 +283,17 @@ STOPS = tuple(range(8))
 def test_completion_ends_with_the_first_stop_token():
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30)
     free = sample(engine(), prompts(), sampling, seed=1, step=2)
-    stopped = sample(engine(), prompts(), dataclasses.replace(sampling, stop_token_ids=STOPS), seed=1, step=2)
+    stopped = sample(
+        engine(), prompts(), dataclasses.replace(sampling, stop_token_ids=STOPS), seed=1, step=2
+    )
     reasons = set()
     for row in range(15):
         hits = np.flatnonzero(np.isin(free.completion_ids[row], STOPS))
         size = hits[0] + 1 if hits.size else 30
         np.testing.assert_array_equal(stopped.completion_ids[row], free.completion_ids[row][:size])
-        np.testing.assert_allclose(stopped.rollout_logprobs[row], free.rollout_logprobs[row][:size], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            stopped.rollout_logprobs[row], free.rollout_logprobs[row][:size], rtol=0, atol=2e-5
+        )
         assert stopped.finish_reasons[row] == ("stop" if hits.size else "length")
         reasons.add(int(size))
     assert len(reasons) > 3
@@ -255,7 +303,13 @@ def test_completion_ends_with_the_first_stop_token():
 def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows):
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
     kept = sample(engine(), prompts(), sampling, seed=1, step=2)
-    moved = sample(engine(min_rows=min_rows, cache_block=16, max_rows=max_rows), prompts(), sampling, seed=1, step=2)
+    moved = sample(
+        engine(min_rows=min_rows, cache_block=16, max_rows=max_rows),
+        prompts(),
+        sampling,
+        seed=1,
+        step=2,
+    )
     assert_same_samples(kept, moved, atol=2e-5)
     assert kept.finish_reasons == moved.finish_reasons
 
@@ -271,7 +325,9 @@ def test_decoding_stops_when_every_row_is_done(monkeypatch):
         return result
 
     monkeypatch.setattr(decode, "decode", recorded)
-    sampling = dataclasses.replace(SAMPLING, max_completion_tokens=40, stop_token_ids=tuple(range(20)))
+    sampling = dataclasses.replace(
+        SAMPLING, max_completion_tokens=40, stop_token_ids=tuple(range(20))
+    )
     rollout = sample(engine(), prompts(), sampling, seed=1, step=2)
     longest = max(ids.size for ids in rollout.completion_ids)
     assert set(rollout.finish_reasons) == {"stop"}
@@ -288,7 +344,9 @@ def test_top_p_renormalizes_inside_the_nucleus():
     assert 1 < inside.size < 20
     for ids, logprobs in zip(rollout.completion_ids, rollout.rollout_logprobs, strict=True):
         assert ids[0] in inside
-        np.testing.assert_allclose(logprobs[0], np.log(probabilities[ids[0]] / probabilities[inside].sum()), atol=1e-4)
+        np.testing.assert_allclose(
+            logprobs[0], np.log(probabilities[ids[0]] / probabilities[inside].sum()), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "int4", "fp8"])
@@ -314,7 +372,9 @@ def test_trainer_may_delete_its_buffers_after_a_push(precision):
     made.push_weights(own, 1)
     assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made.weights)}
     # Donation writes other numbers into the buffers; then they are freed.
-    jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree), donate_argnums=0)(own))
+    jax.block_until_ready(
+        jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree), donate_argnums=0)(own)
+    )
     assert_same_samples(expected, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
 
 
@@ -347,8 +407,8 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
         sample(made, prompts(), SAMPLING, seed=0, step=0)
 
 
-# Mean |p - p_float32| over the sampled tokens of this model; measured .0013, .0021, .0035, .054, .013 and
-# .0061.
+# Mean |p - p_float32| over the sampled tokens of this model; measured .0013, .0021, .0035, .054,
+# .013 and .0061.
 MISMATCH = {
     ("bfloat16", "float32", "auto"): (4e-4, 0.004),
     ("exact", "bfloat16", "auto"): (7e-4, 0.006),
@@ -368,13 +428,15 @@ def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, ca
     mismatch = np.abs(np.exp(ours) - np.exp(theirs)).mean()
     low, high = MISMATCH[precision, compute, cache]
     assert low < mismatch < high
-    # Teacher-forced by the engine itself they agree far better: what it reports is what its weights say.
+    # Teacher-forced by the engine itself they agree far better: what it reports is what its weights
+    # say.
     floor = np.concatenate(made.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0))
     noise = np.abs(np.exp(ours) - np.exp(floor)).mean()
     if (compute, cache) == ("float32", "auto"):
         assert noise < 1e-6
     else:
-        # bfloat16 products round differently in another batch shape: a floor as high as the mismatch itself.
+        # bfloat16 products round differently in another batch shape: a floor as high as the
+        # mismatch itself.
         assert noise < mismatch * (1 if compute == "bfloat16" else 0.5)
 
 
@@ -382,10 +444,14 @@ def test_score_is_the_softmax_of_given_tokens():
     made = engine(QWEN2, max_rows=2)
     rollout = sample(made, prompts(), SAMPLING, seed=1, step=2)
     scored = made.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
-    for ours, theirs in zip(scored, teacher_forced(QWEN2, params(QWEN2), rollout, 0.8), strict=True):
+    for ours, theirs in zip(
+        scored, teacher_forced(QWEN2, params(QWEN2), rollout, 0.8), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     # Temperature 0 is scored at 1.
-    zero, one = (made.score(rollout.prompt_ids, rollout.completion_ids, temperature=t) for t in (0, 1))
+    zero, one = (
+        made.score(rollout.prompt_ids, rollout.completion_ids, temperature=t) for t in (0, 1)
+    )
     np.testing.assert_array_equal(zero[0], one[0])
 
 
@@ -398,7 +464,9 @@ def test_long_prompts_run_in_parts(monkeypatch):
     assert_same_samples(whole, sample(engine(), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md"
+)
 def test_rows_over_several_devices_sample_the_same():
     mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("data", "fsdp"))
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
@@ -406,10 +474,14 @@ def test_rows_over_several_devices_sample_the_same():
     two = engine(mesh=mesh, min_rows=2, cache_block=8)
     assert_same_samples(one, sample(two, prompts(), sampling, seed=1, step=2), atol=2e-5)
     scored = two.score(one.prompt_ids, one.completion_ids, temperature=0.8)
-    np.testing.assert_allclose(np.concatenate(scored), np.concatenate(one.rollout_logprobs), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        np.concatenate(scored), np.concatenate(one.rollout_logprobs), rtol=0, atol=2e-5
+    )
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md"
+)
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="devices that the CPU was made into")
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "fp8"])
 def test_cpu_devices_share_the_weights(precision):
@@ -425,14 +497,20 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     # Token 3 poisons everything that has seen it; the third prompt starts with it.
     broken["embedding"] = broken["embedding"].at[3].set(jnp.nan)
     broken["output"] = params()["embedding"].T
-    made = local_engine(dataclasses.replace(QWEN3, tie_word_embeddings=False), precision="float32", max_total_tokens=64)
+    made = local_engine(
+        dataclasses.replace(QWEN3, tie_word_embeddings=False),
+        precision="float32",
+        max_total_tokens=64,
+    )
     made.push_weights(broken, 0)
     clean = np.array([1, 2], np.int32)
     sampling = SamplingParams(group_size=2, max_completion_tokens=1)
     sample(made, [clean], sampling, seed=0, step=0)
     rollout = sample(made, [clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     assert unusable_completions(rollout.episodes, drop=True).tolist() == [False] * 4 + [True] * 2
-    with pytest.raises(EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*`drop`"):
+    with pytest.raises(
+        EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*`drop`"
+    ):
         unusable_completions(rollout.episodes, drop=False)
     poisoned = sample(made, [np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     with pytest.raises(EngineError, match="no completion has usable log-probs"):
@@ -450,7 +528,10 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
         ([np.array([1, 40])], "prompt 0: token id 40 is outside 0 .. 39"),
         ([np.array([-1])], "prompt 0: token id -1 is outside 0 .. 39"),
         ([np.array([1.0])], "prompt 0: dtype float64, token ids must be integers"),
-        ([np.zeros(56, int)], "prompt 0: 56 tokens and max_completion_tokens=9 exceed max_total_tokens=64"),
+        (
+            [np.zeros(56, int)],
+            "prompt 0: 56 tokens and max_completion_tokens=9 exceed max_total_tokens=64",
+        ),
     ],
 )
 def test_bad_prompts_are_named(bad, message):
@@ -459,8 +540,12 @@ def test_bad_prompts_are_named(bad, message):
 
 
 def test_a_context_longer_than_the_models_is_named():
-    with pytest.raises(ValueError, match="max_total_tokens: got 40000, must be between 2 and .*32768"):
-        ENGINE.check(EngineArguments(model=QWEN3, max_total_tokens=40_000, settings=ENGINE.settings()))
+    with pytest.raises(
+        ValueError, match="max_total_tokens: got 40000, must be between 2 and .*32768"
+    ):
+        ENGINE.check(
+            EngineArguments(model=QWEN3, max_total_tokens=40_000, settings=ENGINE.settings())
+        )
 
 
 def test_engine_without_weights_refuses():
@@ -478,10 +563,15 @@ def test_engine_without_weights_refuses():
 
 def test_wrong_parameters_are_named():
     made = local_engine(QWEN3, max_total_tokens=64)
-    with pytest.raises(ValueError, match=r"params: layers.attention.k.bias has shape \(2, 16\), the model has no such"):
+    with pytest.raises(
+        ValueError,
+        match=r"params: layers.attention.k.bias has shape \(2, 16\), the model has no such",
+    ):
         made.push_weights(params(QWEN2), 0)
     missing = {name: leaf for name, leaf in params().items() if name != "norm"}
-    with pytest.raises(ValueError, match=r"params: norm.scale has shape missing, the model has \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"params: norm.scale has shape missing, the model has \(32,\)"
+    ):
         made.push_weights(missing, 0)
 
 
@@ -496,5 +586,7 @@ def test_bad_arguments_are_named():
         made.score(one, one * 2, temperature=1.0)
     with pytest.raises(ValueError, match="temperature: got -1"):
         made.score(one, one, temperature=-1)
-    with pytest.raises(ValueError, match="prompt and completion 0: 65 tokens exceed max_total_tokens=64"):
+    with pytest.raises(
+        ValueError, match="prompt and completion 0: 65 tokens exceed max_total_tokens=64"
+    ):
         made.score([np.zeros(60, int)], [np.zeros(5, int)], temperature=1.0)

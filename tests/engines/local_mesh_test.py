@@ -1,4 +1,6 @@
-"""The embedded engine on meshes: tokens of one device, weights in parts, and pushes from any training mesh."""
+"""The embedded engine on meshes: tokens of one device, weights in parts, and pushes from any
+training mesh.
+"""
 
 import dataclasses
 import functools
@@ -26,15 +28,26 @@ from dcmdp_jax.parallel.mesh import AXES, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from tests.support.sampling import assert_same_samples, local_engine, sample
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md"
+)
 
-DENSE = ModelConfig("qwen3", 48, 32, 64, 2, 8, 4, 8, tie_word_embeddings=True, initializer_range=0.3)
+DENSE = ModelConfig(
+    "qwen3", 48, 32, 64, 2, 8, 4, 8, tie_word_embeddings=True, initializer_range=0.3
+)
 # Biases on q, k, v and o; a vocabulary that no mesh divides, and an output matrix of its own.
-LLAMA = dataclasses.replace(DENSE, model_type="llama", vocab_size=41, attention_bias=True, tie_word_embeddings=False)
+LLAMA = dataclasses.replace(
+    DENSE, model_type="llama", vocab_size=41, attention_bias=True, tie_word_embeddings=False
+)
 _MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 EXPERTS = ModelConfig("qwen3_moe", 48, 32, 48, 2, 4, 2, 8, initializer_range=0.3, **_MOE)
-SAMPLING = SamplingParams(group_size=3, max_completion_tokens=20, temperature=0.8, stop_token_ids=tuple(range(5)))
-PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7))
+SAMPLING = SamplingParams(
+    group_size=3, max_completion_tokens=20, temperature=0.8, stop_token_ids=tuple(range(5))
+)
+PROMPTS = tuple(
+    np.random.default_rng(0).integers(0, 40, length).astype(np.int32)
+    for length in (1, 5, 16, 12, 7)
+)
 
 
 def _long(*values):
@@ -49,7 +62,9 @@ def _params(config, seed=0):
         # Norms of 1 and biases of 0 would hide one that is left out, or added twice.
         if path[-1].key not in ("scale", "bias"):
             return x
-        return x + 0.2 * jax.random.normal(jax.random.key(sum(map(ord, jax.tree_util.keystr(path))) + seed), x.shape)
+        return x + 0.2 * jax.random.normal(
+            jax.random.key(sum(map(ord, jax.tree_util.keystr(path))) + seed), x.shape
+        )
 
     return jax.tree_util.tree_map_with_path(perturb, fresh)
 
@@ -78,7 +93,12 @@ def _one_device(config, precision):
         (DENSE, {"tensor": 4}, "float32", {}),
         (EXPERTS, {"data": 2, "tensor": 2, "expert": 2}, "float32", {}),
         # Small batches and caches: rows are preempted, moved and refilled.
-        _long(DENSE, {"data": 2, "fsdp": 2, "tensor": 2}, "float32", {"max_rows": 6, "min_rows": 2, "cache_block": 4}),
+        _long(
+            DENSE,
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            "float32",
+            {"max_rows": 6, "min_rows": 2, "cache_block": 4},
+        ),
         _long(DENSE, {"data": 2, "tensor": 4}, "int8", {}),
         _long(LLAMA, {"tensor": 4}, "float32", {}),
         _long(EXPERTS, {"expert": 8}, "float32", {"max_rows": 6, "min_rows": 2, "cache_block": 4}),
@@ -94,12 +114,18 @@ def test_a_mesh_gives_the_tokens_of_one_device(config, sizes, precision, setting
     assert len(lengths) > 4 and 20 in lengths
     assert several.weights_fingerprint == one.weights_fingerprint
     scored = several.score(expected.prompt_ids, expected.completion_ids, temperature=0.8)
-    np.testing.assert_allclose(np.concatenate(scored), np.concatenate(expected.rollout_logprobs), rtol=0, atol=3e-5)
+    np.testing.assert_allclose(
+        np.concatenate(scored), np.concatenate(expected.rollout_logprobs), rtol=0, atol=3e-5
+    )
 
 
-@pytest.mark.parametrize(("sizes", "rows"), [({"tensor": 4}, 1), ({"data": 2, "tensor": 2}, 2), ({"data": 4}, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [({"tensor": 4}, 1), ({"data": 2, "tensor": 2}, 2), ({"data": 4}, 4)]
+)
 def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes, rows, monkeypatch):
-    """Devices that split a row's heads share its tokens: a row for each of them would be computed for nothing."""
+    """Devices that split a row's heads share its tokens: a row for each of them would be computed
+    for nothing.
+    """
     shapes = []
 
     def seen(weights, tokens, *rest, **static):
@@ -116,11 +142,17 @@ def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes,
 
 
 def test_scores_reshape_no_rows_of_odd_length():
-    """The compiler for TPUs takes five minutes over 16,383 of 16,384 tokens, and seconds over all."""
+    """The compiler for TPUs takes five minutes over 16,383 of 16,384 tokens, and seconds over
+    all.
+    """
     config, mesh = DENSE, _mesh(tensor=4)
     program = Program(config, "float32", "float32", engine_mesh(mesh))
     text = score.lower(
-        _engine(config, mesh).weights, jnp.zeros((2, 64), jnp.int32), jnp.ones(2, jnp.int32), 1.0, program=program
+        _engine(config, mesh).weights,
+        jnp.zeros((2, 64), jnp.int32),
+        jnp.ones(2, jnp.int32),
+        1.0,
+        program=program,
     ).as_text()
     assert "tensor<2x64x32xf32>" in text and "tensor<128x32xf32>" in text
     assert "63x32xf32" not in text and "126x32xf32" not in text
@@ -130,8 +162,11 @@ def test_each_device_has_its_part_of_the_weights():
     made = _engine(EXPERTS, _mesh(data=2, tensor=2, expert=2))
     layer = made.weights["layers"][1]
     shares = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), layer)
-    # Heads 4 + 2 * 2 of width 8, halved; 8 experts of width 24, halved both ways; norms and the router as they are.
-    assert shares["attention"]["qkv"]["kernel"] == (32, 64 // 2) and shares["attention"]["o"]["kernel"] == (32 // 2, 32)
+    # Heads 4 + 2 * 2 of width 8, halved; 8 experts of width 24, halved both ways; norms and the
+    # router as they are.
+    assert shares["attention"]["qkv"]["kernel"] == (32, 64 // 2) and shares["attention"]["o"][
+        "kernel"
+    ] == (32 // 2, 32)
     assert shares["mlp"]["experts"]["gate_up"]["kernel"] == (4, 32, 48 // 2)
     assert shares["mlp"]["experts"]["down"]["kernel"] == (4, 24 // 2, 32)
     assert shares["mlp"]["router"]["kernel"] == (32, 8) and shares["mlp_norm"]["scale"] == (32,)
@@ -155,21 +190,31 @@ def test_weights_are_the_same_bits_from_every_training_mesh(shape, precision, te
     training = make_mesh(*shape, devices=jax.devices()[:8])
     shardings = param_shardings(logical_axes(DENSE), param_shapes(DENSE), training)
     params = jax.device_put(_params(DENSE), shardings)
-    made = local_engine(DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor))
+    made = local_engine(
+        DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor)
+    )
     made.push_weights(params, 3)
     assert made.weights_fingerprint == one.weights_fingerprint
     whole = jax.tree.map(np.asarray, made.weights["layers"][1]["attention"]["o"])
-    jax.tree.map(np.testing.assert_array_equal, whole, jax.device_get(one.weights["layers"][1]["attention"]["o"]))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        whole,
+        jax.device_get(one.weights["layers"][1]["attention"]["o"]),
+    )
 
 
 def test_a_trainer_on_other_devices_pushes_leaf_by_leaf():
     one, _ = _one_device(DENSE, "bfloat16")
-    made = _engine(DENSE, Mesh(np.asarray(jax.devices()[2:6]).reshape(2, 1, 2, 1), AXES), "bfloat16")
+    made = _engine(
+        DENSE, Mesh(np.asarray(jax.devices()[2:6]).reshape(2, 1, 2, 1), AXES), "bfloat16"
+    )
     assert made.weights_fingerprint == one.weights_fingerprint
 
 
 def test_a_push_gathers_no_leaf_in_the_trainers_precision():
-    """Trainer over fsdp, engine over tensor: what travels is bfloat16, and no device gets more than its part."""
+    """Trainer over fsdp, engine over tensor: what travels is bfloat16, and no device gets more than
+    its part.
+    """
     config = dataclasses.replace(DENSE, num_kv_heads=8)
     training = make_mesh(1, 8, 1, 1, devices=jax.devices()[:8])
     shardings = param_shardings(logical_axes(config), param_shapes(config), training)
@@ -191,34 +236,52 @@ def test_a_push_gathers_no_leaf_in_the_trainers_precision():
 def _conversions(program, in_loop=False):
     """For each conversion of an 8-bit matrix, whether it is inside a loop."""
     for equation in program.eqns:
-        if equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == jnp.int8:
+        if (
+            equation.primitive.name == "convert_element_type"
+            and equation.invars[0].aval.dtype == jnp.int8
+        ):
             yield in_loop
         inside = in_loop or equation.primitive.name == "while"
-        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
+        ):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                 yield from _conversions(getattr(inner, "jaxpr", inner), inside)
 
 
 @pytest.mark.parametrize("keeps_quantized", [False, True])
-def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used(monkeypatch, keeps_quantized):
-    """qkv, o, gate and up, down of two layers, and the output layer: once before the loop on a CPU, else in each step.
+def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used(
+    monkeypatch, keeps_quantized
+):
+    """qkv, o, gate and up, down of two layers, and the output layer: once before the loop on a CPU,
+    else in each step.
 
-    Compiled for a TPU v5e (8 layers of width 1,024, 256 MiB of matrices in bfloat16) `decode` has 208 MiB of temporary
-    memory with the first and 11 with the second. XLA's CPU backend removes the barriers before it schedules.
+    Compiled for a TPU v5e (8 layers of width 1,024, 256 MiB of matrices in bfloat16) `decode` has
+    208 MiB of temporary memory with the first and 11 with the second. XLA's CPU backend removes the
+    barriers before it schedules.
     """
     monkeypatch.setattr(Program, "keeps_quantized", property(lambda self: keeps_quantized))
     shapes = engine_shapes(DENSE, "int8")
     rows = RowState(
-        *(jax.ShapeDtypeStruct((2, 2)[:n], d) for n, d in ((2, "uint32"), *3 * ((1, "int32"),), (1, "bool")))
+        *(
+            jax.ShapeDtypeStruct((2, 2)[:n], d)
+            for n, d in ((2, "uint32"), *3 * ((1, "int32"),), (1, "bool"))
+        )
     )
     cache = tuple(
-        tuple(jax.ShapeDtypeStruct((2, 4, *size), "float32") for size in ((8, 32), (32, 8))) for _ in range(2)
+        tuple(jax.ShapeDtypeStruct((2, 4, *size), "float32") for size in ((8, 32), (32, 8)))
+        for _ in range(2)
     )
     limits = Limits(np.int32(0), np.int32(8), np.int32(0))
     draw = Draw(np.float32(1), np.float32(1), np.zeros(1, np.int32))
     # A length that no other test has: traced programs are cached by their arguments.
     program = Program(DENSE, "float32", "float32", engine_mesh(None))
-    options = {"program": program, "prompt_slots": 16 + keeps_quantized, "prefix_slots": 18, "mode": "sample"}
+    options = {
+        "program": program,
+        "prompt_slots": 16 + keeps_quantized,
+        "prefix_slots": 18,
+        "mode": "sample",
+    }
     traced = decode.trace(shapes, cache, rows, limits, draw, **options)
     before = [False] * 9
     assert list(_conversions(traced.jaxpr.jaxpr)) == ([True] * 9 if keeps_quantized else before)
@@ -230,7 +293,11 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
     ("config", "sizes", "message"),
     [
         (DENSE, {"tensor": 8}, "tensor: got 8, must divide the model's num_kv_heads=4"),
-        (EXPERTS, {"tensor": 2, "expert": 3}, "expert: got 3, must divide the model's num_experts=8, or be 1"),
+        (
+            EXPERTS,
+            {"tensor": 2, "expert": 3},
+            "expert: got 3, must divide the model's num_experts=8, or be 1",
+        ),
         (DENSE, {"expert": 2}, "expert: got 2, must divide the model's num_experts=0, or be 1"),
         (
             dataclasses.replace(DENSE, intermediate_size=6),
@@ -241,22 +308,35 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(config, sizes, message):
     with pytest.raises(UserError) as caught:
-        ENGINE.check(EngineArguments(model=config, max_total_tokens=64, settings=ENGINE.settings(**sizes)))
+        ENGINE.check(
+            EngineArguments(model=config, max_total_tokens=64, settings=ENGINE.settings(**sizes))
+        )
     assert str(caught.value) == message
 
 
 def test_a_mesh_that_does_not_divide_the_devices_is_refused():
     training = make_mesh(1, 8, 1, 1, devices=jax.devices()[:8])
-    assert dict(sampling_mesh(training, tensor=2, expert=2).shape) == {"data": 2, "fsdp": 1, "tensor": 2, "expert": 2}
-    with pytest.raises(UserError, match=r"mesh \(tensor=3, expert=1\): 3 does not divide the 8 devices"):
+    assert dict(sampling_mesh(training, tensor=2, expert=2).shape) == {
+        "data": 2,
+        "fsdp": 1,
+        "tensor": 2,
+        "expert": 2,
+    }
+    with pytest.raises(
+        UserError, match=r"mesh \(tensor=3, expert=1\): 3 does not divide the 8 devices"
+    ):
         sampling_mesh(training, tensor=3)
     assert math.prod(sampling_mesh(training).shape.values()) == 8
 
 
 def test_an_embedding_is_converted_by_looked_up_rows_not_whole():
-    """Each call would read and write all of it: 1,866 of the 4,157 MB that two layers of Qwen3-1.7B moved (H100)."""
+    """Each call would read and write all of it: 1,866 of the 4,157 MB that two layers of Qwen3-1.7B
+    moved (H100).
+    """
     program = Program(LLAMA, "float32", "float32", _mesh())
-    own = program.own_weights({name: jnp.full((41, 32), 1.5, jnp.bfloat16) for name in ("embedding", "output")})
+    own = program.own_weights(
+        {name: jnp.full((41, 32), 1.5, jnp.bfloat16) for name in ("embedding", "output")}
+    )
     assert own["embedding"].dtype == jnp.bfloat16 and own["output"].dtype == jnp.float32
     rows = embed(own, jnp.array([[3, 40]]), program)
     assert rows.dtype == jnp.float32 and rows.shape == (1, 2, 32) and (rows == 1.5).all()

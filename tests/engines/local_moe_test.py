@@ -1,4 +1,6 @@
-"""The embedded engine with a mixture of experts: its log-probs are the training stack's, in every precision."""
+"""The embedded engine with a mixture of experts: its log-probs are the training stack's, in every
+precision.
+"""
 
 import dataclasses
 import functools
@@ -25,15 +27,21 @@ from tests.support.sampling import local_engine, sample
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 CONFIG = ModelConfig("qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3, **_MOE)
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
-PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16))
+PROMPTS = tuple(
+    np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16)
+)
 
 
 @functools.cache
 def _params():
-    """Experts of very different sizes: a scale shared by experts would be far too coarse for the small ones."""
+    """Experts of very different sizes: a scale shared by experts would be far too coarse for the
+    small ones.
+    """
     params = init_params(CONFIG, jax.random.key(0))
     sizes = jnp.asarray([1.0, 0.3, 0.1, 1.0])[None, :, None, None]
-    params["layers"]["mlp"]["experts"] = jax.tree.map(lambda x: x * sizes, params["layers"]["mlp"]["experts"])
+    params["layers"]["mlp"]["experts"] = jax.tree.map(
+        lambda x: x * sizes, params["layers"]["mlp"]["experts"]
+    )
     return params
 
 
@@ -45,17 +53,24 @@ def _rollout(precision, **settings):
 
 def _differences(rollout, params, compute="float32"):
     """Log-probs of the engine less those of the training stack, at the sampling temperature."""
-    rows = [np.concatenate(pair) for pair in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
+    rows = [
+        np.concatenate(pair)
+        for pair in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    ]
     ids = np.stack([np.pad(row, (0, 32 - row.size)) for row in rows])
     positions = np.broadcast_to(np.arange(32), ids.shape)
     segments = (positions < np.asarray([row.size for row in rows])[:, None]).astype(np.int32)
-    hidden = jax.jit(hidden_states, static_argnums=(1, 5))(params, CONFIG, ids, positions, segments, Compute(compute))
+    hidden = jax.jit(hidden_states, static_argnums=(1, 5))(
+        params, CONFIG, ids, positions, segments, Compute(compute)
+    )
     logits = (hidden @ output_kernel(params).astype(hidden.dtype)).astype(jnp.float32)
     logprobs = np.asarray(jax.nn.log_softmax(logits / 0.8))
     found = []
     for row, prompt in enumerate(rollout.prompt_ids):
         for step, token in enumerate(rollout.completion_ids[row]):
-            found.append(rollout.rollout_logprobs[row][step] - logprobs[row, prompt.size - 1 + step, token])
+            found.append(
+                rollout.rollout_logprobs[row][step] - logprobs[row, prompt.size - 1 + step, token]
+            )
     return np.asarray(found)
 
 
@@ -64,18 +79,26 @@ def test_logprobs_are_the_training_stacks():
     np.testing.assert_allclose(_differences(rollout, _params()), 0, atol=1e-4)
     assert np.std(np.concatenate(rollout.rollout_logprobs)) > 0.5
     scored = made.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
-    np.testing.assert_allclose(np.concatenate(scored), np.concatenate(rollout.rollout_logprobs), atol=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate(scored), np.concatenate(rollout.rollout_logprobs), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_quantized_experts_have_scales_of_their_own(precision):
-    """The engine equals the training stack on weights that this test rounds by itself, each expert's columns apart."""
+    """The engine equals the training stack on weights that this test rounds by itself, each
+    expert's columns apart.
+    """
     limit = 127.0 if precision == "int8" else 448.0
 
     def rounded(kernel):
         scale = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True) / limit
         values = kernel / scale
-        values = jnp.round(values) if precision == "int8" else values.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        values = (
+            jnp.round(values)
+            if precision == "int8"
+            else values.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        )
         return values * scale
 
     params, chosen = _params(), quantized_leaves(CONFIG)
@@ -86,13 +109,21 @@ def test_quantized_experts_have_scales_of_their_own(precision):
     kernels = jax.tree.leaves(made.weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     # Fused q, k, v; o; fused gate and up; down; of two layers, and the output matrix.
     assert sum(isinstance(kernel, QuantizedKernel) for kernel in kernels) == 2 * 4 + 1
-    assert {k.scale.shape for k in kernels if isinstance(k, QuantizedKernel)} == {(64,), (32,), (4, 48), (4, 32), (40,)}
+    assert {k.scale.shape for k in kernels if isinstance(k, QuantizedKernel)} == {
+        (64,),
+        (32,),
+        (4, 48),
+        (4, 32),
+        (40,),
+    }
     np.testing.assert_allclose(_differences(rollout, coarse), 0, atol=1e-3)
     assert np.abs(_differences(rollout, params)).max() > 1e-3
 
 
 def _rows(rollout):
-    total = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+    total = max(
+        len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    )
     count = len(rollout.completion_ids)
     plan = make_row_shapes(
         row_lengths=(total,),
@@ -107,17 +138,25 @@ def _rows(rollout):
 
 
 def _replayed(rollout, params):
-    """Log-probs of the engine less those of the training stack that replays its experts, and their agreement."""
+    """Log-probs of the engine less those of the training stack that replays its experts, and their
+    agreement.
+    """
     rows = _rows(rollout)
     found = jax.jit(make_row_logprobs(CONFIG, Compute(), temperature=0.8, mesh=None))(params, rows)
     difference = (rows.rollout_logprobs - found.logprobs)[rows.completion_mask]
     return np.asarray(difference), float(router_metrics(found.router)["moe/routing_agreement"])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 1), pytest.param((1, 1, 2, 2), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1, 1), pytest.param((1, 1, 2, 2), marks=pytest.mark.long)], ids=str
+)
 def test_routed_experts_are_those_of_every_token(shape):
-    """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
-    sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))
+    """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row
+    went through.
+    """
+    sampling = SamplingParams(
+        group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4)
+    )
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
     rows = dict(max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4)
     made = local_engine(CONFIG, precision="float32", mesh=mesh, routed_experts=True, **rows)
@@ -127,7 +166,9 @@ def test_routed_experts_are_those_of_every_token(shape):
     check_routed_experts(episodes, *CONFIG.routing)
     assert len({len(episode.token_ids) for episode in episodes}) > 3
     for episode in episodes:
-        assert (routed := episode.columns["routed_experts"])[:-1].min() >= 0 and (routed[-1] == -1).all()
+        assert (routed := episode.columns["routed_experts"])[:-1].min() >= 0 and (
+            routed[-1] == -1
+        ).all()
     rows = _rows(rollout)
     _, sums = jax.jit(hidden_states_and_aux, static_argnums=(1, 5))(
         _params(),
@@ -138,19 +179,30 @@ def test_routed_experts_are_those_of_every_token(shape):
         Compute(),
         replayed=rows.columns["routed_experts"],
     )
-    np.testing.assert_array_equal(sums["router_agreement"], 2 * sum(len(episode.token_ids) for episode in episodes))
+    np.testing.assert_array_equal(
+        sums["router_agreement"], 2 * sum(len(episode.token_ids) for episode in episodes)
+    )
     differences, agreement = _replayed(rollout, _params())
     np.testing.assert_allclose(differences, 0, atol=1e-4)
     assert agreement == 1.0
 
 
 @pytest.mark.parametrize(
-    ("precision", "compute"), [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.long), ("fp8", "float32")]
+    ("precision", "compute"),
+    [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.long), ("fp8", "float32")],
 )
 def test_replay_brings_engine_and_trainer_nearer(precision, compute):
-    """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and 0.8."""
+    """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and
+    0.8.
+    """
     model, total = router_replay.MODEL, router_replay.TOTAL
-    made = local_engine(model, precision=precision, compute_dtype=compute, max_total_tokens=total, routed_experts=True)
+    made = local_engine(
+        model,
+        precision=precision,
+        compute_dtype=compute,
+        max_total_tokens=total,
+        routed_experts=True,
+    )
     found = router_replay.measure(made, init_params(model, jax.random.key(0)))
     assert 0.9 < found.agreement < 1
     assert found.replayed < 0.85 * found.own
@@ -171,15 +223,22 @@ def test_wrong_experts_are_named():
         ),
         (np.where(given == 3, 4, given), "completion 1: routed expert 4 is outside 0 .. 3"),
         (np.where(given == 3, -2, given), "completion 1: routed expert -2 is outside 0 .. 3"),
-        (np.where(given == 3, 0, given), "completion 1: a token was routed to the same expert twice"),
+        (
+            np.where(given == 3, 0, given),
+            "completion 1: a token was routed to the same expert twice",
+        ),
     ):
         with pytest.raises(EngineError, match=message):
             columns = {} if wrong is None else {"routed_experts": wrong}
-            check_routed_experts([episode, dataclasses.replace(episode, columns=columns)], *CONFIG.routing)
+            check_routed_experts(
+                [episode, dataclasses.replace(episode, columns=columns)], *CONFIG.routing
+            )
 
 
 def test_bfloat16_is_near_and_not_exact():
-    """Weights in bfloat16 and products in float32; a router that differs in a last bit may send a token elsewhere."""
+    """Weights in bfloat16 and products in float32; a router that differs in a last bit may send a
+    token elsewhere.
+    """
     _, rollout = _rollout("bfloat16", compute_dtype="float32")
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), _params())
     np.testing.assert_allclose(_differences(rollout, rounded), 0, atol=1e-4)

@@ -21,7 +21,9 @@ from tests.support.sampling import local_engine, sample
 from tests.support.waiting import HANGS_S
 
 # Widths of no other test, whose programs would be found compiled.
-MODEL = ModelConfig("qwen3", 37, 24, 40, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
+MODEL = ModelConfig(
+    "qwen3", 37, 24, 40, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3
+)
 
 
 @pytest.fixture
@@ -39,15 +41,18 @@ def compiled(monkeypatch):
 
 
 def test_no_call_after_the_first_compiles_a_decode(compiled):
-    """The first call's rows end at once, the others' by chance or at the limit: batches of 8, 4 and 2 rows, caches of
-    4, 8 and 16 tokens."""
+    """The first call's rows end at once, the others' by chance or at the limit: batches of 8, 4 and
+    2 rows, caches of 4, 8 and 16 tokens.
+    """
     settings = {"max_rows": 8, "min_rows": 2, "cache_block": 4}
     engine = local_engine(MODEL, precision="float32", max_total_tokens=40, prepare=True, **settings)
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     prompts = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
     def call(seed, stops):
-        sampled = sample(engine, prompts, SamplingParams(4, 16, stop_token_ids=stops), seed=seed, step=0)
+        sampled = sample(
+            engine, prompts, SamplingParams(4, 16, stop_token_ids=stops), seed=seed, step=0
+        )
         return {len(ids) for ids in sampled.completion_ids}
 
     assert call(0, tuple(range(37))) == {1}
@@ -63,7 +68,9 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
 
 
 def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
-    """Of a call that nobody announced, each in a thread of its own; the call waits, and compiles none of them again."""
+    """Of a call that nobody announced, each in a thread of its own; the call waits, and compiles
+    none of them again.
+    """
     threads, both = {}, threading.Barrier(3, timeout=HANGS_S)
 
     def beside(program, name):
@@ -76,7 +83,9 @@ def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
         return threads[name].join
 
     monkeypatch.setattr(engine_module, "compile_beside", beside)
-    engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True, cache_block=8)
+    engine = local_engine(
+        MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True, cache_block=8
+    )
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(4, 8), seed=0, step=0)
     concurrent.futures.wait(engine.preparation.asked)
@@ -89,38 +98,73 @@ def test_lengths_that_are_scored_are_compiled_side_by_side(compiled, monkeypatch
     """Rows of 4, 5 and 20 tokens: two padded to 16, in one pass, and one padded to 32."""
     both = threading.Barrier(2, timeout=HANGS_S)
     beside = engine_module.compile_beside
-    monkeypatch.setattr(engine_module, "compile_beside", lambda of, name: beside(lambda: (both.wait(), of()), name))
+    monkeypatch.setattr(
+        engine_module, "compile_beside", lambda of, name: beside(lambda: (both.wait(), of()), name)
+    )
     engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True)
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     rows = [np.arange(size, dtype=np.int32) for size in (2, 3, 18)]
     for _ in range(2):
         scored = engine.score([np.array([3, 1], np.int32)] * 3, rows, temperature=1.0)
-        assert [values.shape for values in scored] == [(2,), (3,), (18,)] and compiled.count("jit_score") == 2
+        assert [values.shape for values in scored] == [(2,), (3,), (18,)] and compiled.count(
+            "jit_score"
+        ) == 2
     engine.close()
 
 
 @pytest.mark.parametrize(
     ("precision", "param_dtype", "devices"),
-    [("float32", "float32", 1), ("fp8", "bfloat16", 1), ("exact", "bfloat16", 1), ("int8", "float32", 2)],
+    [
+        ("float32", "float32", 1),
+        ("fp8", "bfloat16", 1),
+        ("exact", "bfloat16", 1),
+        ("int8", "float32", 2),
+    ],
 )
-def test_first_calls_find_their_programs_compiled(compiled, monkeypatch, precision, param_dtype, devices):
-    """In threads, before there are weights: the main thread compiles none of them again for those that are pushed."""
-    monkeypatch.setattr(engine_module, "compile_beside", lambda program, name: pytest.fail(f"{name} is compiled again"))
+def test_first_calls_find_their_programs_compiled(
+    compiled, monkeypatch, precision, param_dtype, devices
+):
+    """In threads, before there are weights: the main thread compiles none of them again for those
+    that are pushed.
+    """
+    monkeypatch.setattr(
+        engine_module,
+        "compile_beside",
+        lambda program, name: pytest.fail(f"{name} is compiled again"),
+    )
     model = dataclasses.replace(MODEL, intermediate_size=44)
-    prompts, sampling = [np.array([3, 1, 4], np.int32), np.arange(1, 20, dtype=np.int32)], SamplingParams(2, 6)
+    prompts, sampling = (
+        [np.array([3, 1, 4], np.int32), np.arange(1, 20, dtype=np.int32)],
+        SamplingParams(2, 6),
+    )
     engine = local_engine(
-        model, precision=precision, max_total_tokens=40, max_rows=2, prepare=True, param_dtype=param_dtype,
-        first_calls=[(prompts, sampling), (prompts, None)], mesh=Mesh(np.asarray(jax.devices()[:devices]), ("data",)),
-    )  # fmt: skip
+        model,
+        precision=precision,
+        max_total_tokens=40,
+        max_rows=2,
+        prepare=True,
+        param_dtype=param_dtype,
+        first_calls=[(prompts, sampling), (prompts, None)],
+        mesh=Mesh(np.asarray(jax.devices()[:devices]), ("data",)),
+    )
     concurrent.futures.wait(engine.preparation.asked)
     expected = [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")]
-    # Buckets of 16 and 32 slots: a prefill and a decode each. Two threads may compile the same `first_tokens`.
-    assert expected[0] == expected[2] == 2 and expected[1] in (1, 2) and compiled.count("jit_score") == 1
+    # Buckets of 16 and 32 slots: a prefill and a decode each. Two threads may compile the same
+    # `first_tokens`.
+    assert (
+        expected[0] == expected[2] == 2
+        and expected[1] in (1, 2)
+        and compiled.count("jit_score") == 1
+    )
     engine.push_weights(init_params(model, jax.random.key(0), param_dtype), 0)
     sample(engine, prompts, sampling, seed=0, step=0)
     # As many rows as there, of 34 and 40 tokens: padded to 64, the longest length.
-    engine.score(prompts, [np.arange(31, dtype=np.int32), np.arange(21, dtype=np.int32)], temperature=1.0)
-    assert [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")] == expected
+    engine.score(
+        prompts, [np.arange(31, dtype=np.int32), np.arange(21, dtype=np.int32)], temperature=1.0
+    )
+    assert [
+        compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")
+    ] == expected
     assert compiled.count("jit_score") == 1
     engine.close()
 
@@ -132,17 +176,24 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
     def failing():
         raise RuntimeError("no such program")
 
-    failed, compiled = preparation.add(failing, "score"), preparation.add(lambda: done.append(1), "decode")
+    failed, compiled = (
+        preparation.add(failing, "score"),
+        preparation.add(lambda: done.append(1), "decode"),
+    )
     assert "no such program" in str(failed()) and compiled() is None and done == [1]
     preparation.add(lambda: began.set() or held.wait(HANGS_S), "prefill")
     preparation.add(lambda: done.append(2), "decode")
     began.wait(HANGS_S)
-    assert [each.name for each in threading.enumerate() if each.name.startswith(COMPILING)] == ["compiling prefill (2)"]
+    assert [each.name for each in threading.enumerate() if each.name.startswith(COMPILING)] == [
+        "compiling prefill (2)"
+    ]
     preparation.stop()
     held.set()
     concurrent.futures.wait(preparation.asked[:3])
     assert preparation.asked[3].cancelled()
-    assert done == [1] and not [each for each in threading.enumerate() if each.name.startswith(COMPILING)]
+    assert done == [1] and not [
+        each for each in threading.enumerate() if each.name.startswith(COMPILING)
+    ]
 
 
 @pytest.mark.parametrize("prepare", [False, True])
@@ -157,7 +208,9 @@ def test_memory_of_caches_goes_back_to_the_system_only_where_no_run_keeps_it(mon
 
     monkeypatch.setattr(engine_module, "Scheduler", Moving)
     monkeypatch.setattr(schedule, "release_freed_memory", lambda: returned.append(1))
-    engine = local_engine(MODEL, precision="float32", max_total_tokens=40, max_rows=8, min_rows=2, prepare=prepare)
+    engine = local_engine(
+        MODEL, precision="float32", max_total_tokens=40, max_rows=8, min_rows=2, prepare=prepare
+    )
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     with pytest.raises(RuntimeError, match="enough"):
         sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(8, 16), seed=0, step=0)

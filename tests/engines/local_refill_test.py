@@ -1,4 +1,6 @@
-"""Rows that enter a batch when others leave it: the same tokens as alone, from a cache that is put together again."""
+"""Rows that enter a batch when others leave it: the same tokens as alone, from a cache that is put
+together again.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +33,8 @@ MODEL = ModelConfig(
     initializer_range=0.3,
 )
 GROUP = 3
-# Four of 40 tokens end a completion: most end by chance somewhere in 16 tokens, some with their first, some never.
+# Four of 40 tokens end a completion: most end by chance somewhere in 16 tokens, some with their
+# first, some never.
 SAMPLING = SamplingParams(GROUP, 16, temperature=0.8, stop_token_ids=(3, 4, 5, 6))
 ENDLESS = dataclasses.replace(SAMPLING, stop_token_ids=())
 STAGGERED = {"max_rows": 6, "min_rows": 2, "cache_block": 4}
@@ -39,10 +42,17 @@ STAGGERED = {"max_rows": 6, "min_rows": 2, "cache_block": 4}
 
 
 RECURRENT = dataclasses.replace(
-    MODEL, model_type="qwen3_5_text", num_layers=4, recurrent_layers=(0, 1, 2), linear_conv_kernel_dim=4,
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+    MODEL,
+    model_type="qwen3_5_text",
+    num_layers=4,
+    recurrent_layers=(0, 1, 2),
+    linear_conv_kernel_dim=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
     initializer_range=0.2,
-)  # fmt: skip
+)
 
 
 @functools.lru_cache
@@ -53,17 +63,23 @@ def params(config: ModelConfig = MODEL) -> Params:
 @functools.lru_cache
 def prompts() -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
-    return tuple(rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2))
+    return tuple(
+        rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2)
+    )
 
 
-def generate(sampling: SamplingParams = SAMPLING, *, config: ModelConfig = MODEL, **settings) -> Rollout:
+def generate(
+    sampling: SamplingParams = SAMPLING, *, config: ModelConfig = MODEL, **settings
+) -> Rollout:
     engine = local_engine(config, **{"precision": "float32", "max_total_tokens": 64, **settings})
     engine.push_weights(params(config), 0)
     return sample(engine, prompts(), sampling, seed=1, step=2)
 
 
 @functools.lru_cache
-def alone(sampling: SamplingParams = SAMPLING, cache: str = "auto", config: ModelConfig = MODEL) -> Rollout:
+def alone(
+    sampling: SamplingParams = SAMPLING, cache: str = "auto", config: ModelConfig = MODEL
+) -> Rollout:
     """Every row in a batch of its own, in a cache that is long enough from the beginning."""
     return generate(sampling, max_rows=1, cache_block=16, kv_cache_dtype=cache, config=config)
 
@@ -73,7 +89,9 @@ assert_same = functools.partial(assert_same_samples, atol=1e-5)
 
 @pytest.fixture
 def calls(monkeypatch) -> dict[str, list]:
-    """Calls of the scheduler: (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert."""
+    """Calls of the scheduler: (rows, slots, steps taken before, prefix) of decode, (to, from) slots
+    of insert.
+    """
     seen = {"decode": [], "insert": []}
     originals = decode.decode, schedule.insert
 
@@ -103,10 +121,13 @@ def test_rows_that_enter_later_equal_rows_by_themselves(calls):
 
 
 def test_states_of_recurrent_layers_move_with_their_rows(monkeypatch):
-    """Refilled, preempted, moved to smaller batches and to longer caches: the samples of rows by themselves; a state
-    that stayed behind, or that a finished row left, would change them by nats."""
+    """Refilled, preempted, moved to smaller batches and to longer caches: the samples of rows by
+    themselves; a state that stayed behind, or that a finished row left, would change them by nats.
+    """
     taken, preempt = [], schedule.Scheduler._preempt
-    monkeypatch.setattr(schedule.Scheduler, "_preempt", lambda *args: taken.append(args) or preempt(*args))
+    monkeypatch.setattr(
+        schedule.Scheduler, "_preempt", lambda *args: taken.append(args) or preempt(*args)
+    )
     refilled = generate(**STAGGERED, config=RECURRENT)
     assert taken and len({ids.size for ids in refilled.completion_ids}) > 5
     assert_same_samples(refilled, alone(config=RECURRENT), atol=1e-4)
@@ -116,11 +137,16 @@ def test_no_batch_is_larger_than_asked_for_and_only_as_long_as_its_rows(calls):
     generate(**STAGGERED)
     assert {rows for rows, *_ in calls["decode"]} <= {6, 3, 2}
     # Prefix and window of each level, doubling from 4 tokens.
-    assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} <= {(16, 20), (20, 24), (24, 32)}
+    assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} <= {
+        (16, 20),
+        (20, 24),
+        (24, 32),
+    }
 
 
 def test_one_doubling_is_not_waited_for(calls):
-    # 8 tokens are twice the 4 that a cache begins with: 16 slots of the prompt and 8 from the beginning.
+    # 8 tokens are twice the 4 that a cache begins with: 16 slots of the prompt and 8 from the
+    # beginning.
     short = dataclasses.replace(SAMPLING, max_completion_tokens=8)
     rollout = generate(short, **STAGGERED)
     assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} == {(16, 24)}
@@ -146,7 +172,8 @@ def test_rows_of_one_length_stay_together(calls):
     for seen in calls.values():
         seen.clear()
     assert_same(generate(ENDLESS, **STAGGERED), expected)
-    # Neither preempted nor refilled; 27 rows in five batches, each of them through the three levels.
+    # Neither preempted nor refilled; 27 rows in five batches, each of them through the three
+    # levels.
     assert not calls["insert"]
     assert [(rows, slots) for rows, slots, *_ in calls["decode"]] == (
         [(6, 20), (6, 24), (6, 32)] * 4 + [(3, 20), (3, 24), (3, 32)]
@@ -176,7 +203,9 @@ def test_preempted_rows_are_bounded(monkeypatch):
 
     def blocked(self, level):
         kept = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
-        aside.append(sum(kept.cache[0][1].shape[0] * kept.cache[0][1].shape[2] for kept in kept.values()))
+        aside.append(
+            sum(kept.cache[0][1].shape[0] * kept.cache[0][1].shape[2] for kept in kept.values())
+        )
         refused.append(original(self, level))
         return refused[-1]
 
@@ -185,7 +214,8 @@ def test_preempted_rows_are_bounded(monkeypatch):
     monkeypatch.setattr(schedule.Scheduler, "_keeps_together", lambda *args: False)
     assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
     assert any(refused) and not all(refused)
-    # A batch of the longest rows, 6 x (16 + 16) slots, and one of rows that went on from the level below.
+    # A batch of the longest rows, 6 x (16 + 16) slots, and one of rows that went on from the level
+    # below.
     assert max(aside) <= 6 * (32 + 24)
 
 
@@ -197,7 +227,9 @@ def test_batches_of_preempted_rows_are_refilled_too(monkeypatch, calls):
 
 
 def test_the_cache_of_a_gpu_gives_the_samples_of_a_cpus(monkeypatch, calls):
-    """Keys stored like values and shares divided before their product, on this CPU: cut, extended and moved too."""
+    """Keys stored like values and shares divided before their product, on this CPU: cut, extended
+    and moved too.
+    """
     expected = alone()
     monkeypatch.setattr(layout.Program, "platform", property(lambda program: "gpu"))
     for module in (cache_module, decode):
@@ -213,14 +245,18 @@ def test_float8_cache_moves_as_bits():
     assert_same(generate(kv_cache_dtype="fp8", **STAGGERED), alone(cache="fp8"))
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md"
+)
 def test_rows_stay_split_over_devices(monkeypatch, calls):
     expected, mesh = alone(), Mesh(np.asarray(jax.devices()[:2]), ("data",))
     split, original = [], decode.decode
 
     def decoded(*args, **kwargs):
         result = original(*args, **kwargs)
-        split.extend(leaf.sharding.spec for cache in (args[1], result[0]) for leaf in jax.tree.leaves(cache))
+        split.extend(
+            leaf.sharding.spec for cache in (args[1], result[0]) for leaf in jax.tree.leaves(cache)
+        )
         return result
 
     monkeypatch.setattr(decode, "decode", decoded)
@@ -266,12 +302,16 @@ def test_take_and_insert_by_hand():
 
     def made(first: int, rows: int, slots: int) -> cache_module.Cache:
         def layer(start: int) -> tuple[jax.Array, jax.Array]:
-            values = jnp.arange(start, start + rows * slots, dtype=jnp.float32).reshape(rows, 1, slots, 1)
+            values = jnp.arange(start, start + rows * slots, dtype=jnp.float32).reshape(
+                rows, 1, slots, 1
+            )
             return values.transpose(0, 1, 3, 2), values
 
         return layer(first), layer(first + 100)
 
-    longer = cache_module.take(made(10, 3, 2), np.array([2, 0, 2], np.int32), extra=1, sharding=sharding)
+    longer = cache_module.take(
+        made(10, 3, 2), np.array([2, 0, 2], np.int32), extra=1, sharding=sharding
+    )
     for layer, add in zip(longer, (0, 100), strict=True):
         rows = np.array([[14, 15, -add], [10, 11, -add], [14, 15, -add]]) + add
         for array in layer:
@@ -280,31 +320,43 @@ def test_take_and_insert_by_hand():
     whole = cache_module.take(used_up, None, extra=1, sharding=sharding, release=True)
     assert all(array.is_deleted() for array in jax.tree.leaves(used_up))
     for array in whole[1]:
-        np.testing.assert_array_equal(array.reshape(3, 3), [[110, 111, 0], [112, 113, 0], [114, 115, 0]])
+        np.testing.assert_array_equal(
+            array.reshape(3, 3), [[110, 111, 0], [112, 113, 0], [114, 115, 0]]
+        )
     # Row 1 of the source goes to place 2; place 7 does not exist and takes nothing.
     places = np.array([2, 7], np.int32)
-    filled = cache_module.insert(longer, made(50, 2, 2), np.array([1, 0], np.int32), places, sharding=sharding)
+    filled = cache_module.insert(
+        longer, made(50, 2, 2), np.array([1, 0], np.int32), places, sharding=sharding
+    )
     for layer, add in zip(filled, (0, 100), strict=True):
         rows = np.array([[14, 15, -add], [10, 11, -add], [52, 53, -add]]) + add
         for array in layer:
             np.testing.assert_array_equal(array.reshape(3, 3), rows)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md"
+)
 def test_rows_are_taken_where_they_are():
     sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:2]), ("rows",)), P("rows"))
     values = jnp.arange(12, dtype=jnp.float32).reshape(6, 1, 2, 1)
     cache = jax.device_put(((values.transpose(0, 1, 3, 2), values),), sharding)
     # Rows 0 to 2 are the first device's, 3 to 5 the second's; taken are rows 2, 0 and 4, 4.
-    local = cache_module.take(cache, np.array([2, 0, 1, 1], np.int32), extra=1, sharding=sharding, local=True)
+    local = cache_module.take(
+        cache, np.array([2, 0, 1, 1], np.int32), extra=1, sharding=sharding, local=True
+    )
     named = cache_module.take(cache, np.array([2, 0, 4, 4], np.int32), extra=1, sharding=sharding)
     for array, other in zip(jax.tree.leaves(local), jax.tree.leaves(named), strict=True):
         assert array.sharding.is_equivalent_to(sharding, 4)
-        np.testing.assert_array_equal(array.reshape(4, 3), [[4, 5, 0], [0, 1, 0], [8, 9, 0], [8, 9, 0]])
+        np.testing.assert_array_equal(
+            array.reshape(4, 3), [[4, 5, 0], [0, 1, 0], [8, 9, 0], [8, 9, 0]]
+        )
         np.testing.assert_array_equal(array, other)
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md")
+@pytest.mark.skipif(
+    jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md"
+)
 def test_devices_that_count_together_now_and_then_stop_at_the_last_token(monkeypatch):
     sampling = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(13)))
     expected, steps, original = alone(sampling), [], decode.decode
@@ -318,6 +370,7 @@ def test_devices_that_count_together_now_and_then_stop_at_the_last_token(monkeyp
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
     rollout = generate(sampling, mesh=mesh)
     assert_same(rollout, expected)
-    # The first token comes from the prompt; the longest row is no multiple of the steps between two counts.
+    # The first token comes from the prompt; the longest row is no multiple of the steps between two
+    # counts.
     longest = max(ids.size for ids in rollout.completion_ids)
     assert steps == [longest - 1] and (longest - 1) % decode._STEPS_ALONE

@@ -1,4 +1,6 @@
-"""The embedded engine with Qwen3.5's experts: recurrent layers, routed experts, one that all tokens pass through."""
+"""The embedded engine with Qwen3.5's experts: recurrent layers, routed experts, one that all tokens
+pass through.
+"""
 
 import jax
 import numpy as np
@@ -17,32 +19,55 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from tests.models.gated_delta_test import EXPERTS
 from tests.support.sampling import local_engine, sample
 
-CONFIG = from_hf(EXPERTS | {"vocab_size": 40, "initializer_range": 0.2, "tie_word_embeddings": False})
-SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8, stop_token_ids=(3, 4))
-PROMPTS = [np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16)]
+CONFIG = from_hf(
+    EXPERTS | {"vocab_size": 40, "initializer_range": 0.2, "tie_word_embeddings": False}
+)
+SAMPLING = SamplingParams(
+    group_size=3, max_completion_tokens=9, temperature=0.8, stop_token_ids=(3, 4)
+)
+PROMPTS = [
+    np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16)
+]
 
 
 @pytest.mark.parametrize(("precision", "ways"), [("float32", 1), ("float32", 2), ("int8", 1)])
 def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, ways):
-    """On one device and with experts on two; int8 as the training stack on weights rounded here, each expert's columns
-    and the shared one's apart. Its gate and the router stay in full precision."""
+    """On one device and with experts on two; int8 as the training stack on weights rounded here,
+    each expert's columns and the shared one's apart. Its gate and the router stay in full
+    precision.
+    """
     params, chosen = init_params(CONFIG, jax.random.key(0)), quantized_leaves(CONFIG)
-    mesh, rows = make_mesh(1, 1, 1, ways, devices=jax.devices()[:ways]), dict(max_rows=4, min_rows=2, cache_block=4)
-    made = local_engine(CONFIG, precision=precision, mesh=mesh, routed_experts=True, max_total_tokens=32, **rows)
+    mesh, rows = (
+        make_mesh(1, 1, 1, ways, devices=jax.devices()[:ways]),
+        dict(max_rows=4, min_rows=2, cache_block=4),
+    )
+    made = local_engine(
+        CONFIG, precision=precision, mesh=mesh, routed_experts=True, max_total_tokens=32, **rows
+    )
     made.push_weights(params, 0)
     rollout = sample(made, PROMPTS, SAMPLING, seed=1, step=2)
     check_routed_experts(rollout.episodes, *CONFIG.routing)
     mlp = chosen["layers"]["full"]["mlp"]
-    assert mlp["shared_expert"]["up"]["kernel"] and not mlp["shared_gate"]["kernel"] and not mlp["router"]["kernel"]
+    assert (
+        mlp["shared_expert"]["up"]["kernel"]
+        and not mlp["shared_gate"]["kernel"]
+        and not mlp["router"]["kernel"]
+    )
     coarse = params
     if precision == "int8":
-        coarse = jax.tree.map(lambda leaf, yes: in_float32(stored(leaf, "int8")) if yes else leaf, params, chosen)
+        coarse = jax.tree.map(
+            lambda leaf, yes: in_float32(stored(leaf, "int8")) if yes else leaf, params, chosen
+        )
         coarse["output"] = in_float32(stored(params["output"], "int8"))
     count, total = len(rollout.episodes), 32
     plan = make_row_shapes(
-        row_lengths=(total,), micro_batch_tokens=total * count, mini_batches=1, completions=count, segments_per_row=1,
+        row_lengths=(total,),
+        micro_batch_tokens=total * count,
+        mini_batches=1,
+        completions=count,
+        segments_per_row=1,
         row_shards=1,
-    )  # fmt: skip
+    )
     batch, _ = pack(rollout.episodes, np.zeros(count, np.float32), plan, mask_truncated=False)
     packed = jax.tree.map(lambda x: x[0, 0], batch.rows[0])
     score = jax.jit(make_row_logprobs(CONFIG, Compute(), temperature=0.8, mesh=None))
@@ -51,6 +76,13 @@ def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, wa
     assert np.std(packed.rollout_logprobs[mask]) > 0.5
     # 5e-5 measured: at these weights a change of 1e-7 of each moves a log-prob by 1e-4.
     np.testing.assert_allclose(packed.rollout_logprobs[mask], found.logprobs[mask], atol=3e-4)
-    # One layer's experts in place of another's, or of the last layer of each period alone, would not agree.
-    assert found.router["router_load"].shape == (4, 6) and router_metrics(found.router)["moe/routing_agreement"] == 1
-    assert precision == "float32" or np.abs(packed.rollout_logprobs - whole.logprobs)[mask].max() > 1e-3
+    # One layer's experts in place of another's, or of the last layer of each period alone, would
+    # not agree.
+    assert (
+        found.router["router_load"].shape == (4, 6)
+        and router_metrics(found.router)["moe/routing_agreement"] == 1
+    )
+    assert (
+        precision == "float32"
+        or np.abs(packed.rollout_logprobs - whole.logprobs)[mask].max() > 1e-3
+    )

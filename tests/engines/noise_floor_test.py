@@ -1,4 +1,6 @@
-"""The noise floor that a run against real vLLM records, where one pass over whole rows shows nothing."""
+"""The noise floor that a run against real vLLM records, where one pass over whole rows shows
+nothing.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,9 @@ from tests.support.sampling import local_engine
 @pytest.mark.long
 @pytest.mark.usefixtures("vllm_is_installed")
 def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
-    """A wide random model: research/mismatch.py has 0.003 to 0.005 for it with each request alone."""
+    """A wide random model: research/mismatch.py has 0.003 to 0.005 for it with each request
+    alone.
+    """
     tokenizer = build_tokenizer()
     others = dict(tie_word_embeddings=False, max_position_embeddings=128, initializer_range=0.4)
     config = ModelConfig("qwen3", len(tokenizer), 256, 512, 4, 4, 2, 64, **others)
@@ -35,10 +39,24 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
         tokenizer_dir=tmp_path / "tokenizer",
     )
     own = (f"--config.run_dir={tmp_path / 'run'}", f"--config.model.path={tmp_path / 'model'}")
-    settings = ("--config.training.steps=1", "--config.evaluation.every_steps=0", "--config.warmup.steps=0")
-    finished("-m", "bin.train", "--config=configs/demo_vllm.py:debug", *own, *settings, env=run_environment)
-    [record] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # Products on AMX tiles depend on the number of rows; on an AMD EPYC without them a batch of one had the same bits.
+    settings = (
+        "--config.training.steps=1",
+        "--config.evaluation.every_steps=0",
+        "--config.warmup.steps=0",
+    )
+    finished(
+        "-m",
+        "bin.train",
+        "--config=configs/demo_vllm.py:debug",
+        *own,
+        *settings,
+        env=run_environment,
+    )
+    [record] = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    # Products on AMX tiles depend on the number of rows; on an AMD EPYC without them a batch of one
+    # had the same bits.
     floor = record["mismatch/noise_floor"]
     assert (5e-4 if "amx_tile" in processor_features() else 0.0) <= floor < 0.02
 
@@ -56,7 +74,8 @@ def test_the_same_tokens_come_again_and_the_comparison_ends_where_they_part():
     assert together.shape == (16,)
     np.testing.assert_array_equal(together[:8], episodes[4].rollout_logprobs[3:11])
     np.testing.assert_allclose(alone, together, atol=1e-5)
-    # Another token at place 5 of the first: what follows is another completion, and is not compared.
+    # Another token at place 5 of the first: what follows is another completion, and is not
+    # compared.
     changed = episodes[4].token_ids.copy()
     changed[3 + 5] = (changed[3 + 5] + 1) % 64
     rows[4] = dataclasses.replace(episodes[4], token_ids=changed)

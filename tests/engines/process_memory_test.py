@@ -103,7 +103,11 @@ def test_commands_keep_freed_memory(tmp_path):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_a_process_that_imports_the_commands_is_unchanged():
     done = subprocess.run(
-        [sys.executable, "-c", "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
+        [
+            sys.executable,
+            "-c",
+            "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')",
+        ],
         cwd=_ROOT,
         env={**os.environ, "GLIBC_TUNABLES": process_memory.LARGE_PAGES},
         **CAPTURED,
@@ -138,7 +142,9 @@ def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu)
     if platforms is not None:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(
-        process_memory.importlib.util, "find_spec", lambda name: object() if name == installed else None
+        process_memory.importlib.util,
+        "find_spec",
+        lambda name: object() if name == installed else None,
     )
     assert process_memory.jax_takes_cpu() is takes_cpu
 
@@ -170,7 +176,9 @@ def test_commands_tokenize_without_torch(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     leave_out = "from dcmdp_jax.engines.process_memory import hide_torch\nhide_torch()\n"
     without, other = (
-        _report(tmp_path / str(len(first)), first, run=_TOKENIZE, argument=str(tmp_path / "tokenizer"))
+        _report(
+            tmp_path / str(len(first)), first, run=_TOKENIZE, argument=str(tmp_path / "tokenizer")
+        )
         for first in (leave_out, "")
     )
     assert (without["torch"], other["torch"]) == (False, True)

@@ -1,4 +1,5 @@
-"""Whole runs whose actors and nodes are killed at random moments, or too few for too long, or headless: the same state.
+"""Whole runs whose actors and nodes are killed at random moments, or too few for too long, or
+headless: the same state.
 
 The trainer is a process of its own; the cluster is the test's.
 """
@@ -16,7 +17,9 @@ from tests.support.waiting import wait_until
 pytestmark = [
     pytest.mark.long,
     pytest.mark.usefixtures("vllm_is_installed"),
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"),
+    pytest.mark.skipif(
+        not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"
+    ),
 ]
 STEPS, KILLS = 40, 20
 SETTINGS = (
@@ -30,8 +33,13 @@ SETTINGS = (
 
 
 def _start(environment, run_dir, nodes, *settings):
-    by_ray = ("--config.rollout.vllm.placement=ray", f"--config.rollout.vllm.address={nodes.address}")
-    return start(environment, run_dir, *SETTINGS, *by_ray, *settings, config="configs/demo_vllm.py:debug")
+    by_ray = (
+        "--config.rollout.vllm.placement=ray",
+        f"--config.rollout.vllm.address={nodes.address}",
+    )
+    return start(
+        environment, run_dir, *SETTINGS, *by_ray, *settings, config="configs/demo_vllm.py:debug"
+    )
 
 
 def _another_step(run, run_dir):
@@ -62,7 +70,9 @@ def whole(tmp_path_factory, vllm_is_installed, run_environment):
 
 
 def test_twenty_kills_change_no_bit(whole, run_environment, tmp_path, record_property):
-    """While actors sample, load, score, start or idle. Every fifth kill takes a node, and a new one comes."""
+    """While actors sample, load, score, start or idle. Every fifth kill takes a node, and a new one
+    comes.
+    """
     rng, lost = random.Random(0), 0
     with ray_nodes(2) as nodes:
         run = _start(run_environment, tmp_path, nodes)
@@ -82,7 +92,9 @@ def test_twenty_kills_change_no_bit(whole, run_environment, tmp_path, record_pro
     assert _state(tmp_path) == whole
 
 
-def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(whole, run_environment, tmp_path):
+def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(
+    whole, run_environment, tmp_path
+):
     """No node is left; two new ones come after the run has ended."""
     least = ("--config.rollout.vllm.min_replicas=2", "--config.rollout.vllm.start_timeout_s=80")
     with ray_nodes(2) as nodes:
@@ -91,7 +103,10 @@ def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(whole
         for node in nodes.with_replicas():
             nodes.remove(node)
         said = finish(run, 2).splitlines()
-        assert "0 of at least 2 replicas for 80 s (" in said[-1] and "the same command resumes" in said[-1], said
+        assert (
+            "0 of at least 2 replicas for 80 s (" in said[-1]
+            and "the same command resumes" in said[-1]
+        ), said
         assert max(read_records(tmp_path)) < STEPS
         for _ in range(2):
             nodes.add()
@@ -99,7 +114,9 @@ def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(whole
     assert _state(tmp_path) == whole
 
 
-def test_a_run_whose_head_is_lost_ends_and_resumes_to_the_same_state(whole, run_environment, tmp_path):
+def test_a_run_whose_head_is_lost_ends_and_resumes_to_the_same_state(
+    whole, run_environment, tmp_path
+):
     with ray_nodes(2) as nodes:
         run = _start(run_environment, tmp_path, nodes)
         _another_step(run, tmp_path)

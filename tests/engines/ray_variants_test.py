@@ -1,4 +1,6 @@
-"""What else a replica in Ray may be: of another Python, of two workers, quantized, of adapters, one of each trainer."""
+"""What else a replica in Ray may be: of another Python, of two workers, quantized, of adapters, one
+of each trainer.
+"""
 
 import importlib.util
 import stat
@@ -21,7 +23,9 @@ from tests.support.waiting import wait_until
 pytestmark = [
     pytest.mark.long,
     pytest.mark.usefixtures("vllm_is_installed"),
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"),
+    pytest.mark.skipif(
+        not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"
+    ),
 ]
 CONFIG = small_model()
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
@@ -69,13 +73,17 @@ def _pushed_and_sampled(engine):
     ids=str,
 )
 def test_the_bits_of_a_sidecar(start, nodes, python, options):
-    """Two pushes and their samples. Two workers of a replica are on one node, whose resource is the replica's."""
+    """Two pushes and their samples. Two workers of a replica are on one node, whose resource is the
+    replica's.
+    """
     skip_unless_computed(options.get("precision", "float32"), options.get("kv_cache_dtype", "auto"))
     other = options.pop("python", False)
     local = start(CONFIG, **options)
     expected, scores = _pushed_and_sampled(local)
     local.close()
-    engine = start(CONFIG, **options, placement="ray", address=nodes.address, python=python if other else "")
+    engine = start(
+        CONFIG, **options, placement="ray", address=nodes.address, python=python if other else ""
+    )
     found, found_scores = _pushed_and_sampled(engine)
     for one, another in zip(found, expected, strict=True):
         assert_same_samples(one, another)
@@ -101,20 +109,40 @@ def _records(run_dir):
 def test_merged_adapters_give_the_metrics_of_a_sidecar(run_environment, nodes, tmp_path):
     adapters = ("--config.model.lora_rank=4", "--config.model.lora_alpha=6", *RUN)
     for name, own in (("local", ()), ("ray", _by_ray(nodes))):
-        finish(start_run(run_environment, tmp_path / name, *adapters, *own, config="configs/demo_vllm.py:debug"))
+        finish(
+            start_run(
+                run_environment,
+                tmp_path / name,
+                *adapters,
+                *own,
+                config="configs/demo_vllm.py:debug",
+            )
+        )
     assert "mismatch/merge_rounding" in read_records(tmp_path / "ray")[3]
     assert _records(tmp_path / "ray") == _records(tmp_path / "local")
 
 
-def test_two_trainers_with_a_replica_each_are_like_one_process_with_one_engine(run_environment, nodes, tmp_path):
+def test_two_trainers_with_a_replica_each_are_like_one_process_with_one_engine(
+    run_environment, nodes, tmp_path
+):
     """To the rounding of two reductions, and of vLLM in other batches."""
     options = (*RUN, "--config.mesh.data=2", "--config.mesh.fsdp=1")
     config = {"config": "configs/demo_vllm.py:debug,float32"}
-    finish(start_run(run_environment, tmp_path / "one", *options, "--config.mesh.cpu_devices=2", **config))
+    finish(
+        start_run(
+            run_environment, tmp_path / "one", *options, "--config.mesh.cpu_devices=2", **config
+        )
+    )
     hosts = ("--config.mesh.cpu_devices=1", f"--config.hosts.coordinator=localhost:{free_port()}")
     options += (*hosts, "--config.hosts.processes=2", *_by_ray(nodes))
     two = [
-        start_run(run_environment, tmp_path / "two", *options, f"--config.hosts.process={number}", **config)
+        start_run(
+            run_environment,
+            tmp_path / "two",
+            *options,
+            f"--config.hosts.process={number}",
+            **config,
+        )
         for number in (0, 1)
     ]
     for process in two:
@@ -122,7 +150,8 @@ def test_two_trainers_with_a_replica_each_are_like_one_process_with_one_engine(r
     found, expected = _records(tmp_path / "two"), _records(tmp_path / "one")
     assert set(found) == set(expected) == {1, 2, 3}
     for step, record in expected.items():
-        # Tokens are the same; lambda and c follow delta, which is rounding alone between two engines in float32.
+        # Tokens are the same; lambda and c follow delta, which is rounding alone between two
+        # engines in float32.
         assert found[step]["reward/mean"] == record["reward/mean"], step
         assert found[step] == pytest.approx(record, rel=1e-3, abs=1e-4), step
     assert len({place.read_text() for place in (tmp_path / "two").glob("vllm*/nodes.txt")}) == 2

@@ -1,4 +1,6 @@
-"""Parameters in shared memory: what lies where, whether the checksums would notice anything else, and who frees it."""
+"""Parameters in shared memory: what lies where, whether the checksums would notice anything else,
+and who frees it.
+"""
 
 import dataclasses
 import math
@@ -16,7 +18,15 @@ import pytest
 
 from dcmdp_jax.engines.sidecar import segments
 from dcmdp_jax.engines.sidecar import weights as bridge_module
-from dcmdp_jax.engines.sidecar.segments import Segment, Tensor, attach, available_bytes, checksum, differing, parse
+from dcmdp_jax.engines.sidecar.segments import (
+    Segment,
+    Tensor,
+    attach,
+    available_bytes,
+    checksum,
+    differing,
+    parse,
+)
 from dcmdp_jax.engines.sidecar.weights import WeightBridge
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors
@@ -25,13 +35,16 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 
 _BLOCK = 65536
-# vocabulary 400, hidden 48, MLP 80, 3 layers, 6 and 2 heads of 16: q is [96, 48], k and v [32, 48], o [48, 96].
+# vocabulary 400, hidden 48, MLP 80, 3 layers, 6 and 2 heads of 16: q is [96, 48], k and v [32, 48],
+# o [48, 96].
 _SIZES = (400, 48, 80, 3, 6, 2, 16)
 MODELS = {
     "qwen3_tied": ModelConfig("qwen3", *_SIZES, tie_word_embeddings=True),
     "qwen3_untied": ModelConfig("qwen3", *_SIZES),
     "qwen2": ModelConfig("qwen2", *_SIZES, attention_bias=True),
-    "qwen3_moe": ModelConfig("qwen3_moe", *_SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24),
+    "qwen3_moe": ModelConfig(
+        "qwen3_moe", *_SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
 }
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -40,7 +53,9 @@ def _params(config, seed=0):
     """Norms, biases and matrices all different, so that nothing can stand for anything else."""
     leaves, tree = jax.tree.flatten(param_shapes(config))
     rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves])
+    return jax.tree.unflatten(
+        tree, [jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves]
+    )
 
 
 @pytest.fixture
@@ -78,7 +93,9 @@ def _assert_same(have, want):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_segment_holds_hugging_faces_tensors(name, dtype, segment):
-    """Bit for bit, with names, shapes and order, a second time too: a stale leaf would be the first push's."""
+    """Bit for bit, with names, shapes and order, a second time too: a stale leaf would be the first
+    push's.
+    """
     config = MODELS[name]
     bridge = WeightBridge(config, dtype=dtype)
     held = segment(bridge)
@@ -88,17 +105,22 @@ def test_a_segment_holds_hugging_faces_tensors(name, dtype, segment):
         _assert_same(_read(bridge, held), dict(iterate_hf_tensors(params, config, dtype)))
     names = [tensor.name for tensor in bridge.manifest]
     assert ("lm_head.weight" in names) == (not config.tie_word_embeddings)
-    # 11 tensors a layer with two head norms or 12 with three biases, embedding and last norm, perhaps a head. With
-    # experts 8 + 1 + 3 * 3 = 18 a layer, and three.
+    # 11 tensors a layer with two head norms or 12 with three biases, embedding and last norm,
+    # perhaps a head. With experts 8 + 1 + 3 * 3 = 18 a layer, and three.
     assert len(names) == {"qwen3_tied": 35, "qwen3_untied": 36, "qwen2": 39, "qwen3_moe": 57}[name]
-    # Nothing but tensors, padded between leaves: 15 at most, to 64 bytes each. Experts need no padding.
+    # Nothing but tensors, padded between leaves: 15 at most, to 64 bytes each. Experts need no
+    # padding.
     taken = num_params(config) * jnp.dtype(dtype).itemsize
     assert taken <= bridge.num_bytes < taken + 15 * 64
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_transposed_on_the_device_or_on_the_host_the_bytes_are_the_same(dtype, segment, monkeypatch):
-    """Stacks, single matrices of several blocks (rows of 64, the last of 16), and shards of both axes."""
+def test_transposed_on_the_device_or_on_the_host_the_bytes_are_the_same(
+    dtype, segment, monkeypatch
+):
+    """Stacks, single matrices of several blocks (rows of 64, the last of 16), and shards of both
+    axes.
+    """
     config = dataclasses.replace(MODELS["qwen3_untied"], hidden_size=400)
     params = _params(config)
     monkeypatch.setattr(bridge_module, "_BLOCK_BYTES", 64 * 400 * jnp.dtype(dtype).itemsize)
@@ -106,14 +128,22 @@ def test_transposed_on_the_device_or_on_the_host_the_bytes_are_the_same(dtype, s
     host, device, sharded = segment(bridge), segment(bridge), segment(bridge)
     sent = bridge.publish(params, host, 0).tolist()
     mesh = make_mesh(data=1, fsdp=2, tensor=2, expert=1, devices=jax.devices()[:4])
-    placed = jax.device_put(params, param_shardings(logical_axes(config), param_shapes(config), mesh))
+    placed = jax.device_put(
+        params, param_shardings(logical_axes(config), param_shapes(config), mesh)
+    )
     monkeypatch.setattr(bridge_module, "_turned_there", lambda leaf, place: place.transposed)
-    assert bridge.publish(params, device, 0).tolist() == sent == bridge.publish(placed, sharded, 0).tolist()
+    assert (
+        bridge.publish(params, device, 0).tolist()
+        == sent
+        == bridge.publish(placed, sharded, 0).tolist()
+    )
     assert device.bytes.tobytes() == host.bytes.tobytes() == sharded.bytes.tobytes()
 
 
 def test_places_by_hand(segment):
-    """A table read wrongly in both directions would still agree with itself; these are Qwen2's, written out."""
+    """A table read wrongly in both directions would still agree with itself; these are Qwen2's,
+    written out.
+    """
     config = MODELS["qwen2"]
     bridge = WeightBridge(config, dtype="float32")
     held, params = segment(bridge), _params(config)
@@ -141,30 +171,43 @@ def test_places_by_hand(segment):
 
 
 def test_narrowing_rounds_to_nearest_even(segment):
-    """Half-way values by hand: cut off, 1 + 3/256 would be smaller; rounded up, 1 + 1/256 would be larger."""
+    """Half-way values by hand: cut off, 1 + 3/256 would be smaller; rounded up, 1 + 1/256 would be
+    larger.
+    """
     config = MODELS["qwen3_tied"]
     params = _params(config)
-    # bfloat16 has 7 bits behind the point: 1 + 1/256 is half-way from 1 to 1 + 1/128, 1 + 3/256 from that to 1 + 2/128.
-    params["norm"]["scale"] = jnp.asarray([1 + 1 / 256, 1 + 3 / 256, -(1 + 1 / 256), -0.0] * 12, jnp.float32)
+    # bfloat16 has 7 bits behind the point: 1 + 1/256 is half-way from 1 to 1 + 1/128, 1 + 3/256
+    # from that to 1 + 2/128.
+    params["norm"]["scale"] = jnp.asarray(
+        [1 + 1 / 256, 1 + 3 / 256, -(1 + 1 / 256), -0.0] * 12, jnp.float32
+    )
     bridge = WeightBridge(config, dtype="bfloat16")
     held = segment(bridge)
     bridge.publish(params, held, 0)
     norm = _read(bridge, held)["model.norm.weight"].astype(np.float32)
     assert norm[:4].tolist() == [1.0, 1 + 2 / 128, -1.0, 0.0] and np.signbit(norm[3])
     # float16 has 10: 1 + 1/2048 goes to 1, 1 + 3/2048 to 1 + 2/1024.
-    params["norm"]["scale"] = jnp.asarray([1 + 1 / 2048, 1 + 3 / 2048, 65504.0, -0.0] * 12, jnp.float32)
+    params["norm"]["scale"] = jnp.asarray(
+        [1 + 1 / 2048, 1 + 3 / 2048, 65504.0, -0.0] * 12, jnp.float32
+    )
     bridge = WeightBridge(config, dtype="float16")
     bridge.publish(params, held, 0)
     have = _read(bridge, held)
     assert have["model.norm.weight"][:4].tolist() == [1.0, 1 + 2 / 1024, 65504.0, 0.0]
     _assert_same(
-        have, {name: array.astype(np.float16) for name, array in iterate_hf_tensors(params, config, "float32")}
+        have,
+        {
+            name: array.astype(np.float16)
+            for name, array in iterate_hf_tensors(params, config, "float32")
+        },
     )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_torch_finds_the_same_tensors(precision, segment):
-    """By offset and dtype alone, as the worker hands them to vLLM: a misaligned view would be refused."""
+    """By offset and dtype alone, as the worker hands them to vLLM: a misaligned view would be
+    refused.
+    """
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     config = MODELS["qwen2"]
     dtype = "float32" if precision == "float32" else "bfloat16"
@@ -174,8 +217,14 @@ def test_torch_finds_the_same_tensors(precision, segment):
     have = _read(bridge, held)
     for name, kind, shape, offset in bridge.manifest:
         size = np.prod(shape) * {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
-        tensor = torch.from_numpy(held.bytes[offset : offset + size]).view(getattr(torch, kind)).view(shape)
-        np.testing.assert_array_equal(tensor.to(torch.float32).numpy(), have[name].astype(np.float32), err_msg=name)
+        tensor = (
+            torch.from_numpy(held.bytes[offset : offset + size])
+            .view(getattr(torch, kind))
+            .view(shape)
+        )
+        np.testing.assert_array_equal(
+            tensor.to(torch.float32).numpy(), have[name].astype(np.float32), err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -190,16 +239,21 @@ def test_torch_finds_the_same_tensors(precision, segment):
 def test_sharded_parameters_give_the_same_bytes(name, precision, sizes, segment, monkeypatch):
     """A shard in the place of a leaf, or a scale of the rows of one shard, would differ.
 
-    No program runs on several devices. One that took a block of rows would gather those of all layers first, and two
-    threads could start two of them in another order on each GPU, where each waits for the other.
+    No program runs on several devices. One that took a block of rows would gather those of all
+    layers first, and two threads could start two of them in another order on each GPU, where each
+    waits for the other.
     """
     config = MODELS[name]
     params = _params(config)
-    bridge = WeightBridge(config, dtype="bfloat16" if precision == "int8" else precision, int8=precision == "int8")
+    bridge = WeightBridge(
+        config, dtype="bfloat16" if precision == "int8" else precision, int8=precision == "int8"
+    )
     whole, sharded = segment(bridge), segment(bridge)
     count = math.prod(sizes.values())
     mesh = make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes}, devices=jax.devices()[:count])
-    placed = jax.device_put(params, param_shardings(logical_axes(config), param_shapes(config), mesh))
+    placed = jax.device_put(
+        params, param_shardings(logical_axes(config), param_shapes(config), mesh)
+    )
     assert len(placed["embedding"].addressable_shards) == count
     first = bridge.publish(params, whole, 3)
     devices = set()
@@ -273,14 +327,20 @@ def test_checksums_of_a_push(version, segment):
     """In the manifest's order, of what lies there: both sides compare nothing else."""
     config = MODELS["qwen3_untied"]
     params = _params(config)
-    for bridge in (WeightBridge(config, dtype="float32"), WeightBridge(config, dtype="bfloat16", int8=True)):
+    for bridge in (
+        WeightBridge(config, dtype="float32"),
+        WeightBridge(config, dtype="bfloat16", int8=True),
+    ):
         held = segment(bridge)
         sums = bridge.publish(params, held, version)
         have = _read(bridge, held)
         assert sums.dtype == np.uint64
-        assert sums.tolist() == [_checksum(have[tensor.name].tobytes(), version) for tensor in bridge.manifest]
+        assert sums.tolist() == [
+            _checksum(have[tensor.name].tobytes(), version) for tensor in bridge.manifest
+        ]
     assert have["model.layers.0.mlp.up_proj.weight"].nbytes < _BLOCK
-    # The embedding of 400 x 48 float32, 76,800 bytes, is above the 64 KiB up to which the rule is plain CRC-32.
+    # The embedding of 400 x 48 float32, 76,800 bytes, is above the 64 KiB up to which the rule is
+    # plain CRC-32.
     large = WeightBridge(config, dtype="float32").manifest[0]
     assert large.name == "model.embed_tokens.weight" and large.num_bytes == 76_800
 
@@ -292,7 +352,9 @@ def test_whatever_arrived_changed_is_named(segment):
     held, params = segment(bridge), _params(config)
 
     def consumed(version):
-        return np.array([checksum(a.reshape(-1).view(np.uint8), version) for a in _read(bridge, held).values()])
+        return np.array(
+            [checksum(a.reshape(-1).view(np.uint8), version) for a in _read(bridge, held).values()]
+        )
 
     sent = bridge.publish(params, held, 4)
     assert differing(bridge.manifest, sent, consumed(4)) == []
@@ -313,7 +375,9 @@ def test_whatever_arrived_changed_is_named(segment):
     newer["layers"]["mlp"]["down"] = params["layers"]["mlp"]["down"]
     bridge.publish(newer, held, 4)
     sent = bridge.publish(_params(config, 1), segment(bridge), 4)
-    assert differing(bridge.manifest, sent, consumed(4)) == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(3)]
+    assert differing(bridge.manifest, sent, consumed(4)) == [
+        f"model.layers.{i}.mlp.down_proj.weight" for i in range(3)
+    ]
     with pytest.raises(ValueError):
         differing(bridge.manifest, sent, consumed(4)[:-1])
 
@@ -322,7 +386,9 @@ def test_whatever_arrived_changed_is_named(segment):
 def test_a_small_tensor_has_its_crc(size):
     """All of it, at any version."""
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    assert {checksum(data, version) for version in (0, 1, 15, 16, 1000)} == {zlib.crc32(data.tobytes())}
+    assert {checksum(data, version) for version in (0, 1, 15, 16, 1000)} == {
+        zlib.crc32(data.tobytes())
+    }
 
 
 def test_published_value_of_crc_32():
@@ -332,16 +398,21 @@ def test_published_value_of_crc_32():
 
 @pytest.mark.parametrize("size", [65537, 16 * _BLOCK, 35 * _BLOCK + 123])
 def test_a_large_tensor_is_looked_at_in_blocks(size):
-    """The first 64 KiB, the last, and of 16 blocks the one whose turn it is: any bit shows in one of 16 versions."""
+    """The first 64 KiB, the last, and of 16 blocks the one whose turn it is: any bit shows in one
+    of 16 versions.
+    """
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     plain = [checksum(data, version) for version in range(16)]
     assert plain == [_checksum(data, version) for version in range(16)]
     assert [checksum(data, version + 160) for version in range(16)] == plain
     for block in range(-(-size // _BLOCK)):
-        # Its first byte and, where the last block is cut short, bytes of the 64 KiB that end the tensor.
+        # Its first byte and, where the last block is cut short, bytes of the 64 KiB that end the
+        # tensor.
         for at in {block * _BLOCK, min(block * _BLOCK + 65_000, size - 1)}:
             data[at] ^= 0x10
-            noticed = {version for version in range(16) if checksum(data, version) != plain[version]}
+            noticed = {
+                version for version in range(16) if checksum(data, version) != plain[version]
+            }
             data[at] ^= 0x10
             always = at < _BLOCK or at >= size - _BLOCK
             assert noticed == (set(range(16)) if always else {block % 16}), at
@@ -360,7 +431,12 @@ def test_a_square_matrix_transposed_has_another_checksum(side):
 
 def test_parse_gives_what_was_listed():
     """In its order, with room left out between tensors and behind the last."""
-    listed = [["b", "float32", [2, 3], 64], ["a", "bfloat16", [5], 0], ["c", "int8", [7], 88], ["d", "int8", [], 95]]
+    listed = [
+        ["b", "float32", [2, 3], 64],
+        ["a", "bfloat16", [5], 0],
+        ["c", "int8", [7], 88],
+        ["d", "int8", [], 95],
+    ]
     assert parse(listed, 100) == [
         Tensor("b", "float32", (2, 3), 64),
         Tensor("a", "bfloat16", (5,), 0),
@@ -373,15 +449,39 @@ def test_parse_gives_what_was_listed():
 
 _MISPLACED = {
     "overlap": ([["a", "int8", [9], 0], ["b", "int8", [4], 8]], "manifest: b at byte 8 overlaps a"),
-    "overlap, listed backwards": ([["b", "int8", [4], 8], ["a", "int8", [9], 0]], "manifest: b at byte 8 overlaps a"),
-    "in one place": ([["a", "int8", [4], 8], ["b", "int8", [4], 8]], "manifest: b at byte 8 overlaps a"),
-    "one within another": ([["a", "int8", [64], 0], ["b", "int8", [4], 16]], "manifest: b at byte 16 overlaps a"),
-    "float32 at 2": ([["a", "float32", [1], 2]], "manifest: a at byte 2 overlaps the segment's start or is not al"),
+    "overlap, listed backwards": (
+        [["b", "int8", [4], 8], ["a", "int8", [9], 0]],
+        "manifest: b at byte 8 overlaps a",
+    ),
+    "in one place": (
+        [["a", "int8", [4], 8], ["b", "int8", [4], 8]],
+        "manifest: b at byte 8 overlaps a",
+    ),
+    "one within another": (
+        [["a", "int8", [64], 0], ["b", "int8", [4], 16]],
+        "manifest: b at byte 16 overlaps a",
+    ),
+    "float32 at 2": (
+        [["a", "float32", [1], 2]],
+        "manifest: a at byte 2 overlaps the segment's start or is not al",
+    ),
     "bfloat16 at 1": ([["a", "bfloat16", [1], 1]], "is not aligned"),
-    "one byte too long": ([["a", "int8", [65], 0]], "manifest: a ends at byte 65, the segment has 64"),
-    "begins behind the end": ([["a", "int8", [1], 64]], "manifest: a ends at byte 65, the segment has 64"),
-    "far too long": ([["a", "float32", [2**62, 2**62], 0]], f"a ends at byte {2**126}, the segment has 64"),
-    "a name twice": ([["a", "int8", [4], 0], ["a", "int8", [4], 8]], "manifest: a name is listed twice"),
+    "one byte too long": (
+        [["a", "int8", [65], 0]],
+        "manifest: a ends at byte 65, the segment has 64",
+    ),
+    "begins behind the end": (
+        [["a", "int8", [1], 64]],
+        "manifest: a ends at byte 65, the segment has 64",
+    ),
+    "far too long": (
+        [["a", "float32", [2**62, 2**62], 0]],
+        f"a ends at byte {2**126}, the segment has 64",
+    ),
+    "a name twice": (
+        [["a", "int8", [4], 0], ["a", "int8", [4], 8]],
+        "manifest: a name is listed twice",
+    ),
 }
 
 
@@ -462,7 +562,9 @@ def test_another_process_reads_and_writes_the_same_memory():
 
 @pytest.fixture
 def no_large_files():
-    """The system refuses files of more than 64 MiB: without this a broken check would take all memory there is."""
+    """The system refuses files of more than 64 MiB: without this a broken check would take all
+    memory there is.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, hard))
     yield
@@ -476,7 +578,9 @@ def test_memory_that_is_not_there_is_refused_unasked(no_large_files):
         with pytest.raises(MemoryError) as raised:
             Segment("weights", size)
         line = str(raised.value)
-        assert line.startswith(f"shared memory weights: {size / 2**30:.2f} GiB cannot be allocated (")
+        assert line.startswith(
+            f"shared memory weights: {size / 2**30:.2f} GiB cannot be allocated ("
+        )
         assert line.endswith(" GiB free)") and "\n" not in line
     assert _descriptors() == before
 
@@ -484,7 +588,10 @@ def test_memory_that_is_not_there_is_refused_unasked(no_large_files):
 def test_memory_that_the_system_refuses_is_one_line(no_large_files):
     """Memory that looks free may be refused; the descriptor is closed then."""
     before = _descriptors()
-    with pytest.raises(MemoryError, match=r"^shared memory weights: 0\.12 GiB cannot be allocated \(.*File too large"):
+    with pytest.raises(
+        MemoryError,
+        match=r"^shared memory weights: 0\.12 GiB cannot be allocated \(.*File too large",
+    ):
         Segment("weights", 128 << 20)  # 2^27 / 2^30 = 0.125, to even
     assert _descriptors() == before
 
@@ -502,7 +609,9 @@ def test_available_memory_is_some_of_the_machine():
 
 
 def test_pages_that_were_only_read_are_free(monkeypatch, tmp_path):
-    """A container that has just read a checkpoint: 3,000,000 - (2,900,000 - 2,500,000), not 100,000."""
+    """A container that has just read a checkpoint: 3,000,000 - (2,900,000 - 2,500,000), not
+    100,000.
+    """
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2900000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\nactive_file 0\ninactive_file 2500000\n")
@@ -524,8 +633,14 @@ def test_pages_that_were_only_read_are_free(monkeypatch, tmp_path):
     ],
 )
 def test_a_control_group_lowers_it(limit, used, expected, monkeypatch, tmp_path):
-    """In a container the machine's memory is not ours; without a readable limit the machine's counts."""
-    for name, text in (("memory.max", limit), ("memory.current", used), ("memory.stat", "anon 5\ninactive_file 0\n")):
+    """In a container the machine's memory is not ours; without a readable limit the machine's
+    counts.
+    """
+    for name, text in (
+        ("memory.max", limit),
+        ("memory.current", used),
+        ("memory.stat", "anon 5\ninactive_file 0\n"),
+    ):
         if text is not None:
             (tmp_path / name).write_text(text)
     monkeypatch.setattr(segments, "_CGROUP", tmp_path)

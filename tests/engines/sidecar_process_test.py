@@ -19,8 +19,19 @@ from dcmdp_jax.engines.sidecar.process import Launch
     ],
 )
 def test_the_directory_of_temporary_files(directory, temporary):
-    """Absolute where it can be: a compiler that a child starts in another directory writes there too."""
-    launch = Launch("vLLM", "python", Path("x.py"), Path(directory), {}, {"A": "1"}, ("VLLM_RPC_BASE_PATH",), 1.0)
+    """Absolute where it can be: a compiler that a child starts in another directory writes there
+    too.
+    """
+    launch = Launch(
+        "vLLM",
+        "python",
+        Path("x.py"),
+        Path(directory),
+        {},
+        {"A": "1"},
+        ("VLLM_RPC_BASE_PATH",),
+        1.0,
+    )
     environment = process.process_environment(launch)
     assert environment["TMPDIR"] == environment["VLLM_RPC_BASE_PATH"] == temporary
     assert environment["A"] == "1"

@@ -5,8 +5,9 @@ from dcmdp_jax.engines.vllm_common import request_seeds
 
 
 def test_hand_checked_values():
-    # SeedSequence([3, 5, 7]) begins with the 32-bit words 0x08603933 and 0xdf796e1d. Low word first they are the
-    # 64-bit word 0xdf796e1d08603933; halved: 0x6fbcb70e84301c99. Not shifted it would not fit in an int64.
+    # SeedSequence([3, 5, 7]) begins with the 32-bit words 0x08603933 and 0xdf796e1d. Low word first
+    # they are the 64-bit word 0xdf796e1d08603933; halved: 0x6fbcb70e84301c99. Not shifted it would
+    # not fit in an int64.
     assert request_seeds(3, 5, [7]).tolist() == [0x6FBCB70E84301C99]
     assert 0xDF796E1D08603933 // 2 == 0x6FBCB70E84301C99 and 0xDF796E1D08603933 >= 2**63
     words = np.random.SeedSequence([3, 5, 7]).generate_state(2, np.uint32)
@@ -23,7 +24,9 @@ def test_a_row_has_its_seed_whatever_else_is_asked_for():
 
 def test_seeds_are_distinct_and_in_range():
     # Sums and products of the three would give the same for many of these.
-    seeds = np.concatenate([request_seeds(seed, step, range(100)) for seed in range(10) for step in range(10)])
+    seeds = np.concatenate(
+        [request_seeds(seed, step, range(100)) for seed in range(10) for step in range(10)]
+    )
     assert np.unique(seeds).size == 10_000
     # vLLM's CPU build sees the low 32 bits. Of 10,000 even draws from 2^32 about 0.01 pairs agree.
     assert np.unique(seeds & 0xFFFFFFFF).size == 10_000
@@ -35,7 +38,11 @@ def test_seeds_are_distinct_and_in_range():
 
 @pytest.mark.parametrize(
     ("numbers", "named"),
-    [((-1, 0, [0]), "seed: got -1"), ((0, 2**32, [0]), "step: got 4294967296"), ((0, 0, [0, -3]), "row: got -3")],
+    [
+        ((-1, 0, [0]), "seed: got -1"),
+        ((0, 2**32, [0]), "step: got 4294967296"),
+        ((0, 0, [0, -3]), "row: got -3"),
+    ],
 )
 def test_numbers_out_of_range_are_refused(numbers, named):
     with pytest.raises(ValueError, match=f"^{named}, must be in 0 .. 2\\^32 - 1$"):

@@ -50,7 +50,9 @@ def _until_stopped(ended):
 
 
 def test_what_is_left_is_stopped_with_the_iterator():
-    """So every sidecar is told to cancel; silence gives None, which lets the caller look for a signal."""
+    """So every sidecar is told to cancel; silence gives None, which lets the caller look for a
+    signal.
+    """
     ended = []
     running = Calls([_until_stopped(ended), _until_stopped(ended)]).values()
     assert [next(running), next(running), next(running)] == ["begun", "begun", None]
@@ -78,7 +80,9 @@ def _fleet(least, limit_s=10.0):
 
 
 def test_the_time_between_calls_is_no_wait_for_replicas(monkeypatch):
-    """One was lost during a call; by the next one, after a long step, it may be there again. Waits of two calls add."""
+    """One was lost during a call; by the next one, after a long step, it may be there again. Waits
+    of two calls add.
+    """
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     fleet = _fleet(least=2)
@@ -113,6 +117,8 @@ def test_one_that_never_starts_again_ends_the_run_only_below_the_least(least):
     if least == 1:
         assert [works() for _ in range(9)] == [0] * 9 and lost.work["restarts"] == 9
     else:
-        with pytest.raises(EngineError, match="replica 1 sidecar failed 6 times in a row, at last: no device"):
+        with pytest.raises(
+            EngineError, match="replica 1 sidecar failed 6 times in a row, at last: no device"
+        ):
             for _ in range(9):
                 works()

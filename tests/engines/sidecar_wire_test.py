@@ -1,4 +1,6 @@
-"""Frames over real socket pairs: what arrives, and what becomes of a connection whose other end sends no frame."""
+"""Frames over real socket pairs: what arrives, and what becomes of a connection whose other end
+sends no frame.
+"""
 
 import contextlib
 import os
@@ -90,7 +92,12 @@ def _arrays(draw):
 
 
 _SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(), st.binary()
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
 )
 _FIELDS = st.dictionaries(
     st.text().filter(lambda name: name not in ("op", "arrays")),
@@ -126,12 +133,16 @@ def test_large_frames_arrive_whole():
     arrays = {name: rng.integers(0, 256, (3, _MIB), np.uint8).view(name).copy() for name in _DTYPES}
     fields = {"text": "x" * _MIB}
     with _pair() as (left, right):
-        sender = threading.Thread(target=left.send, args=("big", fields, arrays), kwargs={"timeout_s": HANGS_S})
+        sender = threading.Thread(
+            target=left.send, args=("big", fields, arrays), kwargs={"timeout_s": HANGS_S}
+        )
         sender.start()
         message = right.receive(timeout_s=HANGS_S)
         sender.join()
     assert message.header == {"op": "big", **fields}
-    assert {name: array.dtype.name for name, array in message.arrays.items()} == {name: name for name in _DTYPES}
+    assert {name: array.dtype.name for name, array in message.arrays.items()} == {
+        name: name for name in _DTYPES
+    }
     for name, array in arrays.items():
         assert message.arrays[name].shape == (3, _MIB // array.itemsize)
         assert message.arrays[name].tobytes() == array.tobytes()
@@ -140,16 +151,19 @@ def test_large_frames_arrive_whole():
 def test_frames_that_wait_keep_their_own_arrays():
     with _pair() as (left, right):
         for number in range(4):
-            left.send("frame", {"number": number}, {"a": np.full(5, number, np.int32)}, timeout_s=HANGS_S)
+            left.send(
+                "frame", {"number": number}, {"a": np.full(5, number, np.int32)}, timeout_s=HANGS_S
+            )
         for number in range(4):
             message = right.receive(timeout_s=HANGS_S)
             assert message.header == {"op": "frame", "number": number}
             assert message.arrays["a"].tolist() == [number] * 5
 
 
-# {"n": 7, "op": "push", "arrays": {"a": ["int32", [2], 1 and -2], "b": ["uint8", [], 255]}} by msgpack's specification:
-# 0x80 | n is a map of n, 0x90 | n a list, 0xa0 | n a string of n bytes, 0xc4 n n bytes; small numbers are themselves.
-# 1 + 3 + 3+5 + 7+1 + 2+1+6+2+2+8 + 2+1+6+1+2+1 = 54 bytes.
+# {"n": 7, "op": "push", "arrays": {"a": ["int32", [2], 1 and -2], "b": ["uint8", [], 255]}} by
+# msgpack's specification: 0x80 | n is a map of n, 0x90 | n a list, 0xa0 | n a string of n bytes,
+# 0xc4 n n bytes; small numbers are themselves. 1 + 3 + 3+5 + 7+1 + 2+1+6+2+2+8 + 2+1+6+1+2+1 = 54
+# bytes.
 _LISTED = b"\xa6arrays\x82"
 _LISTED += b"\xa1a\x93\xa5int32\x91\x02\xc4\x08" + b"\x01\0\0\0" + b"\xfe\xff\xff\xff"
 _LISTED += b"\xa1b\x93\xa5uint8\x90\xc4\x01" + b"\xff"
@@ -188,7 +202,10 @@ _MALFORMED = {
     "text": (b"HTTP/1.1 200 OK\r\n\r\n", "not a frame: it begins with b'HTTP'"),
     "nothing": (_frame(b""), "malformed frame: "),
     "not msgpack": (_frame(b"\xc1"), "malformed frame: "),
-    "msgpack with more behind it": (_frame(msgpack.packb({"op": "x", "arrays": {}}) + b"\x01"), "ExtraData"),
+    "msgpack with more behind it": (
+        _frame(msgpack.packb({"op": "x", "arrays": {}}) + b"\x01"),
+        "ExtraData",
+    ),
     "half of a map": (_frame(msgpack.packb({"op": "x", "arrays": {}})[:-1]), "malformed frame: "),
     "text that is not UTF-8": (_frame(b"\x81\xa1\xff\x01"), "UnicodeDecodeError"),
     "nested beyond msgpack": (_frame(b"\x91" * 5000), "malformed frame: "),
@@ -200,7 +217,10 @@ _MALFORMED = {
     "no arrays": (_frame({"op": "x"}), "malformed frame: KeyError('arrays')"),
     "arrays is nothing": (_frame({"op": "x", "arrays": None}), "malformed frame: "),
     "arrays is a list": (_frame({"op": "x", "arrays": []}), "malformed frame: "),
-    "an array is a long text": (_frame({"op": "x", "arrays": {"a": "b\n" * 10_000}}), "malformed frame: "),
+    "an array is a long text": (
+        _frame({"op": "x", "arrays": {"a": "b\n" * 10_000}}),
+        "malformed frame: ",
+    ),
     "an array is too short": (_frame(_with("uint8", [0])), "malformed frame: "),
     "an array is too long": (_frame(_with("uint8", [0], b"", 0)), "malformed frame: "),
     "float64": (_frame(_with("float64", [1], bytes(8))), "an array of another dtype"),
@@ -210,7 +230,10 @@ _MALFORMED = {
     "a dimension is 1.0": (_frame(_with("uint8", [1.0], bytes(1))), "malformed frame: "),
     # 2^62 x 2^62 x 4 bytes is 0 in 64 bits.
     "dimensions that overflow": (_frame(_with("int32", [2**62, 2**62], b"")), "malformed frame: "),
-    "more than an int64 beside a 0": (_frame(_with("uint8", [0, 2**64 - 1], b"")), "malformed frame: "),
+    "more than an int64 beside a 0": (
+        _frame(_with("uint8", [0, 2**64 - 1], b"")),
+        "malformed frame: ",
+    ),
     "a byte missing": (_frame(_with("uint8", [4], bytes(3))), "cannot reshape array of size 3"),
     "a byte more": (_frame(_with("uint8", [4], bytes(5))), "cannot reshape array of size 5"),
     "half of a number": (_frame(_with("int32", [1], bytes(3))), "malformed frame: "),
@@ -262,7 +285,9 @@ def test_sending_to_a_peer_that_is_gone():
             connection.send("x", timeout_s=HANGS_S)
             peer.sendall(data)
             peer.close()
-            with pytest.raises(WireError, match="^sending 'y': (Broken pipe|Connection reset by peer)$"):
+            with pytest.raises(
+                WireError, match="^sending 'y': (Broken pipe|Connection reset by peer)$"
+            ):
                 connection.send("y", timeout_s=HANGS_S)
             assert connection.fileno() == -1
             # Closed for good, and closing it once more is nothing.
@@ -273,14 +298,21 @@ def test_sending_to_a_peer_that_is_gone():
 
 @pytest.mark.parametrize("cut", [0, 1, 11, 12, 20, 57, 65])
 def test_a_frame_that_does_not_come_is_waited_for_so_long(cut):
-    """Nothing, half of the prefix, of the map: a frame can't be resumed, so the connection is over."""
+    """Nothing, half of the prefix, of the map: a frame can't be resumed, so the connection is
+    over.
+    """
     whole = _frame(_HAND)
     assert len(whole) == 66
-    assert _refusal(whole[:cut], kind=TimeoutError, timeout_s=0.05) == "waiting for a frame: nothing for 0.05 s"
+    assert (
+        _refusal(whole[:cut], kind=TimeoutError, timeout_s=0.05)
+        == "waiting for a frame: nothing for 0.05 s"
+    )
 
 
 def test_a_peer_that_dribbles_is_not_waited_for_longer():
-    """The limit is for the whole frame; restarted at each byte, it would wait minutes for this map."""
+    """The limit is for the whole frame; restarted at each byte, it would wait minutes for this
+    map.
+    """
     with _raw() as (peer, connection):
 
         def dribble():
@@ -300,7 +332,10 @@ def test_a_peer_that_dribbles_is_not_waited_for_longer():
 
 def test_a_peer_that_does_not_read_is_waited_for_so_long():
     before = _descriptors()
-    for arguments in ({"arrays": {"a": np.zeros(8 * _MIB, np.uint8)}}, {"header": {"text": "x" * 8 * _MIB}}):
+    for arguments in (
+        {"arrays": {"a": np.zeros(8 * _MIB, np.uint8)}},
+        {"header": {"text": "x" * 8 * _MIB}},
+    ):
         with _raw() as (_, connection):
             with pytest.raises(TimeoutError, match=r"^sending 'big': nothing for 0\.2 s$"):
                 connection.send("big", **arguments, timeout_s=0.2)
@@ -309,14 +344,20 @@ def test_a_peer_that_does_not_read_is_waited_for_so_long():
 
 
 _REFUSED = {
-    "float64": ({"a": np.zeros(3)}, "frame 'x': array a is float64, allowed are uint8, int16, int32"),
+    "float64": (
+        {"a": np.zeros(3)},
+        "frame 'x': array a is float64, allowed are uint8, int16, int32",
+    ),
     "bool": ({"fine": np.zeros(3, np.int32), "b": np.zeros(3, bool)}, "array b is bool"),
     "objects": ({"a": np.array([None])}, "array a is object"),
     # numpy calls its dtype "int32"; 1 would arrive as 2^24.
     "big-endian": ({"a": np.array([1], ">i4")}, "array a is >i4"),
     # 1 + 3+2 + 7+1 + 2+1+6+1+2 + 2+129 = 157 bytes, 129 being two in the shape.
     "a large array": ({"a": np.zeros(129, np.uint8)}, "frame 'x': 157 bytes, the limit is 128"),
-    "arrays large together": ({"a": np.zeros(65, np.uint8), "b": np.zeros(16, np.int32)}, "the limit is 128"),
+    "arrays large together": (
+        {"a": np.zeros(65, np.uint8), "b": np.zeros(16, np.int32)},
+        "the limit is 128",
+    ),
     "a large name": ({"a" * 130: np.zeros(1, np.uint8)}, "the limit is 128"),
 }
 
@@ -335,7 +376,9 @@ def test_what_can_not_be_sent_is_refused_whole(case):
 
 
 def _received(data):
-    """Result of `receive` for bytes and an end of file; anything but a message, WireError, TimeoutError fails."""
+    """Result of `receive` for bytes and an end of file; anything but a message, WireError,
+    TimeoutError fails.
+    """
     with _raw() as (peer, connection):
         peer.sendall(data)
         peer.close()
@@ -355,13 +398,25 @@ def test_random_bytes_are_an_error_of_the_wire(data, framed):
     assert _descriptors() == before
 
 
-_DIMENSIONS = st.one_of(st.integers(0, 4), st.sampled_from([2**31, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1]))
-_PARTS = st.tuples(st.sampled_from(_DTYPES), st.lists(_DIMENSIONS, max_size=5), st.binary(max_size=64))
-_ANY = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=6)
+_DIMENSIONS = st.one_of(
+    st.integers(0, 4), st.sampled_from([2**31, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+)
+_PARTS = st.tuples(
+    st.sampled_from(_DTYPES), st.lists(_DIMENSIONS, max_size=5), st.binary(max_size=64)
+)
+_ANY = st.recursive(
+    _SCALARS,
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
 
 
 @settings(deadline=None, max_examples=300)
-@given(listed=st.one_of(st.dictionaries(st.text(max_size=2), st.one_of(_PARTS, _ANY), max_size=3), _ANY))
+@given(
+    listed=st.one_of(
+        st.dictionaries(st.text(max_size=2), st.one_of(_PARTS, _ANY), max_size=3), _ANY
+    )
+)
 def test_arrays_that_lie_are_an_error_of_the_wire(listed):
     """Whatever a frame says of them: no overflow, no array out of bounds."""
     message = _received(_frame({"op": "x", "arrays": listed}))

@@ -24,25 +24,38 @@ class StubEngine:
         self._server, self._vocabulary = arguments.settings.server, arguments.model.vocab_size
 
     def _ask(self, what, **fields):
-        with urllib.request.urlopen(f"{self._server}/{what}", json.dumps(fields).encode(), timeout=60) as reply:
+        with urllib.request.urlopen(
+            f"{self._server}/{what}", json.dumps(fields).encode(), timeout=60
+        ) as reply:
             return json.load(reply)
 
     def push_weights(self, params, policy_version):
         self._version = policy_version
-        return self._ask("weights", version=policy_version, scale=float(np.sum(params["norm"]["scale"])))
+        return self._ask(
+            "weights", version=policy_version, scale=float(np.sum(params["norm"]["scale"]))
+        )
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         version, count = self._version, sampling.group_size
         for group, prompt in enumerate(prompts):
             row = [seed, step, first_prompt + group]
             sampled = self._ask("sample", row=row, count=count, vocabulary=self._vocabulary)
-            arrays = [(np.array(ids, np.int32), np.array(logprobs, np.float32)) for ids, logprobs in sampled]
+            arrays = [
+                (np.array(ids, np.int32), np.array(logprobs, np.float32))
+                for ids, logprobs in sampled
+            ]
             same = {"policy_version": version, "group": group, "finish_reason": "length"}
-            yield [single_turn(prompt, *pair, member=member, **same) for member, pair in enumerate(arrays)]
+            yield [
+                single_turn(prompt, *pair, member=member, **same)
+                for member, pair in enumerate(arrays)
+            ]
 
     def score(self, prompts, completions, *, temperature):
         asked = [ids.tolist() for ids in completions]
-        return [np.array(row, np.float32) for row in self._ask("score", rows=asked, vocabulary=self._vocabulary)]
+        return [
+            np.array(row, np.float32)
+            for row in self._ask("score", rows=asked, vocabulary=self._vocabulary)
+        ]
 
     release_weights = close = lambda self: None
 
@@ -55,7 +68,9 @@ class StubKind(EngineKind):
             raise ArgumentError("server", f"got {server!r}, must be http://HOST:PORT")
 
     def memory(self, arguments, load, machine, rows):
-        return [exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")]
+        return [
+            exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")
+        ]
 
     def build(self, arguments):
         return StubEngine(arguments)

@@ -1,4 +1,6 @@
-"""Adapters beside their base in real vLLM: the base is loaded once, and each push is of A and B alone."""
+"""Adapters beside their base in real vLLM: the base is loaded once, and each push is of A and B
+alone.
+"""
 
 import os
 import signal
@@ -20,7 +22,16 @@ from dcmdp_jax.models.lora import Adapted, adapter_declarations, merged
 from dcmdp_jax.models.params import draw_params, quantized_leaves
 from dcmdp_jax.models.quantize import quantize_tree
 from tests.support.sampling import assert_same_samples, local_engine, sample
-from tests.support.vllm_tools import EXPERTS, STOP, TOTAL, pid_of, prompts, random_params, small_model, vllm_settings
+from tests.support.vllm_tools import (
+    EXPERTS,
+    STOP,
+    TOTAL,
+    pid_of,
+    prompts,
+    random_params,
+    small_model,
+    vllm_settings,
+)
 
 FAULTY = Path(__file__).with_name("faulty_sidecar.py")
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
@@ -32,12 +43,19 @@ def _policy(version: int, model: ModelConfig = MODEL, lora: Lora = LORA) -> Adap
     drawn = draw_params(adapter_declarations(model, lora), jax.random.key(version), "float32")
     leaves, tree = jax.tree.flatten(drawn)
     keys = jax.random.split(jax.random.key(version + 100), len(leaves))
-    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    moved = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
     return Adapted(random_params(model, 0), jax.tree.unflatten(tree, moved), lora)
 
 
-def _assert_merged_logprobs(live, policy: Adapted, model: ModelConfig = MODEL, atol: float = 1e-5) -> None:
-    """The engine's log-probs of fixed completions are those of the merged model in the embedded engine."""
+def _assert_merged_logprobs(
+    live, policy: Adapted, model: ModelConfig = MODEL, atol: float = 1e-5
+) -> None:
+    """The engine's log-probs of fixed completions are those of the merged model in the embedded
+    engine.
+    """
     embedded = local_engine(model, precision="exact", max_total_tokens=TOTAL)
     embedded.push_weights(merged(*policy), 0)
     asked, answers = prompts(6, model), prompts(6, model, seed=1)
@@ -47,7 +65,9 @@ def _assert_merged_logprobs(live, policy: Adapted, model: ModelConfig = MODEL, a
 
 def _loads(live) -> int:
     """How often an engine has loaded a whole model."""
-    [log] = {replica.supervisor.sidecar._launch.directory / "sidecar.log" for replica in live.replicas}
+    [log] = {
+        replica.supervisor.sidecar._launch.directory / "sidecar.log" for replica in live.replicas
+    }
     return log.read_text(encoding="utf-8").count("Reloading and processing weights took")
 
 
@@ -58,7 +78,9 @@ def live(start):
 
 
 def test_each_push_changes_the_policy_and_the_base_is_loaded_once(live):
-    """The merged model's log-probs in float32, of three versions, and of the first one again the same bits."""
+    """The merged model's log-probs in float32, of three versions, and of the first one again the
+    same bits.
+    """
     sampled = {}
     for number, version in enumerate((0, 1, 2, 0)):
         policy = _policy(version)
@@ -70,11 +92,13 @@ def test_each_push_changes_the_policy_and_the_base_is_loaded_once(live):
         if version in sampled:
             assert_same_samples(sampled[version], rollout)
         for other, before in sampled.items():
-            assert other == version or not all(map(np.array_equal, before.completion_ids, rollout.completion_ids))
+            assert other == version or not all(
+                map(np.array_equal, before.completion_ids, rollout.completion_ids)
+            )
         sampled[version] = rollout
     assert _loads(live) == 1
-    # A and B of 7 matrices in 2 layers, (64 + 128 + 2 (64 + 64) + (128 + 64) + 2 (64 + 96) + (96 + 64)) r each, and
-    # room to align them.
+    # A and B of 7 matrices in 2 layers, (64 + 128 + 2 (64 + 64) + (128 + 64) + 2 (64 + 96) + (96 +
+    # 64)) r each, and room to align them.
     numbers = 2 * 4 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 3 * (64 + 96))
     assert 4 * numbers <= live.weights.adapters.num_bytes < 4 * numbers + 28 * 64
     assert [segment.bytes.size for segment in live.weights.segments] == [
@@ -96,8 +120,16 @@ def test_a_killed_engine_gets_base_and_adapters_again(live):
     ("model", "lora", "base"),
     [
         pytest.param(MODEL, LORA, "int8", marks=pytest.mark.long, id="int8_base"),
-        pytest.param(MODEL, Lora(16, 16.0, ("q_proj", "down_proj")), "float32", marks=pytest.mark.long, id="targets"),
-        pytest.param(small_model("qwen2", tied=False), LORA, "float32", marks=pytest.mark.long, id="qwen2"),
+        pytest.param(
+            MODEL,
+            Lora(16, 16.0, ("q_proj", "down_proj")),
+            "float32",
+            marks=pytest.mark.long,
+            id="targets",
+        ),
+        pytest.param(
+            small_model("qwen2", tied=False), LORA, "float32", marks=pytest.mark.long, id="qwen2"
+        ),
     ],
 )
 def test_other_bases_ranks_and_targets(start, model, lora, base):
@@ -112,7 +144,9 @@ def test_other_bases_ranks_and_targets(start, model, lora, base):
 @pytest.mark.parametrize("changed", ["adapters", "bridge"])
 def test_adapters_that_arrive_changed_are_not_used(start, changed):
     """One byte of a matrix B, or of the base, altered behind the trainer's back."""
-    engine = start(MODEL, lora=LORA, adapters=True, probe=False, script=FAULTY, engine_args='{"fault": "none"}')
+    engine = start(
+        MODEL, lora=LORA, adapters=True, probe=False, script=FAULTY, engine_args='{"fault": "none"}'
+    )
     bridge, engine.replicas[0].supervisor.max_restarts = getattr(engine.weights, changed), 0
     publish = bridge.publish
 
@@ -123,7 +157,9 @@ def test_adapters_that_arrive_changed_are_not_used(start, changed):
 
     bridge.publish = tampering
     number = 9 if changed == "adapters" else -1
-    with pytest.raises(EngineError, match=rf"weights of version {number}: .* and 0 more arrived changed"):
+    with pytest.raises(
+        EngineError, match=rf"weights of version {number}: .* and 0 more arrived changed"
+    ):
         engine.push_weights(_policy(0), 9)
     engine.close()
 
@@ -141,7 +177,13 @@ WIDE = ModelConfig("llama", 64, 1024, 2048, 2, 16, 16, 64)
 )
 def test_what_vllm_does_not_hold_is_refused_before_it_starts(model, lora, platform, said):
     settings = vllm_settings(adapters=True)
-    fields = {"model": model, "platform": platform, "lora": lora, "settings": settings, "host_devices": 1}
+    fields = {
+        "model": model,
+        "platform": platform,
+        "lora": lora,
+        "settings": settings,
+        "host_devices": 1,
+    }
     with pytest.raises(ArgumentError) as error:
         ENGINE.check(EngineArguments("float32", "float32", **fields))
     assert str(error.value) == f"adapters: got True with {said}: set False"
@@ -154,5 +196,6 @@ def test_the_setting_without_adapters_is_refused():
     with pytest.raises(UserError) as error:
         validate(from_config_dict(config))
     assert str(error.value) == (
-        "config.rollout.vllm.adapters: got True, there are none: set model.lora_rank or model.adapter"
+        "config.rollout.vllm.adapters: got True, there are none: set model.lora_rank or "
+        "model.adapter"
     )

@@ -1,4 +1,6 @@
-"""The arguments for GPUs, read by vLLM's own parser and config, as far as its CPU build does that."""
+"""The arguments for GPUs, read by vLLM's own parser and config, as far as its CPU build does
+that.
+"""
 
 import dataclasses
 import json
@@ -30,15 +32,21 @@ if __name__ == "__main__":
 
 
 def test_a_small_models_cache_does_not_fill_a_gpu(tmp_path):
-    """vLLM goes through all blocks of its cache at each push and call. By hand, of 56 + 1 tokens, so two blocks of 32:
+    """vLLM goes through all blocks of its cache at each push and call. By hand, of 56 + 1 tokens,
+    so two blocks of 32:
 
-    2 * 30 layers * 3 heads * 64 * 2 bytes * 64 tokens * (64 + 1) rows = 95,846,400 bytes; 513 rows: 756 MB.
+    2 * 30 layers * 3 heads * 64 * 2 bytes * 64 tokens * (64 + 1) rows = 95,846,400 bytes; 513 rows:
+    756 MB.
     """
 
     def cache(rows, **changes):
-        model = dataclasses.replace(small_model(), num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+        model = dataclasses.replace(
+            small_model(), num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64
+        )
         place = dict(settings=vllm_settings(**changes), directory=tmp_path, platform="cuda")
-        engine = EngineArguments("bfloat16", "bfloat16", max_total_tokens=56, max_rows=rows, model=model, **place)
+        engine = EngineArguments(
+            "bfloat16", "bfloat16", max_total_tokens=56, max_rows=rows, model=model, **place
+        )
         return launch.engine_arguments(engine).get("kv_cache_memory_bytes")
 
     assert [cache(64), cache(512), cache(1024)] == [2 * 95_846_400, 2 * 756_449_280, None]
@@ -46,28 +54,45 @@ def test_a_small_models_cache_does_not_fill_a_gpu(tmp_path):
 
 
 def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
-    """FP8 becomes vLLM's online quantization with a scale per tensor; sleep mode is known, and wants a GPU."""
+    """FP8 becomes vLLM's online quantization with a scale per tensor; sleep mode is known, and
+    wants a GPU.
+    """
     config, script = small_model(), tmp_path / "read.py"
     script.write_text(_READ)
 
     def arguments(precision, **changes):
-        place = dict(settings=vllm_settings(**changes), directory=tmp_path / precision, platform="cuda")
-        engine = EngineArguments(precision, "bfloat16", max_total_tokens=TOTAL, max_rows=64, model=config, **place)
+        place = dict(
+            settings=vllm_settings(**changes), directory=tmp_path / precision, platform="cuda"
+        )
+        engine = EngineArguments(
+            precision, "bfloat16", max_total_tokens=TOTAL, max_rows=64, model=config, **place
+        )
         launch.write_model_config(engine)
         return launch.engine_arguments(engine)
 
-    asked = [arguments("bfloat16"), arguments("fp8"), arguments("fp8_per_block"), arguments("bfloat16", sleep=2)]
+    asked = [
+        arguments("bfloat16"),
+        arguments("fp8"),
+        arguments("fp8_per_block"),
+        arguments("bfloat16", sleep=2),
+    ]
     done = subprocess.run(
         [sys.executable, str(script)],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
         timeout=HANGS_S,
-        env={**os.environ, **launch.environment(EngineArguments(settings=vllm_settings(), platform="cpu"))},
+        env={
+            **os.environ,
+            **launch.environment(EngineArguments(settings=vllm_settings(), platform="cpu")),
+        },
     )
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     plain, tensor, block, sleep = json.loads(line.removeprefix("found "))
     assert plain == [None, None]
-    assert (tensor, block) == (["online", "fp8_per_tensor_static"], ["online", "fp8_per_block_static"])
+    assert (tensor, block) == (
+        ["online", "fp8_per_tensor_static"],
+        ["online", "fp8_per_block_static"],
+    )
     assert "Sleep mode is not supported on current platform" in sleep

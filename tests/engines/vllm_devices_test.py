@@ -17,8 +17,12 @@ def devices(monkeypatch):
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-        monkeypatch.setattr(vllm_devices, "present_gpus", lambda: [str(number) for number in range(present)])
-        return vllm_devices.devices_of_replicas(dataclasses.replace(VllmSettings(), **changes), platform)
+        monkeypatch.setattr(
+            vllm_devices, "present_gpus", lambda: [str(number) for number in range(present)]
+        )
+        return vllm_devices.devices_of_replicas(
+            dataclasses.replace(VllmSettings(), **changes), platform
+        )
 
     return of
 
@@ -63,7 +67,10 @@ def test_a_cpu_has_nothing_to_divide(devices):
             {"present": 8, "replicas": 5, "tensor_parallel_size": 2},
             "got 5 of .*=2 devices each, and there are 8 .*, not 10",
         ),
-        ({"present": 1, "tensor_parallel_size": 2}, r"got 1 of .*=2 devices each, and there are 1 \(0\), not 2"),
+        (
+            {"present": 1, "tensor_parallel_size": 2},
+            r"got 1 of .*=2 devices each, and there are 1 \(0\), not 2",
+        ),
         (
             {"present": 8, "replicas": 2, "visible_devices": "7"},
             r"got 2 of .*=1 devices each, and there are 1 \(7\), not 2",
@@ -71,7 +78,9 @@ def test_a_cpu_has_nothing_to_divide(devices):
     ],
 )
 def test_replicas_that_do_not_fit(devices, changes, numbers):
-    """Otherwise two engines share a GPU, and the second fails minutes later with an allocator's message."""
+    """Otherwise two engines share a GPU, and the second fails minutes later with an allocator's
+    message.
+    """
     with pytest.raises(ValueError, match=f"^replicas: {numbers}; lower one") as raised:
         devices(**changes)
     assert "\n" not in str(raised.value)

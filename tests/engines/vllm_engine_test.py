@@ -1,4 +1,6 @@
-"""The client over real vLLM: whose weights it has, whose log-probs it reports, and what it refuses."""
+"""The client over real vLLM: whose weights it has, whose log-probs it reports, and what it
+refuses.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -25,12 +27,16 @@ PUSHES = 20
 LISTED = 30
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
 SEEDED = SamplingParams(1, 24, stop_token_ids=(STOP,))
-GREEDY = SamplingParams(group_size=1, max_completion_tokens=24, temperature=0.0, stop_token_ids=(STOP,))
+GREEDY = SamplingParams(
+    group_size=1, max_completion_tokens=24, temperature=0.0, stop_token_ids=(STOP,)
+)
 
 
 @pytest.fixture(scope="module")
 def engine(start):
-    """Qwen3, tied, float32, with weights of version 7; it lists more likeliest tokens than vLLM does by itself."""
+    """Qwen3, tied, float32, with weights of version 7; it lists more likeliest tokens than vLLM
+    does by itself.
+    """
     config = small_model()
     made = start(config, top_logprobs=LISTED)
     made.push_weights(random_params(config, 7), 7)
@@ -64,13 +70,19 @@ _EACH = tuple(range(PUSHES))
 def test_a_live_engine_is_a_fresh_one_after_each_push(
     start, engine, tmp_path, record_property, family, tied, precision, compared
 ):
-    """Tokens and log-probs, greedy and seeded, bit for bit: stale, swapped or half-loaded weights would show.
+    """Tokens and log-probs, greedy and seeded, bit for bit: stale, swapped or half-loaded weights
+    would show.
 
-    Twenty pushes of twenty policies, and all of them again in another order with the same results; some of them, or
-    each, compared with stock vLLM that loaded an exported checkpoint itself (each of those takes seconds).
+    Twenty pushes of twenty policies, and all of them again in another order with the same results;
+    some of them, or each, compared with stock vLLM that loaded an exported checkpoint itself (each
+    of those takes seconds).
     """
     config = small_model(family, tied=tied)
-    live = engine if (config, precision) == (engine.config, "float32") else start(config, precision=precision)
+    live = (
+        engine
+        if (config, precision) == (engine.config, "float32")
+        else start(config, precision=precision)
+    )
     asked = prompts(6, config)
     policies = [random_params(config, version) for version in range(PUSHES)]
 
@@ -88,10 +100,13 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
     directories = []
     for version in compared:
         directories.append(tmp_path / str(version))
-        # The sidecar leaves room for the token that scoring samples; so must the checkpoint's config.json.
+        # The sidecar leaves room for the token that scoring samples; so must the checkpoint's
+        # config.json.
         wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)
         save_params(policies[version], wide, directories[-1], dtype=precision)
-    fresh = fresh_answers(tmp_path, directories, asked, (GREEDY, SEEDED), seed=5, llm={"dtype": precision})
+    fresh = fresh_answers(
+        tmp_path, directories, asked, (GREEDY, SEEDED), seed=5, llm={"dtype": precision}
+    )
     assert_same_bits([ours[version] for version in compared], fresh)
     engine.push_weights(random_params(engine.config, 7), 7)
     record_property("pushes", PUSHES)
@@ -100,7 +115,9 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, temperature):
-    """At the sampling temperature, over the full vocabulary; raw ones would be off by up to a nat at 0.7."""
+    """At the sampling temperature, over the full vocabulary; raw ones would be off by up to a nat
+    at 0.7.
+    """
     sampling = SamplingParams(4, 32, temperature, stop_token_ids=(STOP,))
     rollout = sample(engine, prompts(8, engine.config), sampling, seed=1, step=2)
     exact = embedded.score(rollout.prompt_ids, rollout.completion_ids, temperature=temperature)
@@ -112,17 +129,25 @@ def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, tem
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.5, 0), (0.8, 6)])
 def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p, top_k):
-    """The lists are processed as the draw is: at its temperature, and of a nucleus those tokens alone."""
-    embedded = local_engine(small_model(), precision="exact", max_total_tokens=TOTAL, top_logprobs=LISTED)
+    """The lists are processed as the draw is: at its temperature, and of a nucleus those tokens
+    alone.
+    """
+    embedded = local_engine(
+        small_model(), precision="exact", max_total_tokens=TOTAL, top_logprobs=LISTED
+    )
     embedded.push_weights(random_params(small_model(), 7), 7)
     sampling = SamplingParams(4, 16, 0.7, top_p, top_k, stop_token_ids=(STOP,))
     asked = prompts(4, engine.config)
-    mine, theirs = (collect(one.generate(asked, sampling, seed=1, step=2)) for one in (engine, embedded))
+    mine, theirs = (
+        collect(one.generate(asked, sampling, seed=1, step=2)) for one in (engine, embedded)
+    )
     check_top_logprobs(mine, LISTED, engine.config.vocab_size, whole=sampling.cuts)
     outside = 0
     for a, b in zip(mine, theirs, strict=True):
         first = a.prompt_length  # the same state in both, whatever was sampled there
-        lists = [(one.columns["top_ids"][first], one.columns["top_logprobs"][first]) for one in (a, b)]
+        lists = [
+            (one.columns["top_ids"][first], one.columns["top_logprobs"][first]) for one in (a, b)
+        ]
         np.testing.assert_allclose(*(values for _, values in lists), atol=1e-4, rtol=0)
         np.testing.assert_array_equal(*(np.sort(ids) for ids, _ in lists))
         ids = a.columns["top_ids"][a.sampled_mask]
@@ -166,11 +191,16 @@ def test_sampling_is_a_function_of_seed_step_and_row(engine):
         np.testing.assert_array_equal(a, b)
     for seed, step in ((4, 4), (3, 5)):
         other = sample(engine, asked, SAMPLED, seed=seed, step=step)
-        assert any(not np.array_equal(a, b) for a, b in zip(first.completion_ids, other.completion_ids, strict=True))
+        assert any(
+            not np.array_equal(a, b)
+            for a, b in zip(first.completion_ids, other.completion_ids, strict=True)
+        )
 
 
 def test_more_rows_than_fit_wait_their_turn(engine):
-    """1,000 requests through 64 places: none is lost or changed, and groups come before the others end."""
+    """1,000 requests through 64 places: none is lost or changed, and groups come before the others
+    end.
+    """
     asked = prompts(500, engine.config)
     rollout = sample(engine, asked, SAMPLED, seed=1, step=1)
     assert sum(map(bool, rollout.pulled)) > 1
@@ -181,11 +211,15 @@ def test_more_rows_than_fit_wait_their_turn(engine):
 
 
 def test_bad_input_is_refused_and_harms_nobody(engine):
-    """A prompt too long in the middle of a batch: the error names it, and the next call is what it was before."""
+    """A prompt too long in the middle of a batch: the error names it, and the next call is what it
+    was before.
+    """
     asked = prompts(4, engine.config)
     before = sample(engine, asked, SAMPLED, seed=1, step=1)
     long = np.ones(TOTAL - 10, np.int32)
-    with pytest.raises(ValueError, match=r"prompt 2: 54 tokens and max_completion_tokens=24 exceed .*=64"):
+    with pytest.raises(
+        ValueError, match=r"prompt 2: 54 tokens and max_completion_tokens=24 exceed .*=64"
+    ):
         sample(engine, [*asked[:2], long, *asked[2:]], SAMPLED, seed=1, step=1)
     with pytest.raises(ValueError, match="prompt 0: token id 64 is outside 0 .. 63"):
         sample(engine, [np.array([64], np.int32)], SAMPLED, seed=1, step=1)
@@ -205,10 +239,17 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     asked = prompts(4, engine.config)
     before = sample(engine, asked, SAMPLED, seed=1, step=1)
     sidecar = engine.replicas[0].supervisor.sidecar
-    bad = {"prompt_ids": np.ones(TOTAL + 9, np.int32), "prompt_lengths": np.array([4, TOTAL + 5], np.int32)}
+    bad = {
+        "prompt_ids": np.ones(TOTAL + 9, np.int32),
+        "prompt_lengths": np.array([4, TOTAL + 5], np.int32),
+    }
     sampling = {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}
     header = {"sampling": sampling, "sleep_level": 0, "top_logprobs": 0}
-    arrays = {**bad, "prompt_of_row": np.array([0, 1, 0], np.int32), "seeds": np.arange(3, dtype=np.int64)}
+    arrays = {
+        **bad,
+        "prompt_of_row": np.array([0, 1, 0], np.int32),
+        "seeds": np.arange(3, dtype=np.int64),
+    }
     with pytest.raises(ValueError, match="request 1: .*"):
         sidecar.request("generate", header, arrays, answer="generated")
     health = sidecar.request("health", answer="healthy").header

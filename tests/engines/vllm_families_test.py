@@ -1,4 +1,6 @@
-"""Real vLLM with the other model families: its weights are the last ones pushed, its log-probs the training stack's."""
+"""Real vLLM with the other model families: its weights are the last ones pushed, its log-probs the
+training stack's.
+"""
 
 import dataclasses
 
@@ -22,12 +24,22 @@ LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama"
 
 def _family(model_type: str, **fields: object) -> ModelConfig:
     """Four layers with the family's pattern, or one of three layers, and a window of 5 tokens."""
-    pattern = layer_pattern({"sliding_window": 5, "sliding_window_pattern": 3}, FAMILIES[model_type], 4)
-    return dataclasses.replace(LLAMA, model_type=model_type, num_layers=4, rope_theta=1e4, **pattern, **fields)
+    pattern = layer_pattern(
+        {"sliding_window": 5, "sliding_window_pattern": 3}, FAMILIES[model_type], 4
+    )
+    return dataclasses.replace(
+        LLAMA, model_type=model_type, num_layers=4, rope_theta=1e4, **pattern, **fields
+    )
 
 
-GEMMA = _family("gemma3_text", tie_word_embeddings=True, sliding_rope_theta=100.0, query_pre_attn_scalar=24)
-_LONG = {"llama": LLAMA, "qwen3_moe": EXPERTS, **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")}}
+GEMMA = _family(
+    "gemma3_text", tie_word_embeddings=True, sliding_rope_theta=100.0, query_pre_attn_scalar=24
+)
+_LONG = {
+    "llama": LLAMA,
+    "qwen3_moe": EXPERTS,
+    **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")},
+}
 
 
 @pytest.mark.parametrize(
@@ -38,9 +50,11 @@ _LONG = {"llama": LLAMA, "qwen3_moe": EXPERTS, **{name: _family(name) for name i
     ],
 )
 def test_logprobs_are_the_training_stacks_after_each_push(start, config):
-    """Three policies, and the first again: an engine that keeps packed weights is wrong from the second on.
+    """Three policies, and the first again: an engine that keeps packed weights is wrong from the
+    second on.
 
-    The first push goes through vLLM's own reload, the later ones repeat what that did, from either segment.
+    The first push goes through vLLM's own reload, the later ones repeat what that did, from either
+    segment.
     """
     live = start(config, precision="float32")
     asked, answers = prompts(6, config), prompts(6, config, seed=1)
@@ -49,14 +63,18 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
         live.push_weights(params, version)
         scored = live.score(asked, answers, temperature=0.7)
         for prompt, answer, have in zip(asked, answers, scored, strict=True):
-            ids = np.pad(np.concatenate([prompt, answer]), (0, 32 - prompt.size - answer.size))[None]
+            ids = np.pad(np.concatenate([prompt, answer]), (0, 32 - prompt.size - answer.size))[
+                None
+            ]
             hidden = jax.jit(hidden_states, static_argnums=(1, 5))(
                 params, config, ids, np.arange(32)[None], np.ones_like(ids), Compute()
             )
             logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ output_kernel(params) / 0.7))
             want = [logprobs[prompt.size - 1 + step, token] for step, token in enumerate(answer)]
             np.testing.assert_allclose(have, want, atol=1e-4, rtol=0)
-    log = (live.replicas[0].supervisor.sidecar._launch.directory / "sidecar.log").read_text(encoding="utf-8")
+    log = (live.replicas[0].supervisor.sidecar._launch.directory / "sidecar.log").read_text(
+        encoding="utf-8"
+    )
     assert log.count("Reloading and processing weights took") == 1
     # Each operator of its network too, as hooks see it.
     found = operator_differences(live, params, config, asked, answers)
@@ -66,9 +84,12 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
 
 def test_recurrent_layers_are_refused_in_the_cpu_build_alone():
     config = from_hf(PUBLISHED["Qwen3.5-0.8B"])
-    planned = EngineArguments("bfloat16", "bfloat16", max_total_tokens=64, model=config, settings=vllm_settings())
+    planned = EngineArguments(
+        "bfloat16", "bfloat16", max_total_tokens=64, model=config, settings=vllm_settings()
+    )
     line = refused(launch.check_planned, dataclasses.replace(planned, platform="cpu"))
     assert line == (
-        "engine: got 'vllm', whose CPU build can't load qwen3_5_text without torchvision; set `engine`=local"
+        "engine: got 'vllm', whose CPU build can't load qwen3_5_text without torchvision; set "
+        "`engine`=local"
     )
     launch.check_planned(dataclasses.replace(planned, platform="cuda"))

@@ -58,15 +58,20 @@ def _same(first, second):
     ],
 )
 def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, when, fault):
-    """The whole call again, with the same weights and seeds: the same bits as if nothing had happened."""
+    """The whole call again, with the same weights and seeds: the same bits as if nothing had
+    happened.
+    """
     asked = prompts(500, engine.config)
     before, first = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
     if fault == signal.SIGSTOP:
-        # One that says nothing for so long is replaced, a stopped one or one that other load holds up.
+        # One that says nothing for so long is replaced, a stopped one or one that other load holds
+        # up.
         stream = Sidecar.request
 
         def impatient(self, op, *arguments, **options):
-            return stream(self, op, *arguments, **options | ({} if op == "start" else {"timeout_s": 5.0}))
+            return stream(
+                self, op, *arguments, **options | ({} if op == "start" else {"timeout_s": 5.0})
+            )
 
         monkeypatch.setattr(Sidecar, "request", impatient)
         monkeypatch.setattr(_supervisor(engine), "max_restarts", 100)
@@ -74,7 +79,9 @@ def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, wh
     def fail(complete):
         """At each list that is pulled, with the first sidecar in the middle of the call."""
         if pid_of(engine) == first:
-            with contextlib.suppress(ProcessLookupError):  # while its worker process, if it has one, is waited for
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # while its worker process, if it has one, is waited for
                 os.kill(first, fault)
 
     if when == "idle":
@@ -93,7 +100,10 @@ def test_killed_while_taking_weights(engine):
     new = sample(engine, asked, SAMPLED, seed=1, step=1)
     engine.push_weights(random_params(config, 7), 7)
     old = sample(engine, asked, SAMPLED, seed=1, step=1)
-    assert any(not np.array_equal(a, b) for a, b in zip(new.completion_ids, old.completion_ids, strict=True))
+    assert any(
+        not np.array_equal(a, b)
+        for a, b in zip(new.completion_ids, old.completion_ids, strict=True)
+    )
     for delay in (0.0, 0.03):
         pid = pid_of(engine)
         kill = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
@@ -106,7 +116,9 @@ def test_killed_while_taking_weights(engine):
 
 
 def test_weights_that_arrive_changed_are_not_used(start):
-    """One byte altered in shared memory behind the trainer's back: every sidecar is refused, then the run ends."""
+    """One byte altered in shared memory behind the trainer's back: every sidecar is refused, then
+    the run ends.
+    """
     config = small_model()
     engine = start(config, script=FAULTY, probe=False, **_fault("none"))
     bridge = engine.weights.bridge
@@ -121,7 +133,8 @@ def test_weights_that_arrive_changed_are_not_used(start):
     limit, _supervisor(engine).max_restarts = _supervisor(engine).max_restarts, 0
     try:
         with pytest.raises(
-            EngineError, match=r"failed 1 times in a row, at last: weights of version 9: .* arrived changed"
+            EngineError,
+            match=r"failed 1 times in a row, at last: weights of version 9: .* arrived changed",
         ):
             engine.push_weights(random_params(config, 9), 9)
     finally:
@@ -138,7 +151,9 @@ def test_an_engine_with_another_policy_is_found_out(engine):
     limit, _supervisor(engine).max_restarts = _supervisor(engine).max_restarts, 0
     engine.weights.probe = lambda params, ids: probe(other, ids)
     try:
-        with pytest.raises(EngineError, match=r"nats from the trainer's on average, allowed are 1 "):
+        with pytest.raises(
+            EngineError, match=r"nats from the trainer's on average, allowed are 1 "
+        ):
             engine.push_weights(random_params(config, 7), 7)
     finally:
         engine.weights.probe, _supervisor(engine).max_restarts = probe, limit
@@ -151,7 +166,9 @@ def test_broken_weights_are_the_trainers_fault(engine):
     broken = random_params(config, 7)
     broken["norm"]["scale"] = broken["norm"]["scale"].at[0].set(np.nan)
     pid = pid_of(engine)
-    with pytest.raises(EngineError, match="the trainer's own log-probs of the probe are not finite"):
+    with pytest.raises(
+        EngineError, match="the trainer's own log-probs of the probe are not finite"
+    ):
         engine.push_weights(broken, 9)
     assert pid_of(engine) == pid
     engine.push_weights(random_params(config, 7), 7)
@@ -180,7 +197,9 @@ def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
     """kill -9 of the trainer in the middle of a call."""
     root = str(Path(__file__).parents[2])
     parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT.format(root=root, directory=str(tmp_path))], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _PARENT.format(root=root, directory=str(tmp_path))],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     # The first sign of progress.
     assert int(parent.stdout.readline()) in sidecars(parent.pid)
@@ -188,21 +207,31 @@ def test_a_sidecar_dies_with_its_parent(vllm_is_installed, tmp_path):
     parent.wait()
     wait_until(lambda: not sidecars(parent.pid), "the end of the sidecar")
     # Of torch's compiler no directory either.
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "sidecar.log", "tmp"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "config.json",
+        "sidecar.log",
+        "tmp",
+    ]
     parent.stdout.close()
 
 
 def test_a_full_disk_costs_the_log_only(start, tmp_path, caplog):
-    """/dev/full takes no byte: the sidecar's output is dropped with a warning, and everything else works."""
+    """/dev/full takes no byte: the sidecar's output is dropped with a warning, and everything else
+    works.
+    """
     (tmp_path / "sidecar.log").symlink_to("/dev/full")
     engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("none"))
     engine.push_weights(random_params(engine.config, 7), 7)
-    assert len(sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
+    assert (
+        len(sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
+    )
     assert "No space left on device; the sidecar's output is no longer kept" in caplog.text
     engine.close()
 
 
-def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_installed, monkeypatch, tmp_path, start):
+def test_too_little_shared_memory_is_said_before_anything_starts(
+    vllm_is_installed, monkeypatch, tmp_path, start
+):
     """Two copies of 64*64 + ... weights: the line says how much is needed and how much there is."""
     config = small_model()
     before = sidecars()
@@ -212,7 +241,9 @@ def test_too_little_shared_memory_is_said_before_anything_starts(vllm_is_install
         start(config)
     monkeypatch.undo()
     monkeypatch.setattr(segments.os, "posix_fallocate", _no_room)
-    with pytest.raises(MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"):
+    with pytest.raises(
+        MemoryError, match=r"shared memory dcmdp-weights-0: 0\.00 GiB cannot be allocated"
+    ):
         start(config)
     assert sidecars() == before
 
@@ -223,7 +254,9 @@ def _no_room(*_):
 
 @pytest.mark.long
 def test_an_argument_that_vllm_refuses_is_one_line(start):
-    with pytest.raises(EngineError, match="vLLM does not start: TypeError: .*no_such_argument") as caught:
+    with pytest.raises(
+        EngineError, match="vLLM does not start: TypeError: .*no_such_argument"
+    ) as caught:
         start(small_model(), engine_args='{"no_such_argument": 1}')
     assert "\n" not in str(caught.value)
 
@@ -234,7 +267,14 @@ def test_a_start_that_takes_too_long_ends(start):
 
 
 def test_a_training_run_waits_for_the_start_at_its_first_push(start, tmp_path):
-    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, prepare=True, **_fault("slow_start"))
+    engine = start(
+        small_model(),
+        script=FAULTY,
+        probe=False,
+        directory=tmp_path,
+        prepare=True,
+        **_fault("slow_start"),
+    )
     engine.check_start()
     assert engine.replicas[0].supervisor.sidecar is None
     threading.Timer(1.0, (tmp_path / "go").touch).start()
@@ -243,7 +283,9 @@ def test_a_training_run_waits_for_the_start_at_its_first_push(start, tmp_path):
 
 
 def test_a_start_that_fails_beside_the_warm_up_is_told_once_it_is_known(start):
-    engine = start(small_model(), script=FAULTY, prepare=True, start_timeout_s=1.0, **_fault("slow_start"))
+    engine = start(
+        small_model(), script=FAULTY, prepare=True, start_timeout_s=1.0, **_fault("slow_start")
+    )
     engine.check_start()
     with pytest.raises(EngineError, match=r"does not start: start: .*nothing for 1 s") as caught:
         wait_until(engine.check_start, "the failure")
@@ -278,7 +320,9 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(start):
     ],
 )
 def test_nonsense_is_never_believed(start, fault, message, monkeypatch):
-    """A sidecar that always answers wrongly: restarts up to the limit, then one clear end with its last lines."""
+    """A sidecar that always answers wrongly: restarts up to the limit, then one clear end with its
+    last lines.
+    """
     monkeypatch.setattr(Supervisor, "max_restarts", 1)
     if fault == "hangs":
         monkeypatch.setattr(process, "STALL_TIMEOUT_S", 2.0)
@@ -291,8 +335,12 @@ def test_nonsense_is_never_believed(start, fault, message, monkeypatch):
 
 
 def test_a_fault_that_passes_is_survived(start, tmp_path):
-    """NaN once, then right: the call is asked again of a new sidecar. NaN twice are the numbers, and are returned."""
-    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("nan_once"))
+    """NaN once, then right: the call is asked again of a new sidecar. NaN twice are the numbers,
+    and are returned.
+    """
+    engine = start(
+        small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("nan_once")
+    )
     engine.push_weights(random_params(engine.config, 7), 7)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert all(np.isfinite(logprobs).all() for logprobs in rollout.rollout_logprobs)
@@ -314,11 +362,14 @@ def test_groups_come_as_they_finish(start):
 
 
 def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, caplog):
-    """It dies after the first of two groups: the new one samples both, the caller gets the second alone.
+    """It dies after the first of two groups: the new one samples both, the caller gets the second
+    alone.
 
     While it is started again, empty lists let the caller look for a signal.
     """
-    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("dies_once_midway"))
+    engine = start(
+        small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("dies_once_midway")
+    )
     engine.push_weights(random_params(engine.config, 7), 7)
     first = pid_of(engine)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
@@ -329,7 +380,9 @@ def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, capl
 
 @pytest.mark.parametrize("how", ["closed", "abandoned", "reward_fails"])
 def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
-    """In the middle of 600 requests: none goes on, the sidecar is the same, and so are the bits of the next call."""
+    """In the middle of 600 requests: none goes on, the sidecar is the same, and so are the bits of
+    the next call.
+    """
     asked = prompts(300, engine.config)
     before, pid = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
     groups = engine.generate(asked, SAMPLED, seed=1, step=1)

@@ -1,4 +1,6 @@
-"""The trainer's rounded products and caches against vLLM's own CPU kernels, called one at a time."""
+"""The trainer's rounded products and caches against vLLM's own CPU kernels, called one at a
+time.
+"""
 
 import subprocess
 import sys
@@ -65,14 +67,19 @@ def kernels(vllm_is_installed, tmp_path_factory):
     }
     np.savez(directory / "given.npz", **given)
     subprocess.run(
-        [sys.executable, "-c", _PROGRAM, directory / "given.npz", directory / "found.npz"], check=True, timeout=HANGS_S
+        [sys.executable, "-c", _PROGRAM, directory / "given.npz", directory / "found.npz"],
+        check=True,
+        timeout=HANGS_S,
     )
     return given, dict(np.load(directory / "found.npz"))
 
 
 def _product(given, products):
     kernel = {"kernel": jnp.asarray(given["w"].T)}
-    layer = {"attention": dict.fromkeys("qkvo", kernel), "mlp": dict.fromkeys(("gate", "up", "down"), kernel)}
+    layer = {
+        "attention": dict.fromkeys("qkvo", kernel),
+        "mlp": dict.fromkeys(("gate", "up", "down"), kernel),
+    }
     used = with_scheme(layer, Scheme(products=products))["mlp"]["down"]["kernel"]
     return np.array(scheme_matmul(jnp.asarray(given["x"], jnp.bfloat16), used), np.float32)
 
@@ -90,7 +97,9 @@ def test_fp8_in_blocks_is_the_kernels_but_for_the_order_of_sums(kernels):
     # The last digit of bfloat16, 2^-8, and of small results what sums of large terms leave.
     np.testing.assert_allclose(ours, expected, rtol=2**-7, atol=1e-5 * np.abs(expected).max())
     assert (ours == expected).mean() > 0.97
-    assert (np.abs(_product(given, "fp8_per_block") - expected) > 1e-5 * np.abs(expected).max()).mean() > 0.5
+    assert (
+        np.abs(_product(given, "fp8_per_block") - expected) > 1e-5 * np.abs(expected).max()
+    ).mean() > 0.5
 
 
 @pytest.mark.parametrize("cache", ["fp8_truncated", "fp8_e5m2_truncated"])
@@ -99,6 +108,7 @@ def test_a_cache_is_the_kernels_to_the_bit(kernels, cache):
     ours = np.array(round_cache(jnp.asarray(given["keys"], jnp.bfloat16), cache), np.float32)
     np.testing.assert_array_equal(np.sort(ours.ravel()), found[cache])
     nearest = np.array(
-        round_cache(jnp.asarray(given["keys"], jnp.bfloat16), cache.removesuffix("_truncated")), np.float32
+        round_cache(jnp.asarray(given["keys"], jnp.bfloat16), cache.removesuffix("_truncated")),
+        np.float32,
     )
     assert (np.sort(nearest.ravel()) != found[cache]).mean() > 0.2

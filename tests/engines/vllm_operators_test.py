@@ -40,15 +40,24 @@ def test_a_cache_in_fp8_is_the_only_difference_of_right_weights(start):
     operators = found.evidence.operators
     assert [str(each) for each in outliers(operators)] == ["cache of layer 0", "cache of layer 1"]
     assert all(each.relative > 0.01 for each in outliers(operators))
-    # vLLM's float32 operators are ours, its attention too once ours rounds keys and values as its cache does.
+    # vLLM's float32 operators are ours, its attention too once ours rounds keys and values as its
+    # cache does.
     others = {str(each): each.relative for each in operators if each.operator != "cache"}
-    assert list(others)[:4] == ["embedding", "norm of layer 0", "attention of layer 0", "mlp of layer 0"]
+    assert list(others)[:4] == [
+        "embedding",
+        "norm of layer 0",
+        "attention of layer 0",
+        "mlp of layer 0",
+    ]
     assert len(others) == 9 and max(others.values()) < 1e-5, others
     assert (
         found.findings[0].cause == "cache"
         and "cache of layer 0 (and 1 more like it) gives" in found.findings[0].evidence[0]
     )
-    assert re.search("11 operators on the same input, half within .*; the first to stand out: cache of", table([found]))
+    assert re.search(
+        "11 operators on the same input, half within .*; the first to stand out: cache of",
+        table([found]),
+    )
     # vLLM reads the cache in one pass too: its decoding is its scores.
     decoding, one_pass = found.evidence.legs
     assert decoding.share + one_pass.share == pytest.approx(1, abs=1e-9) and one_pass.share > 0.99
@@ -79,7 +88,9 @@ def test_a_wrong_matrix_is_named_with_its_layer(engine, path, cause, place):
 
 def test_a_module_that_is_not_called_is_named(engine):
     engine.push_weights(RIGHT, 0)
-    with pytest.raises(EngineError, match=r"observe: model.layers.2.mlp gave shape \(0,\) for 3 tokens"):
+    with pytest.raises(
+        EngineError, match=r"observe: model.layers.2.mlp gave shape \(0,\) for 3 tokens"
+    ):
         engine.observe([np.array([4, 5, 6])], ["model.layers.2.mlp"])
     read, gave = engine.observe([np.array([4, 5, 6])], ["model.layers.1.mlp"])["model.layers.1.mlp"]
     assert read.shape == gave.shape == (3, 64)

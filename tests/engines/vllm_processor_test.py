@@ -34,7 +34,9 @@ def _says(precision, cache):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_weights_in_8_bits_need_amx_and_a_cache_in_fp8_needs_avx512_or_amx(name, tmp_path, monkeypatch):
+def test_weights_in_8_bits_need_amx_and_a_cache_in_fp8_needs_avx512_or_amx(
+    name, tmp_path, monkeypatch
+):
     """Without AMX vLLM takes 8-bit weights, and computes with wrong ones after an update."""
     pretend(PROCESSORS[name], tmp_path, monkeypatch)
     for formats in _FORMATS:
@@ -44,8 +46,12 @@ def test_weights_in_8_bits_need_amx_and_a_cache_in_fp8_needs_avx512_or_amx(name,
         formats for formats in _FORMATS if REFUSED[name] & set(formats)
     }
     for (precision, cache), line in filter(lambda one: one[1], said.items()):
-        start = f"kv_cache_dtype: got {cache!r}" if cache in CACHES else f"precision: got {precision!r}"
-        assert line.startswith(f"{start}, which vLLM's CPU build computes with ") and "\n" not in line
+        start = (
+            f"kv_cache_dtype: got {cache!r}" if cache in CACHES else f"precision: got {precision!r}"
+        )
+        assert (
+            line.startswith(f"{start}, which vLLM's CPU build computes with ") and "\n" not in line
+        )
 
 
 def test_fp8_per_tensor_is_refused_in_the_cpu_build():
@@ -65,14 +71,20 @@ def test_the_rule_is_what_torch_finds_on_this_processor():
     tiles = torch.cpu._is_amx_tile_supported()
     wide = tiles or torch.cpu._is_avx512_supported()
     found = dict.fromkeys(WEIGHTS, tiles) | dict.fromkeys(CACHES, wide)
-    says = {each: not _says(each, "auto") for each in WEIGHTS} | {each: not _says("float32", each) for each in CACHES}
-    if os.path.ismount(backend.CPU_INFO):  # by a container, or for a pretended processor: it may list fewer
+    says = {each: not _says(each, "auto") for each in WEIGHTS} | {
+        each: not _says("float32", each) for each in CACHES
+    }
+    if os.path.ismount(
+        backend.CPU_INFO
+    ):  # by a container, or for a pretended processor: it may list fewer
         found = {each: has and says[each] for each, has in found.items()}
     assert says == found
 
 
 @pytest.mark.parametrize("dry_run", [("--dry_run",), ()], ids=["plan", "run"])
-def test_a_run_with_a_cache_in_fp8_is_refused_before_anything_starts(dry_run, tmp_path, monkeypatch, capsys):
+def test_a_run_with_a_cache_in_fp8_is_refused_before_anything_starts(
+    dry_run, tmp_path, monkeypatch, capsys
+):
     pretend(PROCESSORS["avx2"], tmp_path, monkeypatch)
     monkeypatch.setattr(launch, "installed_vllm", lambda python: ("0.32.0", "cpu"))
     monkeypatch.setattr(VllmEngine, "__init__", None)
@@ -80,21 +92,37 @@ def test_a_run_with_a_cache_in_fp8_is_refused_before_anything_starts(dry_run, tm
     asked = ("--config=configs/demo_vllm.py:fp8_kv", own, *dry_run)
     code, said, line = run_command(train.main, "train", capsys, *asked)
     assert (code, said, line.count("\n"), (tmp_path / "run").exists()) == (2, "", 1, False)
-    assert line.startswith("error: config.rollout.kv_cache_dtype: got 'fp8', which vLLM's CPU build computes with AVX-")
+    assert line.startswith(
+        "error: config.rollout.kv_cache_dtype: got 'fp8', which vLLM's CPU build computes with AVX-"
+    )
 
 
 def test_the_probe_of_the_demo_has_what_each_processor_computes():
     """`make demo-probe`: BF16 everywhere, then the cache in FP8, then the weights too."""
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndemo-probe:")[2].partition("\n\n")[0]
+    recipe = (
+        (ROOT / "Makefile")
+        .read_text(encoding="utf-8")
+        .partition("\ndemo-probe:")[2]
+        .partition("\n\n")[0]
+    )
     specs = [parse_spec(spec) for spec in re.findall(r"--a=(\S+)", recipe)]
-    counts = {name: sum(not REFUSED[name] & {spec.precision, spec.cache} for spec in specs) for name in PROCESSORS}
+    counts = {
+        name: sum(not REFUSED[name] & {spec.precision, spec.cache} for spec in specs)
+        for name in PROCESSORS
+    }
     assert counts == {"avx2": 1, "avx512": 2, "amx": 3}
 
 
 def test_no_test_starts_a_vllm_that_the_processor_does_not_compute(vllm_is_installed):
-    """Each test that needs vLLM's CPU build, long ones too, up to the start, which is left out; not in Ray."""
+    """Each test that needs vLLM's CPU build, long ones too, up to the start, which is left out; not
+    in Ray.
+    """
     others = set((ROOT / "tests").rglob("*_test.py")) - {Path(__file__)}
-    files = [path for path in sorted(others) if "vllm" in path.read_text() and not path.name.startswith("ray_")]
+    files = [
+        path
+        for path in sorted(others)
+        if "vllm" in path.read_text() and not path.name.startswith("ray_")
+    ]
     options = ("-q", "-rs", "-m", "long or not long", "-p", "no:cacheprovider", "-p", "no:xdist")
     command = [sys.executable, "-m", "pytest", *options, "-p", "tests.support.processors", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)

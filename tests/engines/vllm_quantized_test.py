@@ -1,4 +1,6 @@
-"""The 8-bit regimes of real vLLM: what each push gives is what a fresh engine gives, and it differs as documented."""
+"""The 8-bit regimes of real vLLM: what each push gives is what a fresh engine gives, and it differs
+as documented.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,14 @@ from dcmdp_jax.models.quantize import quantize_kernel
 from research.mismatch import Regime, measure, model
 from tests.support.processors import skip_unless_computed
 from tests.support.sampling import sample
-from tests.support.vllm_tools import STOP, TOTAL, assert_same_bits, fresh_answers, prompts, random_params
+from tests.support.vllm_tools import (
+    STOP,
+    TOTAL,
+    assert_same_bits,
+    fresh_answers,
+    prompts,
+    random_params,
+)
 
 BF16 = Regime("bfloat16", "bfloat16", "auto")
 REGIMES = (
@@ -31,7 +40,8 @@ MATCHED = {
     ("bfloat16", "fp8_e5m2"): 0.5,
     ("int8", "auto"): 1.0,
 }
-"""Regime -> the part of Qwen3's mismatch that is left at most when the trainer repeats the engine's roundings.
+"""Regime -> the part of Qwen3's mismatch that is left at most when the trainer repeats the engine's
+roundings.
 
 Measured: 0.12, 0.41, 0.27, 0.91.
 """
@@ -69,10 +79,15 @@ def _assert_as_documented(family: str, regime: Regime, found: float) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("regime", (BF16, *REGIMES), ids=_name)
 def test_an_engine_differs_as_documented(regime):
-    """In 8 bits by clearly more than in BF16; and from a trainer that repeats its roundings, by less."""
+    """In 8 bits by clearly more than in BF16; and from a trainer that repeats its roundings, by
+    less.
+    """
     measured = measure("qwen3", regime)
     found = measured.probability
-    assert regime == BF16 or measured.matched < MATCHED[regime.precision, regime.kv_cache_dtype] * found
+    assert (
+        regime == BF16
+        or measured.matched < MATCHED[regime.precision, regime.kv_cache_dtype] * found
+    )
     _assert_as_documented("qwen3", regime, found)
     assert regime == BF16 or found > 1.5 * _documented()["qwen3", "bfloat16", "auto"]
 
@@ -80,7 +95,9 @@ def test_an_engine_differs_as_documented(regime):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("regime", REGIMES, ids=_name)
-def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_property, family, regime):
+def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(
+    start, tmp_path, record_property, family, regime
+):
     """Bit for bit, greedy and seeded; then the mismatch, beside that of a BF16 engine."""
     config = dataclasses.replace(model(family), max_position_embeddings=TOTAL)
     live = start(config, directory=tmp_path / "live", **regime._asdict())
@@ -93,13 +110,19 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_
 
     order = (0, 1, 2, 0)
     ours = [answers(version) for version in order]
-    checkpoints = [_checkpoint(tmp_path / str(v), config, policies[v], regime, tmp_path / "live") for v in range(3)]
+    checkpoints = [
+        _checkpoint(tmp_path / str(v), config, policies[v], regime, tmp_path / "live")
+        for v in range(3)
+    ]
     live.close()
     llm = {"dtype": "bfloat16", "kv_cache_dtype": regime.kv_cache_dtype}
     if regime.precision == "fp8_per_block":
         # Biases and blocks across the fused projection don't go together in vLLM 0.32.
         ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if family == "qwen2" else []
-        llm |= {"quantization": "online", "quantization_config": {"linear": "fp8_per_block", "ignore": ignored}}
+        llm |= {
+            "quantization": "online",
+            "quantization_config": {"linear": "fp8_per_block", "ignore": ignored},
+        }
     fresh = fresh_answers(tmp_path, checkpoints, asked, SAMPLINGS, seed=5, llm=llm)
     assert_same_bits(ours, [fresh[version] for version in order])
 
@@ -114,8 +137,9 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(start, tmp_path, record_
 def _checkpoint(directory: Path, config, params, regime: Regime, live: Path) -> Path:
     """Weights for vLLM's own loader: BF16, or for int8 compressed-tensors.
 
-    Quantized as a push does, to the bit: XLA on CPU divides by 127 with a rounded reciprocal, torch does not, and one
-    scale of 25 differs in its last place. `sidecar_bridge_test.test_int8_by_numpy` compares the values with NumPy's.
+    Quantized as a push does, to the bit: XLA on CPU divides by 127 with a rounded reciprocal, torch
+    does not, and one scale of 25 differs in its last place.
+    `sidecar_bridge_test.test_int8_by_numpy` compares the values with NumPy's.
     """
     wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)
     save_params(params, wide, directory, dtype="bfloat16")
@@ -132,6 +156,8 @@ def _checkpoint(directory: Path, config, params, regime: Regime, live: Path) -> 
             tensors[f"{name}_scale"] = torch.tensor(np.asarray(scale)[:, None])
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         fields = json.loads((directory / "config.json").read_text())
-        fields["quantization_config"] = json.loads((live / "config.json").read_text())["quantization_config"]
+        fields["quantization_config"] = json.loads((live / "config.json").read_text())[
+            "quantization_config"
+        ]
         (directory / "config.json").write_text(json.dumps(fields))
     return directory

@@ -34,12 +34,17 @@ print("found", *found)
 
 
 def test_only_views_of_all_the_weights_are_loaded_again(vllm_is_installed):
-    """Whole tensors, also by halves; not one left out, half of one, or one that a model computes something from."""
+    """Whole tensors, also by halves; not one left out, half of one, or one that a model computes
+    something from.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _COVERS],
         capture_output=True,
         text=True,
         timeout=HANGS_S,
-        env={**os.environ, **launch.environment(EngineArguments(settings=vllm_settings(), platform="cpu"))},
+        env={
+            **os.environ,
+            **launch.environment(EngineArguments(settings=vllm_settings(), platform="cpu")),
+        },
     )
     assert "found True True False False False\n" in done.stdout, done.stdout + done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""Two data-parallel sidecars: together they are one engine, and one that is killed changes nothing."""
+"""Two data-parallel sidecars: together they are one engine, and one that is killed changes
+nothing.
+"""
 
 import os
 import signal
@@ -23,7 +25,9 @@ def two(start):
 
 
 def test_two_replicas_are_one_engine_to_rounding(two, monkeypatch):
-    """Same tokens in float32, log-probs and scores to rounding, for a number of prompts that two does not divide."""
+    """Same tokens in float32, log-probs and scores to rounding, for a number of prompts that two
+    does not divide.
+    """
     for count in (1, 7):
         asked, found = prompts(count, two.config), []
         for replicas in (two.replicas, two.replicas[:1]):
@@ -37,12 +41,18 @@ def test_two_replicas_are_one_engine_to_rounding(two, monkeypatch):
         assert both.finish_reasons == alone.finish_reasons
         for a, b in zip(both.completion_ids, alone.completion_ids, strict=True):
             np.testing.assert_array_equal(a, b)
-        for a, b in zip(both.rollout_logprobs + scored_by_both, alone.rollout_logprobs + scored_alone, strict=True):
+        for a, b in zip(
+            both.rollout_logprobs + scored_by_both,
+            alone.rollout_logprobs + scored_alone,
+            strict=True,
+        ):
             np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
 
 
 def test_each_replica_takes_the_weights_from_one_copy(two):
-    """Two segments in the trainer, however many replicas; and each replica says the version it has loaded."""
+    """Two segments in the trainer, however many replicas; and each replica says the version it has
+    loaded.
+    """
     descriptors = [entry.split()[0] for entry in memory_files()]
     assert len({os.stat(f"/proc/self/fd/{descriptor}").st_ino for descriptor in descriptors}) == 2
     probe = two.push_weights(random_params(two.config, 8), 8)["mismatch/probe"]
@@ -64,7 +74,9 @@ def test_a_killed_replica_is_restarted_alone_and_repeats_itself(two, when):
     fresh: list[int] = []
 
     def kill(complete):
-        """At the first list, with both replicas in the middle of their parts; then count what comes meanwhile."""
+        """At the first list, with both replicas in the middle of their parts; then count what comes
+        meanwhile.
+        """
         if pid_of(two, 1) == pids[1]:
             os.kill(pids[1], signal.SIGKILL)
         elif pid_of(two, 1) is None:
@@ -73,7 +85,14 @@ def test_a_killed_replica_is_restarted_alone_and_repeats_itself(two, when):
     if when == "loading":
         os.kill(pids[1], signal.SIGKILL)
         two.push_weights(random_params(two.config, 7), 7)
-    after = sample(two, asked, SAMPLED, seed=1, step=1, on_pull=kill if when == "sampling" else lambda complete: None)
+    after = sample(
+        two,
+        asked,
+        SAMPLED,
+        seed=1,
+        step=1,
+        on_pull=kill if when == "sampling" else lambda complete: None,
+    )
     assert_same_samples(before, after)
     assert pid_of(two, 0) == pids[0]
     assert pid_of(two, 1) not in (None, pids[1])

@@ -1,4 +1,6 @@
-"""Real vLLM says which experts its tokens went to: the trainer's own in float32, after every push."""
+"""Real vLLM says which experts its tokens went to: the trainer's own in float32, after every
+push.
+"""
 
 import numpy as np
 import pytest
@@ -12,14 +14,21 @@ from tests.support.vllm_tools import EXPERTS, STOP, prompts, random_params
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_routed_experts_are_those_of_every_token(start, record_property, precision):
-    """A score between two calls records nothing; a cache too small for all rows preempts some, which start again."""
+    """A score between two calls records nothing; a cache too small for all rows preempts some,
+    which start again.
+    """
     engine = start(EXPERTS, precision=precision, routed_experts=True, kv_cache_gib=0.002)
-    sampling = SamplingParams(group_size=4, max_completion_tokens=40, temperature=0.7, stop_token_ids=(STOP,))
+    sampling = SamplingParams(
+        group_size=4, max_completion_tokens=40, temperature=0.7, stop_token_ids=(STOP,)
+    )
     for version in range(2):
         params = random_params(EXPERTS, version)
         engine.push_weights(params, version)
         episodes = collect(engine.generate(prompts(12, EXPERTS), sampling, seed=3, step=version))
-        assert len(episodes) == 48 and min(episode.columns["routed_experts"][:-1].min() for episode in episodes) >= 0
+        assert (
+            len(episodes) == 48
+            and min(episode.columns["routed_experts"][:-1].min() for episode in episodes) >= 0
+        )
         found = effect(EXPERTS, params, episodes, temperature=0.7)
         record_property(f"push {version}", found)
         if precision == "float32":
@@ -29,4 +38,6 @@ def test_routed_experts_are_those_of_every_token(start, record_property, precisi
         engine.score([episodes[0].prompt_ids], [episodes[0].completion_ids], temperature=0.7)
         again = collect(engine.generate(prompts(12, EXPERTS), sampling, seed=3, step=version))
         for one, other in zip(episodes, again, strict=True):
-            np.testing.assert_array_equal(one.columns["routed_experts"], other.columns["routed_experts"])
+            np.testing.assert_array_equal(
+                one.columns["routed_experts"], other.columns["routed_experts"]
+            )

@@ -1,4 +1,6 @@
-"""The order of sleeping and waking, in vLLM's own words: its log. In the CPU build the calls free nothing."""
+"""The order of sleeping and waking, in vLLM's own words: its log. In the CPU build the calls free
+nothing.
+"""
 
 import re
 
@@ -14,7 +16,9 @@ SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=
 
 
 def _order(directory, count):
-    """The log: "asleep", or the tag that woke up. It arrives by a pipe: `count` of them are waited for."""
+    """The log: "asleep", or the tag that woke up. It arrives by a pipe: `count` of them are waited
+    for.
+    """
 
     def lines():
         log = (directory / "sidecar.log").read_text(encoding="utf-8")
@@ -27,7 +31,9 @@ def _order(directory, count):
 @pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_after_each_call_and_wakes_for_the_next(start, tmp_path, caplog, level):
-    """Weights first, and the cache when they are loaded; at level 2 a call without a push loads the weights again."""
+    """Weights first, and the cache when they are loaded; at level 2 a call without a push loads the
+    weights again.
+    """
     config = small_model()
     engine = start(config, directory=tmp_path, sleep=level)
     assert f"sleep={level}: vLLM's CPU build frees nothing by it" in caplog.text

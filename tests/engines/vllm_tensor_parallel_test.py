@@ -1,4 +1,6 @@
-"""Real vLLM with tensor parallel size 2: two workers compute what one does, take weights together and end together."""
+"""Real vLLM with tensor parallel size 2: two workers compute what one does, take weights together
+and end together.
+"""
 
 import os
 import signal
@@ -15,8 +17,12 @@ SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "pushes"), [("qwen3", 20), ("qwen2", 20)])
-def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(start, record_property, family, pushes):
-    """In float32, where rounding is all that may differ; and at full count, after a kill, the same bits again."""
+def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(
+    start, record_property, family, pushes
+):
+    """In float32, where rounding is all that may differ; and at full count, after a kill, the same
+    bits again.
+    """
     config = small_model(family)
     live = start(config, tensor_parallel_size=2)
     embedded = local_engine(config, precision="exact", max_total_tokens=TOTAL)

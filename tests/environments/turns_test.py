@@ -1,4 +1,6 @@
-"""Completions in turns: which tokens are sampled, what ends them, and every way an environment can fail."""
+"""Completions in turns: which tokens are sampled, what ends them, and every way an environment can
+fail.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -43,13 +45,17 @@ class _Script:
     lists: bool = False
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
-        self.calls.append(([self.tokenizer.decode(ids) for ids in prompts], sampling, seed, step, first_prompt))
+        self.calls.append(
+            ([self.tokenizer.decode(ids) for ids in prompts], sampling, seed, step, first_prompt)
+        )
         for group in reversed(range(len(prompts))):
             episodes = []
             for member in range(sampling.group_size):
                 text = self._next(prompts[group], group * sampling.group_size + member)
                 cut = text.endswith("...")
-                ids = self.tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
+                ids = self.tokenizer(text.removesuffix("..."), add_special_tokens=False)[
+                    "input_ids"
+                ]
                 ends = cut or ids[-1] in sampling.stop_token_ids
                 ids = np.array(ids if ends else [*ids, self.tokenizer.eos_token_id], np.int32)
                 assert len(ids) <= sampling.max_completion_tokens
@@ -59,39 +65,67 @@ class _Script:
                     place |= {"top_ids": np.stack([ids, ids + 1], axis=1)}
                     place |= {"top_logprobs": np.stack([logprobs, logprobs - 1], axis=1)}
                 end = "length" if cut else "stop"
-                episodes.append(single_turn(prompts[group], ids, logprobs, **place, finish_reason=end))
+                episodes.append(
+                    single_turn(prompts[group], ids, logprobs, **place, finish_reason=end)
+                )
             yield episodes
             yield []
 
     def _next(self, prompt, row):
-        """The turn of the completion that this prompt is of: in the first call by row, later by what was said."""
+        """The turn of the completion that this prompt is of: in the first call by row, later by
+        what was said.
+        """
         if len(self.calls) == 1:
             return self.texts[row][0]
         if len(self.texts) == 1:
             return self.texts[0][len(self.calls) - 1]
         text = self.tokenizer.decode(prompt)
         said = [part.partition("<|im_end|>")[0] for part in text.split("assistant\n")[1:-1]]
-        [turn] = {turns[len(said)] for turns in self.texts if turns[: len(said)] == said and len(turns) > len(said)}
+        [turn] = {
+            turns[len(said)]
+            for turns in self.texts
+            if turns[: len(said)] == said and len(turns) > len(said)
+        }
         return turn
 
 
-def _play(environment, texts, rows, *, group_size=1, turns=4, turn_tokens=8, limit=60, timeout_s=_LONG_S, **settings):
+def _play(
+    environment,
+    texts,
+    rows,
+    *,
+    group_size=1,
+    turns=4,
+    turn_tokens=8,
+    limit=60,
+    timeout_s=_LONG_S,
+    **settings,
+):
     answers, tokenizer = settings.pop("answers", "unused"), settings.pop("tokenizer", _TOKENIZER)
     problems = [
-        problem_from_row(row, source="f", index=n, keep_columns=True, answers=answers) for n, row in enumerate(rows)
+        problem_from_row(row, source="f", index=n, keep_columns=True, answers=answers)
+        for n, row in enumerate(rows)
     ]
     prompts = encode_prompts(problems, tokenizer, max_prompt_tokens=64).token_ids
     engine = _Script(texts, tokenizer=tokenizer, lists=settings.pop("lists", False))
     columns = sorted({name for row in rows for name in row} - {"prompt"})
     stops = settings.pop("stops", (tokenizer.eos_token_id,))
-    sampling = SamplingParams(group_size=group_size, max_completion_tokens=limit, stop_token_ids=stops)
+    sampling = SamplingParams(
+        group_size=group_size, max_completion_tokens=limit, stop_token_ids=stops
+    )
     name = environment if ":" in environment else f"{_FILE}:{environment}"
     columns = [*columns, "reference_answer"]
-    with EnvironmentPool(name, columns, timeout_s=timeout_s, output=settings.pop("output", None)) as pool:
+    with EnvironmentPool(
+        name, columns, timeout_s=timeout_s, output=settings.pop("output", None)
+    ) as pool:
         limits = turns, turn_tokens, settings.pop("prompt_tokens", 64)
-        said = dict(prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True))
+        said = dict(
+            prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True)
+        )
         sampler = TurnSampler(engine, pool, tokenizer, columns, *limits, **said)
-        [*waits, episodes] = sampler.generate(prompts, problems, sampling, seed=5, step=7, first_prompt=2)
+        [*waits, episodes] = sampler.generate(
+            prompts, problems, sampling, seed=5, step=7, first_prompt=2
+        )
     assert all(wait == [] for wait in waits)
     return episodes, sampler.played, engine.calls
 
@@ -106,7 +140,9 @@ def test_answers_are_given_tokens_between_sampled_ones():
     mask = [*given, True, True, *([False] * len(ids)), True, True, True]
     np.testing.assert_array_equal(episode.sampled_mask, mask)
     # Log-probs and versions are those of the engine, and of sampled tokens alone.
-    np.testing.assert_allclose(episode.rollout_logprobs[episode.sampled_mask], [-0.5, -0.625, -0.5, -0.625, -0.75])
+    np.testing.assert_allclose(
+        episode.rollout_logprobs[episode.sampled_mask], [-0.5, -0.625, -0.5, -0.625, -0.75]
+    )
     assert (episode.rollout_logprobs[~episode.sampled_mask] == 0).all()
     np.testing.assert_array_equal(episode.policy_versions, np.where(mask, 7, -1))
     assert (episode.num_sampled, episode.finish_reason) == (5, "stop")
@@ -158,9 +194,15 @@ def _ends(template, *tokens):
 def test_an_answer_begins_behind_the_end_token_that_was_sampled(template, sampled, written):
     """The answer holds an end token itself, which is not the turn's."""
     tokenizer = _ends(template, "<eos>", "<end_of_turn>", "<end_of_text>", "<|user|>", "<|model|>")
-    stops = [tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<end_of_turn>", "<|im_end|>", "<|user|>")]
+    stops = [
+        tokenizer.convert_tokens_to_ids(token)
+        for token in ("<eos>", "<end_of_turn>", "<|im_end|>", "<|user|>")
+    ]
     ends, end = end_texts(tokenizer, stops), tokenizer.convert_tokens_to_ids(sampled)
-    assert answer_text(tokenizer, [{"role": "user", "content": "u<eos>"}], {}, sampled=end, ends=ends) == written
+    assert (
+        answer_text(tokenizer, [{"role": "user", "content": "u<eos>"}], {}, sampled=end, ends=ends)
+        == written
+    )
     if sampled != "<eos>" and template != _COMMAND:  # whose first special token ends a text
         assert answer_text(tokenizer, [{"role": "user", "content": "u<eos>"}], {}) == written
 
@@ -171,7 +213,9 @@ def test_an_answer_begins_behind_the_end_token_that_was_sampled(template, sample
 )
 def test_a_turn_goes_on_behind_the_token_that_ended_it(sampled, between):
     tokenizer = _ends(_GEMMA, "<end_of_turn>")
-    stops = tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<end_of_turn>"))
+    stops = tuple(
+        tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<end_of_turn>")
+    )
     [episode], played, _ = _play(
         "Count",
         [[f"a{sampled}", f"b{sampled}"]],
@@ -192,15 +236,26 @@ def test_every_column_of_the_engine_stays_beside_its_token():
     assert sampled.sum() == 5
     # The script lists each sampled token and the one after it.
     ids = episode.token_ids[sampled]
-    np.testing.assert_array_equal(episode.columns["top_ids"][sampled], np.stack([ids, ids + 1], axis=1))
-    np.testing.assert_allclose(episode.columns["top_logprobs"][sampled, 0], episode.rollout_logprobs[sampled])
+    np.testing.assert_array_equal(
+        episode.columns["top_ids"][sampled], np.stack([ids, ids + 1], axis=1)
+    )
+    np.testing.assert_allclose(
+        episode.columns["top_logprobs"][sampled, 0], episode.rollout_logprobs[sampled]
+    )
     assert (episode.columns["top_ids"][~sampled] == -1).all()
 
 
 def test_only_sampled_tokens_reach_loss_and_discrepancy():
-    episodes, _, _ = _play("Count", [["a", "bc"], ["d"]], [{"prompt": "p", "goal": 2}, {"prompt": "p", "goal": 1}])
+    episodes, _, _ = _play(
+        "Count", [["a", "bc"], ["d"]], [{"prompt": "p", "goal": 2}, {"prompt": "p", "goal": 1}]
+    )
     plan = make_row_shapes(
-        row_lengths=(80,), segments_per_row=1, micro_batch_tokens=160, mini_batches=1, completions=2, row_shards=1
+        row_lengths=(80,),
+        segments_per_row=1,
+        micro_batch_tokens=160,
+        mini_batches=1,
+        completions=2,
+        row_shards=1,
     )
     batch, _ = pack(episodes, np.array([1.0, 0.5], np.float32), plan, mask_truncated=False)
     [rows] = batch.rows
@@ -215,17 +270,31 @@ def test_those_that_end_leave_the_others_to_the_next_turn():
     episodes, played, calls = _play("Count", texts, rows, group_size=2, limit=90)
     assert [one.turns for one in played.values()] == [3, 3, 2, 2]
     assert [one.reward for one in played.values()] == [1.5, 1.5, 1.0, 1.0]
-    assert [(episode.group, episode.member) for episode in episodes] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(episode.group, episode.member) for episode in episodes] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     # One prompt for two completions first, then each of those that are left with what it said.
-    assert [(len(prompts), sampling.group_size) for prompts, sampling, *_ in calls] == [(2, 2), (4, 1), (2, 1)]
+    assert [(len(prompts), sampling.group_size) for prompts, sampling, *_ in calls] == [
+        (2, 2),
+        (4, 1),
+        (2, 1),
+    ]
     assert [call[4] for call in calls] == [2, 4, 4]
 
 
 def test_a_cut_turn_a_full_completion_and_the_last_turn_end_it():
     goal = {"prompt": "p", "goal": 9}
     [cut], played, _ = _play("Count", [["abcdefgh..."]], [goal])
-    assert (cut.finish_reason, played[0].turns, played[0].reward) == ("length", 1, 0.0)  # it is not answered
-    # Behind the turn's 2 tokens there is no room for an answer of 15 and another turn of 8: 25, one more than 24.
+    assert (cut.finish_reason, played[0].turns, played[0].reward) == (
+        "length",
+        1,
+        0.0,
+    )  # it is not answered
+    # Behind the turn's 2 tokens there is no room for an answer of 15 and another turn of 8: 25, one
+    # more than 24.
     [full], played, _ = _play("Count", [["a"]], [goal], limit=24)
     assert (full.finish_reason, full.num_sampled, played[0].reward) == ("length", 2, 0.5)
     assert full.sampled_mask[-1] and not played[0].done
@@ -249,13 +318,24 @@ def test_what_reset_says_is_part_of_the_prompt():
         ("Hangs", "step gave no result in 0.5 s"),
         ("HangsInReset", "reset gave no result in 0.5 s"),
         ("Raises", "raised KeyError: 'planted' (planted_environments.py, line 55)"),
-        ("NoText", "step returned the int 3 as observation, needs text (completion 0 of the batch)"),
-        ("NoStep", "step returned the str 'observation', needs (observation, reward, done) (completion 0 of"),
+        (
+            "NoText",
+            "step returned the int 3 as observation, needs text (completion 0 of the batch)",
+        ),
+        (
+            "NoStep",
+            "step returned the str 'observation', needs (observation, reward, done) (completion 0 "
+            "of",
+        ),
         ("NoReward", "step returned the float nan as reward, needs a number of at most 1e+09"),
         ("NoEnd", "step returned the str 'no' as its third value, which must be True or False"),
         ("Floods", "an observation has 200,000 characters, at most 100,000 are read"),
         ("Dies", "its process died in step"),
-        ("Random", "reset says other things to the completions of one prompt (row 0 of f); it must depend on"),
+        (
+            "Random",
+            "reset says other things to the completions of one prompt (row 0 of f); it must "
+            "depend on",
+        ),
     ],
 )
 def test_an_environment_that_fails_is_one_line_or_counted(environment, problem):
@@ -272,8 +352,15 @@ def test_an_environment_that_fails_is_one_line_or_counted(environment, problem):
 
 
 def test_an_environment_that_never_ends_is_ended_and_told(caplog):
-    [episode], played, calls = _play("NeverEnds", [["a", "b", "c"]], [{"prompt": "p"}], turns=3, limit=90)
-    assert (len(calls), played[0].turns, played[0].done, episode.finish_reason) == (3, 3, False, "stop")
+    [episode], played, calls = _play(
+        "NeverEnds", [["a", "b", "c"]], [{"prompt": "p"}], turns=3, limit=90
+    )
+    assert (len(calls), played[0].turns, played[0].done, episode.finish_reason) == (
+        3,
+        3,
+        False,
+        "stop",
+    )
     assert "NeverEnds: 1 of 1 completions ended by task.max_turns = 3" in caplog.text
 
 
@@ -282,7 +369,10 @@ def test_an_environment_that_never_ends_is_ended_and_told(caplog):
     [
         ("Nothing", "has no class 'Nothing'; it has Count, Board, "),
         ("Mute", "the class has no method step"),
-        ("NeedsARubric", "reset can't be called as reset(prompt, answer): missing a required argument: 'rubric'"),
+        (
+            "NeedsARubric",
+            "reset can't be called as reset(prompt, answer): missing a required argument: 'rubric'",
+        ),
     ],
 )
 def test_an_environment_that_can_not_play_is_told_before_the_run(environment, problem):
@@ -295,7 +385,9 @@ def test_an_environment_that_can_not_play_is_told_before_the_run(environment, pr
 
 
 def test_a_prompt_that_gets_too_long_is_told():
-    with pytest.raises(RewardError, match="has 18 tokens with the first observation, task.max_prompt_tokens is 17"):
+    with pytest.raises(
+        RewardError, match="has 18 tokens with the first observation, task.max_prompt_tokens is 17"
+    ):
         _play("Board", [["a"]], [{"prompt": "p", "board": "1234567"}], prompt_tokens=17)
 
 

@@ -1,4 +1,6 @@
-"""avg@K and pass@K against hand counts, with the real verifier and tokenizer and completions written out here."""
+"""avg@K and pass@K against hand counts, with the real verifier and tokenizer and completions
+written out here.
+"""
 
 import dataclasses
 import math
@@ -20,7 +22,9 @@ from dcmdp_jax.rewards.scoring import RewardScorer
 
 @dataclasses.dataclass
 class _Script:
-    """An engine that says what it was given: one list of texts for each prompt. A text that ends in "..." is cut."""
+    """An engine that says what it was given: one list of texts for each prompt. A text that ends in
+    "..." is cut.
+    """
 
     texts: list[list[str]]
     calls: list[tuple] = dataclasses.field(default_factory=list)
@@ -37,7 +41,9 @@ class _Script:
                 ids = np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32)
                 place = dict(policy_version=0, group=group, member=member)
                 end = "length" if cut else "stop"
-                episodes.append(single_turn(prompts[group], ids, np.zeros(ids.size), **place, finish_reason=end))
+                episodes.append(
+                    single_turn(prompts[group], ids, np.zeros(ids.size), **place, finish_reason=end)
+                )
             yield episodes
             yield []
 
@@ -50,11 +56,21 @@ def judged():
         def run(texts, answers, **settings):
             engine = _Script(texts)
             prompts = [np.array([5 + i], np.int32) for i in range(len(texts))]
-            sampling = SamplingParams(group_size=len(texts[0]), max_completion_tokens=16, **settings)
-            problems = [Problem(prompt="", answer=answer, source="s", index=0) for answer in answers]
-            scorer = RewardScorer([Reward(MATH)], verifier, (), by_source=False, timeout_s=1.0, stop_on_error=True)
-            parts = SimpleNamespace(engine=engine, scorer=scorer, tokenizer=build_tokenizer(), turns=None)
-            return evaluate(parts, EncodedPrompts(problems, prompts, 0, 0), sampling, task="t", seed=7), engine
+            sampling = SamplingParams(
+                group_size=len(texts[0]), max_completion_tokens=16, **settings
+            )
+            problems = [
+                Problem(prompt="", answer=answer, source="s", index=0) for answer in answers
+            ]
+            scorer = RewardScorer(
+                [Reward(MATH)], verifier, (), by_source=False, timeout_s=1.0, stop_on_error=True
+            )
+            parts = SimpleNamespace(
+                engine=engine, scorer=scorer, tokenizer=build_tokenizer(), turns=None
+            )
+            return evaluate(
+                parts, EncodedPrompts(problems, prompts, 0, 0), sampling, task="t", seed=7
+            ), engine
 
         yield run
 
@@ -63,7 +79,12 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     result, _ = judged(
         [
             [r"\boxed{4}", r"\boxed{5}", r"2+2=4;\boxed{4}", "4"],  # right, wrong, right, no box
-            [r"\boxed{4}", r"\boxed{4}", r"\boxed{4}...", "1..."],  # the answer of another problem: wrong
+            [
+                r"\boxed{4}",
+                r"\boxed{4}",
+                r"\boxed{4}...",
+                "1...",
+            ],  # the answer of another problem: wrong
             [r"\boxed{9}", r"\boxed{9}", r"\boxed{9}", r"\boxed{9}"],
         ],
         ["4", "7", "9"],
@@ -72,10 +93,11 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     assert (result.task, result.samples) == ("t", 4)
     # Not pass@4 = 2/3, and not the share of right answers among those that have a box, 6/10.
     assert result.average == 0.5
-    # Between problems: means 1/2, 0, 1, deviation sqrt((0 + 1/4 + 1/4) / 2) = 1/2, over sqrt(3). Over the twelve
-    # completions as if independent it would be 0.15.
+    # Between problems: means 1/2, 0, 1, deviation sqrt((0 + 1/4 + 1/4) / 2) = 1/2, over sqrt(3).
+    # Over the twelve completions as if independent it would be 0.15.
     assert result.standard_error == pytest.approx(0.5 / math.sqrt(3), abs=1e-7)
-    # `\boxed{` is one token: 3 tokens and the end make 4; "2+2=4;" adds 6; "4" is 2; cut ones have no end token.
+    # `\boxed{` is one token: 3 tokens and the end make 4; "2+2=4;" adds 6; "4" is 2; cut ones have
+    # no end token.
     lengths = [4, 4, 10, 2, 4, 4, 3, 1, 4, 4, 4, 4]
     assert result.length_mean == pytest.approx(sum(lengths) / 12, abs=1e-12)
     assert result.truncated.mean() == pytest.approx(2 / 12, abs=1e-12)
@@ -84,8 +106,14 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     np.testing.assert_array_equal(result.truncated, [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
     np.testing.assert_array_equal(result.lengths, np.reshape(lengths, (3, 4)))
     # pass@2 of 2 right among 4: 1 - 1/6; the others are 0 and 1.
-    assert result.pass_at[1] == pytest.approx((5 / 6 + 0 + 1) / 3) and result.pass_at[3] == pytest.approx(2 / 3)
-    assert result.unjudged == {"verifier_timeouts": 0, "verifier_errors": 0, "verifier_over_budget": 0}
+    assert result.pass_at[1] == pytest.approx((5 / 6 + 0 + 1) / 3) and result.pass_at[
+        3
+    ] == pytest.approx(2 / 3)
+    assert result.unjudged == {
+        "verifier_timeouts": 0,
+        "verifier_errors": 0,
+        "verifier_over_budget": 0,
+    }
 
 
 def test_a_single_problem_has_no_standard_error(judged):

@@ -36,7 +36,8 @@ def test_a_count_that_cannot_be_is_refused(correct):
 
 
 def test_bootstrap_interval_is_that_of_the_binomial_and_repeats_with_its_seed():
-    # A resample's mean of 100 zeros and ones is Binomial(100, 0.3) / 100: quantiles 0.21 and 0.39 (from its table).
+    # A resample's mean of 100 zeros and ones is Binomial(100, 0.3) / 100: quantiles 0.21 and 0.39
+    # (from its table).
     values = np.repeat([1.0, 0.0], [30, 70])
     low, high = bootstrap_interval(values, seed=1)
     assert abs(low - 0.21) <= 0.01 and abs(high - 0.39) <= 0.01

@@ -13,7 +13,11 @@ _TWO = "data/aime24.jsonl,data/own.jsonl"
     [
         # The paper's K of its benchmarks, 8 of another.
         (_TWO, (), [("aime24", 32), ("own", 8)]),
-        ("data/math500.jsonl, data/olympiadbench.jsonl", (), [("math500", 4), ("olympiadbench", 4)]),
+        (
+            "data/math500.jsonl, data/olympiadbench.jsonl",
+            (),
+            [("math500", 4), ("olympiadbench", 4)],
+        ),
         (_TWO, (5,), [("aime24", 5), ("own", 5)]),
         (_TWO, (5, 6), [("aime24", 5), ("own", 6)]),
         ("arithmetic:difficulty=1,count=4", (), [("arithmetic", 8)]),
@@ -31,9 +35,17 @@ def test_each_task_has_its_name_and_its_samples(task, samples, expected):
 @pytest.mark.parametrize(
     ("task", "samples", "message"),
     [
-        (_TWO, (1, 2, 3), "samples: got 3 numbers for 2 tasks; give one for all, one for each, or none"),
+        (
+            _TWO,
+            (1, 2, 3),
+            "samples: got 3 numbers for 2 tasks; give one for all, one for each, or none",
+        ),
         ("a.jsonl,", (), "task: got 'a.jsonl,', an empty name is no task"),
-        ("a.jsonl@2,b.jsonl@1", (), "got 'a.jsonl@2'; weights are for training, K of each task is in `samples`"),
+        (
+            "a.jsonl@2,b.jsonl@1",
+            (),
+            "got 'a.jsonl@2'; weights are for training, K of each task is in `samples`",
+        ),
         ("x/a.jsonl,y/a.jsonl", (), "task: two tasks are called 'a'; rename one"),
     ],
 )

@@ -21,7 +21,10 @@ def _part(seed, problems=2, task="t"):
         lengths=random.integers(1, 9, (problems, 3)).astype(np.int32),
         truncated=random.random((problems, 3)) < 0.5,
         unparsed=random.random((problems, 3)) < 0.5,
-        texts=np.array([[f"text {seed} {row} {place}" for place in range(3)] for row in range(problems)], object),
+        texts=np.array(
+            [[f"text {seed} {row} {place}" for place in range(3)] for row in range(problems)],
+            object,
+        ),
         found=np.array([["7", None, "x"]] * problems, object),
         unjudged={"verifier_timeouts": seed, "verifier_errors": 0, "verifier_over_budget": 1},
     )
@@ -100,7 +103,9 @@ def test_finished_parts_come_back_as_they_were(tmp_path):
 def test_another_evaluation_is_refused_by_what_differs(tmp_path):
     _write(tmp_path / "e")
     other = {**_HEADER, "settings": {**_HEADER["settings"], "seed": 1}}
-    with pytest.raises(UserError, match=r"holds an unfinished evaluation with seed=0, this one has 1; delete it"):
+    with pytest.raises(
+        UserError, match=r"holds an unfinished evaluation with seed=0, this one has 1; delete it"
+    ):
         EvaluationLog(tmp_path / "e", other)
     before = tmp_path / "foreign"
     for content in (b'{"problem": "p", "answer": "4"}\n', b"no json\n", b"no json"):
@@ -111,7 +116,10 @@ def test_another_evaluation_is_refused_by_what_differs(tmp_path):
 
 
 def test_two_processes_cannot_write_one_file(tmp_path):
-    with EvaluationLog(tmp_path / "e", _HEADER), pytest.raises(UserError, match="another process is writing"):
+    with (
+        EvaluationLog(tmp_path / "e", _HEADER),
+        pytest.raises(UserError, match="another process is writing"),
+    ):
         EvaluationLog(tmp_path / "e", _HEADER)
 
 
@@ -138,7 +146,10 @@ def test_names_are_free_or_unfinished(tmp_path):
     assert opened(finish=True) == "evaluation-m.json"
     assert opened() == "evaluation-m-3.json"  # 2 is the other's
     (tmp_path / "evaluation-m-3.problems.jsonl").unlink()
-    # A finished one that is named is replaced: its lines start over, its JSON stays until the new one is done.
+    # A finished one that is named is replaced: its lines start over, its JSON stays until the new
+    # one is done.
     out = tmp_path / "evaluation-m.json"
     assert opened(other, out) == "evaluation-m.json" and out.exists()
-    assert json.loads((tmp_path / "evaluation-m.problems.jsonl").read_text().splitlines()[0]) == other
+    assert (
+        json.loads((tmp_path / "evaluation-m.problems.jsonl").read_text().splitlines()[0]) == other
+    )

@@ -1,4 +1,6 @@
-"""Overlap of training and evaluation problems: by hand, and on DAPO-Math-17K with a list made independently."""
+"""Overlap of training and evaluation problems: by hand, and on DAPO-Math-17K with a list made
+independently.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,9 @@ def test_the_same_text_and_half_of_the_runs():
 
 def test_what_overlaps_can_be_left_out():
     problems = [Problem(text, "1", "s", index) for index, text in enumerate("abc")]
-    prompts = EncodedPrompts(problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0)
+    prompts = EncodedPrompts(
+        problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0
+    )
     asked = ((HeldOutTask("t", "t.jsonl", 1), prompts),)
     [(_, rest)] = leave_out(asked, {"t": [Overlap(1, 9, 1.0)]})
     assert [problem.prompt for problem in rest.problems] == ["a", "c"] and rest.dropped == 4
@@ -49,7 +53,14 @@ def test_dapo_math_17k_has_the_benchmark_problems_of_an_independent_list():
     lines = (_DATA / "train" / "dapo_math_17k_eval_overlap.jsonl").read_text().splitlines()
     listed = [json.loads(line) for line in lines]
     # Benchmark problems with an overlap, of 40, 675, 500, 30, 30 and 272.
-    counts = {"amc23": 25, "olympiadbench": 62, "math500": 25, "aime24": 0, "aime25": 0, "minerva": 0}
+    counts = {
+        "amc23": 25,
+        "olympiadbench": 62,
+        "math500": 25,
+        "aime24": 0,
+        "aime25": 0,
+        "minerva": 0,
+    }
     names, prompts = [], []
     for name in counts:
         problems = load_problems(str(_DATA / "benchmarks" / f"{name}.jsonl"))
@@ -57,13 +68,21 @@ def test_dapo_math_17k_has_the_benchmark_problems_of_an_independent_list():
         prompts += [problem.prompt for problem in problems]
     overlaps = find_overlap(prompts, [problem.prompt for problem in train])
     found = {(*names[overlap.problem], train[overlap.train_problem].index) for overlap in overlaps}
-    # The list numbers the rows of the file, of which equal ones are one problem here: the first of them.
+    # The list numbers the rows of the file, of which equal ones are one problem here: the first of
+    # them.
     rows = (_DATA / "train" / "dapo_math_17k.jsonl").read_text().splitlines()
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
-        rows[number] = json.loads(row)["prompt"][0]["content"] + json.loads(row)["reward_model"]["ground_truth"]
+        rows[number] = (
+            json.loads(row)["prompt"][0]["content"]
+            + json.loads(row)["reward_model"]["ground_truth"]
+        )
         first.setdefault(rows[number], number)
-    wanted = {(row["benchmark"], row["benchmark_row"], first[rows[row["train_row"]]]) for row in listed}
+    wanted = {
+        (row["benchmark"], row["benchmark_row"], first[rows[row["train_row"]]]) for row in listed
+    }
     # The list splits words in another way: one pair at the border is missed, six are added.
     assert len(wanted - found) <= 1 and len(found - wanted) <= 6
-    assert {name: len({row for other, row, _ in found if other == name}) for name in counts} == counts
+    assert {
+        name: len({row for other, row, _ in found if other == name}) for name in counts
+    } == counts

@@ -18,6 +18,9 @@ def test_texts_and_answers_of_all_hosts_come_in_order():
     )
     whole = join([own, own])
     assert whole.texts.tolist() == texts.tolist() * 2 and whole.found.tolist() == found.tolist() * 2
-    assert whole.scores.tolist() == own.scores.tolist() * 2 and whole.unjudged["verifier_timeouts"] == 2
+    assert (
+        whole.scores.tolist() == own.scores.tolist() * 2
+        and whole.unjudged["verifier_timeouts"] == 2
+    )
     nothing = dataclasses.replace(own, **{name: getattr(own, name)[:0] for name in COLUMNS})
     assert join([nothing, nothing]).texts.shape == (0, 2)

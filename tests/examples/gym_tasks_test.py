@@ -24,7 +24,9 @@ def _score(**arguments):
 
 
 def test_problems_are_those_of_the_dataset():
-    dataset = gym.create_dataset("basic_arithmetic", size=6, seed=4, max_terms=3, allow_parentheses=False)
+    dataset = gym.create_dataset(
+        "basic_arithmetic", size=6, seed=4, max_terms=3, allow_parentheses=False
+    )
     problems = _load(_LOCATION)
     assert [problem.prompt for problem in problems] == [entry["question"] for entry in dataset]
     assert [problem.answer for problem in problems] == [entry["answer"] for entry in dataset]
@@ -33,18 +35,27 @@ def test_problems_are_those_of_the_dataset():
 
 
 def test_the_dataset_scores_in_the_process_of_the_reward():
-    """rectangle_count and others give a little for a wrong answer; spell_backward gives part of the word."""
+    """rectangle_count and others give a little for a wrong answer; spell_backward gives part of the
+    word.
+    """
     problems = _load(f"{_GYM},dataset=spell_backward,size=2,seed=1") + _load(_LOCATION, limit=1)
     dataset = gym.create_dataset("spell_backward", size=2, seed=1)
     first, second = dataset[0]["answer"], dataset[1]["answer"]
     texts = [f"<answer>{first}</answer>", rf"so \boxed{{{second[:-1]}x}}", "no answer"]
-    expected = [dataset.score_answer(first, dataset[0]), dataset.score_answer(f"{second[:-1]}x", dataset[1])]
-    expected.append(gym.create_dataset("basic_arithmetic", size=1).score_answer(None, {"answer": "1"}))
+    expected = [
+        dataset.score_answer(first, dataset[0]),
+        dataset.score_answer(f"{second[:-1]}x", dataset[1]),
+    ]
+    expected.append(
+        gym.create_dataset("basic_arithmetic", size=1).score_answer(None, {"answer": "1"})
+    )
     assert expected[0] == 1.0 and expected[1] < 1.0
     column = [problem.columns["reasoning_gym"] for problem in problems]
     name = f"{_FILE}:gym_score"
     with RewardPool([name], ["reasoning_gym"], timeout_s=600.0) as pool:
-        pool.begin([problem.prompt for problem in problems], texts, [[1]] * 3, {"reasoning_gym": column})
+        pool.begin(
+            [problem.prompt for problem in problems], texts, [[1]] * 3, {"reasoning_gym": column}
+        )
         assert pool.collect() == {name: Returned(expected)}
 
 
@@ -54,7 +65,9 @@ def test_a_problem_of_another_task_has_no_score():
 
 def test_a_dataset_that_makes_other_problems_is_told():
     column = _load(_LOCATION, limit=1)[0].columns["reasoning_gym"] | {"answer": "other"}
-    with pytest.raises(ValueError, match="basic_arithmetic makes another problem 0 in this process"):
+    with pytest.raises(
+        ValueError, match="basic_arithmetic makes another problem 0 in this process"
+    ):
         _score(completions=["1"], reasoning_gym=[column])
 
 
@@ -69,7 +82,10 @@ def test_the_answer_is_the_last_one_given():
     ("settings", "message"),
     [
         ("", "name a dataset of reasoning-gym"),
-        (",dataset=basic_arithmetik", "has no dataset 'basic_arithmetik'; did you mean 'basic_arithmetic'?"),
+        (
+            ",dataset=basic_arithmetik",
+            "has no dataset 'basic_arithmetik'; did you mean 'basic_arithmetic'?",
+        ),
         (",dataset=basic_arithmetic,terms=3", "basic_arithmetic has no setting 'terms', it has "),
         (",dataset=basic_arithmetic,size=0", "size = 0 must be a whole number from 1 to"),
         (",dataset=basic_arithmetic,seed=x", "seed = 'x' must be a whole number from 0 to"),

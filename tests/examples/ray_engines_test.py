@@ -1,4 +1,6 @@
-"""The files that start a trainer with engines on other hosts, and XPK's script: their commands, run with stand-ins."""
+"""The files that start a trainer with engines on other hosts, and XPK's script: their commands, run
+with stand-ins.
+"""
 
 import os
 import re
@@ -33,7 +35,9 @@ esac"""
 
 @pytest.fixture
 def tools(tmp_path):
-    """Programs that stand in for others, the environment that has them, and where they write what they were told."""
+    """Programs that stand in for others, the environment that has them, and where they write what
+    they were told.
+    """
 
     def make(**bodies):
         for name, body in bodies.items():
@@ -42,13 +46,20 @@ def tools(tmp_path):
             path.write_text(f"#!/bin/bash\n{body}\n")
             path.chmod(0o755)
         home = tmp_path / "home"
-        return os.environ | {"PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "SEEN": str(tmp_path)}
+        return os.environ | {
+            "PATH": f"{home}:{os.environ['PATH']}",
+            "HOME": str(home),
+            "SEEN": str(tmp_path),
+        }
 
     return make
 
 
 def _objects(name="ray_engines_kuberay.yaml"):
-    return {document["kind"]: document for document in yaml.safe_load_all((_EXAMPLES / name).read_text())}
+    return {
+        document["kind"]: document
+        for document in yaml.safe_load_all((_EXAMPLES / name).read_text())
+    }
 
 
 def _checked(words):
@@ -58,13 +69,19 @@ def _checked(words):
 
 def _given_in_comment(name):
     """The arguments that the first lines of a script show."""
-    shown = re.search(r"^#.* examples/\S+ (--config=(?:.*\\\n#)*.*)", (_EXAMPLES / name).read_text(), re.M)[1]
+    shown = re.search(
+        r"^#.* examples/\S+ (--config=(?:.*\\\n#)*.*)", (_EXAMPLES / name).read_text(), re.M
+    )[1]
     return shlex.split(shown.replace("\\\n#", " "))
 
 
 def _vllm_fits(vllm, gpus):
-    """Whether engines on `gpus` GPUs of other hosts are what is asked for, and one host may be away."""
-    assert (vllm.placement, vllm.memory_share) == ("ray", 0.9) and vllm.python.endswith("vllm/bin/python")
+    """Whether engines on `gpus` GPUs of other hosts are what is asked for, and one host may be
+    away.
+    """
+    assert (vllm.placement, vllm.memory_share) == ("ray", 0.9) and vllm.python.endswith(
+        "vllm/bin/python"
+    )
     assert vllm.replicas * vllm.tensor_parallel_size == gpus
     assert vllm.min_replicas * vllm.tensor_parallel_size == gpus - 8
 
@@ -83,13 +100,18 @@ def test_the_ray_job_trains_on_the_head_and_has_its_engines_on_the_workers():
     assert limits[0]["nvidia.com/gpu"] == 8
     _vllm_fits(vllm, workers["replicas"] * limits[1]["nvidia.com/gpu"])
     [mount], [volume] = containers[0]["volumeMounts"], head["template"]["spec"]["volumes"]
-    assert mount["name"] == volume["name"] and all(f"={mount['mountPath']}/" in words[at] for at in (1, 2))
-    # The image has vLLM there, and one Ray in both environments, of a version that the trainer takes.
+    assert mount["name"] == volume["name"] and all(
+        f"={mount['mountPath']}/" in words[at] for at in (1, 2)
+    )
+    # The image has vLLM there, and one Ray in both environments, of a version that the trainer
+    # takes.
     assert len({container["image"] for container in containers}) == 1
     image = (_ROOT / "Dockerfile").read_text()
     assert f"{vllm.python.removesuffix('python')}pip install" in image and "[cuda,ray,hub," in image
     assert '"ray==$(ray --version' in image
-    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     [ray] = [wanted for wanted in map(Requirement, extras["ray"]) if wanted.name == "ray"]
     assert cluster["rayVersion"] in ray.specifier
 
@@ -99,7 +121,9 @@ def test_no_other_pod_reaches_rays_ports():
     cluster = objects["RayJob"]["spec"]["rayClusterSpec"]
     policy = objects["NetworkPolicy"]["spec"]
     own = policy["podSelector"]
-    templates = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    templates = [
+        group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
     assert own["matchLabels"] and all(
         own["matchLabels"].items() <= pod["metadata"]["labels"].items() for pod in templates
     )
@@ -113,7 +137,9 @@ def test_no_other_pod_reaches_rays_ports():
     }
     assert submitter == {"podSelector": {"matchLabels": job}}
     assert operator["ports"] == [{"protocol": "TCP", "port": 8265}]
-    assert set(objects) == {"NetworkPolicy", "RayJob"} and cluster["authOptions"] == {"mode": "token"}
+    assert set(objects) == {"NetworkPolicy", "RayJob"} and cluster["authOptions"] == {
+        "mode": "token"
+    }
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
     # The mode that waits for all pods: the trainer refuses a cluster smaller than what it asks for.
     assert objects["RayJob"]["spec"]["submissionMode"] == "K8sJobMode"
@@ -125,7 +151,9 @@ def test_no_other_pod_reaches_rays_ports():
 def _skypilot(tools, tmp_path, rank, **more):
     task = yaml.safe_load((_EXAMPLES / "ray_engines_skypilot.yaml").read_text())
     environment = tools(
-        trainer_bin_ray=_RAY, trainer_bin_python=_WAIT + _PRINT + "; exit ${CODE:-0}", sleep="exit 0"
+        trainer_bin_ray=_RAY,
+        trainer_bin_python=_WAIT + _PRINT + "; exit ${CODE:-0}",
+        sleep="exit 0",
     ) | {
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3",
         "SKYPILOT_NODE_RANK": str(rank),
@@ -148,16 +176,24 @@ def test_skypilots_first_node_trains_and_ends_with_the_trainers_code(tools, tmp_
     assert (module, script, vllm.address) == ("-m", "bin.train", "10.0.0.1:6379")
     assert task["resources"]["accelerators"] == "H100:8"
     _vllm_fits(vllm, 8 * (task["num_nodes"] - 1))
-    assert vllm.python == f"{tmp_path}/home/vllm/bin/python" and "~/vllm/bin/pip install" in task["setup"]
+    assert (
+        vllm.python == f"{tmp_path}/home/vllm/bin/python"
+        and "~/vllm/bin/pip install" in task["setup"]
+    )
     # Every request needs a token that the file does not hold, and nothing is opened.
-    assert task["envs"] == {"RAY_AUTH_MODE": "token"} and task["secrets"] == {"RAY_AUTH_TOKEN": None}
+    assert task["envs"] == {"RAY_AUTH_MODE": "token"} and task["secrets"] == {
+        "RAY_AUTH_TOKEN": None
+    }
     assert "ports" not in task["resources"]
 
 
 def test_skypilots_other_nodes_join_again_until_the_trainers_ray_is_gone(tools, tmp_path):
     _, code, calls = _skypilot(tools, tmp_path, rank=2, HEALTHY="3")
     health = "ray health-check --address=10.0.0.1:6379"
-    start = "ray start --address=10.0.0.1:6379 --disable-usage-stats --dashboard-agent-listen-port=52366 --block"
+    start = (
+        "ray start --address=10.0.0.1:6379 --disable-usage-stats "
+        "--dashboard-agent-listen-port=52366 --block"
+    )
     assert (code, calls) == (0, [health, health, start, health, start, health])
     assert not (tmp_path / "trainer").exists()
 
@@ -172,19 +208,27 @@ def _slurm(tools, python):
         python=_WAIT + python,
         # Three times; so the loop of the other nodes ends.
         sleep='echo >> "$SEEN/slept"; test "$(wc -l < "$SEEN/slept")" -le 3',
-    ) | {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "123456", "SLURMD_NODENAME": "node7", "SLURM_GPUS_ON_NODE": "8"}
+    ) | {
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_ID": "123456",
+        "SLURMD_NODENAME": "node7",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
 
 
 def test_slurms_script_trains_here_and_starts_engines_on_the_other_nodes(tools, tmp_path):
     given = _given_in_comment("ray_engines_slurm.sh")
     script = [_EXAMPLES / "ray_engines_slurm.sh", *given]
-    environment = _slurm(tools, _PRINT + '; until [ "$(wc -l < "$SEEN/slept")" = 4 ]; do /bin/sleep 0.05; done; exit 5')
+    environment = _slurm(
+        tools,
+        _PRINT + '; until [ "$(wc -l < "$SEEN/slept")" = 4 ]; do /bin/sleep 0.05; done; exit 5',
+    )
     assert subprocess.run(script, env=environment, timeout=HANGS_S).returncode == 5
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[:2] == [
         "srun --nodes=1 --ntasks=1 --exclude=node7 getent",
-        "ray start --head --node-ip-address=10.0.0.7 --port=23456 --num-gpus=0 --include-dashboard=false "
-        "--disable-usage-stats",
+        "ray start --head --node-ip-address=10.0.0.7 --port=23456 --num-gpus=0 "
+        "--include-dashboard=false --disable-usage-stats",
     ]
     start = "ray start --address=10.0.0.7:23456 --disable-usage-stats --block"
     calls.remove("wait 10.0.0.7:23456 16")
@@ -199,7 +243,11 @@ def test_slurms_script_trains_here_and_starts_engines_on_the_other_nodes(tools, 
     assert (module, name, config.rollout.vllm.address) == ("-m", "bin.train", "10.0.0.7:23456")
     _vllm_fits(config.rollout.vllm, 16)
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", script[0].read_text(), re.M))
-    assert (options["nodes"], options["gpus-per-node"], options["signal"]) == ("3", "8", "B:TERM@120")
+    assert (options["nodes"], options["gpus-per-node"], options["signal"]) == (
+        "3",
+        "8",
+        "B:TERM@120",
+    )
     assert "exclusive" in options and "no-kill" in options
 
 
@@ -220,16 +268,25 @@ def test_xpks_command_gives_each_pod_its_number_and_keeps_spaces(tools, tmp_path
     environment = tools(xpk=_PRINT.replace("trainer", "xpk"), python=_PRINT)
     script = [_EXAMPLES / "several_hosts_xpk.sh", *_given_in_comment("several_hosts_xpk.sh")]
     place = {"CLUSTER": "c", "PROJECT": "p", "ZONE": "z", "IMAGE": "i"}
-    missing = subprocess.run(script, env=environment, capture_output=True, text=True)  # no place is named
+    missing = subprocess.run(
+        script, env=environment, capture_output=True, text=True
+    )  # no place is named
     assert missing.returncode == 1 and "set CLUSTER" in missing.stderr
     subprocess.run([*script, "--config.wandb.project=a b"], env=environment | place, check=True)
     words = (tmp_path / "xpk").read_text().splitlines()
     options = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
     assert words[:2] == ["workload", "create"] and options["num-nodes"] == "4"
     assert options["restart-on-exit-codes"] == "1"
-    pod = {"JAX_COORDINATOR_ADDRESS": "pod0", "JAX_COORDINATOR_PORT": "6002", "NNODES": "4", "NODE_RANK": "3"}
+    pod = {
+        "JAX_COORDINATOR_ADDRESS": "pod0",
+        "JAX_COORDINATOR_PORT": "6002",
+        "NNODES": "4",
+        "NODE_RANK": "3",
+    }
     # As XPK runs it.
-    subprocess.run(["bash", "-c", f"({options['command']}) & wait $!"], env=environment | pod, check=True)
+    subprocess.run(
+        ["bash", "-c", f"({options['command']}) & wait $!"], env=environment | pod, check=True
+    )
     module, name, *words = (tmp_path / "trainer").read_text().splitlines()
     hosts = _checked(words[:-1]).hosts
     assert (module, name, words[-1]) == ("-m", "bin.train", "--config.wandb.project=a b")
@@ -237,6 +294,10 @@ def test_xpks_command_gives_each_pod_its_number_and_keeps_spaces(tools, tmp_path
     # The same run as the JobSet's.
     job_set = _objects("several_hosts_gke.yaml")["JobSet"]["spec"]
     [job] = job_set["replicatedJobs"]
-    in_job_set = job["template"]["spec"]["template"]["spec"]["containers"][0]["args"][0].split("bin.train ")[1]
-    assert set(_given_in_comment("several_hosts_xpk.sh")) == {w for w in in_job_set.split() if ".hosts." not in w}
+    in_job_set = job["template"]["spec"]["template"]["spec"]["containers"][0]["args"][0].split(
+        "bin.train "
+    )[1]
+    assert set(_given_in_comment("several_hosts_xpk.sh")) == {
+        w for w in in_job_set.split() if ".hosts." not in w
+    }
     assert int(options["max-restarts"]) == job_set["failurePolicy"]["maxRestarts"]

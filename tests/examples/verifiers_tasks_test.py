@@ -1,4 +1,6 @@
-"""Single-turn tasks of verifiers by path: asked as chats, scored by the task's own rewards in the reward's process."""
+"""Single-turn tasks of verifiers by path: asked as chats, scored by the task's own rewards in the
+reward's process.
+"""
 
 import os
 import sys
@@ -52,15 +54,24 @@ def taskset(tmp_path, monkeypatch):
 def test_tasks_become_chats_and_score_their_completions(taskset):
     problems = load_problems(f"{_TASKS},taskset={taskset},size=3", keep_columns=True)
     assert [problem.prompt for problem in problems] == ["0+1=?", "1+1=?", "2+1=?"]
-    assert problems[0].messages == ({"role": "system", "content": "Add."}, {"role": "user", "content": "0+1=?"})
+    assert problems[0].messages == (
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "0+1=?"},
+    )
     assert {problem.source for problem in problems} == {taskset}
-    columns = {"verifiers": [problems[0].columns["verifiers"], problems[2].columns["verifiers"], None]}
+    columns = {
+        "verifiers": [problems[0].columns["verifiers"], problems[2].columns["verifiers"], None]
+    }
     name = f"{_FILE}:task_score"
     with RewardPool([name], ["verifiers"], timeout_s=600.0) as pool:
         completions = [problem.as_completion("1") for problem in problems]
         pool.begin([problem.given for problem in problems], completions, [[1]] * 3, columns)
         # 2 x 1 - 1/100, 2 x 0 - 1/100.
-        extra = [{"right": 1.0, "short": -0.01, "turns": 1.0}, {"right": 0.0, "short": -0.01, "turns": 1.0}, None]
+        extra = [
+            {"right": 1.0, "short": -0.01, "turns": 1.0},
+            {"right": 0.0, "short": -0.01, "turns": 1.0},
+            None,
+        ]
         assert pool.collect()[name] == Returned([1.99, -0.01, None], {}, {"verifiers": extra})
 
 
@@ -78,5 +89,7 @@ def test_what_is_no_taskset_is_told(taskset):
 
 def test_without_the_library_its_name_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ValueError, match="the library verifiers is missing: pip install 'verifiers"):
+    with pytest.raises(
+        ValueError, match="the library verifiers is missing: pip install 'verifiers"
+    ):
         load_problems(f"{_TASKS},taskset=some_tasks")

@@ -1,4 +1,6 @@
-"""The torch module against `dcmdp_jax.algorithm` on random batches: values to 1e-6, and the surrogate's gradient."""
+"""The torch module against `dcmdp_jax.algorithm` on random batches: values to 1e-6, and the
+surrogate's gradient.
+"""
 
 import json
 import subprocess
@@ -41,9 +43,13 @@ def test_token_discrepancy_is_ours(measure, sided):
     batches = [_batch(seed)[:2] for seed in range(50)] + [_extreme()]
     for train, rollout in batches:
         ours = discrepancy.token_discrepancy(train, rollout, measure=measure, sided=sided)
-        theirs = module.token_discrepancy(torch.tensor(train), torch.tensor(rollout), measure=measure, sided=sided)
+        theirs = module.token_discrepancy(
+            torch.tensor(train), torch.tensor(rollout), measure=measure, sided=sided
+        )
         np.testing.assert_allclose(theirs.numpy(), ours, **_CLOSE)
-    assert torch.isnan(module.token_discrepancy(torch.tensor([np.nan]), torch.zeros(1), measure=measure)).all()
+    assert torch.isnan(
+        module.token_discrepancy(torch.tensor([np.nan]), torch.zeros(1), measure=measure)
+    ).all()
 
 
 def test_fifty_steps_of_charging_and_dual_ascent_are_ours():
@@ -52,7 +58,9 @@ def test_fifty_steps_of_charging_and_dual_ascent_are_ours():
     for seed in range(50):
         train, rollout, mask, advantages = _batch(seed)
         charged, metrics = theirs.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
-        delta = jnp.where(mask, discrepancy.token_discrepancy(train, rollout, measure="diff", sided="two"), 0.0)
+        delta = jnp.where(
+            mask, discrepancy.token_discrepancy(train, rollout, measure="diff", sided="two"), 0.0
+        )
         rows = np.broadcast_to(advantages[:, None], delta.shape)
         tokens = Tokens(advantages=rows, discrepancy=delta, multiplier=multiplier)
         ours = penalties.dc_grpo(tokens)
@@ -80,7 +88,8 @@ def test_the_surrogate_and_its_gradient_are_ours():
     for seed in range(20):
         train, old, mask, _ = _batch(seed)
         advantages = np.random.default_rng(seed).normal(0, 1, train.shape).astype(np.float32)
-        # At a bound itself, and where the batch was used once: the gradient is that of the unclipped side.
+        # At a bound itself, and where the batch was used once: the gradient is that of the
+        # unclipped side.
         train[0], advantages[0, :2] = old[0], (1.0, 0.0)
         sides = {"clip_low": 0.1, "clip_high": 0.05}
 
@@ -90,7 +99,9 @@ def test_the_surrogate_and_its_gradient_are_ours():
 
         value, gradient = jax.value_and_grad(ours)(jnp.asarray(train))
         there = torch.tensor(train, requires_grad=True)
-        tokens = module.clipped_surrogate(there, torch.tensor(old), torch.tensor(advantages), **sides)
+        tokens = module.clipped_surrogate(
+            there, torch.tensor(old), torch.tensor(advantages), **sides
+        )
         total = torch.where(torch.tensor(mask), tokens, torch.zeros_like(tokens)).sum()
         total.backward()
         assert total.item() == pytest.approx(float(value), rel=1e-6, abs=1e-6)
@@ -104,7 +115,9 @@ def test_a_charge_by_hand():
     charged, metrics = dc_grpo.charge(torch.ones(1), p, q, torch.tensor([[1, 1, 0]]))
     # Were the unsampled token charged, its advantage would be 1 - 2 * 0.8 = -0.6.
     torch.testing.assert_close(charged, torch.tensor([[0.8, 0.6, 1.0]]))
-    assert dc_grpo.multiplier == pytest.approx(3.0, abs=1e-6) and metrics["violation"] == pytest.approx(0.1, abs=1e-6)
+    assert dc_grpo.multiplier == pytest.approx(3.0, abs=1e-6) and metrics[
+        "violation"
+    ] == pytest.approx(0.1, abs=1e-6)
     assert not charged.requires_grad
 
 
@@ -119,12 +132,17 @@ def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
     assert [half.multiplier for half in halves] == [0.1, 0.1]
     arguments = [torch.tensor(x[:2]) for x in (advantages, train, rollout, mask)]
     halves[0].charge(*arguments, reduce=lambda _: sums[0] + sums[1])
-    assert halves[0].multiplier == pytest.approx(whole.multiplier, abs=1e-7) and whole.multiplier != 0.1
+    assert (
+        halves[0].multiplier == pytest.approx(whole.multiplier, abs=1e-7)
+        and whole.multiplier != 0.1
+    )
 
 
 def test_a_token_without_a_logprob_is_neither_charged_nor_counted():
     p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, float("nan")]]).log()
-    charged, metrics = DcGrpo(tolerance=0.0, multiplier=1.0).charge(torch.zeros(1), p, q, torch.ones(1, 2))
+    charged, metrics = DcGrpo(tolerance=0.0, multiplier=1.0).charge(
+        torch.zeros(1), p, q, torch.ones(1, 2)
+    )
     torch.testing.assert_close(charged, torch.tensor([[-0.1, 0.0]]))
     assert metrics["mean"] == pytest.approx(0.1, abs=1e-6)
 
@@ -140,7 +158,10 @@ def test_the_state_is_json_and_comes_back(tmp_path):
     assert (other.multiplier, other.history) == (0.5, [0.5])
     with pytest.raises(ValueError, match="steps is 3, it holds the state after 1 to 2 updates"):
         other.load(tmp_path, steps=3)
-    for text, message in (("[]", "not the state"), ('{"multiplier": 9, "history": []}', "multiplier is 9.0")):
+    for text, message in (
+        ("[]", "not the state"),
+        ('{"multiplier": 9, "history": []}', "multiplier is 9.0"),
+    ):
         (tmp_path / "dc_grpo.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             other.load(tmp_path)
@@ -169,14 +190,20 @@ def test_it_imports_neither_jax_nor_the_rest_of_the_package():
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANGS_S
     ).stdout
-    own = ["dcmdp_jax"] + [f"dcmdp_jax.{name}" for name in ("integrations", "integrations.dc_grpo_torch", "record")]
+    own = ["dcmdp_jax"] + [
+        f"dcmdp_jax.{name}" for name in ("integrations", "integrations.dc_grpo_torch", "record")
+    ]
     assert said.splitlines() == ["[]", str([*own, "dcmdp_jax.version"])]
 
 
 def test_log_probs_in_float16_are_refused_and_in_bfloat16_have_a_finite_gradient():
     old, advantages = torch.full((1, 1), -12.5), torch.full((1, 1), -1.0)
-    with pytest.raises(ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"):
+    with pytest.raises(
+        ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"
+    ):
         module.clipped_surrogate(torch.full((1, 1), -0.5, dtype=torch.float16), old, advantages)
     train = torch.full((1, 1), -0.5, dtype=torch.bfloat16, requires_grad=True)
     module.clipped_surrogate(train, old, advantages).sum().backward()
-    assert float(train.grad) == pytest.approx(np.exp(12), rel=1e-2)  # 162,755; float16 ends at 65,504
+    assert float(train.grad) == pytest.approx(
+        np.exp(12), rel=1e-2
+    )  # 162,755; float16 ends at 65,504

@@ -1,4 +1,5 @@
-"""The hooks of SkyRL, slime, prime-rl and verl with stand-ins that have the frameworks' call sites and field names.
+"""The hooks of SkyRL, slime, prime-rl and verl with stand-ins that have the frameworks' call sites
+and field names.
 
 peers_test.py runs them with the real packages where these are installed.
 """
@@ -15,7 +16,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from dcmdp_jax.integrations import dc_grpo_torch, prime_rl_loss, skyrl_trainer, slime_hooks, verl_hooks  # noqa: E402
+from dcmdp_jax.integrations import (  # noqa: E402
+    dc_grpo_torch,
+    prime_rl_loss,
+    skyrl_trainer,
+    slime_hooks,
+    verl_hooks,
+)  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
 from tests.support.charged_tokens import CHARGED, MASK, MOVED, A, P, Q  # noqa: E402
 
@@ -48,8 +55,12 @@ def test_skyrl_charges_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path)
     trainer.save_checkpoints()
     resumed, fresh = (skyrl_trainer.make_trainer(Base)(step, dc_grpo=_dc_grpo()) for step in (1, 0))
     assert resumed.load_checkpoints() == (1, str(tmp_path)) and fresh.load_checkpoints()[0] == 0
-    assert resumed.dc_grpo.multiplier == trainer.dc_grpo.multiplier and fresh.dc_grpo.multiplier == 0.5
-    with pytest.raises(ValueError, match="no rollout_logprobs: set generator.sampling_params.logprobs=0"):
+    assert (
+        resumed.dc_grpo.multiplier == trainer.dc_grpo.multiplier and fresh.dc_grpo.multiplier == 0.5
+    )
+    with pytest.raises(
+        ValueError, match="no rollout_logprobs: set generator.sampling_params.logprobs=0"
+    ):
         trainer.compute_advantages_and_returns(batch | {"rollout_logprobs": None})
 
 
@@ -66,7 +77,10 @@ def test_slime_gets_advantages_and_returns_of_each_sample(tmp_path, monkeypatch)
     monkeypatch.setattr(slime_hooks, "_state", None)
     path = tmp_path / "state" / "dc_grpo.json"
     args = types.SimpleNamespace(
-        dc_grpo_tolerance=0.02, dc_grpo_multiplier=0.5, dc_grpo_learning_rate=2.0, dc_grpo_state=str(path)
+        dc_grpo_tolerance=0.02,
+        dc_grpo_multiplier=0.5,
+        dc_grpo_learning_rate=2.0,
+        dc_grpo_state=str(path),
     )
     batch = _slime_batch()
     assert slime_hooks.dc_grpo_advantages(args, batch) is None
@@ -82,14 +96,22 @@ def test_slime_gets_advantages_and_returns_of_each_sample(tmp_path, monkeypatch)
 
 def test_slimes_bad_input_is_refused(monkeypatch):
     monkeypatch.setattr(slime_hooks, "_state", None)
-    with pytest.raises(ValueError, match="set dc_grpo_tolerance in the file of --custom-config-path"):
+    with pytest.raises(
+        ValueError, match="set dc_grpo_tolerance in the file of --custom-config-path"
+    ):
         slime_hooks.dc_grpo_advantages(types.SimpleNamespace(), _slime_batch())
     args = types.SimpleNamespace(dc_grpo_tolerance=0.02)
-    flags = "--get-mismatch-metrics and --custom-tis-function-path dcmdp_jax.integrations.slime_hooks.no_weights"
+    flags = (
+        "--get-mismatch-metrics and --custom-tis-function-path "
+        "dcmdp_jax.integrations.slime_hooks.no_weights"
+    )
     with pytest.raises(ValueError, match=f"no log_probs: set {flags}"):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"log_probs": None})
     # Five tokens in all, cut elsewhere: token by token they would be of other samples.
-    for name, other in (("loss_masks", torch.ones(6, dtype=torch.int)), ("rollout_log_probs", torch.zeros(2))):
+    for name, other in (
+        ("loss_masks", torch.ones(6, dtype=torch.int)),
+        ("rollout_log_probs", torch.zeros(2)),
+    ):
         batch = _slime_batch()
         batch[name] = [other, torch.zeros(3)]
         with pytest.raises(ValueError, match="context parallelism above 1"):
@@ -99,14 +121,20 @@ def test_slimes_bad_input_is_refused(monkeypatch):
 
 
 def test_slimes_recipe_sets_the_function_that_its_arguments_ask_for_and_it_changes_nothing():
-    """slime's arguments.py asserts custom_tis_function_path with get_mismatch_metrics; loss.py calls it as here."""
+    """slime's arguments.py asserts custom_tis_function_path with get_mismatch_metrics; loss.py
+    calls it as here.
+    """
     recipe = " ".join(slime_hooks.__doc__.split())
     path = re.search(r"--get-mismatch-metrics .*--custom-tis-function-path (\S+)", recipe)[1]
     module, _, name = path.rpartition(".")
     function = getattr(importlib.import_module(module), name)
     masks = [MASK[0], MASK[1, :2]]
-    columns = dict(train_log_probs=[P[0], P[1, :2]], rollout_log_probs=[Q[0], Q[1, :2]], loss_masks=masks)
-    loss, kept, metrics = function(None, pg_loss=A, **columns, total_lengths=[5, 4], response_lengths=[3, 2])
+    columns = dict(
+        train_log_probs=[P[0], P[1, :2]], rollout_log_probs=[Q[0], Q[1, :2]], loss_masks=masks
+    )
+    loss, kept, metrics = function(
+        None, pg_loss=A, **columns, total_lengths=[5, 4], response_lengths=[3, 2]
+    )
     assert loss is A and kept is masks and metrics == {}
 
 
@@ -147,7 +175,9 @@ def test_prime_rls_loss_has_the_charged_gradient_and_lambda_moves_once_in_an_upd
 
 
 def test_prime_rls_tokens_without_a_log_prob_are_not_in_the_mean():
-    """Deltas 0.1, NaN, 0: lambda moves by the mean over two tokens, 0.05, not over three, 0.0333."""
+    """Deltas 0.1, NaN, 0: lambda moves by the mean over two tokens, 0.05, not over three,
+    0.0333.
+    """
     loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
     engine = Q[0].clone()
     engine[1] = torch.nan
@@ -167,7 +197,8 @@ def test_prime_rls_tokens_without_a_log_prob_are_not_in_the_mean():
 def test_shapes_that_would_broadcast_are_refused():
     row = P[:1]
     with pytest.raises(
-        ValueError, match=r"advantages is \[3\], discrepancy is \[1, 3\], .*: must be \[N\] or \[N, T\]"
+        ValueError,
+        match=r"advantages is \[3\], discrepancy is \[1, 3\], .*: must be \[N\] or \[N, T\]",
     ):
         _dc_grpo().charge(torch.ones(3), row, Q[:1], torch.ones(1, 3))
     charge = {"advantages": A, "train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
@@ -184,25 +215,42 @@ def test_shapes_that_would_broadcast_are_refused():
     ):
         function(**arguments)
         for name, value in arguments.items():
-            others = [value[None], value[:1], value[..., :1]] if value.dim() else [torch.full((3,), 0.5)]
+            others = (
+                [value[None], value[:1], value[..., :1]] if value.dim() else [torch.full((3,), 0.5)]
+            )
             for other in others:
                 with pytest.raises(ValueError, match="must be"):
                     function(**arguments | {name: other})
     loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02)
     inputs = LossInputs(P[0], Q[0], None, A[0].expand(3), MASK[0].bool(), torch.ones(3))
-    for name in ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask", "loss_weights"):
+    for name in (
+        "trainer_logprobs",
+        "inference_logprobs",
+        "advantages",
+        "loss_mask",
+        "loss_weights",
+    ):
         with pytest.raises(ValueError, match=f"{name} is .*: must be the same shape"):
             loss(dataclasses.replace(inputs, **{name: getattr(inputs, name)[:1]}))
 
 
 def test_verls_batch_is_charged_in_place():
     dc_grpo, advantages = _dc_grpo(), A[:, None] * MASK
-    batch = {"advantages": advantages, "old_log_probs": P, "rollout_log_probs": Q, "response_mask": MASK}
+    batch = {
+        "advantages": advantages,
+        "old_log_probs": P,
+        "rollout_log_probs": Q,
+        "response_mask": MASK,
+    }
     verl_hooks.charge(dc_grpo, batch)
     torch.testing.assert_close(batch["advantages"], CHARGED)
     assert dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
-    with pytest.raises(ValueError, match="no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs"):
-        verl_hooks.charge(dc_grpo, {name: batch[name] for name in batch if name != "rollout_log_probs"})
+    with pytest.raises(
+        ValueError, match="no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs"
+    ):
+        verl_hooks.charge(
+            dc_grpo, {name: batch[name] for name in batch if name != "rollout_log_probs"}
+        )
 
 
 class _Data:
@@ -212,11 +260,15 @@ class _Data:
         self.batch, self.non_tensor_batch = batch, {"uid": uid}
 
     def select_idxs(self, rows):
-        return _Data({name: x[rows] for name, x in self.batch.items()}, self.non_tensor_batch["uid"][rows])
+        return _Data(
+            {name: x[rows] for name, x in self.batch.items()}, self.non_tensor_batch["uid"][rows]
+        )
 
 
 def _verl(monkeypatch):
-    """Modules with the call sites of verl at 1dda039b: the V1 trainer picks sessions' last outputs for grpo alone."""
+    """Modules with the call sites of verl at 1dda039b: the V1 trainer picks sessions' last outputs
+    for grpo alone.
+    """
     registered = {}
 
     def grpo(token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=True, config=None):
@@ -238,12 +290,19 @@ def _verl(monkeypatch):
 
     def compute_advantage_for_multi_trajectories(data, batch_keys, adv_estimator, config=None):
         if adv_estimator != "grpo":
-            return modules["v1.utils"].compute_advantage(data, adv_estimator=adv_estimator, config=config)
+            return modules["v1.utils"].compute_advantage(
+                data, adv_estimator=adv_estimator, config=config
+            )
         sessions = [key.rpartition("_")[0] for key in batch_keys]
         last = {session: row for row, session in enumerate(sessions)}
-        found = modules["v1.utils"].compute_advantage(data.select_idxs(list(last.values())), adv_estimator="grpo")
+        found = modules["v1.utils"].compute_advantage(
+            data.select_idxs(list(last.values())), adv_estimator="grpo"
+        )
         of = dict(zip(last, found.batch["advantages"][:, 0], strict=True))
-        scores = torch.stack([of[session] for session in sessions])[:, None] * data.batch["response_mask"]
+        scores = (
+            torch.stack([of[session] for session in sessions])[:, None]
+            * data.batch["response_mask"]
+        )
         data.batch["advantages"] = data.batch["returns"] = scores
         return data
 
@@ -253,14 +312,19 @@ def _verl(monkeypatch):
     }
     core = modules["core_algos"]
     core.AdvantageEstimator = types.SimpleNamespace(GRPO="grpo")
-    core.register_adv_est = core.register_policy_loss = lambda name: lambda f: registered.setdefault(name, f)
+    core.register_adv_est = core.register_policy_loss = lambda name: (
+        lambda f: registered.setdefault(name, f)
+    )
     core.compute_grpo_outcome_advantage = grpo
     for name in ("ray_trainer", "v1.utils"):
         modules[name].compute_advantage = compute_advantage
     for name in ("v1.utils", "v1.trainer_base"):
-        modules[name].compute_advantage_for_multi_trajectories = compute_advantage_for_multi_trajectories
+        modules[
+            name
+        ].compute_advantage_for_multi_trajectories = compute_advantage_for_multi_trajectories
     parents = {
-        name: types.ModuleType(name) for name in ("verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1")
+        name: types.ModuleType(name)
+        for name in ("verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1")
     }
     for name, module in {**parents, **{each.__name__: each for each in modules.values()}}.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -270,8 +334,12 @@ def _verl(monkeypatch):
     return modules
 
 
-def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_is_charged(monkeypatch):
-    """Sessions 0 and 1 of one prompt, rewards 1 and 0; session 0 has two more outputs, each with its reward."""
+def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_is_charged(
+    monkeypatch,
+):
+    """Sessions 0 and 1 of one prompt, rewards 1 and 0; session 0 has two more outputs, each with
+    its reward.
+    """
     modules = _verl(monkeypatch)
     dc_grpo, recorded = _dc_grpo(), []
     verl_hooks.register(dc_grpo, on_batch=recorded.append)
@@ -286,20 +354,31 @@ def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_
     data = _Data(batch, np.array(["a"] * 4))
     keys = ["a_0_0", "a_0_1", "a_0_2", "a_1_0"]
     trainer = modules["v1.trainer_base"]
-    found = trainer.compute_advantage_for_multi_trajectories(data, batch_keys=keys, adv_estimator="dc_grpo")
-    # The mean of the two sessions is 1/2; of the four outputs it would be 3/4. lambda 0.5 of 0.1, 0.2 and 0.
+    found = trainer.compute_advantage_for_multi_trajectories(
+        data, batch_keys=keys, adv_estimator="dc_grpo"
+    )
+    # The mean of the two sessions is 1/2; of the four outputs it would be 3/4. lambda 0.5 of 0.1,
+    # 0.2 and 0.
     expected = torch.tensor([[0.45, 0.4, 0.5]] * 3 + [[-0.55, -0.6, -0.5]])
     torch.testing.assert_close(found.batch["advantages"], expected)
     # Once: the mean of 0.1, 0.2 and 0 is 0.1, and 2 (0.1 - 0.02) is added.
     assert dc_grpo.history == [pytest.approx(0.66, abs=1e-6)] and recorded == [found]
-    plain = trainer.compute_advantage_for_multi_trajectories(data, batch_keys=keys, adv_estimator="grpo")
-    torch.testing.assert_close(plain.batch["advantages"], torch.tensor([[0.5] * 3] * 3 + [[-0.5] * 3]))
-    modules["ray_trainer"].compute_advantage(_Data(batch, np.array(["a"] * 4)), adv_estimator="dc_grpo")
+    plain = trainer.compute_advantage_for_multi_trajectories(
+        data, batch_keys=keys, adv_estimator="grpo"
+    )
+    torch.testing.assert_close(
+        plain.batch["advantages"], torch.tensor([[0.5] * 3] * 3 + [[-0.5] * 3])
+    )
+    modules["ray_trainer"].compute_advantage(
+        _Data(batch, np.array(["a"] * 4)), adv_estimator="dc_grpo"
+    )
     assert len(dc_grpo.history) == 2
 
 
 def test_our_own_gradient_is_the_one_that_prime_rl_gets():
-    """One update on a batch: the clipped surrogate at ratio 1, of the torch module that equals ours."""
+    """One update on a batch: the clipped surrogate at ratio 1, of the torch module that equals
+    ours.
+    """
     from dcmdp_jax.integrations.dc_grpo_torch import clipped_surrogate
 
     train = torch.nn.Parameter(P.clone())

@@ -1,4 +1,6 @@
-"""TRL's own trainer with DC-GRPO on the arithmetic task, 20 steps: lambda and advantages as our functions give them."""
+"""TRL's own trainer with DC-GRPO on the arithmetic task, 20 steps: lambda and advantages as our
+functions give them.
+"""
 
 import copy
 import functools
@@ -10,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("trl", reason="TRL is not installed; docs/integrations.md has the command that runs this")
+pytest.importorskip(
+    "trl", reason="TRL is not installed; docs/integrations.md has the command that runs this"
+)
 pytest.importorskip("torch", reason="torch is not installed")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -42,7 +46,9 @@ START = 0.3
 
 
 class RoundedEngine:
-    """Samples from the trainer's weights rounded to 4 bits of mantissa, and reports its log-probs: a coarse engine."""
+    """Samples from the trainer's weights rounded to 4 bits of mantissa, and reports its log-probs:
+    a coarse engine.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -72,8 +78,14 @@ class RoundedEngine:
                 logprobs.append(step.gather(1, token))
                 sequences = torch.cat([sequences, token], dim=1)
         logprobs = torch.cat(logprobs, dim=1)
-        for each, sampled, values, row in zip(ids, sequences[:, len(ids[0]) :].tolist(), logprobs, rows, strict=True):
-            end = sampled.index(self.tokenizer.eos_token_id) + 1 if self.tokenizer.eos_token_id in sampled else TOKENS
+        for each, sampled, values, row in zip(
+            ids, sequences[:, len(ids[0]) :].tolist(), logprobs, rows, strict=True
+        ):
+            end = (
+                sampled.index(self.tokenizer.eos_token_id) + 1
+                if self.tokenizer.eos_token_id in sampled
+                else TOKENS
+            )
             result["prompt_ids"].append(each)
             result["completion_ids"].append(sampled[:end])
             result["logprobs"].append(values[:end].tolist())
@@ -98,7 +110,13 @@ def _warmed_up():
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
-    sizes = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32)
+    sizes = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        head_dim=32,
+    )
     heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     config = Qwen3Config(**sizes, **heads, **ends)
@@ -120,10 +138,18 @@ def _trainer(path, steps, on_batch, dc_grpo, reward=_reward):
     tokenizer = build_tokenizer()
     data = Dataset.from_list(_problems())
     off = "bf16 gradient_checkpointing dataloader_pin_memory shuffle_dataset"
-    batch = dict(per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, max_completion_length=TOKENS)
-    batch |= dict(gradient_accumulation_steps=1, max_steps=steps, seed=0) | dict.fromkeys(off.split(), False)
+    batch = dict(
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=TOKENS,
+    )
+    batch |= dict(gradient_accumulation_steps=1, max_steps=steps, seed=0) | dict.fromkeys(
+        off.split(), False
+    )
     loss = dict(learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0, loss_type="grpo")
-    said = dict(report_to="none", logging_steps=1, disable_tqdm=True, save_strategy="steps", save_steps=10)
+    said = dict(
+        report_to="none", logging_steps=1, disable_tqdm=True, save_strategy="steps", save_steps=10
+    )
     arguments = GRPOConfig(output_dir=str(path), use_cpu=True, **batch, **loss, **said)
     task = dict(reward_funcs=reward, train_dataset=data, processing_class=tokenizer)
     ours = dict(dc_grpo=dc_grpo, on_batch=on_batch, rollout_func=RoundedEngine(tokenizer))
@@ -165,13 +191,21 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
         groups = np.repeat(np.arange(PROMPTS), GROUP)
         # TRL divides by the unbiased deviation + 1e-4.
         advantages = group_advantages(
-            jnp.asarray(rewards, jnp.float32), groups, np.ones(len(groups), bool), ddof=1, epsilon=1e-4
+            jnp.asarray(rewards, jnp.float32),
+            groups,
+            np.ones(len(groups), bool),
+            ddof=1,
+            epsilon=1e-4,
         )
-        delta = token_discrepancy(batch["train"], batch["sampling_per_token_logps"], measure="diff", sided="two")
+        delta = token_discrepancy(
+            batch["train"], batch["sampling_per_token_logps"], measure="diff", sided="two"
+        )
         delta = jnp.where(mask, delta, 0.0)
         rows = jnp.broadcast_to(jnp.asarray(advantages)[:, None], delta.shape)
         ours = charge(Tokens(advantages=rows, discrepancy=delta, multiplier=multiplier))
-        np.testing.assert_allclose(batch["advantages"][mask], np.asarray(ours)[mask], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            batch["advantages"][mask], np.asarray(ours)[mask], rtol=0, atol=1e-6
+        )
         # The charge itself, apart from the order in which the two add up a group's mean.
         base = batch["advantages"] + multiplier * np.asarray(delta)
         row = base.max(axis=1, keepdims=True)
@@ -180,7 +214,10 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
         multiplier = float(dual_update(multiplier, float(delta.sum() / mask.sum()), **SETTINGS))
         assert batch["after"] == pytest.approx(multiplier, abs=1e-6)
         lambdas.append(multiplier)
-    print(f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage {largest:.1e}")
+    print(
+        f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage "
+        f"{largest:.1e}"
+    )
     assert len(set(lambdas)) == STEPS and max(lambdas) - min(lambdas) > 0.02, "lambda stood still"
 
 
@@ -217,16 +254,26 @@ def test_the_probe_reads_what_the_trainer_recorded(run):
     path, _, batches = run
     files = find_files([str(path / "recordings")], LeftOut())
     found = read_run(files, LeftOut(), max_tokens=10**6)
-    assert files[0].framework == "trl" and [step.step for step in found.over_training.steps] == list(range(STEPS))
+    assert files[0].framework == "trl" and [
+        step.step for step in found.over_training.steps
+    ] == list(range(STEPS))
     for step, batch in zip(found.over_training.steps, batches, strict=True):
         mask = batch["completion_mask"].astype(bool)
-        p, q = (np.exp(batch[name][mask].astype(np.float64)) for name in ("train", "sampling_per_token_logps"))
+        p, q = (
+            np.exp(batch[name][mask].astype(np.float64))
+            for name in ("train", "sampling_per_token_logps")
+        )
         assert step.statistics.mean == pytest.approx(np.abs(p - q).mean(), abs=1e-7)
-    assert not math.isnan(found.over_training.tolerance) and Path(path / "recordings" / "step_0").is_dir()
+    assert (
+        not math.isnan(found.over_training.tolerance)
+        and Path(path / "recordings" / "step_0").is_dir()
+    )
 
 
 def test_the_fused_loss_of_liger_is_refused(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=False)
     args.use_liger_kernel = True
-    with pytest.raises(ValueError, match="DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage"):
+    with pytest.raises(
+        ValueError, match="DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage"
+    ):
         DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], args=args)

@@ -1,4 +1,6 @@
-"""An engine that is chosen by its path: it trains, evaluates and is probed with no edit in the package."""
+"""An engine that is chosen by its path: it trains, evaluates and is probed with no edit in the
+package.
+"""
 
 import dataclasses
 import functools
@@ -88,7 +90,8 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
     assert (run / "report.html").exists(), trained
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "reward/mean" in row] == [1, 2]
-    # Weights went before each step's sampling, which asked for (seed, step, prompt) with G completions each.
+    # Weights went before each step's sampling, which asked for (seed, step, prompt) with G
+    # completions each.
     pushed = [fields["version"] for what, fields in server.asked if what == "weights"]
     assert pushed[:2] == [0, 1]
     config = parse(["train", *command]).config
@@ -105,12 +108,30 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
 
     server.asked.clear()
     asked = {"task.train": _TASK, "rollout.group_size": 2, "rollout.max_completion_tokens": 8}
-    words = [f"--config.{name}={value}" for name, value in asked.items()] + ["--prompts", "2", "--no-rescoring"]
-    _run(probe.main, capsys, "--model", run, "--a", ENGINE, "--b", "trainer", *words, "--out", tmp_path / "probe")
+    words = [f"--config.{name}={value}" for name, value in asked.items()] + [
+        "--prompts",
+        "2",
+        "--no-rescoring",
+    ]
+    _run(
+        probe.main,
+        capsys,
+        "--model",
+        run,
+        "--a",
+        ENGINE,
+        "--b",
+        "trainer",
+        *words,
+        "--out",
+        tmp_path / "probe",
+    )
     [pair] = json.loads((tmp_path / "probe" / "probe.json").read_text())["pairs"]
     assert pair["statistics"]["tokens"] == 2 * 2 * 5
     assert pair["floors"][f"{ENGINE}:float32"] == 0  # it says -log V whatever else is in the batch
-    assert ("weights" in {what for what, _ in server.asked}) and ("score" in {what for what, _ in server.asked})
+    assert ("weights" in {what for what, _ in server.asked}) and (
+        "score" in {what for what, _ in server.asked}
+    )
 
 
 _FILE = """
@@ -127,12 +148,17 @@ ENGINE = Kind
 @pytest.mark.parametrize(
     ("more", "attribute", "said"),
     [
-        ("import nothing_of_the_kind", "", "can't import PATH: ModuleNotFoundError: No module named 'nothing_of_the"),
+        (
+            "import nothing_of_the_kind",
+            "",
+            "can't import PATH: ModuleNotFoundError: No module named 'nothing_of_the",
+        ),
         ("1 / 0", "", "can't import PATH: ZeroDivisionError: division by zero (engine.py, line 4)"),
         (
             "EngineKind = dict",
             "",
-            "PATH:ENGINE is <class 'user_file_engine.Kind'>, must be a dcmdp_jax.engines.engine_kind.En",
+            "PATH:ENGINE is <class 'user_file_engine.Kind'>, must be a "
+            "dcmdp_jax.engines.engine_kind.En",
         ),
         ("", "build = None", "PATH:ENGINE: build=None, must be a method"),
         ("", "precisions = 'float32'", "PATH:ENGINE: precisions='float32', must be a tuple"),
@@ -151,17 +177,28 @@ def test_what_is_no_kind_of_engine_is_one_line(more, attribute, said, tmp_path):
     with pytest.raises(UserError) as raised:
         find_trainable(f"{path}:ENGINE")
     line = str(raised.value)
-    assert line.startswith("config.rollout.engine: ") and said.replace("PATH", str(path)) in line and "\n" not in line
+    assert (
+        line.startswith("config.rollout.engine: ")
+        and said.replace("PATH", str(path)) in line
+        and "\n" not in line
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vlm", "got 'vlm', allowed are local, vllm, module:NAME and path.py:NAME; http, a server of yours, is for"),
+        (
+            "vlm",
+            "got 'vlm', allowed are local, vllm, module:NAME and path.py:NAME; http, a server of "
+            "yours, is for",
+        ),
         ("http", "got 'http', allowed are local, vllm, module:NAME and path.py:NAME"),
         ("none.py:ENGINE", "none.py:ENGINE: can't import none.py: FileNotFoundError"),
         ("tests/engines/stub_engine.py:KIND", "stub_engine.py has no object 'KIND'; it has "),
-        ("tests/engines/stub_engine.py:Settings", "Settings'>, must be a dcmdp_jax.engines.engine_kind.EngineKind"),
+        (
+            "tests/engines/stub_engine.py:Settings",
+            "Settings'>, must be a dcmdp_jax.engines.engine_kind.EngineKind",
+        ),
     ],
 )
 def test_a_name_that_is_no_engine_is_one_line(name, said):
@@ -173,21 +210,51 @@ def test_a_name_that_is_no_engine_is_one_line(name, said):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"engine_args": "{}"}, "config.rollout.engine_args.server: got '', must be http://HOST:PORT"),
+        (
+            {"engine_args": "{}"},
+            "config.rollout.engine_args.server: got '', must be http://HOST:PORT",
+        ),
         ({"engine_args": "[1]"}, "config.rollout.engine_args: got '[1]', must be a JSON object"),
         ({"engine_args": "{"}, "config.rollout.engine_args: got '{', must be a JSON object ("),
-        ({"engine_args": '{"sever": 1}'}, "config.rollout.engine_args.sever: no setting of stub; did you mean 'se"),
-        ({"engine_args": '{"server": 1}'}, "config.rollout.engine_args.server: got 1 (int), must be str"),
-        ({"engine_args": '{"buffer_mib": 0}'}, "config.rollout.engine_args.buffer_mib: got 0, must be at least 1"),
+        (
+            {"engine_args": '{"sever": 1}'},
+            "config.rollout.engine_args.sever: no setting of stub; did you mean 'se",
+        ),
+        (
+            {"engine_args": '{"server": 1}'},
+            "config.rollout.engine_args.server: got 1 (int), must be str",
+        ),
+        (
+            {"engine_args": '{"buffer_mib": 0}'},
+            "config.rollout.engine_args.buffer_mib: got 0, must be at least 1",
+        ),
         ({"precision": "fp8"}, "config.rollout.precision: got 'fp8', allowed with rollout.engine="),
-        ({"router_replay": "true"}, "config.rollout.router_replay: got True, stub can't return experts"),
-        ({"engine": "local"}, "config.rollout.engine_args: only valid for user-defined engines; local has config.roll"),
+        (
+            {"router_replay": "true"},
+            "config.rollout.router_replay: got True, stub can't return experts",
+        ),
+        (
+            {"engine": "local"},
+            "config.rollout.engine_args: only valid for user-defined engines; local has "
+            "config.roll",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_one_line_before_anything_runs(overrides, said):
-    given = {"engine": ENGINE, "precision": "float32", "engine_args": '{"server": "http://127.0.0.1:1"}', **overrides}
+    given = {
+        "engine": ENGINE,
+        "precision": "float32",
+        "engine_args": '{"server": "http://127.0.0.1:1"}',
+        **overrides,
+    }
     with pytest.raises(UserError) as raised:
-        parse(["train", "--config=configs/demo.py", *(f"--config.rollout.{k}={v}" for k, v in given.items())])
+        parse(
+            [
+                "train",
+                "--config=configs/demo.py",
+                *(f"--config.rollout.{k}={v}" for k, v in given.items()),
+            ]
+        )
     assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
 
 
@@ -197,8 +264,12 @@ _SAMPLING = SamplingParams(group_size=1, max_completion_tokens=4)
 
 def _episode(group=0, **changes):
     place = dict(policy_version=0, group=group, member=0, finish_reason="length")
-    made = single_turn(_PROMPTS[group], np.array([7, 8], np.int32), np.array([-1, -2], np.float32), **place)
-    columns = {name: changes.pop(name) for name in list(changes) if name in COLUMNS or name == "colors"}
+    made = single_turn(
+        _PROMPTS[group], np.array([7, 8], np.int32), np.array([-1, -2], np.float32), **place
+    )
+    columns = {
+        name: changes.pop(name) for name in list(changes) if name in COLUMNS or name == "colors"
+    }
     return dataclasses.replace(made, **changes).with_columns(**columns)
 
 
@@ -228,7 +299,10 @@ class _Engine:
         ([[_episode()]], "generate gave nothing for 1 completion(s)"),
         ([[_episode()], [_episode()], [_episode(1)]], "generate gave a completion twice"),
         ([[_episode(group=0)], [3]], "generate gave int, must give lists of Episode"),
-        ([[_episode(member=1)]], "completion 1 of prompt 0: asked were 2 prompts with 1 completions each"),
+        (
+            [[_episode(member=1)]],
+            "completion 1 of prompt 0: asked were 2 prompts with 1 completions each",
+        ),
         (
             [[_episode(rollout_logprobs=np.zeros(5))]],
             "rollout_logprobs is float64 (5,), must be float32 with an en",
@@ -237,10 +311,22 @@ class _Engine:
             [[_episode(rollout_logprobs=np.zeros(4, np.float32))]],
             "rollout_logprobs is float32 (4,), must be float3",
         ),
-        ([[_episode(colors=np.zeros(5))]], "column 'colors' is none of rollout_logprobs, policy_versions, "),
-        ([[_episode(token_ids=[1, 2])]], "token_ids is list, must be int32 with an entry for each of 2 tokens"),
-        ([[_episode(token_ids=np.array([0, 1, 2, 7, 50], np.int32))]], "token id 50 is outside 0 .. 49"),
-        ([[_episode(token_ids=np.array([0, 1, 3, 7, 5], np.int32))]], "token_ids must begin with the prompt"),
+        (
+            [[_episode(colors=np.zeros(5))]],
+            "column 'colors' is none of rollout_logprobs, policy_versions, ",
+        ),
+        (
+            [[_episode(token_ids=[1, 2])]],
+            "token_ids is list, must be int32 with an entry for each of 2 tokens",
+        ),
+        (
+            [[_episode(token_ids=np.array([0, 1, 2, 7, 50], np.int32))]],
+            "token id 50 is outside 0 .. 49",
+        ),
+        (
+            [[_episode(token_ids=np.array([0, 1, 3, 7, 5], np.int32))]],
+            "token_ids must begin with the prompt",
+        ),
     ],
 )
 def test_the_test_kit_checks_what_an_engine_returns(groups, said):
@@ -254,7 +340,11 @@ class _Sampler(_Engine):
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         for group, prompt in enumerate(prompts):
-            ids = np.random.default_rng((seed, step, first_prompt + group)).integers(0, 50, 2).astype(np.int32)
+            ids = (
+                np.random.default_rng((seed, step, first_prompt + group))
+                .integers(0, 50, 2)
+                .astype(np.int32)
+            )
             place = dict(policy_version=0, group=group, member=0, finish_reason="length")
             yield [single_turn(prompt, ids, np.full(2, -1, np.float32), **place)]
 
@@ -263,7 +353,9 @@ class _Sampler(_Engine):
 
 
 def test_the_test_kit_finds_what_the_protocol_forbids():
-    check = functools.partial(check_engine, params={}, prompts=_PROMPTS, sampling=_SAMPLING, vocab_size=50)
+    check = functools.partial(
+        check_engine, params={}, prompts=_PROMPTS, sampling=_SAMPLING, vocab_size=50
+    )
     assert check(_Sampler()) == 0.25
 
     class Forgetful(_Sampler):
@@ -275,9 +367,16 @@ def test_the_test_kit_finds_what_the_protocol_forbids():
             return [np.zeros(len(ids)) for ids in completions]
 
     for engine, said in (
-        (Forgetful(), "is another one when its prompt is sampled in a smaller call with the same seed, step and row"),
+        (
+            Forgetful(),
+            "is another one when its prompt is sampled in a smaller call with the same seed, step "
+            "and row",
+        ),
         (Doubles(), r"score of completion 0 is float64 \(2,\), must be float32 \(2,\)"),
-        (type("Short", (_Sampler,), {"generate": lambda self, *given, **named: iter(())})(), "gave nothing for 2 comp"),
+        (
+            type("Short", (_Sampler,), {"generate": lambda self, *given, **named: iter(())})(),
+            "gave nothing for 2 comp",
+        ),
     ):
         with pytest.raises(EngineError, match=said):
             check(engine)
@@ -290,5 +389,7 @@ def test_an_engine_without_the_protocol_is_refused_when_it_is_built():
         def build(self, arguments):
             return arguments
 
-    with pytest.raises(UserError, match="^engine: made: build returned .* which has no method push_weights"):
+    with pytest.raises(
+        UserError, match="^engine: made: build returned .* which has no method push_weights"
+    ):
         Kind().start(object())

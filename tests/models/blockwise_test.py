@@ -1,4 +1,6 @@
-"""Blockwise attention against the reference, which computes whole rows: values, gradients, what is skipped."""
+"""Blockwise attention against the reference, which computes whole rows: values, gradients, what is
+skipped.
+"""
 
 import functools
 from collections.abc import Callable
@@ -23,15 +25,22 @@ Attend = Callable[..., jax.Array]
 
 
 def _row(*lengths, total):
-    """Segments 1, 2, ... of those lengths, a negative one being padding between them, and padding to the end."""
-    ids = [0 if n < 0 else segment for segment, n in enumerate(lengths, start=1) for _ in range(abs(n))]
+    """Segments 1, 2, ... of those lengths, a negative one being padding between them, and padding
+    to the end.
+    """
+    ids = [
+        0 if n < 0 else segment for segment, n in enumerate(lengths, start=1) for _ in range(abs(n))
+    ]
     return ids + [0] * (total - len(ids))
 
 
 def _inputs(shape, heads, kv_heads, width, dtype="float32"):
     keys = jax.random.split(jax.random.key(0), 4)
     counts = heads, kv_heads, kv_heads, heads
-    return [jax.random.normal(key, (*shape, n, width), dtype) for key, n in zip(keys, counts, strict=True)]
+    return [
+        jax.random.normal(key, (*shape, n, width), dtype)
+        for key, n in zip(keys, counts, strict=True)
+    ]
 
 
 def _evaluate(attend, segment_ids, inputs):
@@ -43,7 +52,9 @@ def _evaluate(attend, segment_ids, inputs):
         attended = jnp.where(real, attend(*qkv, segment_ids), 0)
         return jnp.sum((attended * weights).astype(jnp.float32)), attended
 
-    (_, attended), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*qkv)
+    (_, attended), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
+        *qkv
+    )
     return [np.asarray(x, np.float32) for x in (attended, *gradients)]
 
 
@@ -51,16 +62,25 @@ _reference = functools.partial(row_attention, kernel="xla", one_segment=False, o
 
 
 def _compare(attend, segment_ids, inputs, rounding=2e-6, window=0):
-    ids, reference = jnp.asarray(segment_ids, jnp.int32), functools.partial(_reference, window=window)
-    for have, want in zip(_evaluate(attend, ids, inputs), _evaluate(reference, ids, inputs), strict=True):
+    ids, reference = (
+        jnp.asarray(segment_ids, jnp.int32),
+        functools.partial(_reference, window=window),
+    )
+    for have, want in zip(
+        _evaluate(attend, ids, inputs), _evaluate(reference, ids, inputs), strict=True
+    ):
         np.testing.assert_allclose(have, want, atol=rounding * max(1.0, float(np.abs(want).max())))
 
 
-# Blocks of 8. Segments that begin and end in the middle of a block, fill one, cross three; rows of one token, of
-# padding alone, with padding first, and whose last block would reach beyond all rows.
+# Blocks of 8. Segments that begin and end in the middle of a block, fill one, cross three; rows of
+# one token, of padding alone, with padding first, and whose last block would reach beyond all rows.
 _ROWS = {
     "packed": [_row(3, 9, 20, 1, total=37), _row(8, 8, 16, 5, total=37), _row(37, total=37)],
-    "padding first, between and alone": [_row(-5, 7, -2, 11, total=37), _row(total=37), _row(1, total=37)],
+    "padding first, between and alone": [
+        _row(-5, 7, -2, 11, total=37),
+        _row(total=37),
+        _row(1, total=37),
+    ],
     "one token in each segment": [_row(*[1] * 37, total=37), _row(*[1] * 12, total=37)],
     "no real token": [_row(total=37)] * 2,
     "one row shorter than a block": [_row(2, 3, total=6)],
@@ -115,7 +135,9 @@ def test_half_precision_accumulates_in_float32(dtype):
 
 
 def test_padding_gets_zeros_and_large_scores_do_not_overflow():
-    """exp(q k) of these is infinite in float32, also at padding, whose log-sum-exp is never computed."""
+    """exp(q k) of these is infinite in float32, also at padding, whose log-sum-exp is never
+    computed.
+    """
     ids = jnp.asarray([_row(5, -3, 4, total=16)], jnp.int32)
     query, key, value, _ = (30 * x for x in _inputs((1, 16), 2, 1, 8))
 
@@ -132,7 +154,9 @@ def test_padding_gets_zeros_and_large_scores_do_not_overflow():
 
 def test_nan_stays_nan():
     query, key, value, _ = _inputs((1, 24), 2, 1, 8)
-    out = blockwise.attention(query.at[0, 12, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 24), int), block=8)
+    out = blockwise.attention(
+        query.at[0, 12, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 24), int), block=8
+    )
     bad = np.isnan(np.asarray(out)).all(axis=-1)[0]
     assert np.argwhere(bad).tolist() == [[12, 1]]
     assert np.isnan(np.asarray(out)).sum() == 8
@@ -148,11 +172,15 @@ def test_inside_a_scan_over_layers(remat):
         def layer(x, scale):
             return x + attend(x, scale * key, value, ids), None
 
-        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, query, jnp.arange(1.0, 4.0))[0]
+        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, query, jnp.arange(1.0, 4.0))[
+            0
+        ]
 
     ours = functools.partial(layers, functools.partial(blockwise.attention, block=8))
     theirs = functools.partial(layers, _reference)
-    for have, want in zip(_evaluate(ours, ids, inputs), _evaluate(theirs, ids, inputs), strict=True):
+    for have, want in zip(
+        _evaluate(ours, ids, inputs), _evaluate(theirs, ids, inputs), strict=True
+    ):
         np.testing.assert_allclose(have, want, atol=5e-6 * max(1.0, float(np.abs(want).max())))
 
 
@@ -162,7 +190,9 @@ def test_inside_a_scan_over_layers(remat):
 def test_a_mesh_gives_what_one_device_gives(sizes, inside):
     rows = [_row(9 + i, 60, 100 - i, total=192) for i in range(8)]
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
-    attend: Attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh)
+    attend: Attend = functools.partial(
+        row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh
+    )
     if inside:
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
     _compare(attend, rows, _inputs((8, 192), 4, 2, 8))
@@ -170,11 +200,17 @@ def test_a_mesh_gives_what_one_device_gives(sizes, inside):
 
 def test_rows_and_heads_that_a_mesh_does_not_split_are_left_to_the_compiler():
     mesh = make_mesh(1, 2, 4, devices=jax.devices()[:8])
-    attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh)
+    attend = functools.partial(
+        row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh
+    )
     assert has_scores("blockwise", 3, 192, 4, mesh) and has_scores("blockwise", 4, 192, 6, mesh)
     assert not has_scores("blockwise", 4, 192, 8, mesh)
     assert [has_scores("blockwise", 1, length, 1, None) for length in (191, 192)] == [True, False]
-    assert [has_scores(kernel, 1, 4096, 1, None) for kernel in ("xla", "cudnn", "splash")] == [True, False, False]
+    assert [has_scores(kernel, 1, 4096, 1, None) for kernel in ("xla", "cudnn", "splash")] == [
+        True,
+        False,
+        False,
+    ]
     _compare(attend, [_row(80, 100, total=192)] * 3, _inputs((3, 192), 6, 2, 8))
 
 
@@ -196,7 +232,9 @@ def _blocks(segment_ids, size):
 
 
 def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch):
-    """The blocks of keys that run, counted on the host: those of whole rows of two segments, and of a packed one."""
+    """The blocks of keys that run, counted on the host: those of whole rows of two segments, and of
+    a packed one.
+    """
     ran = []
     product = blockwise._product
 
@@ -213,7 +251,8 @@ def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch):
         # Two products a block: q k and w v.
         assert len(ran) == 2 * _blocks(ids, 8)
         ran.clear()
-    # By hand: one segment of 64 has 1 + 2 + ... + 8 = 36 blocks of 8, two of 32 have 2 (1 + 2 + 3 + 4) = 20.
+    # By hand: one segment of 64 has 1 + 2 + ... + 8 = 36 blocks of 8, two of 32 have 2 (1 + 2 + 3 +
+    # 4) = 20.
     assert [_blocks(np.array([_row(*n, total=64)]), 8) for n in ((64,), (32, 32))] == [36, 20]
 
 
@@ -221,7 +260,11 @@ def test_no_array_has_two_axes_along_the_row():
     *qkv, _ = _inputs((2, 1024), 2, 1, 8)
     ids = jnp.ones((2, 1024), jnp.int32)
     attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU)
-    compiled = jax.jit(jax.grad(lambda *qkv: jnp.sum(attend(*qkv, ids)), argnums=(0, 1, 2))).lower(*qkv).compile()
+    compiled = (
+        jax.jit(jax.grad(lambda *qkv: jnp.sum(attend(*qkv, ids)), argnums=(0, 1, 2)))
+        .lower(*qkv)
+        .compile()
+    )
     arrays = {
         array.dims
         for c in parse(compiled.as_text()).computations.values()
@@ -229,15 +272,20 @@ def test_no_array_has_two_axes_along_the_row():
         for array in i.results
     }
     assert not [dims for dims in arrays if sum(dim >= 1024 for dim in dims) > 1]
-    # Blocks of 64: [1 key head, 64, 2 x 64] scores are 32 KiB each, the inputs 64. Whole rows take 16 MiB.
+    # Blocks of 64: [1 key head, 64, 2 x 64] scores are 32 KiB each, the inputs 64. Whole rows take
+    # 16 MiB.
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
 def test_operations_are_those_of_causal_rows():
-    """2 rows of 256 tokens are 4 blocks of 64 each, which see 1 + 2 + 3 + 4 = 10 blocks of keys. A product of a block
-    has 2 x 64 x 64 x 8 operations for each of 4 heads; there are 2 forward and 5 backward."""
+    """2 rows of 256 tokens are 4 blocks of 64 each, which see 1 + 2 + 3 + 4 = 10 blocks of keys. A
+    product of a block has 2 x 64 x 64 x 8 operations for each of 4 heads; there are 2 forward and 5
+    backward.
+    """
     *qkv, _ = _inputs((2, 256), 4, 2, 8)
     ids = jnp.ones((2, 256), jnp.int32)
-    step = jax.jit(jax.grad(lambda *qkv: jnp.sum(blockwise.attention(*qkv, ids) ** 2), argnums=(0, 1, 2)))
+    step = jax.jit(
+        jax.grad(lambda *qkv: jnp.sum(blockwise.attention(*qkv, ids) ** 2), argnums=(0, 1, 2))
+    )
     flops = compiled_flops(parse(step.lower(*qkv).compile().as_text()), blocks_at_most)
     assert flops.products == 2 * 10 * (2 + 5) * 4 * 2 * 64 * 64 * 8

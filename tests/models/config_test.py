@@ -41,8 +41,13 @@ def test_qwen3_8b_as_published():
     assert config == ModelConfig(
         "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960
     )
-    # 36 * (q, o 2*4096*4096 + k, v 2*4096*1024 + MLP 3*4096*12288 + norms 2*4096 + 2*128) + 2*151936*4096 + 4096
-    assert num_params(config) == 36 * (33554432 + 8388608 + 150994944 + 8448) + 1244659712 + 4096 == 8_190_735_360
+    # 36 * (q, o 2*4096*4096 + k, v 2*4096*1024 + MLP 3*4096*12288 + norms 2*4096 + 2*128) +
+    # 2*151936*4096 + 4096
+    assert (
+        num_params(config)
+        == 36 * (33554432 + 8388608 + 150994944 + 8448) + 1244659712 + 4096
+        == 8_190_735_360
+    )
 
 
 def test_r1_distill_qwen_1p5b_as_published():
@@ -68,15 +73,20 @@ def test_export_of_an_import_is_the_identity(hf_config, family, rope):
 def test_transformers_reads_the_same_rope_from_an_export(hf_config, rope):
     source = hf_config("qwen3", rope=rope)
     again = type(source)(**to_hf(from_hf(source.to_dict()), dtype="float32"))
-    # Written out or left to transformers' default, a field means the same; all given ones must survive.
-    assert {name: again.rope_parameters.get(name) for name in source.rope_parameters} == source.rope_parameters
+    # Written out or left to transformers' default, a field means the same; all given ones must
+    # survive.
+    assert {
+        name: again.rope_parameters.get(name) for name in source.rope_parameters
+    } == source.rope_parameters
     # transformers gives the name itself where torch is not installed.
     dtype = str(again.dtype).removeprefix("torch.")
     assert (again.head_dim, again.num_key_value_heads, dtype) == (16, 2, "float32")
 
 
 def test_older_rope_spelling():
-    fields = QWEN3_8B | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    fields = QWEN3_8B | {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    }
     scaling = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32768)
     config = from_hf(fields)
     assert (config.rope_theta, config.rope_scaling) == (1e6, scaling)
@@ -96,39 +106,65 @@ def test_rotary_fields_are_found_wherever_transformers_finds_them(tmp_path):
         for scaling in (yarn, _LLAMA3, {"type": "linear", "factor": 2.0})
         for place in ({}, outside)
     ]
-    places += [{"rope_parameters": scaling | {"rope_theta": 5e3}} | outside for scaling in (yarn, _LLAMA3)]
+    places += [
+        {"rope_parameters": scaling | {"rope_theta": 5e3}} | outside for scaling in (yarn, _LLAMA3)
+    ]
     places += [
         {"rope_scaling": {}, "rope_parameters": yarn | {"rope_theta": 5e3}},
-        {"rope_scaling": yarn | outside, "rope_parameters": yarn | outside | {"rope_theta": 5e3}, "rope_theta": 5e3},
+        {
+            "rope_scaling": yarn | outside,
+            "rope_parameters": yarn | outside | {"rope_theta": 5e3},
+            "rope_theta": 5e3,
+        },
         {"rope_scaling": {"rope_type": "default"}, "rope_theta": 5e3} | outside,
     ]
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+    }
     for place in places:
-        fields = {"model_type": "llama", "vocab_size": 8, "max_position_embeddings": 64, **sizes, **place}
+        fields = {
+            "model_type": "llama",
+            "vocab_size": 8,
+            "max_position_embeddings": 64,
+            **sizes,
+            **place,
+        }
         (tmp_path / "config.json").write_text(json.dumps(fields))
         embedding = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
         frequencies, factor = rotary_frequencies(read_model_config(tmp_path))
-        torch.testing.assert_close(torch.from_numpy(np.array(frequencies)), embedding.inv_freq, msg=str(place))
+        torch.testing.assert_close(
+            torch.from_numpy(np.array(frequencies)), embedding.inv_freq, msg=str(place)
+        )
         assert factor == pytest.approx(embedding.attention_scaling, rel=1e-6), place
     plain, stretched = (
-        rotary_frequencies(from_hf(QWEN3_8B | {"rope_scaling": yarn} | place))[0] for place in ({}, outside)
+        rotary_frequencies(from_hf(QWEN3_8B | {"rope_scaling": yarn} | place))[0]
+        for place in ({}, outside)
     )
     assert not np.array_equal(plain, stretched)  # the field outside is no decoration
 
 
 def test_fields_that_transformers_fills_in():
-    absent = {name: value for name, value in QWEN3_8B.items() if name not in ("head_dim", "rope_theta")}
+    absent = {
+        name: value for name, value in QWEN3_8B.items() if name not in ("head_dim", "rope_theta")
+    }
     config = from_hf(absent | {"num_attention_heads": 16})
     assert config.head_dim == 128  # not 4096 / 16
     assert config.rope_theta == 1e4
     assert from_hf(QWEN3_8B | {"num_key_value_heads": None}).num_kv_heads == 32
     # yarn without the field: the unscaled context is max_position_embeddings
-    yarn = from_hf(QWEN3_8B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": None}})
+    yarn = from_hf(
+        QWEN3_8B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": None}}
+    )
     assert yarn.rope_scaling.original_max_position_embeddings == 40960
 
 
 def test_read_config_names_the_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no config.json, not a Hugging Face model directory"):
+    with pytest.raises(
+        FileNotFoundError, match="no config.json, not a Hugging Face model directory"
+    ):
         read_model_config(tmp_path)
     path = tmp_path / "config.json"
     path.write_text("{")
@@ -148,7 +184,9 @@ def test_read_config_names_the_file(tmp_path):
 
 
 def test_yarn_attention_factor():
-    assert yarn_attention_factor(RopeScaling("yarn", factor=4.0)) == pytest.approx(0.1 * math.log(4) + 1)
+    assert yarn_attention_factor(RopeScaling("yarn", factor=4.0)) == pytest.approx(
+        0.1 * math.log(4) + 1
+    )
     # transformers divides the two scales: (0.07 log 4 + 1) / (0.03 log 4 + 1)
     both = RopeScaling("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.3)
     assert yarn_attention_factor(both) == pytest.approx(1.0532376815143234, rel=1e-12)

@@ -15,7 +15,12 @@ from dcmdp_jax.models.params import init_params
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     "yarn_all_fields": {
         "rope_type": "yarn",
         "rope_theta": 1e4,
@@ -41,9 +46,18 @@ ROPES = {
 @pytest.fixture
 def hf_config() -> Callable[..., Any]:
     """A small transformers config: hf_config("qwen3", tied=True, rope="yarn", bias=False)."""
-    transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is in the development extra"
+    )
 
-    def build(family: str, *, tied: bool = False, rope: str = "default", bias: bool = False, **options: Any) -> Any:
+    def build(
+        family: str,
+        *,
+        tied: bool = False,
+        rope: str = "default",
+        bias: bool = False,
+        **options: Any,
+    ) -> Any:
         fields = {
             "vocab_size": 97,
             "hidden_size": 48,
@@ -60,8 +74,15 @@ def hf_config() -> Callable[..., Any]:
         if family == "llama":
             return transformers.LlamaConfig(**fields, attention_bias=bias)
         if family == "qwen3_moe":
-            experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-            return transformers.Qwen3MoeConfig(**fields, head_dim=16, attention_bias=bias, **(experts | options))
+            experts = {
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "norm_topk_prob": True,
+            }
+            return transformers.Qwen3MoeConfig(
+                **fields, head_dim=16, attention_bias=bias, **(experts | options)
+            )
         # Wider than hidden_size / num_attention_heads = 8, which a wrong default would give.
         return transformers.Qwen3Config(**fields, head_dim=16, attention_bias=bias)
 
@@ -72,7 +93,9 @@ def hf_config() -> Callable[..., Any]:
 def hf_model(hf_config: Callable[..., Any]) -> Callable[..., Any]:
     """The model of `hf_config`, float32, with norms away from 1 and biases away from 0."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
-    transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is in the development extra"
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -101,7 +124,9 @@ def hf_model(hf_config: Callable[..., Any]) -> Callable[..., Any]:
 def hf_directory(hf_model: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[Any, Path]]:
     """(model, directory that transformers saved it to)."""
 
-    def build(family: str, *, name: str = "source", max_shard_size: str = "5GB", **settings: Any) -> tuple[Any, Path]:
+    def build(
+        family: str, *, name: str = "source", max_shard_size: str = "5GB", **settings: Any
+    ) -> tuple[Any, Path]:
         model = hf_model(family, **settings)
         model.save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
         return model, tmp_path / name
@@ -111,22 +136,30 @@ def hf_directory(hf_model: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 
 @pytest.fixture
 def tiny_model() -> tuple[ModelConfig, dict[str, Any]]:
-    """A Qwen3 without transformers: config and parameters large enough that every part shows in the output."""
+    """A Qwen3 without transformers: config and parameters large enough that every part shows in the
+    output.
+    """
     config = ModelConfig("qwen3", 97, 32, 64, 3, 4, 2, 16, rope_theta=1e4, initializer_range=0.2)
     params = init_params(config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    noisy = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
     return config, jax.tree.unflatten(tree, noisy)
 
 
 @pytest.fixture
 def pack() -> Callable[..., dict[str, jax.Array]]:
-    """Rows of segments: pack([[a, b], [c]], length) -> ids, positions, segments, mask (not the first tokens)."""
+    """Rows of segments: pack([[a, b], [c]], length) -> ids, positions, segments, mask (not the
+    first tokens).
+    """
 
     def build(rows: list[list[np.ndarray]], length: int) -> dict[str, jax.Array]:
         arrays = {
-            name: np.zeros((len(rows), length), np.int32) for name in ("input_ids", "position_ids", "segment_ids")
+            name: np.zeros((len(rows), length), np.int32)
+            for name in ("input_ids", "position_ids", "segment_ids")
         }
         mask = np.zeros((len(rows), length), bool)
         for row, segments in enumerate(rows):

@@ -42,18 +42,24 @@ def _forward(params, config, rows, compute):
 
 
 def _logprob_sum(params, config, rows, compute, weights):
-    """Weighted sum of the log-probs and, beside, the log-probs; weights differ so that no token's error hides."""
+    """Weighted sum of the log-probs and, beside, the log-probs; weights differ so that no token's
+    error hides.
+    """
     logprobs = _forward(params, config, rows, compute)[1]
     return jnp.sum(logprobs * weights), logprobs
 
 
 _jit_forward = jax.jit(_forward, static_argnames=("config", "compute"))
-_value_and_grad = jax.jit(jax.value_and_grad(_logprob_sum, has_aux=True), static_argnames=("config", "compute"))
+_value_and_grad = jax.jit(
+    jax.value_and_grad(_logprob_sum, has_aux=True), static_argnames=("config", "compute")
+)
 
 
 def _assert_trees_close(have, want, *, relative):
     """Every leaf, against its own largest entry."""
-    for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(have), jax.tree.leaves(want), strict=True):
+    for (path, mine), theirs in zip(
+        jax.tree_util.tree_leaves_with_path(have), jax.tree.leaves(want), strict=True
+    ):
         error = float(jnp.abs(mine - theirs).max() / jnp.abs(theirs).max())
         assert error < relative, (jax.tree_util.keystr(path), error)
 
@@ -74,7 +80,9 @@ def _assert_trees_close(have, want, *, relative):
     ],
 )
 def test_forward_equals_transformers(hf_directory, pack, family, tied, bias, rope):
-    """Hidden states, logits and log-probs in float32; measured at 4e-6 to 8e-6 on logits of deviation 1."""
+    """Hidden states, logits and log-probs in float32; measured at 4e-6 to 8e-6 on logits of
+    deviation 1.
+    """
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory(family, tied=tied, rope=rope, bias=bias)
     config = read_model_config(directory)
@@ -87,7 +95,9 @@ def test_forward_equals_transformers(hf_directory, pack, family, tied, bias, rop
     rows = pack([[ids[0]], [ids[1]]], 100)
     hidden, logprobs = _jit_forward(params, config, rows, Compute(logprob_chunk=16))
     np.testing.assert_allclose(hidden, theirs.hidden_states[-1].numpy(), atol=3e-5)
-    np.testing.assert_allclose(hidden @ decoder.output_kernel(params), theirs.logits.numpy(), atol=3e-5)
+    np.testing.assert_allclose(
+        hidden @ decoder.output_kernel(params), theirs.logits.numpy(), atol=3e-5
+    )
     assert theirs.logits.std() > 0.5  # far from the uniform distribution, where anything agrees
     np.testing.assert_allclose(logprobs[:, 1:], reference, atol=3e-5)
     assert not np.any(logprobs[:, 0])
@@ -105,7 +115,9 @@ def test_gradients_equal_torch(hf_directory, pack, family, tied):
     chosen = logprobs[:, :-1].gather(2, torch.tensor(ids)[:, 1:, None])[..., 0]
     (chosen * torch.tensor(weights[:, 1:])).sum().backward()
     rows = pack([[ids[0]], [ids[1]]], 32)
-    (_, _), grads = _value_and_grad(params, config, rows, Compute(logprob_chunk=16), jnp.asarray(weights))
+    (_, _), grads = _value_and_grad(
+        params, config, rows, Compute(logprob_chunk=16), jnp.asarray(weights)
+    )
     theirs = dict(model.named_parameters())
     for name, place in hf_tensors(config).items():
         mine: Any = grads
@@ -113,14 +125,19 @@ def test_gradients_equal_torch(hf_directory, pack, family, tied):
             mine = mine[key]
         mine = mine[place.index]
         want = theirs[name].grad.numpy()
-        # softmax does not see a shift of all scores: the gradient of the key bias is 0 up to rounding without rotary
-        # embedding, and small with it, so the scale is that of the whole gradient where the leaf's own is smaller.
+        # softmax does not see a shift of all scores: the gradient of the key bias is 0 up to
+        # rounding without rotary embedding, and small with it, so the scale is that of the whole
+        # gradient where the leaf's own is smaller.
         scale = max(np.abs(want).max(), 1e-2)
-        np.testing.assert_allclose(mine.T if place.transposed else mine, want, atol=2e-5 * scale, err_msg=name)
+        np.testing.assert_allclose(
+            mine.T if place.transposed else mine, want, atol=2e-5 * scale, err_msg=name
+        )
 
 
 def test_positions_far_out_equal_transformers(hf_directory, pack):
-    """At position 30,000 frequencies that are off by one unit in the last place give 1e-3, not 1e-5."""
+    """At position 30,000 frequencies that are off by one unit in the last place give 1e-3, not
+    1e-5.
+    """
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory("qwen3")
     config = read_model_config(directory)
@@ -158,7 +175,9 @@ def test_packed_equals_one_to_a_row(tiny_model, pack):
     (other, expected), expected_grads = _value_and_grad(params, config, apart, Compute(), spread)
     assert float(value) == pytest.approx(float(other), rel=2e-6)
     for row, (start, stop) in enumerate(BOUNDS):
-        np.testing.assert_allclose(logprobs[0, start:stop], expected[row, : stop - start], atol=5e-6)
+        np.testing.assert_allclose(
+            logprobs[0, start:stop], expected[row, : stop - start], atol=5e-6
+        )
     _assert_trees_close(grads, expected_grads, relative=2e-5)
 
 
@@ -166,7 +185,10 @@ def test_packed_segments_do_not_see_each_other(tiny_model, pack):
     config, params = tiny_model
     segments = _segments()
     changed = [segments[0], (segments[1] + 1) % 97, segments[2]]
-    first, second = (_jit_forward(params, config, pack([rows], 24), Compute())[1][0] for rows in (segments, changed))
+    first, second = (
+        _jit_forward(params, config, pack([rows], 24), Compute())[1][0]
+        for rows in (segments, changed)
+    )
     np.testing.assert_array_equal(first[:7], second[:7])
     np.testing.assert_array_equal(first[19:], second[19:])
     assert np.all(first[8:19] != second[8:19])
@@ -190,9 +212,13 @@ def test_padding_changes_nothing(tiny_model, pack):
     _assert_trees_close(other_grads, grads, relative=2e-5)
 
 
-@pytest.mark.parametrize("setting", [{"one_segment": True}, {"scan_unroll": 2}, {"scan_unroll": 3}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{"one_segment": True}, {"scan_unroll": 2}, {"scan_unroll": 3}], ids=str
+)
 def test_how_it_runs_changes_nothing(tiny_model, pack, setting):
-    """One segment to a row, and the scan over three layers unrolled by two (which leaves one over) and by all."""
+    """One segment to a row, and the scan over three layers unrolled by two (which leaves one over)
+    and by all.
+    """
     config, params = tiny_model
     rows = pack([[segment] for segment in _segments()], 24)
     weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
@@ -202,16 +228,25 @@ def test_how_it_runs_changes_nothing(tiny_model, pack, setting):
     _assert_trees_close(other_grads, grads, relative=2e-5)
 
 
-def test_a_cpu_scans_more_than_eight_layers_with_the_values_and_gradients_of_unrolled_ones(tiny_model, pack):
+def test_a_cpu_scans_more_than_eight_layers_with_the_values_and_gradients_of_unrolled_ones(
+    tiny_model, pack
+):
     config, params = tiny_model
     config, layers = (
         dataclasses.replace(config, num_layers=9),
         jax.tree.map(lambda x: jnp.tile(x, (3,) + (1,) * (x.ndim - 1)), params["layers"]),
     )
-    settings, mesh = from_config_dict(base.get_config("debug")), make_mesh(devices=jax.devices()[:1])
+    settings, mesh = (
+        from_config_dict(base.get_config("debug")),
+        make_mesh(devices=jax.devices()[:1]),
+    )
     chosen = [compute_on(settings, mesh, layers=count).scan_unroll for count in (3, 8, 9, 30)]
     assert chosen == [8, 8, 1, 1]
-    arguments = params | {"layers": layers}, config, pack([[segment] for segment in _segments()], 24)
+    arguments = (
+        params | {"layers": layers},
+        config,
+        pack([[segment] for segment in _segments()], 24),
+    )
     weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
     (_, logprobs), grads = _value_and_grad(*arguments, Compute(scan_unroll=chosen[2]), weights)
     (_, other), other_grads = _value_and_grad(*arguments, Compute(scan_unroll=9), weights)
@@ -222,7 +257,9 @@ def test_a_cpu_scans_more_than_eight_layers_with_the_values_and_gradients_of_unr
 def test_a_gpu_without_remat_has_no_loop_over_layers():
     def chosen(remat, **shape):
         devices = np.full((*shape.values(), 1), types.SimpleNamespace(platform="gpu"))
-        mesh = types.SimpleNamespace(devices=devices, size=devices.size, shape={"data": 1, "fsdp": 1} | shape)
+        mesh = types.SimpleNamespace(
+            devices=devices, size=devices.size, shape={"data": 1, "fsdp": 1} | shape
+        )
         settings = base.get_config("debug")
         settings.model.remat = remat
         return compute_on(from_config_dict(settings), mesh, layers=28).scan_unroll
@@ -232,14 +269,18 @@ def test_a_gpu_without_remat_has_no_loop_over_layers():
     assert [chosen("none", data=8), chosen("none", fsdp=8)] == [28, 1]
 
 
-def test_layers_of_a_gpu_have_the_values_and_gradients_of_a_loop_without_one(tiny_model, pack, monkeypatch):
+def test_layers_of_a_gpu_have_the_values_and_gradients_of_a_loop_without_one(
+    tiny_model, pack, monkeypatch
+):
     config, params = tiny_model
     rows = pack([[segment] for segment in _segments()], 24)
     weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
     (_, logprobs), grads = _value_and_grad(params, config, rows, Compute(), weights)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for layers in (1, config.num_layers):
-        (_, other), other_grads = _value_and_grad(params, config, rows, Compute(scan_unroll=layers), weights)
+        (_, other), other_grads = _value_and_grad(
+            params, config, rows, Compute(scan_unroll=layers), weights
+        )
         np.testing.assert_allclose(other, logprobs, atol=5e-6)
         _assert_trees_close(other_grads, grads, relative=2e-5)
 
@@ -247,7 +288,9 @@ def test_layers_of_a_gpu_have_the_values_and_gradients_of_a_loop_without_one(tin
 def test_rematerialization_changes_memory_only(tiny_model, pack):
     config, params = tiny_model
     config = dataclasses.replace(config, num_layers=12)
-    layers = jax.tree.map(lambda leaf: jnp.tile(leaf, (4,) + (1,) * (leaf.ndim - 1)), params["layers"])
+    layers = jax.tree.map(
+        lambda leaf: jnp.tile(leaf, (4,) + (1,) * (leaf.ndim - 1)), params["layers"]
+    )
     rows, weights = pack([[np.arange(64)]] * 8, 64), jnp.ones((8, 64))
     memory, results = {}, {}
     for remat in ("none", "dots", "full"):
@@ -265,7 +308,9 @@ def test_rematerialization_changes_memory_only(tiny_model, pack):
 
 
 def test_on_a_gpu_only_what_is_elementwise_is_computed_twice(tiny_model, pack, monkeypatch):
-    """The same products as without rematerialization, of the same gradients, and less kept for them."""
+    """The same products as without rematerialization, of the same gradients, and less kept for
+    them.
+    """
     config, params = tiny_model
     rows, weights = pack([[np.arange(64)]] * 8, 64), jnp.ones((8, 64))
 
@@ -276,10 +321,17 @@ def test_on_a_gpu_only_what_is_elementwise_is_computed_twice(tiny_model, pack, m
         lowered = gradient.lower(*arguments)
         monkeypatch.undo()
         program = lowered.compile()
-        return lowered.as_text().count("dot_general"), program.memory_analysis().temp_size_in_bytes, program
+        return (
+            lowered.as_text().count("dot_general"),
+            program.memory_analysis().temp_size_in_bytes,
+            program,
+        )
 
     # "tpu" has the same operations in plain JAX, and no checkpoint.
-    (products, memory, program), (all_products, all_memory, whole) = compiled("gpu", "none"), compiled("tpu", "none")
+    (products, memory, program), (all_products, all_memory, whole) = (
+        compiled("gpu", "none"),
+        compiled("tpu", "none"),
+    )
     assert products == all_products < compiled("gpu", "full")[0]
     assert memory < 0.75 * all_memory
     (_, logprobs), grads = program(params, rows, weights)
@@ -294,7 +346,9 @@ def _layers(params):
 
 
 def test_scan_equals_blocks_one_by_one(tiny_model, pack):
-    """`block_of` over the layers and `final_norm`, which engines use, against the scanned forward."""
+    """`block_of` over the layers and `final_norm`, which engines use, against the scanned
+    forward.
+    """
     config, params = tiny_model
     rows = pack([[np.arange(20)]], 20)
     x = params["embedding"][rows["input_ids"]]
@@ -315,9 +369,13 @@ def test_scan_equals_blocks_one_by_one(tiny_model, pack):
 
 @pytest.mark.parametrize("mlp", [False, True])
 def test_merged_projections_are_the_same_layer(tiny_model, mlp):
-    """Values and the gradients of every parameter, biases and head norms among them where the model has them."""
+    """Values and the gradients of every parameter, biases and head norms among them where the model
+    has them.
+    """
     config, params = tiny_model
-    layer = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size, _layers(params)[1])
+    layer = jax.tree.map(
+        lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size, _layers(params)[1]
+    )
     x = jax.random.normal(jax.random.key(3), (2, 7, config.hidden_size))
     rotary = rotary_tables(config, jnp.arange(14).reshape(2, 7))
 
@@ -342,18 +400,25 @@ def test_bfloat16_compute_stays_near_float32(tiny_model, pack):
     _, rounded = _jit_forward(params, config, rows, Compute(dtype="bfloat16"))
     assert rounded.dtype == jnp.float32
     error = np.abs(np.asarray(exact - rounded))[np.asarray(rows["mask"])]
-    # 8 bits of mantissa over three layers: a few hundredths of a nat, not zero (it did run) and not more.
+    # 8 bits of mantissa over three layers: a few hundredths of a nat, not zero (it did run) and not
+    # more.
     assert 1e-3 < error.mean() < 0.1
 
 
 def test_init_params_is_seeded_and_scaled():
-    config = ModelConfig("qwen2", 500, 64, 128, 2, 4, 2, 16, attention_bias=True, initializer_range=0.05)
+    config = ModelConfig(
+        "qwen2", 500, 64, 128, 2, 4, 2, 16, attention_bias=True, initializer_range=0.05
+    )
     params = init_params(config, jax.random.key(0))
-    assert float(params["embedding"].std()) == pytest.approx(0.05, rel=0.02)  # 32,000 draws: 0.4% expected
+    assert float(params["embedding"].std()) == pytest.approx(
+        0.05, rel=0.02
+    )  # 32,000 draws: 0.4% expected
     for name in ("gate", "up", "down"):
         assert float(params["layers"]["mlp"][name]["kernel"].std()) == pytest.approx(0.05, rel=0.03)
     assert not np.any(params["layers"]["attention"]["q"]["bias"])
-    assert np.all(params["norm"]["scale"] == 1) and np.all(params["layers"]["mlp_norm"]["scale"] == 1)
+    assert np.all(params["norm"]["scale"] == 1) and np.all(
+        params["layers"]["mlp_norm"]["scale"] == 1
+    )
     first, second = params["layers"]["mlp"]["up"]["kernel"]
     assert np.any(first != second)
     again, other = (init_params(config, jax.random.key(seed)) for seed in (0, 1))
@@ -368,8 +433,14 @@ def test_a_parameter_that_is_added_moves_no_others_initial_value():
     shape = (50, 24, 32, 2, 2, 1, 12)
     small = init_params(ModelConfig("qwen3", *shape, tie_word_embeddings=True), jax.random.key(7))
     large = init_params(ModelConfig("qwen3", *shape, attention_bias=True), jax.random.key(7))
-    before = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(small)}
-    after = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(large)}
+    before = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(small)
+    }
+    after = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(large)
+    }
     assert len(after) == len(before) + 5  # q, k, v, o biases and the output matrix
     for name, leaf in before.items():
         np.testing.assert_array_equal(after[name], leaf, err_msg=name)
@@ -380,8 +451,16 @@ _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads nu
 _SAME = {"vocab_size": 151936, "tie_word_embeddings": False}
 PUBLISHED = {
     "Qwen3-8B": ((4096, 12288, 36, 32, 8), dict(model_type="qwen3", head_dim=128), 8_190_735_360),
-    "DeepSeek-R1-Distill-Qwen-1.5B": ((1536, 8960, 28, 12, 2), dict(model_type="qwen2"), 1_777_088_000),
-    "Qwen2.5-1.5B": ((1536, 8960, 28, 12, 2), dict(model_type="qwen2", tie_word_embeddings=True), 1_543_714_304),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        (1536, 8960, 28, 12, 2),
+        dict(model_type="qwen2"),
+        1_777_088_000,
+    ),
+    "Qwen2.5-1.5B": (
+        (1536, 8960, 28, 12, 2),
+        dict(model_type="qwen2", tie_word_embeddings=True),
+        1_543_714_304,
+    ),
     "Qwen3-0.6B": (
         (1024, 3072, 28, 16, 8),
         dict(model_type="qwen3", head_dim=128, tie_word_embeddings=True),
@@ -412,7 +491,9 @@ def test_published_models_by_shape(name):
 def test_logical_axes_name_every_dimension():
     for config in (
         ModelConfig("qwen2", 97, 48, 80, 3, 6, 2, 16, attention_bias=True),
-        ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, attention_bias=True, tie_word_embeddings=True),
+        ModelConfig(
+            "qwen3", 97, 48, 80, 3, 6, 2, 16, attention_bias=True, tie_word_embeddings=True
+        ),
     ):
         sizes = {
             "vocab": 97,

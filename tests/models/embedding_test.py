@@ -13,7 +13,9 @@ from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import MODEL_AXES, shard_map_over
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md"
+)
 
 
 def _look_up(fsdp, tensor, dtype):
@@ -21,7 +23,11 @@ def _look_up(fsdp, tensor, dtype):
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     mapped = functools.partial(look_up_split, dtype=dtype, axes=axes)
-    return jax.jit(shard_map_over(MODEL_AXES, mapped, mesh, in_specs=(P(axes.vocab, "fsdp"), rows), out_specs=rows))
+    return jax.jit(
+        shard_map_over(
+            MODEL_AXES, mapped, mesh, in_specs=(P(axes.vocab, "fsdp"), rows), out_specs=rows
+        )
+    )
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (4, 2), (2, 4)])
@@ -30,7 +36,8 @@ def test_values_and_gradient_are_those_of_the_whole_table(fsdp, tensor):
     table = rng.normal(size=(12, 16)).astype(np.float32)
     ids, bar = rng.integers(0, 12, (8, 5)), rng.normal(size=(8, 5, 16)).astype(np.float32)
     found, pull = jax.vjp(
-        lambda table: _look_up(fsdp, tensor, jnp.float32)(table, jnp.asarray(ids)), jnp.asarray(table)
+        lambda table: _look_up(fsdp, tensor, jnp.float32)(table, jnp.asarray(ids)),
+        jnp.asarray(table),
     )
     np.testing.assert_array_equal(found, table[ids])
     gradient = np.zeros((12, 16))
@@ -39,7 +46,9 @@ def test_values_and_gradient_are_those_of_the_whole_table(fsdp, tensor):
 
 
 def test_the_gradient_is_summed_in_float32():
-    """A token a thousand times, each with a cotangent of 1: a bfloat16 sum stays at 256, as 256 + 1 rounds to 256."""
+    """A token a thousand times, each with a cotangent of 1: a bfloat16 sum stays at 256, as 256 + 1
+    rounds to 256.
+    """
     ids = jnp.ones((8, 125), jnp.int32)
 
     def total(table):

@@ -1,4 +1,6 @@
-"""Each family of `families.py` against transformers: a published config.json, made small, with its own pattern."""
+"""Each family of `families.py` against transformers: a published config.json, made small, with its
+own pattern.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,36 @@ SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_atte
 WINDOW, LENGTH = 7, 40
 # Published shape -> what a small one keeps of its pattern; a window is 7 tokens of rows of 40.
 SHAPES: dict[str, dict[str, Any]] = {
-    "gemma-3-1b-it": {"num_hidden_layers": 7, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 24},
+    "gemma-3-1b-it": {
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+    },
     "Olmo-3-7B-Instruct": {"num_hidden_layers": 5, "num_key_value_heads": 6},
     "SmolLM3-3B": {"num_hidden_layers": 5, "num_key_value_heads": 2},
     "Mistral-7B-Instruct-v0.1": {"num_hidden_layers": 2, "num_key_value_heads": 2},
     "Llama-3.1-8B-Instruct": {"num_hidden_layers": 2, "num_key_value_heads": 2},
     "Qwen3.5-0.8B": {
-        "num_hidden_layers": 8, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
     },
-}  # fmt: skip
+}
 
 
 def small(name: str) -> dict[str, Any]:
     """The published config.json of `name` with small sizes, windows and original contexts."""
-    fields = PUBLISHED[name] | SMALL | SHAPES[name] | {"max_position_embeddings": 128, "pad_token_id": None}
+    fields = (
+        PUBLISHED[name]
+        | SMALL
+        | SHAPES[name]
+        | {"max_position_embeddings": 128, "pad_token_id": None}
+    )
     if "sliding_window" in fields:
         fields["sliding_window"] = WINDOW
     if scaling := fields.get("rope_scaling"):
@@ -55,7 +72,9 @@ def small(name: str) -> dict[str, Any]:
 def directory(tmp_path):
     """Builds (transformers' model in float32, its directory, its config as we read it)."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
-    transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is in the development extra"
+    )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -64,13 +83,18 @@ def directory(tmp_path):
         kind = fields["model_type"]
         # A copy: transformers changes the dicts that it is given.
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**json.loads(json.dumps(fields))), attn_implementation="eager"
+            transformers.AutoConfig.for_model(**json.loads(json.dumps(fields))),
+            attn_implementation="eager",
         ).eval()
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for where, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
-                one = parameter.ndim == 1 and kind not in ("gemma3_text", "qwen3_5_text") and "norm" in where
+                one = (
+                    parameter.ndim == 1
+                    and kind not in ("gemma3_text", "qwen3_5_text")
+                    and "norm" in where
+                )
                 parameter.copy_((0.3 if parameter.ndim == 1 else 0.15) * noise + one)
         path = tmp_path / name
         model.save_pretrained(path)
@@ -81,10 +105,15 @@ def directory(tmp_path):
 
 def _rows(pack: Any) -> dict[str, jax.Array]:
     generator = np.random.default_rng(5)
-    return pack([[generator.integers(0, 97, size) for size in sizes] for sizes in ((LENGTH,), (23, 14))], LENGTH)
+    return pack(
+        [[generator.integers(0, 97, size) for size in sizes] for sizes in ((LENGTH,), (23, 14))],
+        LENGTH,
+    )
 
 
-def _theirs(model: Any, rows: dict[str, jax.Array], weights: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _theirs(
+    model: Any, rows: dict[str, jax.Array], weights: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Log-probs of the rows' tokens, segment by segment; and gradients of their weighted sum."""
     import torch
 
@@ -131,20 +160,26 @@ def _close(gradients, theirs: dict[str, np.ndarray], config: ModelConfig) -> Non
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients_are_those_of_transformers(directory, pack, name):
-    """Packed rows longer than the window, every layer kind of the family, scanned; float32, eager attention of
-    transformers one segment at a time. Log-probs measured at 3e-6, gradients at 2e-6 of a tensor's largest."""
+    """Packed rows longer than the window, every layer kind of the family, scanned; float32, eager
+    attention of transformers one segment at a time. Log-probs measured at 3e-6, gradients at 2e-6
+    of a tensor's largest.
+    """
     model, path, config = directory(name)
     rows = _rows(pack)
     weights = np.asarray(np.random.default_rng(1).normal(size=rows["mask"].shape), np.float32)
     logprobs, gradients = _theirs(model, rows, weights)
-    (_, mine), ours = _ours(load_params(path, config, dtype="float32"), config, rows, weights, Compute())
+    (_, mine), ours = _ours(
+        load_params(path, config, dtype="float32"), config, rows, weights, Compute()
+    )
     np.testing.assert_allclose(mine, np.where(rows["mask"], logprobs, 0), atol=3e-5)
     _close(ours, gradients, config)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_reads_an_export_as_the_same_model(directory, tmp_path, name):
-    """In and out again: equal tensors, equal config, and equal logits of a row beyond the window in transformers."""
+    """In and out again: equal tensors, equal config, and equal logits of a row beyond the window in
+    transformers.
+    """
     import torch
     import transformers
 
@@ -152,7 +187,9 @@ def test_transformers_reads_an_export_as_the_same_model(directory, tmp_path, nam
     params = load_params(path, config, dtype="float32")
     save_params(params, config, tmp_path / "export", dtype="float32")
     assert read_model_config(tmp_path / "export") == config == from_hf(small(name))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", attn_implementation="eager"
+    )
     theirs, ids = model.state_dict(), torch.arange(LENGTH)[None]
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in again.state_dict().items())
     with torch.no_grad():
@@ -161,15 +198,26 @@ def test_transformers_reads_an_export_as_the_same_model(directory, tmp_path, nam
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("gemma-3-1b-it", None), *((name, (2, 2, 2)) for name in ("gemma-3-1b-it", "Olmo-3-7B-Instruct", "Qwen3.5-0.8B"))],
+    [
+        ("gemma-3-1b-it", None),
+        *((name, (2, 2, 2)) for name in ("gemma-3-1b-it", "Olmo-3-7B-Instruct", "Qwen3.5-0.8B")),
+    ],
     ids=str,
 )
 def test_how_a_family_runs_changes_nothing(pack, monkeypatch, name, shape):
-    """Against whole rows on one device: blocks of keys outside a window skipped, layers computed again, the scan
-    unrolled by two; on a mesh rows over data and fsdp, heads and the width of OLMo's norm of q and k over tensor."""
+    """Against whole rows on one device: blocks of keys outside a window skipped, layers computed
+    again, the scan unrolled by two; on a mesh rows over data and fsdp, heads and the width of
+    OLMo's norm of q and k over tensor.
+    """
     scale = 0.1 if name == "Qwen3.5-0.8B" else 0.2  # a recurrence of 8 layers multiplies roundings
-    config = from_hf(small(name) | {"num_key_value_heads": 2, "num_attention_heads": 6, "initializer_range": scale})
-    params, rows = init_params(config, jax.random.key(0)), pack([[np.arange(30), np.arange(9)]] * 4, LENGTH)
+    config = from_hf(
+        small(name)
+        | {"num_key_value_heads": 2, "num_attention_heads": 6, "initializer_range": scale}
+    )
+    params, rows = (
+        init_params(config, jax.random.key(0)),
+        pack([[np.arange(30), np.arange(9)]] * 4, LENGTH),
+    )
     weights = np.asarray(np.random.default_rng(1).normal(size=(4, LENGTH)), np.float32)
     of_whole_rows = _value_and_grad(config, rows, weights, Compute(attention="xla"))
     want = _named(of_whole_rows(params))
@@ -179,15 +227,21 @@ def test_how_a_family_runs_changes_nothing(pack, monkeypatch, name, shape):
     compute, mesh = Compute(attention="blockwise", remat="full", scan_unroll=2), None
     if shape is not None:
         mesh = make_mesh(*shape)
-        params = jax.device_put(params, param_shardings(logical_axes(config), param_shapes(config), mesh))
+        params = jax.device_put(
+            params, param_shardings(logical_axes(config), param_shapes(config), mesh)
+        )
     have = _named(_ours(params, config, rows, weights, compute, mesh))
 
-    # Moved parameters round each of the up to 80 terms of a product once. Its additions round sums of them, as large as
-    # sqrt(80) terms.
+    # Moved parameters round each of the up to 80 terms of a product once. Its additions round sums
+    # of them, as large as sqrt(80) terms.
     roundings = math.sqrt(80)
     for leaf, exact in want.items():
         of_a_rounding = max(np.abs(other[leaf] - exact).max() for other in moved)
-        assert np.abs(have[leaf] - exact).max() <= roundings * of_a_rounding < 0.01 * np.abs(exact).max(), leaf
+        assert (
+            np.abs(have[leaf] - exact).max()
+            <= roundings * of_a_rounding
+            < 0.01 * np.abs(exact).max()
+        ), leaf
 
 
 def _next_to(params, seed: int):
@@ -209,13 +263,17 @@ def _named(result) -> dict[str, np.ndarray]:
 
 
 def test_a_window_of_the_whole_row_is_none(pack):
-    """40 tokens, of which 39 predict the last: a window of 40 or more hides nothing, one of 38 the first."""
+    """40 tokens, of which 39 predict the last: a window of 40 or more hides nothing, one of 38 the
+    first.
+    """
     rows = pack([[np.arange(LENGTH)]], LENGTH)
     fields = small("Mistral-7B-Instruct-v0.1") | {"initializer_range": 0.2}
     params = init_params(from_hf(fields), jax.random.key(0))
 
     def last(window: int | None) -> jax.Array:
-        return _ours(params, from_hf(fields | {"sliding_window": window}), rows, 1.0, Compute())[0][1][0, -1]
+        return _ours(params, from_hf(fields | {"sliding_window": window}), rows, 1.0, Compute())[0][
+            1
+        ][0, -1]
 
     assert last(40) == last(100_000) == last(None) != last(38)
 
@@ -240,10 +298,17 @@ def test_published_families_by_shape(name):
 
 
 def test_patterns_of_published_families():
-    """Every sixth layer of Gemma 3, every fourth of OLMo 3 is full; every fourth of SmolLM3 has no rotary embedding."""
-    gemma, smollm, olmo = (from_hf(PUBLISHED[name]) for name in ("gemma-3-1b-it", "SmolLM3-3B", "Olmo-3-7B-Instruct"))
+    """Every sixth layer of Gemma 3, every fourth of OLMo 3 is full; every fourth of SmolLM3 has no
+    rotary embedding.
+    """
+    gemma, smollm, olmo = (
+        from_hf(PUBLISHED[name]) for name in ("gemma-3-1b-it", "SmolLM3-3B", "Olmo-3-7B-Instruct")
+    )
     assert [index for index in range(26) if index not in gemma.sliding_layers] == [5, 11, 17, 23]
-    assert gemma.layer_ropes[4:7] == ("sliding", "global", "sliding") and gemma.sliding_rope_theta == 1e4
+    assert (
+        gemma.layer_ropes[4:7] == ("sliding", "global", "sliding")
+        and gemma.sliding_rope_theta == 1e4
+    )
     assert gemma.layer_windows(1024)[4:7] == (512, 0, 512) and set(gemma.layer_windows(512)) == {0}
     assert smollm.rope_free_layers == tuple(range(3, 36, 4)) and smollm.sliding_window == 0
     assert olmo.layer_ropes[2:4] == ("sliding", "global") and olmo.rope_scaling.kind == "yarn"
@@ -252,18 +317,62 @@ def test_patterns_of_published_families():
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("gemma-3-1b-it", {"model_type": "gpt_oss"}, "model_type is 'gpt_oss', which needs attention sinks"),
-        ("gemma-3-1b-it", {"model_type": "deepseek_v3"}, "'deepseek_v3', which needs multi-head latent attention"),
-        ("gemma-3-1b-it", {"model_type": "qwen3_next"}, "'qwen3_next', which needs recurrent layers"),
-        ("gemma-3-1b-it", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, only null"),
-        ("gemma-3-1b-it", {"hidden_activation": "silu"}, "hidden_activation is 'silu', only 'gelu_pytorch_tanh'"),
-        ("gemma-3-1b-it", {"layer_types": ["linear_attention"] * 26}, "layer_types has 'linear_attention', must have"),
-        ("gemma-3-1b-it", {"layer_types": ["full_attention"] * 25}, "layer_types has 25 entries, must have"),
+        (
+            "gemma-3-1b-it",
+            {"model_type": "gpt_oss"},
+            "model_type is 'gpt_oss', which needs attention sinks",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"model_type": "deepseek_v3"},
+            "'deepseek_v3', which needs multi-head latent attention",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"model_type": "qwen3_next"},
+            "'qwen3_next', which needs recurrent layers",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping is 30.0, only null",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"hidden_activation": "silu"},
+            "hidden_activation is 'silu', only 'gelu_pytorch_tanh'",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"layer_types": ["linear_attention"] * 26},
+            "layer_types has 'linear_attention', must have",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"layer_types": ["full_attention"] * 25},
+            "layer_types has 25 entries, must have",
+        ),
         ("gemma-3-1b-it", {"sliding_window": 0}, "sliding_window is 0, must be a whole number in"),
-        ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
-        ("SmolLM3-3B", {"no_rope_layers": [2] * 36}, "no_rope_layers has 2, must have 1 or 0 for each of 36 layers"),
-        ("SmolLM3-3B", {"use_sliding_window": True}, "use_sliding_window is true, only full attention"),
-        ("Llama-3.1-8B-Instruct", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        (
+            "gemma-3-1b-it",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is true",
+        ),
+        (
+            "SmolLM3-3B",
+            {"no_rope_layers": [2] * 36},
+            "no_rope_layers has 2, must have 1 or 0 for each of 36 layers",
+        ),
+        (
+            "SmolLM3-3B",
+            {"use_sliding_window": True},
+            "use_sliding_window is true, only full attention",
+        ),
+        (
+            "Llama-3.1-8B-Instruct",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type is 'dynamic'",
+        ),
     ],
 )
 def test_what_a_family_has_not_is_refused_in_one_line(name, fields, message):

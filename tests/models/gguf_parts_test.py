@@ -1,4 +1,6 @@
-"""Gemma 3 270M and Qwen2.5-Coder-0.5B from GGUF files in several packages, against transformers and SentencePiece."""
+"""Gemma 3 270M and Qwen2.5-Coder-0.5B from GGUF files in several packages, against transformers and
+SentencePiece.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,18 @@ def _sentencepiece(model: GGUFModel):
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     trainer.model_type, trainer.byte_fallback = 2, True
     trainer.pad_id, trainer.eos_id, trainer.bos_id, trainer.unk_id = range(4)
-    normalizer.name, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces = "identity", False, False
+    normalizer.name, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces = (
+        "identity",
+        False,
+        False,
+    )
     return library.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
 
 def test_ids_are_those_of_another_reader(converted, tmp_path):
-    """10,000 characters of code and eight languages. Qwen's against transformers' reading of the same header."""
+    """10,000 characters of code and eight languages. Qwen's against transformers' reading of the
+    same header.
+    """
     name, directory = converted
     ours, text = AutoTokenizer.from_pretrained(directory), _text()
     ids = ours(text, add_special_tokens=False)["input_ids"]
@@ -64,7 +72,9 @@ def test_ids_are_those_of_another_reader(converted, tmp_path):
         assert ours(text)["input_ids"] == [2, *ids]
     else:
         theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-        theirs = theirs(unicodedata.normalize("NFC", text))["input_ids"]  # transformers 5.19 has no normalizer here
+        theirs = theirs(unicodedata.normalize("NFC", text))[
+            "input_ids"
+        ]  # transformers 5.19 has no normalizer here
     assert ids == theirs
 
 
@@ -75,14 +85,17 @@ def _file(name: str, directory: Path) -> Path:
     with file.open("wb") as whole:
         for number in range(1, int(last) + 1):
             files = importlib.metadata.distribution(f"{base[:-1]}{number}").files
-            part = next(each for each in files if each.suffix == ".bin" or ".gguf.part" in each.name)
+            part = next(
+                each for each in files if each.suffix == ".bin" or ".gguf.part" in each.name
+            )
             whole.write(Path(part.locate()).read_bytes())
     return file
 
 
 def test_log_probs_and_greedy_text_are_those_of_transformers(converted, tmp_path):
-    """500 tokens in float32, and 64 greedy tokens of the embedded engine, against transformers' reading of the file.
-    Gemma measured at 7.8e-5."""
+    """500 tokens in float32, and 64 greedy tokens of the embedded engine, against transformers'
+    reading of the file. Gemma measured at 7.8e-5.
+    """
     torch = pytest.importorskip("torch", reason="needs torch")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -101,11 +114,16 @@ def test_log_probs_and_greedy_text_are_those_of_transformers(converted, tmp_path
     with torch.no_grad():
         theirs = model(torch.from_numpy(ids).long()).logits.log_softmax(-1)[0, :-1].numpy()
         asked = torch.from_numpy(prompt[None]).long()
-        text = model.generate(asked, max_new_tokens=64, min_new_tokens=64, do_sample=False)[0, prompt.size :].numpy()
+        text = model.generate(asked, max_new_tokens=64, min_new_tokens=64, do_sample=False)[
+            0, prompt.size :
+        ].numpy()
     theirs = theirs[np.arange(500), ids[0, 1:]]
     del model
     ours = _log_probs(directory, ids)
-    print(f"{name}: largest difference {np.abs(ours - theirs).max():.2g}, mean log-prob {ours.mean():.2f}")
+    print(
+        f"{name}: largest difference {np.abs(ours - theirs).max():.2g}, mean log-prob "
+        f"{ours.mean():.2f}"
+    )
     assert np.abs(ours - theirs).max() < 2e-4 and ours.mean() > -5.0
     config = read_model_config(directory)
     engine = local_engine(config, precision="float32", max_total_tokens=96, max_rows=1)

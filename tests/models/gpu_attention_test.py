@@ -1,4 +1,6 @@
-"""cuDNN's packed attention: the arrays that it gets, by a stand-in that reads them as cuDNN does."""
+"""cuDNN's packed attention: the arrays that it gets, by a stand-in that reads them as cuDNN
+does.
+"""
 
 import functools
 import re
@@ -25,7 +27,10 @@ def stand_ins(monkeypatch):
 def _inputs(rows, length, heads, kv_heads, width):
     keys = jax.random.split(jax.random.key(0), 4)
     counts = heads, kv_heads, kv_heads, heads
-    return [jax.random.normal(key, (rows, length, n, width)) for key, n in zip(keys, counts, strict=True)]
+    return [
+        jax.random.normal(key, (rows, length, n, width))
+        for key, n in zip(keys, counts, strict=True)
+    ]
 
 
 # Three segments; padding first, between and last; one segment; none.
@@ -35,8 +40,10 @@ _ROWS = [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 0, 2, 2, 2, 2, 2], [1] * 1
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize(("mesh", "window"), [(None, 0), ((2, 1, 2), 2)], ids=str)
 def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
-    """Values and gradients of the reference; with fewer key heads than query heads, whose offsets JAX scales wrongly
-    before 0.12; each device with the offsets of its own rows and heads. NaN reaches nothing."""
+    """Values and gradients of the reference; with fewer key heads than query heads, whose offsets
+    JAX scales wrongly before 0.12; each device with the offsets of its own rows and heads. NaN
+    reaches nothing.
+    """
     mesh = mesh and make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     *inputs, weights = _inputs(4, 10, *heads, 8)
     ids = jnp.asarray(_ROWS, jnp.int32)
@@ -45,13 +52,17 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
     def evaluate(**options):
         attend = functools.partial(row_attention, one_segment=False, window=window, **options)
         if options.get("mesh"):
-            attend = shard_map_over_data(attend, options["mesh"], in_specs=(P("data"),) * 4, out_specs=P("data"))
+            attend = shard_map_over_data(
+                attend, options["mesh"], in_specs=(P("data"),) * 4, out_specs=P("data")
+            )
 
         def loss(*inputs):
             attended = attend(*inputs, ids)
             return jnp.sum(jnp.where(real, attended, 0) * weights), attended
 
-        (_, attended), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+        (_, attended), gradients = jax.jit(
+            jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+        )(*inputs)
         return [attended, *gradients]
 
     ours = evaluate(kernel="cudnn", ops=GPU, segments=3, mesh=mesh)
@@ -68,14 +79,18 @@ def test_a_layer_of_a_scan_has_its_window_or_none(stand_ins, slides):
     *inputs, _ = _inputs(4, 10, 4, 2, 8)
     ids = jnp.asarray(_ROWS, jnp.int32)
     attend = functools.partial(row_attention, *inputs, ids, one_segment=False)
-    ours = jax.jit(lambda flag: attend(kernel="cudnn", ops=GPU, segments=3, window=2, slides=flag))(jnp.asarray(slides))
+    ours = jax.jit(lambda flag: attend(kernel="cudnn", ops=GPU, segments=3, window=2, slides=flag))(
+        jnp.asarray(slides)
+    )
     theirs = attend(kernel="xla", ops=REFERENCE, window=2 if slides else 0)
     np.testing.assert_allclose(ours, jnp.where((ids > 0)[..., None, None], theirs, 0), atol=3e-6)
     assert stand_ins[0].calls == 2
 
 
 def test_jax_lowers_what_the_packed_layout_binds():
-    """The primitives are private to JAX: a release may move them, or give them other parameters. Needs no GPU."""
+    """The primitives are private to JAX: a release may move them, or give them other parameters.
+    Needs no GPU.
+    """
 
     def loss(query, key, value, ids):
         return jnp.sum(packed_attention(query, key, value, ids, segments=16).astype(jnp.float32))
@@ -88,9 +103,14 @@ def test_jax_lowers_what_the_packed_layout_binds():
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         pytest.fail(
-            f"models/ops/gpu.py, whose docstring has ways out: not with jax {jax.__version__} ({why})", pytrace=False
+            f"models/ops/gpu.py, whose docstring has ways out: not with jax {jax.__version__} "
+            f"({why})",
+            pytrace=False,
         )
-    assert re.findall(r"custom_call @__(cudnn\$\w+)", text) == ["cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"]
+    assert re.findall(r"custom_call @__(cudnn\$\w+)", text) == [
+        "cudnn$fmhaSoftmax",
+        "cudnn$fmhaSoftmaxBackward",
+    ]
     for words in ("max_seg_per_batch\\22: 16,", "mask_type\\22: \\22PADDING_CAUSAL"):
         assert text.count(words) == 2
 
@@ -106,7 +126,13 @@ def test_more_segments_than_stated_are_not_left_out_in_silence(stand_ins):
 
 def test_offsets_beyond_int32_are_refused():
     x = jax.ShapeDtypeStruct((64, 8192, 32, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"micro-batch: got 524288 tokens on a device, cuDNN's packed at"):
+    with pytest.raises(
+        ValueError, match=r"micro-batch: got 524288 tokens on a device, cuDNN's packed at"
+    ):
         jax.eval_shape(
-            functools.partial(packed_attention, segments=2), x, x, x, jax.ShapeDtypeStruct((64, 8192), jnp.int32)
+            functools.partial(packed_attention, segments=2),
+            x,
+            x,
+            x,
+            jax.ShapeDtypeStruct((64, 8192), jnp.int32),
         )

@@ -49,9 +49,13 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         hub, body = self.server.files, self._body()
         self.server.asked.append((self.path, self.headers.get("Authorization")))
         if self.server.refuses:
-            return self._answer({"error": "You don't have the rights to create a model under this namespace"}, 403)
+            return self._answer(
+                {"error": "You don't have the rights to create a model under this namespace"}, 403
+            )
         if self.path == "/api/repos/create":
-            return self._answer({"url": f"http://127.0.0.1:{self.server.server_port}/me/policy", "id": "me/policy"})
+            return self._answer(
+                {"url": f"http://127.0.0.1:{self.server.server_port}/me/policy", "id": "me/policy"}
+            )
         if self.path == "/api/validate-yaml":
             return self._answer({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
@@ -66,16 +70,22 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             if entry["key"] == "file":
                 hub[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
         url = f"http://127.0.0.1:{self.server.server_port}/me/policy/commit/{_COMMIT}"
-        return self._answer({"success": True, "commitOid": _COMMIT, "commitUrl": url, "hookOutput": ""})
+        return self._answer(
+            {"success": True, "commitOid": _COMMIT, "commitUrl": url, "hookOutput": ""}
+        )
 
     def do_GET(self, head=False):
         path = unquote(self.path).partition("?")[0]
         self.server.asked.append((path, None))
         if not path.startswith(("/api/models/me/policy", "/me/policy/resolve/")):
-            return self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"}, head)
+            return self._answer(
+                {"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"}, head
+            )
         if path.startswith("/api/"):
             if "/revision/" in path and not path.endswith(("/main", "/v1", _COMMIT)):
-                return self._answer({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"}, head)
+                return self._answer(
+                    {"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"}, head
+                )
             siblings = [{"rfilename": name} for name in self.server.files]
             if "/tree/" in path:
                 tree = [
@@ -83,7 +93,9 @@ class _Hub(http.server.BaseHTTPRequestHandler):
                     for name, data in self.server.files.items()
                 ]
                 return self._answer(tree, head=head)
-            return self._answer({"id": "me/policy", "sha": _COMMIT, "siblings": siblings}, head=head)
+            return self._answer(
+                {"id": "me/policy", "sha": _COMMIT, "siblings": siblings}, head=head
+            )
         data = self.server.files[path.split("/", 5)[5]]
         return self._answer(data, 200, {"ETag": f'"{len(data)}"', "X-Repo-Commit": _COMMIT}, head)
 
@@ -138,14 +150,23 @@ def run_dir(tmp_path_factory):
     return run_dir
 
 
-def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(hub, run_dir, tmp_path):
+def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(
+    hub, run_dir, tmp_path
+):
     export = ("bin.convert", "export", run_dir, tmp_path / "out", "--dtype=float32")
     pushed = _run(hub, tmp_path, *export, "--push=me/policy", HF_TOKEN="hf_stub")
     assert pushed.returncode == 0, pushed.stderr
-    assert pushed.stdout.endswith(f"pushed to http://127.0.0.1:{hub.server_port}/me/policy/commit/{_COMMIT}\n")
+    assert pushed.stdout.endswith(
+        f"pushed to http://127.0.0.1:{hub.server_port}/me/policy/commit/{_COMMIT}\n"
+    )
     assert ("/api/repos/create", "Bearer hf_stub") in hub.asked
-    local = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
-    assert hub.files == local and {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= local.keys()
+    local = {
+        path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()
+    }
+    assert (
+        hub.files == local
+        and {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= local.keys()
+    )
     hub.files["modeling_policy.py"] = b"raise SystemExit('code of the Hub ran')"
 
     train = (
@@ -162,35 +183,69 @@ def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(h
     assert f"{name}" in fetched.stdout and "3,064 parameters" in fetched.stdout
     [snapshot] = (tmp_path / "hub").glob("models--me--policy/snapshots/*")
     assert not (snapshot / "modeling_policy.py").exists()
-    tensors, ours = load_file(snapshot / "model.safetensors"), load_file(run_dir.parent / "same/model.safetensors")
-    assert tensors.keys() == ours.keys() and all((tensors[each] == ours[each]).all() for each in ours)
+    tensors, ours = (
+        load_file(snapshot / "model.safetensors"),
+        load_file(run_dir.parent / "same/model.safetensors"),
+    )
+    assert tensors.keys() == ours.keys() and all(
+        (tensors[each] == ours[each]).all() for each in ours
+    )
     # Without the server: what is pinned and fetched is there, what is not can't be.
     unreached = _run(None, tmp_path, _FETCH, name, "me/unseen")
     assert unreached.stdout.splitlines()[0] == str(snapshot)
     assert "no directory me/unseen, and it can't be fetched" in unreached.stdout.splitlines()[1]
-    assert "check name, network" in unreached.stdout.splitlines()[1] and len(unreached.stdout.splitlines()) == 2
+    assert (
+        "check name, network" in unreached.stdout.splitlines()[1]
+        and len(unreached.stdout.splitlines()) == 2
+    )
     absent = _run(hub, tmp_path, _FETCH, "me/policy@v9", "me/other").stdout.splitlines()
-    assert len(absent) == 2 and "RevisionNotFoundError" in absent[0] and "RepositoryNotFoundError" in absent[1]
+    assert (
+        len(absent) == 2
+        and "RevisionNotFoundError" in absent[0]
+        and "RepositoryNotFoundError" in absent[1]
+    )
 
 
 def test_a_failed_push_is_one_line_and_the_export_stays(hub, run_dir, tmp_path):
     hub.refuses = True
     refused = _run(
-        hub, tmp_path, "bin.convert", "export", run_dir, tmp_path / "out", "--push=me/policy", HF_TOKEN="hf_stub"
+        hub,
+        tmp_path,
+        "bin.convert",
+        "export",
+        run_dir,
+        tmp_path / "out",
+        "--push=me/policy",
+        HF_TOKEN="hf_stub",
     )
     hub.refuses = False
     silent = _run(
-        None, tmp_path, "bin.convert", "export", run_dir, tmp_path / "out2", "--push=me/policy", HF_TOKEN="hf_stub"
+        None,
+        tmp_path,
+        "bin.convert",
+        "export",
+        run_dir,
+        tmp_path / "out2",
+        "--push=me/policy",
+        HF_TOKEN="hf_stub",
     )
     for done, out in ((refused, "out"), (silent, "out2")):
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert (
-            f"The export is whole in {tmp_path / out}; `hf upload me/policy {tmp_path / out}` pushes it" in done.stderr
+            f"The export is whole in {tmp_path / out}; `hf upload me/policy {tmp_path / out}` "
+            "pushes it" in done.stderr
         )
         assert "hf_stub" not in done.stderr
         assert load_file(tmp_path / out / "model.safetensors")
     tokenless = _run(
-        hub, tmp_path, "bin.convert", "export", run_dir, tmp_path / "out3", "--push=me/policy", HF_TOKEN=""
+        hub,
+        tmp_path,
+        "bin.convert",
+        "export",
+        run_dir,
+        tmp_path / "out3",
+        "--push=me/policy",
+        HF_TOKEN="",
     )
     assert tokenless.returncode == 2 and "no token of the Hub" in tokenless.stderr
     assert not (tmp_path / "out3").exists()

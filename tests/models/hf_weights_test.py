@@ -1,4 +1,6 @@
-"""Safetensors in and out: the same bytes, the same model in transformers, and what damaged directories get."""
+"""Safetensors in and out: the same bytes, the same model in transformers, and what damaged
+directories get.
+"""
 
 import contextlib
 import dataclasses
@@ -34,7 +36,10 @@ LLAMA = ModelConfig("llama", 11, 8, 12, 2, 2, 1, 4, attention_bias=True)
 
 def _tensors(config, dtype=np.float32):
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=place.shape).astype(dtype) for name, place in hf_tensors(config).items()}
+    return {
+        name: rng.normal(size=place.shape).astype(dtype)
+        for name, place in hf_tensors(config).items()
+    }
 
 
 def _write(directory, config, tensors, *, shards=1):
@@ -49,7 +54,9 @@ def _write(directory, config, tensors, *, shards=1):
         part = dict(list(tensors.items())[shard::shards])
         save_file(part, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return directory
 
 
@@ -78,10 +85,18 @@ def test_layers_are_stacked_and_matrices_transposed(tmp_path):
     for layer in range(2):
         prefix = f"model.layers.{layer}"
         mine = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
-        np.testing.assert_array_equal(mine["attention"]["k"]["kernel"], tensors[f"{prefix}.self_attn.k_proj.weight"].T)
-        np.testing.assert_array_equal(mine["mlp"]["down"]["kernel"], tensors[f"{prefix}.mlp.down_proj.weight"].T)
-        np.testing.assert_array_equal(mine["mlp_norm"]["scale"], tensors[f"{prefix}.post_attention_layernorm.weight"])
-        np.testing.assert_array_equal(mine["attention_norm"]["scale"], tensors[f"{prefix}.input_layernorm.weight"])
+        np.testing.assert_array_equal(
+            mine["attention"]["k"]["kernel"], tensors[f"{prefix}.self_attn.k_proj.weight"].T
+        )
+        np.testing.assert_array_equal(
+            mine["mlp"]["down"]["kernel"], tensors[f"{prefix}.mlp.down_proj.weight"].T
+        )
+        np.testing.assert_array_equal(
+            mine["mlp_norm"]["scale"], tensors[f"{prefix}.post_attention_layernorm.weight"]
+        )
+        np.testing.assert_array_equal(
+            mine["attention_norm"]["scale"], tensors[f"{prefix}.input_layernorm.weight"]
+        )
     np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
     np.testing.assert_array_equal(params["output"], tensors["lm_head.weight"].T)
 
@@ -105,14 +120,21 @@ def test_source_dtypes(tmp_path, stored):
     source = _write(tmp_path / "m", CONFIG, tensors)
     wide = dict(iterate_hf_tensors(load_params(source, CONFIG, dtype="float32"), CONFIG, "float32"))
     _assert_same_bytes(wide, {name: value.astype(np.float32) for name, value in tensors.items()})
-    narrow = dict(iterate_hf_tensors(load_params(source, CONFIG, dtype="bfloat16"), CONFIG, "bfloat16"))
-    _assert_same_bytes(narrow, {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()})
+    narrow = dict(
+        iterate_hf_tensors(load_params(source, CONFIG, dtype="bfloat16"), CONFIG, "bfloat16")
+    )
+    _assert_same_bytes(
+        narrow, {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+    )
 
 
 def test_narrowing_rounds_to_nearest_even(tmp_path):
     tensors = _tensors(CONFIG)
-    # bfloat16 has 8 bits: 1 + 1/256 lies between 1 and 1 + 1/128, and goes to even; truncation gives 1 both times.
-    tensors["model.norm.weight"] = np.array([1 + 1 / 256, 1 + 3 / 256, 1 + 1.5 / 256, 0, 0, 0, 0, 0], np.float32)
+    # bfloat16 has 8 bits: 1 + 1/256 lies between 1 and 1 + 1/128, and goes to even; truncation
+    # gives 1 both times.
+    tensors["model.norm.weight"] = np.array(
+        [1 + 1 / 256, 1 + 3 / 256, 1 + 1.5 / 256, 0, 0, 0, 0, 0], np.float32
+    )
     expected = [1.0, 1 + 4 / 256, 1 + 2 / 256]
     source = _write(tmp_path / "m", CONFIG, tensors)
     at_load = load_params(source, CONFIG, dtype="bfloat16")["norm"]["scale"]
@@ -122,11 +144,17 @@ def test_narrowing_rounds_to_nearest_even(tmp_path):
     np.testing.assert_array_equal(at_save.astype(np.float32)[:3], expected)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_loads_an_export_with_the_same_logits(hf_directory, tmp_path, family, tied, dtype):
+def test_transformers_loads_an_export_with_the_same_logits(
+    hf_directory, tmp_path, family, tied, dtype
+):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
-    transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is in the development extra"
+    )
     model, source = hf_directory(family, tied=tied, bias=True, rope="yarn")
     config = read_model_config(source)
     params = load_params(source, config, dtype="float32")
@@ -154,8 +182,12 @@ def test_sharded_directories_of_transformers(hf_directory):
     manifest = check_manifest(source, config)
     assert manifest.dtypes == {"F32": len(hf_tensors(config))}
     assert manifest.num_bytes == 4 * num_params(config)
-    exported = dict(iterate_hf_tensors(load_params(source, config, dtype="float32"), config, "float32"))
-    _assert_same_bytes(exported, {name: value.detach().numpy() for name, value in model.named_parameters()})
+    exported = dict(
+        iterate_hf_tensors(load_params(source, config, dtype="float32"), config, "float32")
+    )
+    _assert_same_bytes(
+        exported, {name: value.detach().numpy() for name, value in model.named_parameters()}
+    )
 
 
 def test_shard_files_and_index(tmp_path):
@@ -166,7 +198,9 @@ def test_shard_files_and_index(tmp_path):
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == sorted(set(index["weight_map"].values()))
     assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
-    sizes = [sum(value.nbytes for value in load_file(tmp_path / "out" / file).values()) for file in files]
+    sizes = [
+        sum(value.nbytes for value in load_file(tmp_path / "out" / file).values()) for file in files
+    ]
     assert sum(sizes) == 4 * num_params(CONFIG)
     assert max(sizes) <= 1000
     assert not (tmp_path / "out" / "model.safetensors").exists()
@@ -181,7 +215,11 @@ def test_load_onto_a_mesh(tmp_path):
     shardings["layers"]["mlp"]["down"]["kernel"] = NamedSharding(mesh, P("data", "tensor", "fsdp"))
     shardings["output"] = NamedSharding(mesh, P(("data", "fsdp", "tensor"), None))
     params = load_params(source, CONFIG, dtype="float32", shardings=shardings)
-    jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf.sharding)), params, shardings)
+    jax.tree.map(
+        lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf.sharding)),
+        params,
+        shardings,
+    )
     assert params["layers"]["mlp"]["up"]["kernel"].addressable_shards[0].data.shape == (2, 4, 6)
     assert params["output"].addressable_shards[0].data.shape == (1, 11)
     _assert_same_bytes(dict(iterate_hf_tensors(params, CONFIG, "float32")), tensors)
@@ -192,7 +230,8 @@ def test_numpy_parameters_export_too():
     on_host = jax.tree.map(np.asarray, params)
     for dtype in ("float32", "bfloat16"):
         _assert_same_bytes(
-            dict(iterate_hf_tensors(on_host, TIED, dtype)), dict(iterate_hf_tensors(params, TIED, dtype))
+            dict(iterate_hf_tensors(on_host, TIED, dtype)),
+            dict(iterate_hf_tensors(params, TIED, dtype)),
         )
 
 
@@ -237,8 +276,8 @@ def test_wrong_shape(tmp_path):
     tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 8), np.float32)
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
-        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], expected [8, 8] "
-        "by config.json"
+        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], "
+        "expected [8, 8] by config.json"
     )
 
 
@@ -246,8 +285,8 @@ def test_unknown_tensor(tmp_path):
     tensors = _tensors(CONFIG) | {"model.layers.1.self_attn.q_proj.bias": np.zeros(8, np.float32)}
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
-        f"{source}/model.safetensors: tensor model.layers.1.self_attn.q_proj.bias is unknown to qwen3 with this "
-        "config.json"
+        f"{source}/model.safetensors: tensor model.layers.1.self_attn.q_proj.bias is unknown to "
+        "qwen3 with this config.json"
     )
 
 
@@ -256,7 +295,8 @@ def test_another_number_of_layers(tmp_path, layers):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG))
     message = _refused(source, dataclasses.replace(CONFIG, num_layers=layers))
     assert message.startswith(
-        f"{source}/config.json: num_hidden_layers is {layers}, the safetensors files hold 2 layers (model.layers.1."
+        f"{source}/config.json: num_hidden_layers is {layers}, the safetensors files hold 2 "
+        "layers (model.layers.1."
     )
 
 
@@ -278,11 +318,13 @@ def test_values_that_are_not_finite_are_placed(tmp_path, stored, value, said):
     tensors["model.layers.1.self_attn.q_proj.weight"][7, 0] = np.nan
     source = _write(tmp_path / "m", CONFIG, tensors, shards=2)
     file = next(
-        path for path in source.glob("*.safetensors") if "model.layers.1.self_attn.q_proj.weight" in load_file(path)
+        path
+        for path in source.glob("*.safetensors")
+        if "model.layers.1.self_attn.q_proj.weight" in load_file(path)
     )
     expected = (
-        f"{file}: tensor model.layers.1.self_attn.q_proj.weight has a value that is not finite: {said} at [3, 5]; the "
-        "weights are damaged, fetch or export them again"
+        f"{file}: tensor model.layers.1.self_attn.q_proj.weight has a value that is not finite: "
+        f"{said} at [3, 5]; the weights are damaged, fetch or export them again"
     )
     for dtype in ("float32", "bfloat16"):
         assert refused(load_params, source, CONFIG, dtype=dtype) == expected
@@ -290,12 +332,15 @@ def test_values_that_are_not_finite_are_placed(tmp_path, stored, value, said):
 
 
 def test_a_value_that_narrowing_makes_infinite_is_refused(tmp_path):
-    # The largest bfloat16 is (2 - 2^-7) 2^127 = 3.39e38; 3.4e38 is nearer to 2^128, and a finite float32.
+    # The largest bfloat16 is (2 - 2^-7) 2^127 = 3.39e38; 3.4e38 is nearer to 2^128, and a finite
+    # float32.
     tensors = _tensors(CONFIG)
     tensors["model.norm.weight"][2] = 3.4e38
     source = _write(tmp_path / "m", CONFIG, tensors)
     load_params(source, CONFIG, dtype="float32")
-    with pytest.raises(ValueError, match=r"norm.weight .* too large for bfloat16: 3.39\d*e\+38 at \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"norm.weight .* too large for bfloat16: 3.39\d*e\+38 at \[2\]"
+    ):
         load_params(source, CONFIG, dtype="bfloat16")
 
 
@@ -305,7 +350,9 @@ def test_a_large_tensor_is_checked_part_by_part(tmp_path, monkeypatch):
     tensors = _tensors(CONFIG)
     tensors["lm_head.weight"][10, 7] = np.nan  # the last value of all
     source = _write(tmp_path / "m", CONFIG, tensors)
-    with pytest.raises(ValueError, match=r"lm_head.weight has a value that is not finite: nan at \[10, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight has a value that is not finite: nan at \[10, 7\]"
+    ):
         load_params(source, CONFIG, dtype="float32")
 
 
@@ -316,7 +363,9 @@ def test_a_shard_of_a_mesh_finds_what_is_not_finite_in_the_whole_tensor(tmp_path
     mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
     shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), param_shapes(CONFIG))
     shardings["output"] = NamedSharding(mesh, P("fsdp", None))
-    with pytest.raises(ValueError, match=r"lm_head.weight has a value that is not finite: nan at \[10, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight has a value that is not finite: nan at \[10, 7\]"
+    ):
         load_params(source, CONFIG, dtype="float32", shardings=shardings)
 
 
@@ -324,7 +373,8 @@ def test_parameters_that_are_not_finite_are_not_exported(tmp_path):
     params = init_params(TIED, jax.random.key(0))
     params["norm"]["scale"] = params["norm"]["scale"].at[3].set(jnp.nan)
     with pytest.raises(
-        ValueError, match=r"^params: tensor model.norm.weight has 1 value\(s\) of 8 that are not finite"
+        ValueError,
+        match=r"^params: tensor model.norm.weight has 1 value\(s\) of 8 that are not finite",
     ):
         save_params(params, TIED, tmp_path / "out", dtype="bfloat16")
     assert not list(tmp_path.iterdir())
@@ -332,7 +382,9 @@ def test_parameters_that_are_not_finite_are_not_exported(tmp_path):
 
 def test_a_git_lfs_pointer_is_called_one(tmp_path):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG))
-    (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    (source / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
     assert "a Git LFS pointer, `git lfs pull` fetches the file" in _refused(source, CONFIG)
 
 
@@ -340,7 +392,9 @@ def test_unreadable_dtype(tmp_path):
     tensors = _tensors(CONFIG)
     tensors["model.norm.weight"] = np.zeros(8, np.int8)
     source = _write(tmp_path / "m", CONFIG, tensors)
-    assert _refused(source, CONFIG).endswith("tensor model.norm.weight is I8, readable are F32, BF16, F16")
+    assert _refused(source, CONFIG).endswith(
+        "tensor model.norm.weight is I8, readable are F32, BF16, F16"
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -405,13 +459,20 @@ with hf_weights.whole_directory(directory, overwrite=True) as partial:
 
 @pytest.mark.parametrize("step", ["written", "renamed"])
 def test_what_a_killed_writer_leaves_is_removed_and_the_old_directory_comes_back(tmp_path, step):
-    """Killed before anything was renamed, and between the two renames of a file system that can't exchange names."""
+    """Killed before anything was renamed, and between the two renames of a file system that can't
+    exchange names.
+    """
     directory = tmp_path / "model[1]"
     directory.mkdir()
     (directory / "file").write_text("old")
-    done = subprocess.run([sys.executable, "-c", _DIES, step, str(directory)], cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _DIES, step, str(directory)], cwd=ROOT, check=False
+    )
     assert done.returncode == 9 and len(list(tmp_path.iterdir())) == 2
-    with pytest.raises(FileExistsError, match="is not empty"), hf_weights.whole_directory(directory, overwrite=False):
+    with (
+        pytest.raises(FileExistsError, match="is not empty"),
+        hf_weights.whole_directory(directory, overwrite=False),
+    ):
         pytest.fail("the old directory is there again")
     assert (directory / "file").read_text() == "old"
     with _writing(directory):
@@ -429,10 +490,14 @@ def test_the_old_directory_is_there_until_the_new_one_is(tmp_path, monkeypatch):
     """One system call exchanges them: Path.rename, of which there were two, is not called."""
     with _writing(tmp_path / "model"):
         pass
-    monkeypatch.setattr(hf_weights.Path, "rename", lambda *_: pytest.fail("the old directory is moved away"))
+    monkeypatch.setattr(
+        hf_weights.Path, "rename", lambda *_: pytest.fail("the old directory is moved away")
+    )
     with _writing(tmp_path / "model") as partial:
         (partial / "file").write_text("newer")
-    assert (tmp_path / "model" / "file").read_text() == "newer" and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "model" / "file").read_text() == "newer" and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
 def test_the_files_of_a_model_may_be_read_by_whom_the_directory_may(tmp_path):
@@ -443,7 +508,10 @@ def test_the_files_of_a_model_may_be_read_by_whom_the_directory_may(tmp_path):
 
 def test_index_against_files(tmp_path):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
-    index, second = source / "model.safetensors.index.json", source / "model-00002-of-00002.safetensors"
+    index, second = (
+        source / "model.safetensors.index.json",
+        source / "model-00002-of-00002.safetensors",
+    )
     intact = index.read_text()
     weight_map = json.loads(intact)["weight_map"]
     here = [name for name, file in weight_map.items() if file == second.name]
@@ -454,17 +522,30 @@ def test_index_against_files(tmp_path):
         f"{source}/model-00001-of-00002.safetensors: tensor {here[0]} is missing, "
         "model.safetensors.index.json says it is here"
     )
-    index.write_text(json.dumps({"weight_map": {name: file for name, file in weight_map.items() if name != here[0]}}))
-    assert _refused(source, CONFIG) == f"{second}: tensor {here[0]} is unknown to model.safetensors.index.json"
+    index.write_text(
+        json.dumps(
+            {"weight_map": {name: file for name, file in weight_map.items() if name != here[0]}}
+        )
+    )
+    assert (
+        _refused(source, CONFIG)
+        == f"{second}: tensor {here[0]} is unknown to model.safetensors.index.json"
+    )
     index.write_text(intact)
     second.unlink()
     assert _refused(source, CONFIG) == (
-        f"{index}: tensor {here[0]} is said to be in model-00002-of-00002.safetensors, which is missing"
+        f"{index}: tensor {here[0]} is said to be in model-00002-of-00002.safetensors, which is "
+        "missing"
     )
-    for shard in ("../m/model-00001-of-00002.safetensors", "/etc/model.safetensors", "x/../../m/a.safetensors"):
+    for shard in (
+        "../m/model-00001-of-00002.safetensors",
+        "/etc/model.safetensors",
+        "x/../../m/a.safetensors",
+    ):
         index.write_text(json.dumps({"weight_map": weight_map | {here[0]: shard}}))
         assert _refused(source, CONFIG) == (
-            f"{index}: tensor {here[0]} is said to be in {shard!r}, outside the directory; name files inside it"
+            f"{index}: tensor {here[0]} is said to be in {shard!r}, outside the directory; name "
+            "files inside it"
         )
     for text, reason in (
         ("{", "not valid JSON"),
@@ -486,11 +567,17 @@ def test_redundant_head_of_a_tied_model(tmp_path):
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     source = _write(tmp_path / "same", TIED, tensors | head)
     assert check_manifest(source, TIED).redundant_head == source / "model.safetensors"
-    _assert_same_bytes(dict(iterate_hf_tensors(load_params(source, TIED, dtype="float32"), TIED, "float32")), tensors)
+    _assert_same_bytes(
+        dict(iterate_hf_tensors(load_params(source, TIED, dtype="float32"), TIED, "float32")),
+        tensors,
+    )
 
-    source = _write(tmp_path / "other", TIED, tensors | {"lm_head.weight": head["lm_head.weight"] + 1})
+    source = _write(
+        tmp_path / "other", TIED, tensors | {"lm_head.weight": head["lm_head.weight"] + 1}
+    )
     with pytest.raises(
-        ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, but config.json ties"
+        ValueError,
+        match=r"lm_head.weight differs from model.embed_tokens.weight, but config.json ties",
     ):
         load_params(source, TIED, dtype="float32")
 
@@ -502,16 +589,23 @@ def test_dtype_is_checked(tmp_path):
         lambda: next(iterate_hf_tensors(params, TIED, "float16")),
         lambda: save_params(params, TIED, tmp_path / "out", dtype="float16"),
     ):
-        with pytest.raises(ValueError, match="^dtype: got 'float16', allowed are float32, bfloat16$"):
+        with pytest.raises(
+            ValueError, match="^dtype: got 'float16', allowed are float32, bfloat16$"
+        ):
             call()
 
 
 def test_parameters_of_another_model_are_refused(tmp_path):
     params = init_params(TIED, jax.random.key(0))
-    with pytest.raises(ValueError, match=r"^params: layers\.attention\.k\.bias has shape \(2, 4\), the model has no"):
+    with pytest.raises(
+        ValueError,
+        match=r"^params: layers\.attention\.k\.bias has shape \(2, 4\), the model has no",
+    ):
         save_params(params, CONFIG, tmp_path / "out", dtype="float32")
     wrong = params | {"embedding": params["embedding"][:-1]}
-    with pytest.raises(ValueError, match=r"^params: embedding has shape \(10, 8\), the model has \(11, 8\)$"):
+    with pytest.raises(
+        ValueError, match=r"^params: embedding has shape \(10, 8\), the model has \(11, 8\)$"
+    ):
         save_params(wrong, TIED, tmp_path / "out", dtype="float32")
     assert not list(tmp_path.iterdir())  # nothing half written stays behind
 
@@ -525,13 +619,17 @@ def test_a_directory_that_holds_something_is_refused(tmp_path):
     save_params(params, TIED, out, dtype="float32")
     before = load_file(out / "model.safetensors")
     other = init_params(TIED, jax.random.key(1))
-    with pytest.raises(FileExistsError, match="is not empty, choose another directory or ask to overwrite"):
+    with pytest.raises(
+        FileExistsError, match="is not empty, choose another directory or ask to overwrite"
+    ):
         save_params(other, TIED, out, dtype="float32")
     _assert_same_bytes(load_file(out / "model.safetensors"), before)
     (out / "stale.txt").write_text("of the old export")
     save_params(other, TIED, out, dtype="float32", overwrite=True)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-    _assert_same_bytes(load_file(out / "model.safetensors"), dict(iterate_hf_tensors(other, TIED, "float32")))
+    _assert_same_bytes(
+        load_file(out / "model.safetensors"), dict(iterate_hf_tensors(other, TIED, "float32"))
+    )
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="is a file, choose another directory"):
@@ -552,7 +650,9 @@ def test_a_failure_leaves_the_old_directory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_weights, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        save_params(init_params(TIED, jax.random.key(1)), TIED, out, dtype="float32", overwrite=True)
+        save_params(
+            init_params(TIED, jax.random.key(1)), TIED, out, dtype="float32", overwrite=True
+        )
     _assert_same_bytes(load_file(out / "model.safetensors"), before)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -568,7 +668,9 @@ def test_tokenizer_files_come_along(tmp_path):
         "tokenizer_config.json": '{"a": 1}',
         "chat_template.jinja": "{{ x }}",
         "generation_config.json": '{"eos_token_id": [3, 4]}',
-        "config.json": json.dumps({"eos_token_id": 3, "pad_token_id": 0, "bos_token_id": None, "vocab_size": 99}),
+        "config.json": json.dumps(
+            {"eos_token_id": 3, "pad_token_id": 0, "bos_token_id": None, "vocab_size": 99}
+        ),
         "README.md": "not ours to carry",
     }
     for name, text in contents.items():

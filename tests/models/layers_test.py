@@ -27,14 +27,17 @@ def test_rms_norm_by_hand():
     norm = RMSNorm(2, 0.5, axis="norm", hf_name="norm")
     norm.scale.set_value(jnp.array([2.0, -1.0]))
     # mean square of [3, 4] = 12.5; + 0.5 = 13; no mean is subtracted
-    np.testing.assert_allclose(norm(jnp.array([3.0, 4.0])), np.array([6.0, -4.0]) / np.sqrt(13.0), rtol=1e-6)
+    np.testing.assert_allclose(
+        norm(jnp.array([3.0, 4.0])), np.array([6.0, -4.0]) / np.sqrt(13.0), rtol=1e-6
+    )
 
 
 def test_rms_norm_takes_the_mean_in_float32():
     norm = RMSNorm(4096, 1e-6, axis="norm", hf_name="norm")
     norm.scale.set_value(jnp.ones(4096))
     x = jnp.full((4096,), 3.0, jnp.bfloat16)
-    # The mean square summed in bfloat16 would stop growing at 9 * 256 / 4096; each normed value is 1.
+    # The mean square summed in bfloat16 would stop growing at 9 * 256 / 4096; each normed value is
+    # 1.
     np.testing.assert_array_equal(norm(x).astype(np.float32), np.ones(4096))
     assert norm(x).dtype == jnp.bfloat16
 
@@ -43,9 +46,13 @@ def test_rms_norm_takes_the_mean_in_float32():
 def test_mlp_is_silu_gated(ops):
     mlp = MLP(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4), hf_name="mlp")
     for seed, layer in enumerate((mlp.gate, mlp.up, mlp.down)):
-        layer.kernel.set_value(jax.random.normal(jax.random.key(seed), layer.kernel.get_value().shape))
+        layer.kernel.set_value(
+            jax.random.normal(jax.random.key(seed), layer.kernel.get_value().shape)
+        )
     x = np.linspace(-1, 1, 4)
-    gate, up, down = (np.asarray(layer.kernel.get_value(), np.float64) for layer in (mlp.gate, mlp.up, mlp.down))
+    gate, up, down = (
+        np.asarray(layer.kernel.get_value(), np.float64) for layer in (mlp.gate, mlp.up, mlp.down)
+    )
     hidden = x @ gate
     expected = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
     np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), ops), expected, rtol=1e-5)
@@ -59,12 +66,15 @@ def test_rotary_by_hand(ops):
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     turned = ops.rotate(x, rotary_tables(config, jnp.array([[2]])))[0, 0, 0]
     c0, s0, c1, s1 = np.cos(2.0), np.sin(2.0), np.cos(0.02), np.sin(0.02)
-    np.testing.assert_allclose(turned, [1 * c0 - 3 * s0, 2 * c1 - 4 * s1, 3 * c0 + 1 * s0, 4 * c1 + 2 * s1], rtol=1e-6)
+    np.testing.assert_allclose(
+        turned, [1 * c0 - 3 * s0, 2 * c1 - 4 * s1, 3 * c0 + 1 * s0, 4 * c1 + 2 * s1], rtol=1e-6
+    )
 
 
 @both
 def test_swiglu_gradient_by_hand(ops):
-    # sigmoid(1) = s; d/dgate = up (s + gate s (1 - s)), d/dup = gate s; the cotangent 3 multiplies both
+    # sigmoid(1) = s; d/dgate = up (s + gate s (1 - s)), d/dup = gate s; the cotangent 3 multiplies
+    # both
     s = 1 / (1 + np.exp(-1.0))
     gate_bar, up_bar = jax.vjp(ops.swiglu, jnp.float32(1), jnp.float32(2))[1](jnp.float32(3))
     np.testing.assert_allclose([gate_bar, up_bar], [6 * (s + s * (1 - s)), 3 * s], rtol=1e-6)
@@ -72,7 +82,9 @@ def test_swiglu_gradient_by_hand(ops):
 
 @both
 def test_norm_and_rotation_as_complex_numbers(ops):
-    """Value and gradients of the one function for both, against autodiff of the norm and a product with e^(i angle)."""
+    """Value and gradients of the one function for both, against autodiff of the norm and a product
+    with e^(i angle).
+    """
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
     scale = jax.random.normal(jax.random.key(1), (3, 16))
     weights = jax.random.normal(jax.random.key(2), x.shape)
@@ -81,11 +93,15 @@ def test_norm_and_rotation_as_complex_numbers(ops):
 
     def plain(x, scale):
         normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale
-        turned = jax.lax.complex(normed[..., :8], normed[..., 8:]) * jnp.exp(1j * angles)[:, :, None]
+        turned = (
+            jax.lax.complex(normed[..., :8], normed[..., 8:]) * jnp.exp(1j * angles)[:, :, None]
+        )
         return jnp.sum(weights * jnp.concatenate([turned.real, turned.imag], axis=-1))
 
     def ours(x, scale):
-        return jnp.sum(weights * ops.norm_and_rotate(x, scale, rotary_tables(CONFIG, positions), 0.1))
+        return jnp.sum(
+            weights * ops.norm_and_rotate(x, scale, rotary_tables(CONFIG, positions), 0.1)
+        )
 
     value, grads = jax.value_and_grad(ours, argnums=(0, 1))(x, scale)
     expected, expected_grads = jax.value_and_grad(plain, argnums=(0, 1))(x, scale)
@@ -116,7 +132,8 @@ def test_rotary_tables_are_those_of_transformers(hf_config, rope):
     embedding = Qwen3RotaryEmbedding(source)
     config = from_hf(source.to_dict())
     frequencies, factor = rotary_frequencies(config)
-    # The same bits but for torch's pow, which is now and then off by one: 1e-3 radians at position 30,000 otherwise.
+    # The same bits but for torch's pow, which is now and then off by one: 1e-3 radians at position
+    # 30,000 otherwise.
     np.testing.assert_array_max_ulp(frequencies, embedding.inv_freq.numpy(), maxulp=1)
     assert np.sum(frequencies != embedding.inv_freq.numpy()) <= 2
     assert factor == pytest.approx(embedding.attention_scaling, rel=1e-12)

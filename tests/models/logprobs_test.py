@@ -33,7 +33,9 @@ def _inputs(seed=0):
 
 
 def _reference(x, temperature):
-    """logprobs, entropy, d hidden, d kernel of sum(logprob_bar * logprobs + entropy_bar * entropy), token by token."""
+    """logprobs, entropy, d hidden, d kernel of sum(logprob_bar * logprobs + entropy_bar * entropy),
+    token by token.
+    """
     hidden, kernel = x["hidden"].astype(np.float64), x["kernel"].astype(np.float64)
     logprobs, entropy = np.zeros((ROWS, LENGTH)), np.zeros((ROWS, LENGTH))
     hidden_bar, kernel_bar = np.zeros_like(hidden), np.zeros_like(kernel)
@@ -58,9 +60,14 @@ def _ours(x, temperature, chunk, ops=CPU):
         logprobs, entropy = token_logprobs(
             hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, ops=ops
         )
-        return jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy), (logprobs, entropy)
+        return jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy), (
+            logprobs,
+            entropy,
+        )
 
-    (_, values), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(x["hidden"], x["kernel"])
+    (_, values), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(
+        x["hidden"], x["kernel"]
+    )
     return *values, *grads
 
 
@@ -75,7 +82,9 @@ def _ours(x, temperature, chunk, ops=CPU):
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_against_float64(temperature, chunk, ops):
     x = _inputs()
-    for mine, want in zip(_ours(x, temperature, chunk, ops), _reference(x, temperature), strict=True):
+    for mine, want in zip(
+        _ours(x, temperature, chunk, ops), _reference(x, temperature), strict=True
+    ):
         np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
@@ -93,7 +102,9 @@ def test_every_token_wanted_but_the_first():
 
 
 def test_uniform_and_certain_distributions():
-    """Equal logits: log-prob -log V and entropy log V; one logit far above: 0 and 0, without NaN gradients."""
+    """Equal logits: log-prob -log V and entropy log V; one logit far above: 0 and 0, without NaN
+    gradients.
+    """
     x = _inputs()
     x["mask"][:, 1:] = True
     logprobs, entropy, *_ = _ours(x | {"kernel": np.zeros((WIDTH, VOCAB), np.float32)}, 1.0, 7)
@@ -101,7 +112,11 @@ def test_uniform_and_certain_distributions():
     np.testing.assert_allclose(entropy[:, 1:], np.log(VOCAB), rtol=1e-6)
     kernel = np.zeros((WIDTH, VOCAB), np.float32)
     kernel[0, 5] = 1e4
-    certain = x | {"kernel": kernel, "hidden": np.abs(x["hidden"]) + 1, "input_ids": np.full((ROWS, LENGTH), 5)}
+    certain = x | {
+        "kernel": kernel,
+        "hidden": np.abs(x["hidden"]) + 1,
+        "input_ids": np.full((ROWS, LENGTH), 5),
+    }
     logprobs, entropy, *grads = _ours(certain, 1.0, 7)
     np.testing.assert_array_equal(logprobs, 0)
     np.testing.assert_array_equal(entropy, 0)
@@ -112,9 +127,14 @@ def test_the_shift_is_by_one():
     """Token t is scored by the state before it: a state that votes for token v, then v."""
     hidden = jnp.zeros((1, 4, 5)).at[0, 1, 3].set(1.0)
     ids, mask = jnp.array([[0, 0, 3, 0]]), jnp.array([[False, True, True, True]])
-    logprobs, _ = token_logprobs(hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, ops=CPU)
-    # e^2 against four times e^0; elsewhere uniform over 5. Scored by its own state token 2 would be uniform too.
-    np.testing.assert_allclose(logprobs[0], [0.0, -np.log(5), 2 - np.log(np.exp(2) + 4), -np.log(5)], rtol=1e-6)
+    logprobs, _ = token_logprobs(
+        hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, ops=CPU
+    )
+    # e^2 against four times e^0; elsewhere uniform over 5. Scored by its own state token 2 would be
+    # uniform too.
+    np.testing.assert_allclose(
+        logprobs[0], [0.0, -np.log(5), 2 - np.log(np.exp(2) + 4), -np.log(5)], rtol=1e-6
+    )
 
 
 def test_masked_tokens_take_no_part():
@@ -125,20 +145,26 @@ def test_masked_tokens_take_no_part():
     unused = ~np.roll(x["mask"], -1, axis=1)
     unused[:, -1] = True
     hidden[unused] = 100.0
-    for mine, want in zip(_ours(other | {"hidden": hidden}, 1.0, 7)[2:], (hidden_bar, kernel_bar), strict=True):
+    for mine, want in zip(
+        _ours(other | {"hidden": hidden}, 1.0, 7)[2:], (hidden_bar, kernel_bar), strict=True
+    ):
         np.testing.assert_allclose(mine, want, atol=1e-6)
     assert not np.any(np.asarray(hidden_bar)[unused])
 
 
 def test_bfloat16_adds_the_kernel_gradient_in_float32():
-    """With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a float32 one is not."""
+    """With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a
+    float32 one is not.
+    """
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 1025, 16)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(16, 32)), jnp.bfloat16)
     ids, mask = jnp.asarray(rng.integers(0, 32, (1, 1025)), jnp.int32), jnp.arange(1025)[None] > 0
 
     def total(kernel, hidden, chunk):
-        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, ops=CPU)[0].sum()
+        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, ops=CPU)[
+            0
+        ].sum()
 
     exact = jax.grad(total)(kernel.astype(jnp.float32), hidden.astype(jnp.float32), 2048)
     rounded = jax.grad(total)(kernel, hidden, 16)
@@ -149,7 +175,9 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32():
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_memory_at_the_full_vocabulary(ops):
-    """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing is run."""
+    """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing
+    is run.
+    """
     rows, length, width, vocab = 2, 512, 64, 151_936
     naive = rows * length * vocab * 4
     shapes = (
@@ -160,13 +188,16 @@ def test_memory_at_the_full_vocabulary(ops):
     )
 
     def forward(hidden, kernel, ids, mask):
-        logprobs, entropy = token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=64, ops=ops)
+        logprobs, entropy = token_logprobs(
+            hidden, kernel, ids, mask, temperature=1.0, chunk=64, ops=ops
+        )
         return jnp.sum(logprobs + 0.1 * entropy)
 
     def temporary(function):
         return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    # One chunk of logits, 64 of 1024 tokens: 0.0625. Backward adds the kernel's gradient, [D, V], as large again here.
+    # One chunk of logits, 64 of 1024 tokens: 0.0625. Backward adds the kernel's gradient, [D, V],
+    # as large again here.
     assert temporary(forward) < 0.08 * naive
     assert temporary(jax.grad(forward, argnums=(0, 1))) < 0.15 * naive
 
@@ -182,13 +213,23 @@ def test_temperature_is_positive(temperature):
 def test_shapes_must_agree():
     x = _inputs()
     with pytest.raises(ValueError, match="rows must agree"):
-        token_logprobs(x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, ops=CPU)
+        token_logprobs(
+            x["hidden"],
+            x["kernel"],
+            x["input_ids"][:, 1:],
+            x["mask"],
+            temperature=1.0,
+            chunk=8,
+            ops=CPU,
+        )
 
 
 @pytest.mark.parametrize("vocab", [48, 31 * 2])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2)])
 def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
-    """fsdp, tensor, expert. The vocabulary comes in pieces, 62 / 2 = 31 in one, and padding tokens in none."""
+    """fsdp, tensor, expert. The vocabulary comes in pieces, 62 / 2 = 31 in one, and padding tokens
+    in none.
+    """
     fsdp, tensor, expert = sizes
     mesh = make_mesh(1, fsdp, tensor, expert, devices=jax.devices()[:8])
     rng = np.random.default_rng(0)
@@ -196,25 +237,41 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     kernel = rng.normal(size=(WIDTH, vocab)).astype(np.float32)
     ids, mask = rng.integers(0, vocab, (8, LENGTH)).astype(np.int32), rng.random((8, LENGTH)) < 0.6
     mask[:, 0], mask[3] = False, False
-    bars = *rng.normal(size=(2, 8, LENGTH)).astype(np.float32), rng.normal(size=(8, LENGTH, 3)).astype(np.float32)
+    bars = (
+        *rng.normal(size=(2, 8, LENGTH)).astype(np.float32),
+        rng.normal(size=(8, LENGTH, 3)).astype(np.float32),
+    )
     listed = rng.integers(-1, vocab, (8, LENGTH, 3)).astype(np.int32)
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     split = shard_map_over(
         MODEL_AXES,
-        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes, listed_gradient=True),
+        functools.partial(
+            token_logprobs,
+            temperature=0.7,
+            chunk=1,
+            ops=CPU,
+            kernel_axes=axes,
+            listed_gradient=True,
+        ),
         mesh,
         in_specs=(rows, P(*axes), rows, rows, rows),
         out_specs=(rows, rows, rows),
     )
-    whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU, listed_gradient=True)
+    whole = functools.partial(
+        token_logprobs, temperature=0.7, chunk=5, ops=CPU, listed_gradient=True
+    )
 
     def run(function):
         def objective(hidden, kernel):
-            results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(listed))
+            results = function(
+                hidden, kernel, jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(listed)
+            )
             return sum(jnp.sum(bar * x) for bar, x in zip(bars, results, strict=True)), results
 
-        (_, results), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, kernel)
+        (_, results), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(
+            hidden, kernel
+        )
         return jax.tree.leaves((results, grads))
 
     for ours, expected in zip(run(split), run(whole), strict=True):
@@ -222,8 +279,8 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
 
 
 def test_blocks_of_tokens():
-    # The whole kernel: as many as the chunk, the last one padded. In 8 pieces of 48: 10 x 8 tokens at a time hold as
-    # many logits; 100 tokens are two blocks of 50.
+    # The whole kernel: as many as the chunk, the last one padded. In 8 pieces of 48: 10 x 8 tokens
+    # at a time hold as many logits; 100 tokens are two blocks of 50.
     assert token_blocks(100, 30, 48) == (4, 30) and token_blocks(7, 30, 48) == (1, 7)
     assert token_blocks(100, 10, 48, KernelAxes("fsdp")) == (2, 50)
     # 31 is prime: one piece.
@@ -232,7 +289,9 @@ def test_blocks_of_tokens():
 
 @pytest.mark.parametrize("chunk", [1000, 7])
 def test_listed_ids_have_values_and_gradients_of_float64(chunk):
-    """Five ids a token, one of them absent, one twice: log-probs, and gradients beside those of the token's own."""
+    """Five ids a token, one of them absent, one twice: log-probs, and gradients beside those of the
+    token's own.
+    """
     x, temperature = _inputs(), 0.7
     rng = np.random.default_rng(5)
     listed = rng.integers(0, VOCAB, (ROWS, LENGTH, 5)).astype(np.int32)
@@ -243,10 +302,14 @@ def test_listed_ids_have_values_and_gradients_of_float64(chunk):
         options = {"temperature": temperature, "chunk": chunk, "ops": CPU, "listed_gradient": True}
         given = (jnp.asarray(each) for each in (x["input_ids"], x["mask"], listed))
         logprobs, entropy, of_listed = token_logprobs(hidden, kernel, *given, **options)
-        total = jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy) + jnp.sum(bars * of_listed)
+        total = jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy) + jnp.sum(
+            bars * of_listed
+        )
         return total, of_listed
 
-    (_, found), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(x["hidden"], x["kernel"])
+    (_, found), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(
+        x["hidden"], x["kernel"]
+    )
     _, _, hidden_bar, kernel_bar = _reference(x, temperature)
     hidden, kernel = x["hidden"].astype(np.float64), x["kernel"].astype(np.float64)
     expected = np.zeros(listed.shape)

@@ -20,7 +20,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_inverse_of_the_cumulative_distribution_by_hand():
-    # Probabilities 1/2, 0, 1/4, 1/4; the sums are 0.5, 0.5, 0.75, 1. The second word decides (one block).
+    # Probabilities 1/2, 0, 1/4, 1/4; the sums are 0.5, 0.5, 0.75, 1. The second word decides (one
+    # block).
     logits = jnp.tile(jnp.log(jnp.array([0.5, 0.0, 0.25, 0.25])), (6, 1))
     uniforms = [(0.9, u) for u in (0.0, 0.4999, 0.5, 0.7499, 0.75, 1 - 2.0**-32)]
     tokens, logprobs = choose_tokens(logits, words(*uniforms), ONE, ONE, "sample")
@@ -54,7 +55,9 @@ def test_frequencies_follow_the_softmax():
     # 200,000 draws over 300 tokens in 3 blocks; chi-square with 299 degrees of freedom, fixed keys.
     logits = np.random.default_rng(3).normal(size=300).astype(np.float32)
     keys = row_keys(np.uint32(0), np.uint32(0), jnp.arange(2000, dtype=jnp.uint32))
-    bits = jax.vmap(token_words, (None, 0))(keys, jnp.tile(jnp.arange(100)[:, None], 2000)).reshape(-1, 2)
+    bits = jax.vmap(token_words, (None, 0))(keys, jnp.tile(jnp.arange(100)[:, None], 2000)).reshape(
+        -1, 2
+    )
     tiled = jnp.broadcast_to(jnp.asarray(logits), (bits.shape[0], 300))
     tokens, _ = jax.jit(choose_tokens, static_argnums=4)(tiled, bits, ONE, ONE, "sample")
     counts = np.bincount(np.asarray(tokens), minlength=300)
@@ -66,8 +69,9 @@ def test_frequencies_follow_the_softmax():
 
 
 def test_bias_over_a_large_vocabulary_is_as_documented():
-    # The distribution really drawn from, by the float32 sums that the draw compares with: a block's share is the number
-    # of 24-bit uniforms that lead to it. Total variation against the float64 softmax, block by block.
+    # The distribution really drawn from, by the float32 sums that the draw compares with: a block's
+    # share is the number of 24-bit uniforms that lead to it. Total variation against the float64
+    # softmax, block by block.
     vocab = 151_936
     logits = np.random.default_rng(0).normal(size=vocab).astype(np.float32) * 2
     padded = np.full(1187 * 128, -np.inf, np.float32)
@@ -76,23 +80,32 @@ def test_bias_over_a_large_vocabulary_is_as_documented():
     cumulative = np.asarray(jax.lax.associative_scan(jnp.add, sums))
     reached = np.ceil(cumulative.astype(np.float64) / cumulative[-1] * 2**24) / 2**24
     drawn = np.diff(np.clip(reached, 0, 1), prepend=0)
-    exact = np.exp(log_softmax(np.pad(logits, (0, padded.size - vocab), constant_values=-1e9))).reshape(1187, 128)
+    exact = np.exp(
+        log_softmax(np.pad(logits, (0, padded.size - vocab), constant_values=-1e9))
+    ).reshape(1187, 128)
     assert abs(drawn.sum() - 1) < 1e-12
     assert 0.5 * np.abs(drawn - exact.sum(-1)).sum() < 3e-5
 
 
 def test_greedy_takes_the_first_of_equals_and_reports_temperature_one():
     logits = jnp.array([[0.0, 2.0, 2.0], [3.0, -1.0, 0.0]])
-    tokens, logprobs = choose_tokens(logits, words((0.9, 0.9), (0.9, 0.9)), np.float32(5), ONE, "greedy")
+    tokens, logprobs = choose_tokens(
+        logits, words((0.9, 0.9), (0.9, 0.9)), np.float32(5), ONE, "greedy"
+    )
     np.testing.assert_array_equal(tokens, [1, 0])
     np.testing.assert_allclose(logprobs, log_softmax(np.asarray(logits))[[0, 1], [1, 0]], atol=1e-6)
 
 
 def test_nucleus_by_hand():
-    # 0.4 + 0.3 reaches 0.7; for 0.71 the third is needed, and with it its equal. Order plays no part.
+    # 0.4 + 0.3 reaches 0.7; for 0.71 the third is needed, and with it its equal. Order plays no
+    # part.
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.1, 0.3, 0.1]]))
-    np.testing.assert_array_equal(nucleus(logits, np.float32(0.3))[0], [False, True, False, False, False])
-    np.testing.assert_array_equal(nucleus(logits, np.float32(0.69))[0], [False, True, False, True, False])
+    np.testing.assert_array_equal(
+        nucleus(logits, np.float32(0.3))[0], [False, True, False, False, False]
+    )
+    np.testing.assert_array_equal(
+        nucleus(logits, np.float32(0.69))[0], [False, True, False, True, False]
+    )
     np.testing.assert_array_equal(nucleus(logits, np.float32(0.71))[0], [True] * 5)
     np.testing.assert_array_equal(nucleus(logits, np.float32(1))[0], [True] * 5)
 
@@ -102,7 +115,9 @@ def test_nucleus_equals_a_sorted_reference(top_p):
     logits = np.random.default_rng(5).normal(size=(20, 333)).astype(np.float32) * 3
     probabilities = np.exp(log_softmax(logits))
     order = np.argsort(-probabilities, axis=-1)
-    before = np.cumsum(np.take_along_axis(probabilities, order, -1), -1) - np.take_along_axis(probabilities, order, -1)
+    before = np.cumsum(np.take_along_axis(probabilities, order, -1), -1) - np.take_along_axis(
+        probabilities, order, -1
+    )
     expected = np.zeros(logits.shape, bool)
     np.put_along_axis(expected, order, before < top_p, -1)
     got = np.asarray(jax.jit(nucleus)(jnp.asarray(logits), np.float32(top_p)))
@@ -120,7 +135,9 @@ def test_nucleus_sampling_stays_inside_and_renormalizes():
     bits = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (1000, 2), dtype=np.uint32))
     tokens, logprobs = choose_tokens(logits, bits, ONE, np.float32(0.74), "nucleus")
     assert set(np.asarray(tokens).tolist()) == {1, 3}
-    np.testing.assert_allclose(logprobs, np.where(np.asarray(tokens) == 1, np.log(2 / 3), np.log(1 / 3)), atol=1e-6)
+    np.testing.assert_allclose(
+        logprobs, np.where(np.asarray(tokens) == 1, np.log(2 / 3), np.log(1 / 3)), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -23,7 +23,9 @@ def e4m3(x):
     above = np.clip(np.searchsorted(values, np.abs(x)), 1, 126)
     low, high = values[above - 1], values[above]
     nearer_high = np.where(
-        np.abs(x) - low == high - np.abs(x), codes[above] % 2 == 0, np.abs(x) - low > high - np.abs(x)
+        np.abs(x) - low == high - np.abs(x),
+        codes[above] % 2 == 0,
+        np.abs(x) - low > high - np.abs(x),
     )
     return np.sign(x) * np.where(nearer_high, high, low)
 
@@ -46,11 +48,15 @@ def rounded_weights(matrices, products):
                 block = whole[row : row + size, column : column + size]
                 # vLLM multiplies by the inverse in float32, which decides ties.
                 scale = np.abs(block).max().astype(np.float32) / np.float32(448)
-                values = e4m3((block.astype(np.float32) * (np.float32(1) / scale)).astype(np.float64))
+                values = e4m3(
+                    (block.astype(np.float32) * (np.float32(1) / scale)).astype(np.float64)
+                )
                 if products == "fp8_weights_per_block":
                     small = np.abs(values) < 2**-6
                     wrong = np.copysign((1 + np.abs(values) * 2**6) * 2**-7, block)
-                    found[row : row + size, column : column + size] = bfloat16(np.where(small, wrong, values) * scale)
+                    found[row : row + size, column : column + size] = bfloat16(
+                        np.where(small, wrong, values) * scale
+                    )
                 else:
                     found[row : row + size, column : column + size] = values * scale
     return np.split(found, np.cumsum([m.shape[1] for m in matrices])[:-1], axis=1)
@@ -66,7 +72,9 @@ def rounded_tokens(x, products):
         for start in range(0, x.shape[1], size):
             part = x[token, start : start + size]
             scale = np.abs(part).max() / (127 if products == "int8" else 448)
-            found[token, start : start + size] = (np.round if products == "int8" else e4m3)(part / scale) * scale
+            found[token, start : start + size] = (np.round if products == "int8" else e4m3)(
+                part / scale
+            ) * scale
     return found
 
 
@@ -95,12 +103,16 @@ def products_of(params, scheme, x):
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_a_product_is_that_of_the_scheme_in_float64(products):
     params = layer(0)
-    x = bfloat16(np.random.default_rng(1).normal(size=(9, 160)) * np.exp(np.arange(9))[:, None] / 50)
+    x = bfloat16(
+        np.random.default_rng(1).normal(size=(9, 160)) * np.exp(np.arange(9))[:, None] / 50
+    )
     found = products_of(params, Scheme(products=products), jnp.asarray(x, jnp.float32))
     tokens, plain_error = rounded_tokens(x, products), 0.0
     for names in ("qkv", ("gate", "up")):
         matrices = [{**params["attention"], **params["mlp"]}[name]["kernel"] for name in names]
-        for name, matrix, weights in zip(names, matrices, rounded_weights(matrices, products), strict=True):
+        for name, matrix, weights in zip(
+            names, matrices, rounded_weights(matrices, products), strict=True
+        ):
             expected, plain = tokens @ weights, x @ matrix.astype(np.float64)
             size = np.abs(plain).mean()
             np.testing.assert_allclose(found[name], expected, atol=2e-5 * size, rtol=2e-5)
@@ -114,20 +126,29 @@ def test_fused_projections_have_the_blocks_of_the_engines_fused_matrix():
     fused = {
         **params,
         "attention": {
-            "qkv": {"kernel": np.concatenate([params["attention"][name]["kernel"] for name in "qkv"], axis=1)},
+            "qkv": {
+                "kernel": np.concatenate(
+                    [params["attention"][name]["kernel"] for name in "qkv"], axis=1
+                )
+            },
             "o": params["attention"]["o"],
         },
     }
     for products in PRODUCTS:
-        apart = with_scheme(jax.tree.map(jnp.asarray, params), Scheme(products=products))["attention"]
-        together = with_scheme(jax.tree.map(jnp.asarray, fused), Scheme(products=products))["attention"]["qkv"]
+        apart = with_scheme(jax.tree.map(jnp.asarray, params), Scheme(products=products))[
+            "attention"
+        ]
+        together = with_scheme(jax.tree.map(jnp.asarray, fused), Scheme(products=products))[
+            "attention"
+        ]["qkv"]
         scales = np.concatenate([apart[name]["kernel"].scale for name in "qkv"], axis=1)
         np.testing.assert_array_equal(scales, together["kernel"].scale)
 
 
 def test_int8_by_hand():
-    # Token (254, 3): scale 2, 3 / 2 = 1.5 -> 2 (even). Column (127, 1): scale 1. Product 2 * (127 * 127 + 2 * 1).
-    # Rounding half down would give 2 * (127 * 127 + 1) = 32260; without rounding it is 254 * 127 + 3 = 32261.
+    # Token (254, 3): scale 2, 3 / 2 = 1.5 -> 2 (even). Column (127, 1): scale 1. Product 2 * (127 *
+    # 127 + 2 * 1). Rounding half down would give 2 * (127 * 127 + 1) = 32260; without rounding it
+    # is 254 * 127 + 3 = 32261.
     params = {"attention": {}, "mlp": {}}
     for tree, names in (("attention", "qkvo"), ("mlp", ("gate", "up", "down"))):
         params[tree] = {name: {"kernel": jnp.array([[127.0], [1.0]])} for name in names}
@@ -144,12 +165,17 @@ def test_the_gradient_is_that_of_the_plain_product_at_the_rounded_factors(produc
     def loss(params, x):
         return jnp.sum(products_of(params, Scheme(products=products), x)["k"] * pull)
 
-    grads, x_bar = jax.grad(loss, argnums=(0, 1))(jax.tree.map(jnp.asarray, params), jnp.asarray(x, jnp.float32))
+    grads, x_bar = jax.grad(loss, argnums=(0, 1))(
+        jax.tree.map(jnp.asarray, params), jnp.asarray(x, jnp.float32)
+    )
     matrices = [params["attention"][name]["kernel"] for name in "qkv"]
     weights = rounded_weights(matrices, products)[1]
     np.testing.assert_allclose(x_bar, pull @ weights.T, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
-        grads["attention"]["k"]["kernel"], rounded_tokens(x, products).T @ pull, rtol=1e-4, atol=1e-4
+        grads["attention"]["k"]["kernel"],
+        rounded_tokens(x, products).T @ pull,
+        rtol=1e-4,
+        atol=1e-4,
     )
     # The scale of q's block, of which k is a part, is a constant.
     np.testing.assert_array_equal(grads["attention"]["q"]["kernel"], 0.0)
@@ -163,18 +189,29 @@ def test_rows_of_zeros_and_a_matrix_of_zeros_give_zeros_and_no_nan(products):
 
 
 def test_projections_with_biases_are_left_alone_in_blocks():
-    used = with_scheme(jax.tree.map(jnp.asarray, layer(7)), Scheme(products="fp8_per_block", skip_qkv=True))
+    used = with_scheme(
+        jax.tree.map(jnp.asarray, layer(7)), Scheme(products="fp8_per_block", skip_qkv=True)
+    )
     assert isinstance(used["attention"]["q"]["kernel"], jax.Array)
     assert not isinstance(used["attention"]["o"]["kernel"], jax.Array)
 
 
 CACHED = [
-    # e4m3 has steps of 1/8 in [1, 2): 1.19 lies between 1.125 and 1.25, nearer to 1.25. 1.1875 is halfway, 1.25 even.
+    # e4m3 has steps of 1/8 in [1, 2): 1.19 lies between 1.125 and 1.25, nearer to 1.25. 1.1875 is
+    # halfway, 1.25 even.
     ("fp8", [1.19, 1.1875, -1.19, 500.0, 0.0017, 0.0009], [1.25, 1.25, -1.25, 448.0, 2.0**-9, 0.0]),
-    ("fp8_truncated", [1.19, 1.1875, -1.19, 500.0, 0.0039, 0.0017], [1.125, 1.125, -1.125, 448.0, 2.0**-9, 0.0]),
+    (
+        "fp8_truncated",
+        [1.19, 1.1875, -1.19, 500.0, 0.0039, 0.0017],
+        [1.125, 1.125, -1.125, 448.0, 2.0**-9, 0.0],
+    ),
     # e5m2 has steps of 1/4 there.
     ("fp8_e5m2", [1.19, 1.13, -1.19, 6e4], [1.25, 1.25, -1.25, 57344.0]),
-    ("fp8_e5m2_truncated", [1.24, 1.26, -1.24, 6e4, 2.0**-15 * 1.9], [1.0, 1.25, -1.0, 57344.0, 2.0**-15 * 1.5]),
+    (
+        "fp8_e5m2_truncated",
+        [1.24, 1.26, -1.24, 6e4, 2.0**-15 * 1.9],
+        [1.0, 1.25, -1.0, 57344.0, 2.0**-15 * 1.5],
+    ),
 ]
 
 
@@ -188,7 +225,9 @@ def test_cached_values_by_hand_and_a_gradient_of_one(cache, values, expected):
 def test_a_scheme_names_what_there_is():
     with pytest.raises(ValueError, match="products: got 'int2', allowed are '', int8, fp8"):
         Scheme(products="int2")
-    with pytest.raises(ValueError, match="weights: got 'int8' with products='fp8', one of them is ''"):
+    with pytest.raises(
+        ValueError, match="weights: got 'int8' with products='fp8', one of them is ''"
+    ):
         Scheme(weights="int8", products="fp8")
 
 
@@ -214,10 +253,15 @@ def float64_logprobs(params, ids, scheme):
         angles = np.arange(len(x))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
         first, second = x[:, : size // 2], x[:, size // 2 :]
         sine, cosine = np.sin(angles), np.cos(angles)
-        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=1)
+        return np.concatenate(
+            [first * cosine - second * sine, second * cosine + first * sine], axis=1
+        )
 
     def linear(x, matrices):
-        return [rounded_tokens(x, scheme.products) @ w for w in rounded_weights(matrices, scheme.products)]
+        return [
+            rounded_tokens(x, scheme.products) @ w
+            for w in rounded_weights(matrices, scheme.products)
+        ]
 
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x, layers = params["embedding"][ids], params["layers"]
@@ -225,7 +269,9 @@ def float64_logprobs(params, ids, scheme):
     for i in range(config.num_layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
         own, mlp = layer["attention"], layer["mlp"]
-        query, key, value = linear(norm(x, layer["attention_norm"]["scale"]), [own[n]["kernel"] for n in "qkv"])
+        query, key, value = linear(
+            norm(x, layer["attention_norm"]["scale"]), [own[n]["kernel"] for n in "qkv"]
+        )
         key = _cached(rotate(norm(key, own["k_norm"]["scale"])), scheme.cache)
         value, heads = _cached(value, scheme.cache), []
         for head in np.split(query, config.num_heads, axis=1):
@@ -233,7 +279,9 @@ def float64_logprobs(params, ids, scheme):
             weights = np.where(visible, np.exp(scores - scores.max(axis=1, keepdims=True)), 0)
             heads.append(weights / weights.sum(axis=1, keepdims=True) @ value)
         x = x + linear(np.concatenate(heads, axis=1), [own["o"]["kernel"]])[0]
-        gate, up = linear(norm(x, layer["mlp_norm"]["scale"]), [mlp["gate"]["kernel"], mlp["up"]["kernel"]])
+        gate, up = linear(
+            norm(x, layer["mlp_norm"]["scale"]), [mlp["gate"]["kernel"], mlp["up"]["kernel"]]
+        )
         x = x + linear(gate / (1 + np.exp(-gate)) * up, [mlp["down"]["kernel"]])[0]
     logits = norm(x, params["norm"]["scale"]) @ params["embedding"].T
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -261,11 +309,19 @@ def test_the_forward_pass_is_that_of_the_scheme_in_float64(products, cache):
     apart = {}
     for name, used in (("full", Scheme()), ("scheme", scheme)):
         hidden = jax.jit(hidden_states, static_argnums=(1, 5), static_argnames="scheme")(
-            params, WHOLE, ids, np.tile(np.arange(5), (6, 1)), np.ones((6, 5), np.int32), Compute(), scheme=used
+            params,
+            WHOLE,
+            ids,
+            np.tile(np.arange(5), (6, 1)),
+            np.ones((6, 5), np.int32),
+            Compute(),
+            scheme=used,
         )
         probabilities = np.asarray(jax.nn.softmax(hidden @ params["embedding"].T))[:, :-1]
         found = np.take_along_axis(probabilities, ids[:, 1:, None], axis=2)[..., 0]
         apart[name] = np.quantile(np.abs(found - expected) / expected, 0.25)
-    # Where an activation lies near a tie, float32 may round it the other way, and all after it see that: a quarter of
-    # the tokens is free of it, but not with INT8's finer steps.
-    assert apart["full"] > 0.02 and apart["scheme"] < (apart["full"] / 5 if products == "int8" else 1e-3)
+    # Where an activation lies near a tie, float32 may round it the other way, and all after it see
+    # that: a quarter of the tokens is free of it, but not with INT8's finer steps.
+    assert apart["full"] > 0.02 and apart["scheme"] < (
+        apart["full"] / 5 if products == "int8" else 1e-3
+    )

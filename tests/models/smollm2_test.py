@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct from a package's GGUF file, compared with transformers' reading of the same file."""
+"""SmolLM2-135M-Instruct from a package's GGUF file, compared with transformers' reading of the same
+file.
+"""
 
 import importlib.metadata
 import unicodedata
@@ -47,7 +49,9 @@ def converted(file, tmp_path_factory):
 
 
 def _text():
-    """10,000 characters: code with its indentation and numbers, and several languages, some decomposed."""
+    """10,000 characters: code with its indentation and numbers, and several languages, some
+    decomposed.
+    """
     code = (_ROOT / "dcmdp_jax/data/arithmetic.py").read_text(encoding="utf-8")
     other = "".join(text + unicodedata.normalize("NFD", text) for text in _LANGUAGES)
     text = other + code
@@ -62,13 +66,17 @@ def test_ids_are_those_of_transformers_with_the_digits_that_it_loses(file, conve
     assert len(text) == 10_000
     without_digits = theirs(text, add_special_tokens=False)["input_ids"]
     backend = theirs.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), backend.pre_tokenizer]
+    )
     ours = load_tokenizer(str(converted), vocab_size=49_152)
     ids = ours(text, add_special_tokens=False)["input_ids"]
     assert ids == theirs(text, add_special_tokens=False)["input_ids"] != without_digits
     assert ours.decode(ids) == text
     chat = [{"role": "user", "content": "2 + 2?"}]
-    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(
+        chat, tokenize=False
+    )
     assert (ours.eos_token_id, ours.pad_token_id, ours.bos_token_id) == (2, 2, 1)
 
 
@@ -100,10 +108,17 @@ def test_what_is_exported_transformers_reads_with_its_special_tokens(converted, 
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    tokenizer, config = load_tokenizer(str(converted), vocab_size=49_152), read_model_config(converted)
-    save_tokenizer(tokenizer, tmp_path / "tokenizer", end_token_ids(tokenizer, converted, vocab_size=49_152))
+    tokenizer, config = (
+        load_tokenizer(str(converted), vocab_size=49_152),
+        read_model_config(converted),
+    )
+    save_tokenizer(
+        tokenizer, tmp_path / "tokenizer", end_token_ids(tokenizer, converted, vocab_size=49_152)
+    )
     params = load_params(converted, config, dtype="float32")
-    save_params(params, config, tmp_path / "export", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
+    save_params(
+        params, config, tmp_path / "export", dtype="float32", tokenizer_dir=tmp_path / "tokenizer"
+    )
     del params
     before, after = (
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -125,7 +140,9 @@ def _log_probs(directory, ids):
 
     @jax.jit
     def logprobs(params, ids, places):
-        hidden = hidden_states(params, config, ids, places, jnp.ones_like(ids), Compute(dtype="float32"))
+        hidden = hidden_states(
+            params, config, ids, places, jnp.ones_like(ids), Compute(dtype="float32")
+        )
         options = {"temperature": 1.0, "chunk": 128, "ops": CPU}
         return token_logprobs(hidden, output_kernel(params), ids, places > 0, **options)[0]
 

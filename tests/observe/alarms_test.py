@@ -1,4 +1,6 @@
-"""Each alarm fires on what is planted in the metrics of a recorded run, and none on the run as it is."""
+"""Each alarm fires on what is planted in the metrics of a recorded run, and none on the run as it
+is.
+"""
 
 import gzip
 import json
@@ -18,7 +20,10 @@ def _clean():
     rows = [json.loads(line) for line in _RECORDED.read_text().splitlines()]
     names = {name for row in rows for name in row} - {"step"}
     return {
-        name: tuple(np.array(column) for column in zip(*((r["step"], r[name]) for r in rows if name in r), strict=True))
+        name: tuple(
+            np.array(column)
+            for column in zip(*((r["step"], r[name]) for r in rows if name in r), strict=True)
+        )
         for name in names
     }
 
@@ -29,33 +34,50 @@ STEPS = np.arange(1, 51)
 
 def _named(**planted):
     """Alarms of the clean run with some metrics replaced; `/` is written `__`."""
-    changed = {name.replace("__", "/"): (STEPS, np.broadcast_to(values, 50)) for name, values in planted.items()}
+    changed = {
+        name.replace("__", "/"): (STEPS, np.broadcast_to(values, 50))
+        for name, values in planted.items()
+    }
     return [alarm.name for alarm in alarms(CLEAN | changed)]
 
 
 def test_nothing_fires_over_a_clean_run_at_any_step():
     assert len(CLEAN["discrepancy/mean"][1]) == 50
     for end in range(1, 51):
-        so_far = {name: (steps[steps <= end], values[steps <= end]) for name, (steps, values) in CLEAN.items()}
+        so_far = {
+            name: (steps[steps <= end], values[steps <= end])
+            for name, (steps, values) in CLEAN.items()
+        }
         assert alarms(so_far) == []
 
 
 def test_a_run_without_metrics_raises_nothing():
     assert alarms({}) == []
-    assert alarms({"discrepancy/mean": (STEPS, np.full(50, np.nan)), "dual/tolerance": (STEPS, np.full(50, 1.0))}) == []
+    assert (
+        alarms(
+            {
+                "discrepancy/mean": (STEPS, np.full(50, np.nan)),
+                "dual/tolerance": (STEPS, np.full(50, 1.0)),
+            }
+        )
+        == []
+    )
 
 
 def test_updates_that_the_engine_does_not_hold_are_no_mismatch():
     rising = 0.002 * 1.15 ** np.arange(50)
     held = {"mismatch__push_changed": 0.1, "discrepancy__mean": rising}
     assert _named(mismatch__push_rounding=1.0, **held) == ["unseen_updates"]
-    # An engine that gets the updates, or a discrepancy that does not grow, as that of rounding alone.
+    # An engine that gets the updates, or a discrepancy that does not grow, as that of rounding
+    # alone.
     assert "unseen_updates" not in _named(mismatch__push_rounding=0.1, **held)
     assert _named(mismatch__push_rounding=1.0) == []
 
 
 def test_completions_more_alike_than_chance_are_not_independent():
-    assert _named(completion__identical_fraction=1.0, completion__identical_chance=0.01) == ["identical"]
+    assert _named(completion__identical_fraction=1.0, completion__identical_chance=0.01) == [
+        "identical"
+    ]
     # A policy that is sure of itself gives equal completions.
     assert _named(completion__identical_fraction=0.9, completion__identical_chance=0.9) == []
 
@@ -78,10 +100,16 @@ def test_a_budget_within_the_noise_is_noise_and_not_mismatch():
 
 def test_old_weights_are_staleness_and_not_mismatch():
     lag = np.where(STEPS % 2, 3, 0)
-    assert _named(discrepancy__mean=np.full(50, 1.6 * C), rollout__staleness_max=lag) == ["staleness"]
+    assert _named(discrepancy__mean=np.full(50, 1.6 * C), rollout__staleness_max=lag) == [
+        "staleness"
+    ]
     assert _named(rollout__staleness_max=lag) == []  # a lag that changes nothing
-    # Measured apart, each has its own alarm: a discrepancy under the same weights is mismatch, whatever the lag.
-    apart = {"rollout__staleness_max": np.ones(50), "staleness__log_ratio_abs_mean": np.full(50, 0.19)}
+    # Measured apart, each has its own alarm: a discrepancy under the same weights is mismatch,
+    # whatever the lag.
+    apart = {
+        "rollout__staleness_max": np.ones(50),
+        "staleness__log_ratio_abs_mean": np.full(50, 0.19),
+    }
     assert _named(**apart) == []
     assert _named(**apart, discrepancy__mean=np.full(50, 1.6 * C)) == ["mismatch"]
     assert _named(**apart | {"staleness__log_ratio_abs_mean": np.full(50, 0.21)}) == ["staleness"]
@@ -125,15 +153,23 @@ def _kept(name, arm):
             runs.setdefault(row["seed"], []).append(row)
     for rows in runs.values():
         names = {name for row in rows for name in row if "/" in name}
-        columns = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
-        yield {name: tuple(np.array(x) for x in zip(*pairs, strict=True)) for name, pairs in columns.items()}
+        columns = {
+            name: [(row["step"], row[name]) for row in rows if name in row] for name in names
+        }
+        yield {
+            name: tuple(np.array(x) for x in zip(*pairs, strict=True))
+            for name, pairs in columns.items()
+        }
 
 
 def _spoken(series):
     """Alarm -> (first step at which a run raises it, text)."""
     found = {}
     for end in range(1, int(series["discrepancy/mean"][0][-1]) + 1):
-        so_far = {name: (steps[steps <= end], values[steps <= end]) for name, (steps, values) in series.items()}
+        so_far = {
+            name: (steps[steps <= end], values[steps <= end])
+            for name, (steps, values) in series.items()
+        }
         for alarm in alarms(so_far):
             found.setdefault(alarm.name, (end, alarm.text))
     return found
@@ -142,9 +178,9 @@ def _spoken(series):
 def test_five_runs_that_the_charge_ended_speak_of_the_charge_and_not_of_the_weights():
     """Completions of 200 tokens at lambda = 1: reward 0 from step 9 on, largest deltas of 0.9 to 1.
 
-    The series have no share of the charge, no k1, k3, effective sample size and no broken completions: `charge` speaks
-    by lambda times the largest delta alone, as soon as a rise can be told from the usual, and `support` and
-    `retokenization` are silent.
+    The series have no share of the charge, no k1, k3, effective sample size and no broken
+    completions: `charge` speaks by lambda times the largest delta alone, as soon as a rise can be
+    told from the usual, and `support` and `retokenization` are silent.
     """
     runs = list(_kept("map_200tokens.jsonl.gz", "token_1"))
     assert len(runs) == 5 and not any("dual/charge_share" in run for run in runs)
@@ -154,7 +190,12 @@ def test_five_runs_that_the_charge_ended_speak_of_the_charge_and_not_of_the_weig
         assert spoken["charge"][0] == 15 and "lambda = 1 " in spoken["charge"][1]
         assert "method=grpo" in spoken["charge"][1] and "higher" not in spoken["collapse"][1]
         # With the share, had it been kept, five steps are enough.
-        share = {"dual/charge_share": (run["discrepancy/mean"][0], np.full(len(run["discrepancy/mean"][0]), 0.2))}
+        share = {
+            "dual/charge_share": (
+                run["discrepancy/mean"][0],
+                np.full(len(run["discrepancy/mean"][0]), 0.2),
+            )
+        }
         assert _spoken(run | share)["charge"][0] == 5
     # The same engine without a charge.
     for run in _kept("map_200tokens.jsonl.gz", "grpo"):
@@ -167,13 +208,17 @@ def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
     # Where no prompt has a signal, the charge is the whole update: that is another problem.
     silent = np.where(STEPS % 3, 1.0, 0.5)
     assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=silent) == []
-    assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == ["charge"]
+    assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == [
+        "charge"
+    ]
     flat, rising = np.full(50, 1.1 * C), 0.1 + 0.01 * STEPS  # the last ten steps: 0.51 to 0.6
     steep = np.where(STEPS <= 40, 0.1, 0.1 + 0.01 * (STEPS - 40))  # 0.11 to 0.2
     assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["charge"]
     assert _named(discrepancy__mean=flat * 0.8, dual__multiplier=steep) == []  # within the budget
     assert _named(discrepancy__mean=flat, dual__multiplier=rising) == []  # by less than half
-    assert _named(discrepancy__mean=np.where(STEPS <= 45, C, 0.9 * C), dual__multiplier=steep) == []  # it follows
+    assert (
+        _named(discrepancy__mean=np.where(STEPS <= 45, C, 0.9 * C), dual__multiplier=steep) == []
+    )  # it follows
     small = {"discrepancy__mean": flat, "dual__multiplier": steep}
     assert _named(**small, dual__charge_share=np.full(50, 0.009)) == []
     assert _named(**small, dual__charge_share=np.full(50, 0.011)) == ["charge"]
@@ -182,7 +227,8 @@ def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
 def test_a_jump_after_the_reward_fell_or_under_whole_charges_is_no_failed_sync():
     jump = {"discrepancy__mean": np.where(STEPS <= 44, DELTA, 10 * DELTA)}
     assert "weight_sync" in _named(**jump)
-    # Delta rises at step 45; the reward fell at 42, or at 45 as it does where the engine has other weights.
+    # Delta rises at step 45; the reward fell at 42, or at 45 as it does where the engine has other
+    # weights.
     for fell, spoken in ((42, False), (45, True)):
         found = _named(**jump, reward__mean=np.where(fell > STEPS, 0.6, 0.1))
         assert ("weight_sync" in found) is spoken, fell
@@ -202,11 +248,15 @@ def test_collapse_ahead_needs_both_trends():
 
 
 def test_displacement_that_confidence_hides():
-    tail = np.where(STEPS <= 30, 0.1, 0.1 + 0.01 * (STEPS - 30))  # 0.13 in the window's first five, 0.28 in its last
+    tail = np.where(
+        STEPS <= 30, 0.1, 0.1 + 0.01 * (STEPS - 30)
+    )  # 0.13 in the window's first five, 0.28 in its last
     still = {"discrepancy__mean": 0.5 * DELTA[:30].mean()}
     assert _named(displacement__abs_p95=tail, **still) == ["displacement"]
     assert _named(displacement__abs_p95=np.full(50, 0.3), **still) == []
-    assert "displacement" not in _named(displacement__abs_p95=tail, discrepancy__mean=0.02 * C * STEPS)
+    assert "displacement" not in _named(
+        displacement__abs_p95=tail, discrepancy__mean=0.02 * C * STEPS
+    )
 
 
 def test_a_budget_on_a_quantile_is_compared_with_that_quantile():
@@ -216,8 +266,13 @@ def test_a_budget_on_a_quantile_is_compared_with_that_quantile():
 
 def _planted(length, **values):
     """Alarms of a run of `length` steps that has these metrics alone."""
-    columns = {name.replace("__", "/"): np.broadcast_to(column, length) for name, column in values.items()}
-    return [alarm.name for alarm in alarms({name: (np.arange(1, length + 1), x) for name, x in columns.items()})]
+    columns = {
+        name.replace("__", "/"): np.broadcast_to(column, length) for name, column in values.items()
+    }
+    return [
+        alarm.name
+        for alarm in alarms({name: (np.arange(1, length + 1), x) for name, x in columns.items()})
+    ]
 
 
 def test_a_charge_of_rounding_that_is_the_whole_update_is_said():
@@ -227,10 +282,12 @@ def test_a_charge_of_rounding_that_is_the_whole_update_is_said():
     assert _planted(5, **found, **rounding) == ["rounding"]
     # One step may have no signal.
     assert _planted(1, **found, discrepancy__mean=1e-8) == []
-    # bfloat16 against itself gives 1e-3: within three such floors it is rounding too, above them it is mismatch.
+    # bfloat16 against itself gives 1e-3: within three such floors it is rounding too, above them it
+    # is mismatch.
     assert _planted(5, **found, discrepancy__mean=2e-3, mismatch__noise_floor=1e-3) == ["rounding"]
     assert _planted(5, **found, discrepancy__mean=4e-3, mismatch__noise_floor=1e-3) == []
-    # GRPO and the exact engine charge nothing; a prompt with a signal, a teacher or a KL term is a gradient.
+    # GRPO and the exact engine charge nothing; a prompt with a signal, a teacher or a KL term is a
+    # gradient.
     assert _planted(5, **found | {"dual__charge_share": 0.0}, **rounding) == []
     assert _planted(5, **found | {"reward__all_equal_groups": [1, 1, 1, 1, 0.9]}, **rounding) == []
     assert _planted(5, **found | {"dual__charge_share": 1e-9}, **rounding) == []

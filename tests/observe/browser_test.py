@@ -21,7 +21,11 @@ def report(tmp_path_factory):
         with contextlib.closing(MetricsWriter(run)) as writer:
             for step in range(1, 61):
                 noise = float(rng.uniform())
-                dual = {"dual/multiplier": noise, "dual/violation": noise - 0.5, "dual/tolerance": 5e-4}
+                dual = {
+                    "dual/multiplier": noise,
+                    "dual/violation": noise - 0.5,
+                    "dual/tolerance": 5e-4,
+                }
                 writer.write(step, {"reward/mean": noise, "discrepancy/mean": 1e-3 * noise, **dual})
                 if step % 20 == 0:
                     writer.write(step, {"eval/math/avg@8": noise})

@@ -16,7 +16,9 @@ def _refuse(constant):
 
 
 def test_non_finite_values_are_written_as_strict_json():
-    line = jsonl.encode({"a": math.nan, "b": math.inf, "c": -math.inf, "d": [np.float32(0.5), None, True]})
+    line = jsonl.encode(
+        {"a": math.nan, "b": math.inf, "c": -math.inf, "d": [np.float32(0.5), None, True]}
+    )
     assert line == '{"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": [0.5, null, true]}\n'
     json.loads(line, parse_constant=_refuse)
 

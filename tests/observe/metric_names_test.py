@@ -1,4 +1,6 @@
-"""The metric table: complete rows, each found in the file of the function that it names, and the page made from it."""
+"""The metric table: complete rows, each found in the file of the function that it names, and the
+page made from it.
+"""
 
 import ast
 import re
@@ -14,14 +16,20 @@ _PACKAGE = Path(__file__).resolve().parents[2] / "dcmdp_jax"
 
 def test_every_phase_has_its_time():
     of_overlap = {"time/wait", "time/engine_idle", "time/overlap"}
-    assert {f"time/{phase}" for phase in STEP_PHASES} | {"time/total", "time/clock"} | of_overlap == {
-        name for name in METRICS if "time/" in name[:5]
-    }
+    assert {f"time/{phase}" for phase in STEP_PHASES} | {
+        "time/total",
+        "time/clock",
+    } | of_overlap == {name for name in METRICS if "time/" in name[:5]}
 
 
 def test_every_row_is_complete_and_under_its_own_name():
     for name, metric in METRICS.items():
-        assert metric.name == name and metric.unit and metric.description and "\n" not in metric.description
+        assert (
+            metric.name == name
+            and metric.unit
+            and metric.description
+            and "\n" not in metric.description
+        )
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -50,16 +58,32 @@ def test_the_page_is_written_from_the_table():
 @pytest.mark.parametrize(
     ("name", "unit", "description"),
     [
-        ("eval/arithmetic/avg@8", "reward", "held-out arithmetic: mean reward over 8 samples a problem"),
-        ("eval/math/hard/pass@32", "fraction", "held-out math/hard: problems solved by at least one of 32 samples"),
-        ("eval_reward/a/own", "reward", "held-out a/own: mean of this one of several rewards, before its weight"),
+        (
+            "eval/arithmetic/avg@8",
+            "reward",
+            "held-out arithmetic: mean reward over 8 samples a problem",
+        ),
+        (
+            "eval/math/hard/pass@32",
+            "fraction",
+            "held-out math/hard: problems solved by at least one of 32 samples",
+        ),
+        (
+            "eval_reward/a/own",
+            "reward",
+            "held-out a/own: mean of this one of several rewards, before its weight",
+        ),
         (
             "logged/len/mean",
             "as logged",
             "len/mean: what reward functions logged under this name (log_metric), mean of the step",
         ),
         ("reward/source/a/mean", "reward", "mean reward of data source a"),
-        ("reward/own/failed", "completions", "completions that the reward own failed on (rewards.on_error)"),
+        (
+            "reward/own/failed",
+            "completions",
+            "completions that the reward own failed on (rewards.on_error)",
+        ),
         (
             "discrepancy/source/a/b/mean",
             "discrepancy",

@@ -1,4 +1,6 @@
-"""The writer: exact values, each line on disk when the call returns, one line a step through kills and resumes."""
+"""The writer: exact values, each line on disk when the call returns, one line a step through kills
+and resumes.
+"""
 
 import contextlib
 import json
@@ -47,7 +49,9 @@ def test_a_line_has_the_clock_of_its_write(tmp_path, monkeypatch):
 def _events(run_dir):
     """Every TensorBoard event, by the record framing: length, its checksum, data, its checksum."""
     events = []
-    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted(
+        (run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns
+    ):
         data, place = path.read_bytes(), 0
         while place < len(data):
             (length,) = struct.unpack_from("<Q", data, place)
@@ -122,7 +126,9 @@ def test_listener_gets_host_values_when_the_line_is_written(tmp_path):
 def test_a_value_that_is_no_scalar_is_named(tmp_path, value, shown):
     with contextlib.closing(MetricsWriter(tmp_path)) as writer, pytest.raises(ValueError) as error:
         writer.write(1, {"reward/mean": value})
-    assert str(error.value).startswith(f"metric reward/mean is {shown}; allowed: a number or an array of shape []")
+    assert str(error.value).startswith(
+        f"metric reward/mean is {shown}; allowed: a number or an array of shape []"
+    )
 
 
 def test_misuse_is_refused(tmp_path):
@@ -159,10 +165,13 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b'{"step": 4, "rew', b"\xff\xfe{\n", b'{"step": 2, "alarm": "x"}\n', b"3\n", b"[" * 9999]
+    "damage",
+    [b"", b'{"step": 4, "rew', b"\xff\xfe{\n", b'{"step": 2, "alarm": "x"}\n', b"3\n", b"[" * 9999],
 )
 def test_no_damaged_line_stops_a_run_from_resuming(tmp_path, damage):
-    """What every file of lines holds when it is opened again is whole: readers at start, report and view read it."""
+    """What every file of lines holds when it is opened again is whole: readers at start, report and
+    view read it.
+    """
     with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"reward/mean": step / 4, "optimizer/skipped_updates": step})
@@ -179,11 +188,18 @@ def test_no_damaged_line_stops_a_run_from_resuming(tmp_path, damage):
     recorded = SkippedUpdates(config, 3).record(4, {"optimizer/skipped_updates": 0})
     MetricsWriter(tmp_path, resume_step=3).close()
     known = sum(read_metrics(tmp_path)["optimizer/skipped_updates"][1])
-    assert known == (6 if damage.endswith(b"\n") or not damage else 4)  # a torn line takes the next with it
+    assert known == (
+        6 if damage.endswith(b"\n") or not damage else 4
+    )  # a torn line takes the next with it
     counted = 3 if known == 6 else 2
-    assert recorded == {"optimizer/skipped_share": pytest.approx(known / (config.mini_batches * (counted + 1)))}
+    assert recorded == {
+        "optimizer/skipped_share": pytest.approx(known / (config.mini_batches * (counted + 1)))
+    }
     for name in names:
-        assert all(json.loads(line).keys() >= {"step"} for line in (tmp_path / name).read_text().splitlines())
+        assert all(
+            json.loads(line).keys() >= {"step"}
+            for line in (tmp_path / name).read_text().splitlines()
+        )
     assert "command" in _lines(tmp_path, "starts.jsonl")[-1]
 
 
@@ -193,8 +209,14 @@ def test_held_out_completions_of_a_step_that_is_evaluated_again_are_there_once(t
             writer.write_held_out(step, [{"task": "t", "place": place} for place in range(8)])
     with contextlib.closing(MetricsWriter(tmp_path, resume_step=2)) as writer:
         writer.write_held_out(2, [{"task": "u", "place": place} for place in range(8)])
-    read = [(record["step"], record["task"], record["place"]) for record in _lines(tmp_path, "held_out_samples.jsonl")]
-    assert read == [*((0, "t", place) for place in range(8)), *((2, "u", place) for place in range(8))]
+    read = [
+        (record["step"], record["task"], record["place"])
+        for record in _lines(tmp_path, "held_out_samples.jsonl")
+    ]
+    assert read == [
+        *((0, "t", place) for place in range(8)),
+        *((2, "u", place) for place in range(8)),
+    ]
 
 
 def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
@@ -204,10 +226,16 @@ def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
     with contextlib.closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
         writer.write(2, {"reward/mean": 0.75})
     events = _events(tmp_path)
-    scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    scalars = [
+        (event.step, value.tag, value.simple_value)
+        for event in events
+        for value in event.summary.value
+    ]
     assert scalars == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5), (2, "reward/mean", 0.75)]
     # A session start at step s makes TensorBoard forget earlier files' events from step s on.
-    starts = [event.step for event in events if event.session_log.status == event_pb2.SessionLog.START]
+    starts = [
+        event.step for event in events if event.session_log.status == event_pb2.SessionLog.START
+    ]
     assert starts == [0, 2]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
@@ -237,7 +265,11 @@ for name in ("metrics.jsonl", "samples.jsonl"):
     file.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert read_metrics(tmp_path)["reward/mean"][0].tolist() == [1, 2, 3]
@@ -254,7 +286,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=r"run directory .*file/run can't be written \(Not a directory\); choose another"
+        UserError,
+        match=r"run directory .*file/run can't be written \(Not a directory\); choose another",
     ):
         MetricsWriter(tmp_path / "file" / "run")
 
@@ -262,14 +295,28 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_a_tracker_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
-    with pytest.raises(ValueError, match=rf"{kind}_project is 'p' .* pip install -e '\.\[{kind}\]'$"):
+    with pytest.raises(
+        ValueError, match=rf"{kind}_project is 'p' .* pip install -e '\.\[{kind}\]'$"
+    ):
         MetricsWriter(tmp_path / "run", projects={kind: "p"})
     assert not (tmp_path / "run").exists()
 
 
 _SAMPLES = [
-    {"prompt": "1+1?", "completion": "2", "answer": "2", "reward": 1.0, "source": "a", "discrepancy_mean": 0.25},
-    {"prompt": [{"role": "user", "content": "2+2?"}], "completion": "5", "answer": None, "reward": 0.0},
+    {
+        "prompt": "1+1?",
+        "completion": "2",
+        "answer": "2",
+        "reward": 1.0,
+        "source": "a",
+        "discrepancy_mean": 0.25,
+    },
+    {
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "completion": "5",
+        "answer": None,
+        "reward": 0.0,
+    },
 ]
 
 
@@ -281,7 +328,9 @@ def test_wandb_offline_keeps_one_run_and_its_samples_through_a_resume(tmp_path, 
         writer.write(1, {"a": 0.5})
         [tracker] = writer._trackers
         identity = tracker.run.id
-    with contextlib.closing(MetricsWriter(tmp_path, projects={"wandb": "p"}, resume_step=1)) as writer:
+    with contextlib.closing(
+        MetricsWriter(tmp_path, projects={"wandb": "p"}, resume_step=1)
+    ) as writer:
         writer.write(2, {"a": 0.75})
         writer.write_samples(2, _SAMPLES)
         [tracker] = writer._trackers
@@ -291,20 +340,26 @@ def test_wandb_offline_keeps_one_run_and_its_samples_through_a_resume(tmp_path, 
     table = json.loads(table.read_text())
     assert table["columns"][:4] == ["step", "prompt", "completion", "answer"]
     assert table["data"][0] == [2, "1+1?", "2", "2", 1.0, "a", 0.25]
-    assert table["data"][1] == [2, '[{"role": "user", "content": "2+2?"}]', "5", None, 0.0, None, None]
+    assert table["data"][1] == [
+        2,
+        '[{"role": "user", "content": "2+2?"}]',
+        "5",
+        None,
+        0.0,
+        None,
+        None,
+    ]
 
 
 def test_trackio_keeps_one_local_run_and_its_samples_through_a_resume(tmp_path):
     pytest.importorskip("trackio", reason="needs the trackio extra")
     script = (
-        "import contextlib, json, sys\n"
-        "from dcmdp_jax.observe.metrics_io import MetricsWriter\n"
-        "run, samples = sys.argv[1], json.loads(sys.argv[2])\n"
-        "with contextlib.closing(MetricsWriter(run, projects={'trackio': 'p'})) as writer:\n"
-        "    writer.write(1, {'a': 0.5, 'b': float('nan')})\n"
-        "with contextlib.closing(MetricsWriter(run, projects={'trackio': 'p'}, resume_step=1)) as writer:\n"
-        "    writer.write(2, {'a': 0.75})\n"
-        "    writer.write_samples(2, samples)\n"
+        "import contextlib, json, sys\nfrom dcmdp_jax.observe.metrics_io import "
+        "MetricsWriter\nrun, samples = sys.argv[1], json.loads(sys.argv[2])\nwith "
+        "contextlib.closing(MetricsWriter(run, projects={'trackio': 'p'})) as writer:\n    "
+        "writer.write(1, {'a': 0.5, 'b': float('nan')})\nwith "
+        "contextlib.closing(MetricsWriter(run, projects={'trackio': 'p'}, resume_step=1)) as "
+        "writer:\n    writer.write(2, {'a': 0.75})\n    writer.write_samples(2, samples)\n"
     )
     # A process of its own: the place of its data base is read at import.
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
@@ -324,9 +379,14 @@ def test_trackio_keeps_one_local_run_and_its_samples_through_a_resume(tmp_path):
     name = f"mine-{(run / 'trackio_run_id').read_text()[:8]}"
     assert {row[0] for row in found} == {name}
     logged = [(step, json.loads(metrics)) for _, step, metrics in found]
-    assert [(step, values["a"]) for step, values in logged if "a" in values] == [(1, 0.5), (2, 0.75)]
+    assert [(step, values["a"]) for step, values in logged if "a" in values] == [
+        (1, 0.5),
+        (2, 0.75),
+    ]
     [(step, table)] = [(step, values["samples"]) for step, values in logged if "samples" in values]
-    assert step == 2 and table["_value"][0]["prompt"] == "1+1?" and table["_value"][1]["reward"] == 0.0
+    assert (
+        step == 2 and table["_value"][0]["prompt"] == "1+1?" and table["_value"][1]["reward"] == 0.0
+    )
 
 
 def test_read_merges_lines_of_a_step_and_sorts(tmp_path):
@@ -335,7 +395,11 @@ def test_read_merges_lines_of_a_step_and_sorts(tmp_path):
         '{"step": 2, "a": 5, "b": 8}\n{"st'
     )
     series = read_metrics(tmp_path)
-    assert {name: (steps.tolist(), values.tolist()) for name, (steps, values) in series.items() if name != "c"} == {
+    assert {
+        name: (steps.tolist(), values.tolist())
+        for name, (steps, values) in series.items()
+        if name != "c"
+    } == {
         "a": ([1, 2], [1.0, 5.0]),
         "b": ([0, 2], [7.0, 8.0]),
     }
@@ -384,7 +448,9 @@ def test_a_full_disk_under_tensorboard_does_not_hold_up_the_run(tmp_path, monkey
         writer.write(step, {"reward/mean": 0.25 * step})
     writer.close()
     assert [record["reward/mean"] for record in _lines(tmp_path)] == [0.5, 0.5, 0.75]
-    assert our_log(caplog) == ["TensorBoard's files can't be written (is the disk full?); going on without them"]
+    assert our_log(caplog) == [
+        "TensorBoard's files can't be written (is the disk full?); going on without them"
+    ]
 
 
 def test_a_start_names_a_command_that_exists_and_the_devices_of_the_run(tmp_path, monkeypatch):

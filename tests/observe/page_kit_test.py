@@ -21,36 +21,58 @@ def _figure(title):
 
 
 _CONTENT = {
-    "title": "<b>", "labels": ["<b>"], "facts": [("<i>", "1 & 2", '"')], "problems": ["</li>"],
-    "verdicts": ["</p>"], "provenance": [], "figures": [('<b>"', inline_svg(_figure('</svg><b>')))],
+    "title": "<b>",
+    "labels": ["<b>"],
+    "facts": [("<i>", "1 & 2", '"')],
+    "problems": ["</li>"],
+    "verdicts": ["</p>"],
+    "provenance": [],
+    "figures": [('<b>"', inline_svg(_figure("</svg><b>")))],
     "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
     "metrics": {"header": ["<m>", "last", "unit", "meaning"], "rows": []},
-    "held_out": [("<t>", ["<e>"], [{"prompt": "<p>", "written": [{"completion": "<w>"}], "answer": "<a>"}])],
-}  # fmt: skip
+    "held_out": [
+        ("<t>", ["<e>"], [{"prompt": "<p>", "written": [{"completion": "<w>"}], "answer": "<a>"}])
+    ],
+}
 
 
 def test_every_value_is_escaped():
     page = render_page("report.html", **_CONTENT)
     assert "<title>&lt;b&gt;</title>" in page and "<h1>&lt;b&gt;</h1>" in page
-    assert '<div class="name">&lt;i&gt;</div><div class="value">1 &amp; 2</div><div class="more">&#34;</div>' in page
+    assert (
+        '<div class="name">&lt;i&gt;</div><div class="value">1 &amp; 2</div><div '
+        'class="more">&#34;</div>' in page
+    )
     assert "<li>&lt;/li&gt;</li>" in page
-    assert "<figcaption>&lt;b&gt;&#34;</figcaption>" in page and "&lt;/svg&gt;&lt;b&gt;</text>" in page
+    assert (
+        "<figcaption>&lt;b&gt;&#34;</figcaption>" in page and "&lt;/svg&gt;&lt;b&gt;</text>" in page
+    )
     assert all(f"&lt;{text}&gt;" in page and f"<{text}>" not in page for text in "tew")
-    assert '<td class="key">&lt;k&gt;</td>' in page and "<td>&lt;v&gt;</td>" in page and "<th>&lt;m&gt;</th>" in page
+    assert (
+        '<td class="key">&lt;k&gt;</td>' in page
+        and "<td>&lt;v&gt;</td>" in page
+        and "<th>&lt;m&gt;</th>" in page
+    )
 
 
 def test_a_missing_value_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="'metrics' is undefined"):
-        render_page("report.html", **{name: value for name, value in _CONTENT.items() if name != "metrics"})
+        render_page(
+            "report.html", **{name: value for name, value in _CONTENT.items() if name != "metrics"}
+        )
 
 
 def test_a_curve_is_drawn_within_the_page_and_a_long_one_is_a_picture_in_it():
-    """A short line's path has a point for each value; of 100,000 values the page has fewer bytes than values."""
+    """A short line's path has a point for each value; of 100,000 values the page has fewer bytes
+    than values.
+    """
     short, long = _figure("a"), _figure("a")
     short.axes[0].plot([0, 1, 2], [0, 5, 1], color="#0072B2")
     long.axes[0].plot(np.random.default_rng(0).normal(size=100_000))
     svg = inline_svg(short)
-    [path] = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #0072b2', svg)
+    [path] = re.findall(
+        r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #0072b2', svg
+    )
     assert len(re.findall(r"[ML]", path)) == 3
     assert svg == inline_svg(short) and svg.startswith("<svg") and "<metadata" not in svg
     assert "data:image/png" in inline_svg(long) and len(inline_svg(long)) < 100_000
@@ -76,7 +98,8 @@ def test_a_long_area_is_a_picture_within_the_svg():
     {
         "<|im_start|>system\nBe.<|im_end|><|im_start|>user\n4+9=?\nThink.<|im_end|>\n<|im_start|>assistant\n": "4+9=?",
         "<|im_start|>user\none<|im_end|><|im_start|>assistant\ntwo<|im_end|><|im_start|>user\nthree<|im_end|>": "three",
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi there<|eot_id|>": "Hi there",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi there<|eot_id|>": "Hi "
+        "there",
         "<bos><start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n": "Why?",
         "<s>[INST] Add 1 < 2 [/INST]": "Add 1 < 2",
         "<｜begin▁of▁sentence｜><｜User｜>Solve x<｜Assistant｜><think>\n": "Solve x",
@@ -98,4 +121,6 @@ def test_each_panel_is_a_picture_of_its_own_without_the_heading_that_the_page_ha
     assert page.count("<svg") == 3 and "the heading" not in page
     assert [page.count(f">panel {number}<") for number in range(3)] == [1, 1, 1]
     widths = [float(width) for width in re.findall(r'<svg [^>]*width="([0-9.]+)pt"', page)]
-    assert len(widths) == 3 and all(200 < width < 320 for width in widths)  # of 8 inches, 576 points, half
+    assert len(widths) == 3 and all(
+        200 < width < 320 for width in widths
+    )  # of 8 inches, 576 points, half

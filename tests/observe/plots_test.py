@@ -23,7 +23,10 @@ def _series(values, first=1):
 
 def _curves(axes):
     return {
-        line.get_label(): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
+        line.get_label(): (
+            np.asarray(line.get_xdata()).tolist(),
+            np.asarray(line.get_ydata()).tolist(),
+        )
         for line in axes.get_lines()
     }
 
@@ -69,35 +72,56 @@ def test_each_held_out_score_has_a_panel():
     }
     panels = _draw("evaluation", {"r": run}).axes
     assert [axes.get_title(loc="left") for axes in panels] == ["a avg@4", "b avg@4", "b pass@4"]
-    assert [_curves(axes)["r"] for axes in panels] == [([0, 1], [0.25, 0.5]), ([0, 1], [0.5, 0.75]), ([0], [1.0])]
+    assert [_curves(axes)["r"] for axes in panels] == [
+        ([0, 1], [0.25, 0.5]),
+        ([0, 1], [0.5, 0.75]),
+        ([0], [1.0]),
+    ]
 
 
 def test_each_runs_budget_is_dashed_in_its_color():
     def run(tolerance):
-        return {"discrepancy/mean": _series([0.005, 0.003]), "dual/tolerance": _series([tolerance] * 2)}
+        return {
+            "discrepancy/mean": _series([0.005, 0.003]),
+            "dual/tolerance": _series([tolerance] * 2),
+        }
 
     axes = _draw("discrepancy", {"a": run(0.0037)}).axes[0]
     dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
-    assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [("budget c = 0.0037", [0.0037] * 2)]
+    assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [
+        ("budget c = 0.0037", [0.0037] * 2)
+    ]
     axes = _draw("discrepancy", {"a": run(0.0037), "b": run(0.005)}).axes[0]
     dashed = {
-        line.get_ydata()[0]: to_hex(line.get_color()) for line in axes.get_lines() if line.get_linestyle() == "--"
+        line.get_ydata()[0]: to_hex(line.get_color())
+        for line in axes.get_lines()
+        if line.get_linestyle() == "--"
     }
-    solid = {line.get_label(): to_hex(line.get_color()) for line in axes.get_lines() if line.get_linestyle() == "-"}
+    solid = {
+        line.get_label(): to_hex(line.get_color())
+        for line in axes.get_lines()
+        if line.get_linestyle() == "-"
+    }
     assert dashed == {0.0037: solid["a"], 0.005: solid["b"]}
     assert axes.get_ylim()[0] == 0.0
 
 
 def test_the_noise_floor_is_drawn_beside_c():
-    runs = {"a": {"discrepancy/mean": _series([0.001] * 3), "mismatch/noise_floor": _series([0.004])}}
+    runs = {
+        "a": {"discrepancy/mean": _series([0.001] * 3), "mismatch/noise_floor": _series([0.004])}
+    }
     axes = _draw("discrepancy", runs).axes[0]
     dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
-    assert [(line.get_label(), line.get_ydata()[0]) for line in dotted] == [("noise floor = 0.004", 0.004)]
+    assert [(line.get_label(), line.get_ydata()[0]) for line in dotted] == [
+        ("noise floor = 0.004", 0.004)
+    ]
     assert axes.get_ylim()[1] > 0.004
 
 
 def test_zero_discrepancy_is_drawn_at_the_scale_of_the_budget():
-    runs = {"exact": {"discrepancy/mean": _series([0.0] * 5), "dual/tolerance": _series([0.0037] * 5)}}
+    runs = {
+        "exact": {"discrepancy/mean": _series([0.0] * 5), "dual/tolerance": _series([0.0037] * 5)}
+    }
     low, high = _draw("discrepancy", runs).axes[0].get_ylim()
     assert low == 0.0 and 0.0037 < high < 0.005
     del runs["exact"]["dual/tolerance"]
@@ -105,7 +129,9 @@ def test_zero_discrepancy_is_drawn_at_the_scale_of_the_budget():
 
 
 def test_constant_multiplier_is_not_magnified():
-    low, high = _draw("multiplier", {"r": {"dual/multiplier": _series([0.1] * 4)}}).axes[0].get_ylim()
+    low, high = (
+        _draw("multiplier", {"r": {"dual/multiplier": _series([0.1] * 4)}}).axes[0].get_ylim()
+    )
     assert (low, high) == (pytest.approx(0.05), pytest.approx(0.15))
 
 
@@ -123,18 +149,29 @@ def test_lengths_show_their_mean_and_range():
 def test_time_is_the_median_step_so_compilation_does_not_show():
     run = {"time/generate": _series([50.0, 2.0, 2.0]), "time/step": _series([90.0, 3.0, 3.5])}
     (axes,) = _draw("time", {"r": run}).axes
-    assert [(bar.get_x(), bar.get_width()) for (bar,) in axes.containers] == [(0.0, 2.0), (2.0, 3.5)]
+    assert [(bar.get_x(), bar.get_width()) for (bar,) in axes.containers] == [
+        (0.0, 2.0),
+        (2.0, 3.5),
+    ]
     assert axes.get_legend_handles_labels()[1] == ["generate", "step"]
 
 
 def test_curves_of_one_run_differ_in_color_and_of_several_in_color_by_run():
-    run = {"policy/clip_low_fraction": _series([0.1, 0.2]), "policy/clip_high_fraction": _series([0.3, 0.4])}
+    run = {
+        "policy/clip_low_fraction": _series([0.1, 0.2]),
+        "policy/clip_high_fraction": _series([0.3, 0.4]),
+    }
     one = _draw("optimization", {"a": run}).axes[0].get_lines()
     assert one[0].get_color() != one[1].get_color()
-    two = {line.get_label(): line for line in _draw("optimization", {"a": run, "b": run}).axes[0].get_lines()}
+    two = {
+        line.get_label(): line
+        for line in _draw("optimization", {"a": run, "b": run}).axes[0].get_lines()
+    }
     assert two["a: clip low fraction"].get_color() == two["a: clip high fraction"].get_color()
     assert two["a: clip low fraction"].get_color() != two["b: clip low fraction"].get_color()
-    assert two["a: clip low fraction"].get_linestyle() != two["a: clip high fraction"].get_linestyle()
+    assert (
+        two["a: clip low fraction"].get_linestyle() != two["a: clip high fraction"].get_linestyle()
+    )
 
 
 def test_importance_ratio_panel_shows_min_mean_and_max():
@@ -154,12 +191,33 @@ def test_importance_ratio_panel_shows_min_mean_and_max():
 
 def test_every_figure_draws_values_that_are_not_finite():
     names = [
-        *("reward/mean", "discrepancy/mean", "dual/tolerance", "dual/multiplier", "dual/violation", "mismatch/k3"),
-        *("completion/length_mean", "completion/truncated_fraction", "policy/entropy", "time/step", "eval/a/avg@8"),
-        *("time/total", "reward/source/a/mean", "staleness/log_ratio_abs_mean", "mismatch/log_ratio_abs_mean"),
+        *(
+            "reward/mean",
+            "discrepancy/mean",
+            "dual/tolerance",
+            "dual/multiplier",
+            "dual/violation",
+            "mismatch/k3",
+        ),
+        *(
+            "completion/length_mean",
+            "completion/truncated_fraction",
+            "policy/entropy",
+            "time/step",
+            "eval/a/avg@8",
+        ),
+        *(
+            "time/total",
+            "reward/source/a/mean",
+            "staleness/log_ratio_abs_mean",
+            "mismatch/log_ratio_abs_mean",
+        ),
         *(f"time/{phase}" for phase in STEP_PHASES),
     ]
-    runs = {"r": {name: _series([math.inf, 0.5, math.nan, -math.inf]) for name in names}, "empty": {}}
+    runs = {
+        "r": {name: _series([math.inf, 0.5, math.nan, -math.inf]) for name in names},
+        "empty": {},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _, draw in FIGURES.values():
@@ -174,10 +232,16 @@ def test_a_reward_outside_0_to_1_is_no_percentage_and_a_step_axis_has_whole_step
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert not any("%" in label for label in labels) and len(set(labels)) == len(labels)
     steps = [label.get_text() for label in axes.get_xticklabels()]
-    assert all(step.removeprefix("−").isdigit() for step in steps) and len(set(steps)) == len(steps) > 2
-    (axes,) = _draw("evaluation", {"r": {"eval/t/avg@8": (np.array([3, 4]), np.array([0.25, 0.5]))}}).axes
+    assert (
+        all(step.removeprefix("−").isdigit() for step in steps)
+        and len(set(steps)) == len(steps) > 2
+    )
+    (axes,) = _draw(
+        "evaluation", {"r": {"eval/t/avg@8": (np.array([3, 4]), np.array([0.25, 0.5]))}}
+    ).axes
     assert axes.yaxis.get_major_formatter()(0.25).endswith("%")
-    # A sum of rewards that happens to be within 0 .. 1 is no share; pass@K of it, solved or not, is one.
+    # A sum of rewards that happens to be within 0 .. 1 is no share; pass@K of it, solved or not, is
+    # one.
     run = {"eval/t/avg@8": _series([0.25, 0.5], 0), "eval/t/pass@8": _series([0.5], 0)}
     figure = _draw("evaluation", {"r": run | {"eval_reward/t/math": _series([0.25], 0)}})
     written = [axes.yaxis.get_major_formatter()(0.25) for axes in figure.axes]
@@ -186,14 +250,25 @@ def test_a_reward_outside_0_to_1_is_no_percentage_and_a_step_axis_has_whole_step
 
 def test_all_panels_have_one_step_axis_and_c_is_drawn_from_where_it_is_known():
     c = np.array([1, 2, 3, 4]), np.array([math.nan, math.nan, 0.004, 0.004])
-    run = {"discrepancy/mean": _series([0.005] * 4), "dual/tolerance": c, "dual/multiplier": _series([0.1] * 4)}
+    run = {
+        "discrepancy/mean": _series([0.005] * 4),
+        "dual/tolerance": c,
+        "dual/multiplier": _series([0.1] * 4),
+    }
     run |= {"discrepancy/completions_over_tolerance": (np.array([3, 4]), np.array([0.5, 0.5]))}
-    run |= {"eval/t/avg@8": (np.array([0, 4]), np.array([0.25, 0.5])), "reward/mean": _series([0.5] * 4)}
-    drawn = [_draw(name, {"r": run}) for name in ("reward", "discrepancy", "multiplier", "evaluation")]
+    run |= {
+        "eval/t/avg@8": (np.array([0, 4]), np.array([0.25, 0.5])),
+        "reward/mean": _series([0.5] * 4),
+    }
+    drawn = [
+        _draw(name, {"r": run}) for name in ("reward", "discrepancy", "multiplier", "evaluation")
+    ]
     assert {axes.get_xlim() for figure in drawn for axes in figure.axes} == {(-0.08, 4.08)}
     [line] = [line for line in drawn[1].axes[0].get_lines() if line.get_linestyle() == "--"]
     assert (line.get_label(), list(line.get_xdata())) == ("budget c = 0.004", [3, 4])
 
 
 def test_nothing_recorded_is_no_figure():
-    assert [draw({"r": {"other": _series([1.0])}}) for _, draw in FIGURES.values()] == [None] * len(FIGURES)
+    assert [draw({"r": {"other": _series([1.0])}}) for _, draw in FIGURES.values()] == [None] * len(
+        FIGURES
+    )

@@ -54,9 +54,17 @@ def test_plain_line_shows_all_quantities(said):
 
 def test_a_line_has_the_numbers_of_the_update_that_were_recorded(said):
     progress = Progress(1)
-    update = {"policy/loss": -0.01234, "policy/entropy": 0.5, "completion/length_mean": 31.25, "optimizer/grad_norm": 1}
+    update = {
+        "policy/loss": -0.01234,
+        "policy/entropy": 0.5,
+        "completion/length_mean": 31.25,
+        "optimizer/grad_norm": 1,
+    }
     progress.update(1, {"reward/mean": 0.5, "mismatch/k3": 0.00025, **update})
-    assert "  lambda -  loss -0.0123  engine KL 0.00025  entropy 0.5  length 31.2  gradient 1  - tokens/s" in said()[0]
+    assert (
+        "  lambda -  loss -0.0123  engine KL 0.00025  entropy 0.5  length 31.2  gradient 1  - "
+        "tokens/s" in said()[0]
+    )
 
 
 def test_missing_none_and_nan_show_as_dashes(said):
@@ -175,7 +183,9 @@ def test_close_twice_and_bad_totals():
 def test_a_supervised_run_shows_its_loss_and_no_rewards(said):
     progress = Progress(1)
     progress.update(0, {"eval/rows/loss": 1.511})
-    progress.update(1, {"policy/loss": 1.25, "optimizer/grad_norm": 2, "throughput/tokens_per_second": 40.0})
+    progress.update(
+        1, {"policy/loss": 1.25, "optimizer/grad_norm": 2, "throughput/tokens_per_second": 40.0}
+    )
     # A loss below 1 is no share: never 51%.
     progress.update(1, {"eval/rows/loss": 0.511})
     assert said() == [

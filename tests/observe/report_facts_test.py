@@ -39,15 +39,27 @@ def test_facts_by_hand():
         "throughput/tokens_per_second": _series([10.0, 100.0, 120.0]),
         "time/total": _series([60.0, 2.0, 1.0]),
     }
-    found = facts(_run(series, **{"rollout.engine": "vllm", "rollout.precision": "fp8", "model.path": "m"}))
+    found = facts(
+        _run(series, **{"rollout.engine": "vllm", "rollout.precision": "fp8", "model.path": "m"})
+    )
     assert found == [
         ("Training steps", "20", ""),
         # Two of twenty steps at either end, not the single noisy first and last.
         ("Training reward", "0.500 → 0.750", "mean of first and last 2 steps"),
-        # Points are percentage points of last over first: neither the ratio (100%) nor best over first (50).
-        ("Held-out math/avg@4", "25.0% → 50.0%", "+25.0 points from step 0 to 20; best 75.0% at step 10"),
-        ("Held-out math/pass@4", "50.0% → 50.0%", "+0.0 points from step 0 to 0; best 50.0% at step 0"),
-        # (0.005 + 0.003 + 0.0037 + 0.004) / 4. A mean that equals c is within the budget: two of four, not three.
+        # Points are percentage points of last over first: neither the ratio (100%) nor best over
+        # first (50).
+        (
+            "Held-out math/avg@4",
+            "25.0% → 50.0%",
+            "+25.0 points from step 0 to 20; best 75.0% at step 10",
+        ),
+        (
+            "Held-out math/pass@4",
+            "50.0% → 50.0%",
+            "+0.0 points from step 0 to 0; best 50.0% at step 0",
+        ),
+        # (0.005 + 0.003 + 0.0037 + 0.004) / 4. A mean that equals c is within the budget: two of
+        # four, not three.
         ("Mean discrepancy", "0.003925", "budget c = 0.0037, exceeded in 50.0% of steps"),
         ("Noise floor", "0.002", "the engine against itself, last measurement"),
         ("Lambda, lowest and highest", "0.1 to 0.4", "rose 2 times, fell 1 times; last 0.4"),
@@ -62,15 +74,24 @@ def test_facts_by_hand():
 
 
 def test_what_each_replica_did_and_where(tmp_path):
-    """A replica that moved is counted over both of its nodes; one that a pushed version did not ask has zeros."""
+    """A replica that moved is counted over both of its nodes; one that a pushed version did not ask
+    has zeros.
+    """
     series = {
-        "replica/0/tokens": _series([100, 1900]), "replica/0/seconds": _series([1.0, 60.0]),
-        "replica/0/restarts": _series([0, 0]), "replica/1/tokens": _series([50, 0]),
-        "replica/1/seconds": _series([2.0, 0.0]), "replica/1/restarts": _series([0, 2]),
-    }  # fmt: skip
-    for replica, nodes in enumerate((["10.0.0.2 (ab)"], ["10.0.0.3 (cd)", "10.0.0.3 (cd)", "10.0.0.4 (ef)"])):
+        "replica/0/tokens": _series([100, 1900]),
+        "replica/0/seconds": _series([1.0, 60.0]),
+        "replica/0/restarts": _series([0, 0]),
+        "replica/1/tokens": _series([50, 0]),
+        "replica/1/seconds": _series([2.0, 0.0]),
+        "replica/1/restarts": _series([0, 2]),
+    }
+    for replica, nodes in enumerate(
+        (["10.0.0.2 (ab)"], ["10.0.0.3 (cd)", "10.0.0.3 (cd)", "10.0.0.4 (ef)"])
+    ):
         (tmp_path / "vllm" / str(replica)).mkdir(parents=True)
-        (tmp_path / "vllm" / str(replica) / "nodes.txt").write_text("".join(f"{node}\n" for node in nodes))
+        (tmp_path / "vllm" / str(replica) / "nodes.txt").write_text(
+            "".join(f"{node}\n" for node in nodes)
+        )
     run = read_run(tmp_path, without_metrics=True)._replace(series=series)
     assert [fact for fact in facts(run) if fact.name.startswith("Replica")] == [
         ("Replica 0", "2,000 tokens", "1:01 at work, 0 restarts; on 10.0.0.2 (ab)"),
@@ -86,7 +107,11 @@ def test_share_over_tolerance_compares_the_same_steps():
         "discrepancy/mean": (np.array([1, 2, 3]), np.array([9.0, 1.0, math.nan])),
         "dual/tolerance": (np.array([2, 3]), np.array([2.0, 2.0])),
     }
-    assert facts(_run(series))[1] == ("Mean discrepancy", "5", "budget c = 2, exceeded in 0.0% of steps")
+    assert facts(_run(series))[1] == (
+        "Mean discrepancy",
+        "5",
+        "budget c = 2, exceeded in 0.0% of steps",
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,27 +124,39 @@ def test_share_over_tolerance_compares_the_same_steps():
 )
 def test_steps_that_c_is_measured_on_are_not_held_against_the_setting_in_its_place(measured, said):
     """The setting is 1, for the first two steps; then c = 4, which the last step meets."""
-    series = {"discrepancy/mean": _series([3, 3, 3, 5, 4]), "dual/tolerance": _series([1, 1, 4, 4, 4])}
+    series = {
+        "discrepancy/mean": _series([3, 3, 3, 5, 4]),
+        "dual/tolerance": _series([1, 1, 4, 4, 4]),
+    }
     assert describe_multiplier(without_placeholder(series, measured)).startswith(said)
 
 
 def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
-    """Medians over three steps, of which the first compiles: 3 + 2 seconds of work in 3.2, so 1.8 are won."""
+    """Medians over three steps, of which the first compiles: 3 + 2 seconds of work in 3.2, so 1.8
+    are won.
+    """
     seconds = {"generate": 2.5, "verify": 0.4, "pack": 0.1, "push": 0.2, "step": 1.8, "total": 3.2}
     seconds |= {"wait": 1.2, "engine_idle": 0.2, "overlap": 1.8}
-    series = {f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()}
+    series = {
+        f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()
+    }
     _, won, how = overlap(series)
     assert won == "1.8 s a step"
     assert how == (
-        "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits 1.2 s, the sampler 0.2 s"
+        "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits 1.2 s, "
+        "the sampler 0.2 s"
     )
     assert overlap({"time/total": series["time/total"]}) is None
 
 
 def test_what_was_not_recorded_is_no_fact():
     found = facts(_run({"eval/a/avg@8": _series([0.5], 0)}))
-    assert [name for name, _, _ in found] == ["Training steps", "Held-out a/avg@8"] and found[0].value == "0"
-    unmeasured = facts(_run({"discrepancy/mean": _series([0.5]), "throughput/tokens_per_second": _series([2.0])}))
+    assert [name for name, _, _ in found] == ["Training steps", "Held-out a/avg@8"] and found[
+        0
+    ].value == "0"
+    unmeasured = facts(
+        _run({"discrepancy/mean": _series([0.5]), "throughput/tokens_per_second": _series([2.0])})
+    )
     assert unmeasured[1:] == [
         ("Mean discrepancy", "0.5", "no budget c yet"),
         ("Throughput", "2 tokens/s", "median step; - in training steps"),
@@ -145,12 +182,20 @@ def test_a_healthy_run_has_no_warnings():
 @pytest.mark.parametrize(
     ("name", "values", "text"),
     [
-        ("completion/truncated_fraction", [0.0] * 9 + [0.75], "75.0% of the last completions were cut"),
+        (
+            "completion/truncated_fraction",
+            [0.0] * 9 + [0.75],
+            "75.0% of the last completions were cut",
+        ),
         ("reward/verifier_timeouts", [0, 2, 1], "ran out of time on 3 answers"),
         ("reward/verifier_errors", [0, 2], "failed on 2 answers"),
         ("reward/verifier_over_budget", [0, 4, 1], "budget for a batch ran out on 5 answers"),
         ("optimizer/skipped_updates", [1, 0, 1], "2 optimizer updates were skipped"),
-        ("reward/all_equal_groups", [0.2] * 9 + [0.95], "In 95.0% of the last prompts all completions got one reward"),
+        (
+            "reward/all_equal_groups",
+            [0.2] * 9 + [0.95],
+            "In 95.0% of the last prompts all completions got one reward",
+        ),
         ("mismatch/noise_floor", [0.005], "c = 0.0037 is below the noise floor 0.005"),
         ("dual/multiplier", [0.8] * 4 + [1.0] * 6, "Lambda stayed at 1 over the last 6 steps"),
         ("policy/loss", [0.1, math.nan], "not finite were recorded for policy/loss"),
@@ -163,19 +208,30 @@ def test_each_warning(name, values, text):
 
 def test_a_fixed_multiplier_or_a_met_budget_is_not_a_cap():
     assert warnings({**_HEALTHY, "dual/multiplier": _series([0.0] * 10)}) == []
-    met = {**_HEALTHY, "discrepancy/mean": _series([0.003] * 10), "dual/multiplier": _series([0.5] * 4 + [1.0] * 6)}
+    met = {
+        **_HEALTHY,
+        "discrepancy/mean": _series([0.003] * 10),
+        "dual/multiplier": _series([0.5] * 4 + [1.0] * 6),
+    }
     assert warnings(met) == []
 
 
 def test_where_the_gap_lies_is_of_the_last_step_that_looked():
     names = {"decoding_share": [0.5, 0.25], "decoding": [1.0, 0.001], "one_pass": [1.0, 0.003]}
-    series = {f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values)) for name, values in names.items()}
+    series = {
+        f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values))
+        for name, values in names.items()
+    }
     _, share, more = legs(series)
     # A share of -0.0004 is no "-0%".
     none = series | {"mismatch/leg_decoding_share": (np.array([1]), np.array([-0.0004]))}
     assert legs(none).value == "0.0% while the engine decodes"
     assert share == "25.0% while the engine decodes"
-    assert more == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to the trainer"
+    assert (
+        more
+        == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to "
+        "the trainer"
+    )
     assert legs({}) is None
 
 

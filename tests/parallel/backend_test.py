@@ -48,8 +48,14 @@ print(json.dumps([value, events.count("cache_hits"), events.count("cache_misses"
 
 
 def _report(tmp_path, when, count=0, *, cores=3, asked=((1, -1, 1, 1, 1000),), **environment):
-    """Run a process on `cores` cores that makes meshes of (data, fsdp, tensor, expert, parameters of the model)."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    """Run a process on `cores` cores that makes meshes of (data, fsdp, tensor, expert, parameters
+    of the model).
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    }
     done = subprocess.run(
         [sys.executable, "-c", _REPORT, when, str(count), str(cores), json.dumps(asked)],
         env={**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path), **environment},
@@ -61,7 +67,8 @@ def _report(tmp_path, when, count=0, *, cores=3, asked=((1, -1, 1, 1, 1000),), *
 
 
 def test_cpu_devices_are_data_parallel(tmp_path):
-    # The default, axes left open by name, and sizes that are said: as many of the devices as they need.
+    # The default, axes left open by name, and sizes that are said: as many of the devices as they
+    # need.
     asked = ((1, -1, 1), (-1, 1, 1), (1, 1, 1), (1, 3, 1), (2, 1, 1), (1, 1, -1), (1, -1, 3))
     report = _report(tmp_path, "first", 3, asked=tuple((*sizes, 1, 1000) for sizes in asked))
     assert (report["devices"], report["sampling"]) == (3, 3)
@@ -100,8 +107,13 @@ def test_too_late_changes_nothing(tmp_path):
 def test_compiled_programs_are_kept_in_the_users_cache_or_where_jax_is_told(tmp_path):
     cache = Path(_report(tmp_path, "first", 1)["cache"])
     assert cache.parent == tmp_path / "dcmdp_jax" / "programs"
-    assert cache.name.startswith(platform.machine() + "-") and cache.name.endswith(f"-jaxlib-{jaxlib.__version__}")
-    assert _report(tmp_path, "first", 1, JAX_COMPILATION_CACHE_DIR="/elsewhere")["cache"] == "/elsewhere"
+    assert cache.name.startswith(platform.machine() + "-") and cache.name.endswith(
+        f"-jaxlib-{jaxlib.__version__}"
+    )
+    assert (
+        _report(tmp_path, "first", 1, JAX_COMPILATION_CACHE_DIR="/elsewhere")["cache"]
+        == "/elsewhere"
+    )
 
 
 def test_compiled_programs_are_kept_apart_for_each_processor_and_jaxlib(tmp_path, monkeypatch):
@@ -129,12 +141,17 @@ def test_a_link_to_the_users_cache_is_the_same_directory(tmp_path, monkeypatch):
 
 def test_an_entry_cut_short_is_compiled_once_more_and_replaced(tmp_path):
     """JAX alone compiles it in every later run, with a warning. By two processes too."""
-    kept = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    kept = {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     given = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu", **kept}
 
     def run(processes=1):
         how = {"env": os.environ | given, "stdout": subprocess.PIPE, "text": True}
-        started = [subprocess.Popen([sys.executable, "-c", _CACHED], **how) for _ in range(processes)]
+        started = [
+            subprocess.Popen([sys.executable, "-c", _CACHED], **how) for _ in range(processes)
+        ]
         return [json.loads(process.communicate(timeout=HANGS_S)[0]) for process in started]
 
     [(value, hits, programs, _)] = run()
@@ -144,5 +161,7 @@ def test_an_entry_cut_short_is_compiled_once_more_and_replaced(tmp_path):
         for entry in tmp_path.glob("*-cache"):
             os.truncate(entry, entry.stat().st_size // share)
         cut = run(processes)
-        assert {found for found, *_ in cut} == {value} and (processes > 1 or cut == [[value, 0, programs, programs]])
+        assert {found for found, *_ in cut} == {value} and (
+            processes > 1 or cut == [[value, 0, programs, programs]]
+        )
         assert run() == [[value, programs, 0, 0]]

@@ -1,4 +1,6 @@
-"""Two processes on fake devices that join, exchange data, disagree and fail; and the one-process form."""
+"""Two processes on fake devices that join, exchange data, disagree and fail; and the one-process
+form.
+"""
 
 import os
 import re
@@ -128,10 +130,14 @@ def test_a_difference_is_told_by_every_process():
     for out, err, code in _two("differ"):
         host = socket.gethostname()
         assert "all is well" in out and code == 1
-        assert f"seed: process 1 on {host} has 1, process 0 on {host} has 0; start all hosts alike" in err
+        assert (
+            f"seed: process 1 on {host} has 1, process 0 on {host} has 0; start all hosts alike"
+            in err
+        )
 
 
-# One process comes to a program, and then to the first operation of a group, later than gloo's half a minute.
+# One process comes to a program, and then to the first operation of a group, later than gloo's half
+# a minute.
 _LATE = r"""
 import sys, time
 import jax
@@ -199,15 +205,20 @@ def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"processes": 2}, "config.hosts.coordinator: empty; with 2 processes give host:port of process 0, or auto"),
+        (
+            {"processes": 2},
+            "config.hosts.coordinator: empty; with 2 processes give host:port of process 0, or "
+            "auto",
+        ),
         (
             {"coordinator": "node0"},
-            "config.hosts.coordinator: got 'node0', must be host:port (1 to 65535; an IPv6 host in brackets), or auto",
+            "config.hosts.coordinator: got 'node0', must be host:port (1 to 65535; an IPv6 host "
+            "in brackets), or auto",
         ),
         (
             {"coordinator": "node0:70000"},
-            "config.hosts.coordinator: got 'node0:70000', must be host:port (1 to 65535; an IPv6 host in brackets), "
-            "or auto",
+            "config.hosts.coordinator: got 'node0:70000', must be host:port (1 to 65535; an IPv6 "
+            "host in brackets), or auto",
         ),
         (
             {"coordinator": "node0:1234", "processes": 2, "process": 2},
@@ -215,7 +226,8 @@ def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
         ),
         (
             {"coordinator": "node0:1234", "processes": 9},
-            "config.training.prompts_per_step: got 8, must be at least hosts.processes=9: each samples its share",
+            "config.training.prompts_per_step: got 8, must be at least hosts.processes=9: each "
+            "samples its share",
         ),
     ],
 )
@@ -226,11 +238,17 @@ def test_settings_that_can_not_be(settings, line):
 
 def _config(hosts):
     training = {"prompts_per_step": 8, "prompts_per_mini_batch": 8}
-    return from_config_dict({"task": {"train": "train.jsonl"}, "training": training, "hosts": hosts})
+    return from_config_dict(
+        {"task": {"train": "train.jsonl"}, "training": training, "hosts": hosts}
+    )
 
 
 def test_settings_that_can_be():
-    for settings in ({}, {"coordinator": "auto"}, {"coordinator": "[::1]:1234", "processes": 8, "process": 7}):
+    for settings in (
+        {},
+        {"coordinator": "auto"},
+        {"coordinator": "[::1]:1234", "processes": 8, "process": 7},
+    ):
         _config(settings)
     assert checks.AUTO == hosts_module.AUTO
 
@@ -258,7 +276,9 @@ def test_the_slurm_script_starts_the_same_command_everywhere(tmp_path):
     }
     script = ROOT / "examples" / "several_hosts_slurm.sh"
     command = [script, "--config=a b.py", "--config.training.steps=2"]
-    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     assert printed.splitlines() == [
         "-m|bin.train|--config.hosts.coordinator=node7:23456|--config.hosts.processes=2|"
         f"--config.hosts.process={rank}|--config=a b.py|--config.training.steps=2|"
@@ -274,7 +294,10 @@ def test_the_job_set_has_as_many_pods_as_processes():
     given = dict(re.findall(r"--config\.hosts\.(\w+)=(\S+)", container["args"][0]))
     name, subdomain = job_set["metadata"]["name"], job_set["spec"]["network"]["subdomain"]
     assert int(given["processes"]) == pods["parallelism"] == pods["completions"]
-    assert given["coordinator"] == f"{name}-{job['name']}-0-0.{subdomain}:{container['ports'][0]['containerPort']}"
+    assert (
+        given["coordinator"]
+        == f"{name}-{job['name']}-0-0.{subdomain}:{container['ports'][0]['containerPort']}"
+    )
     assert given["process"] == "$JOB_COMPLETION_INDEX" and pods["completionMode"] == "Indexed"
 
 
@@ -291,8 +314,12 @@ def test_the_skypilot_task_gives_each_node_its_number(tmp_path):
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NODE_RANK": "1",
     }
-    run = subprocess.run(["bash", "-c", task["run"]], env=environment, check=True, capture_output=True, text=True)
-    given = dict(word.split("=") for word in run.stdout.split("|") if word.startswith("--config.hosts."))
+    run = subprocess.run(
+        ["bash", "-c", task["run"]], env=environment, check=True, capture_output=True, text=True
+    )
+    given = dict(
+        word.split("=") for word in run.stdout.split("|") if word.startswith("--config.hosts.")
+    )
     assert given == {
         "--config.hosts.coordinator": "10.0.0.1:1234",
         "--config.hosts.processes": "2",

@@ -1,4 +1,6 @@
-"""Processes that meet, and those that don't: each case in threads, over real sockets of this machine."""
+"""Processes that meet, and those that don't: each case in threads, over real sockets of this
+machine.
+"""
 
 import collections
 import concurrent.futures
@@ -69,9 +71,9 @@ def test_those_that_came_are_told_who_did_not(address, monkeypatch):
     found = _together((address, 4, 0, 1.2), (address, 4, 2, 30.0))
     for error, said in found:
         assert str(error) == (
-            f"coordinator: processes 1, 3 of 4 did not come to {address} in 1.2 s; start the same command "
-            "there with its own `process`, check that this address is reached from there, or raise "
-            "`timeout_s`"
+            f"coordinator: processes 1, 3 of 4 did not come to {address} in 1.2 s; start the same "
+            "command there with its own `process`, check that this address is reached from "
+            "there, or raise `timeout_s`"
         )
         assert said == [f"waiting for processes 1, 3 of 4 at {address}"] * 2
 
@@ -80,8 +82,8 @@ def test_process_0_is_missing(address, monkeypatch):
     monkeypatch.setattr(meeting, "_SAY_EVERY_S", 0.6)
     [(error, said)] = _together((address, 2, 1, 1.0))
     assert str(error) == (
-        f"coordinator: process 1 did not find process 0 at {address} in 1 s (Connection refused); give "
-        "host:port of process 0, start it, or raise `timeout_s`"
+        f"coordinator: process 1 did not find process 0 at {address} in 1 s (Connection refused); "
+        "give host:port of process 0, start it, or raise `timeout_s`"
     )
     assert said == [f"process 1: waiting for process 0 at {address} (Connection refused)"]
 
@@ -99,17 +101,29 @@ def test_an_address_that_process_0_does_not_have_is_told_at_once(wrong, reason):
         meet(wrong, 2, 0, 1000.0)
 
 
-@pytest.mark.parametrize(("name", "warns"), [("thishost", True), ("localhost", False), ("127.0.0.1", False)])
-def test_a_coordinator_whose_own_name_is_loopback_is_told(name, warns, address, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("name", "warns"), [("thishost", True), ("localhost", False), ("127.0.0.1", False)]
+)
+def test_a_coordinator_whose_own_name_is_loopback_is_told(
+    name, warns, address, monkeypatch, caplog
+):
     """As Debian's /etc/hosts has a machine's own name: no other host would ever come."""
     port, resolve = int(address.rpartition(":")[2]), socket.getaddrinfo
     known = {"thishost": "127.0.1.1", "localhost": "127.0.0.1"}
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more)
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more),
     )
     meeting._listen(f"{name}:{port}").close()
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["coordinator: thishost is 127.0.1.1 here, which no other host reaches; give its address"] * warns
+    assert (
+        said
+        == [
+            "coordinator: thishost is 127.0.1.1 here, which no other host reaches; give its address"
+        ]
+        * warns
+    )
 
 
 def test_a_port_that_is_taken(address):
@@ -122,7 +136,10 @@ def test_a_port_that_is_taken(address):
 
 def test_processes_that_were_started_differently(address):
     found = _together((address, 2, 0, 30.0), (address, 3, 1, 30.0))
-    line = f"processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts with the same command"
+    line = (
+        f"processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts with the same "
+        "command"
+    )
     assert [str(error) for error, _ in found] == [line, line]
 
 
@@ -146,7 +163,8 @@ def test_who_left_before_all_were_here_is_missing_again(address, monkeypatch):
                 assert attempt < 99
                 time.sleep(0.02)
         died.sendall(b'{"process": 1, "processes": 3, "host": "a"}\n')
-        # Strangers: one that says nothing, one that speaks something else, one that never ends its line.
+        # Strangers: one that says nothing, one that speaks something else, one that never ends its
+        # line.
         silent = socket.create_connection(place)
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 100_000, b"\xff\n", b"[]\n", b"1\n"):
             with socket.create_connection(place) as stranger:
@@ -170,7 +188,9 @@ def test_what_answers_is_another_program(address):
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         connection.close()
         [(error, _)] = waiting.result()
-    assert "1 s (process 0 left before all were here, or another program has this address)" in str(error)
+    assert "1 s (process 0 left before all were here, or another program has this address)" in str(
+        error
+    )
 
 
 def _train(address, *flags):
@@ -197,9 +217,13 @@ def test_a_run_whose_other_host_is_missing_ends_with_one_line(address, tmp_path,
         f"--config.hosts.process={process}",
     )
     out, err = started.communicate(timeout=HANGS_S)
-    missing = "process 1 of 2 did not come to" if process == 0 else "process 1 did not find process 0 at"
+    missing = (
+        "process 1 of 2 did not come to" if process == 0 else "process 1 did not find process 0 at"
+    )
     [line] = [line for line in err.splitlines() if line]
-    assert line.startswith(f"error: config.hosts.coordinator: {missing} {address} in 2 s"), out + err
+    assert line.startswith(f"error: config.hosts.coordinator: {missing} {address} in 2 s"), (
+        out + err
+    )
     assert started.returncode == 2
 
 
@@ -238,23 +262,36 @@ with join_hosts(address, 2, number, 20.0) as hosts:
     assert [process.returncode for process in started] == [0, 0], err + other_err
     listening = {line for line in out.splitlines() if line.startswith("listens")}
     # Linux writes 127.0.0.1 in the machine's byte order; IPv6 may hold it as a mapped address.
-    assert listening and listening <= {"listens tcp 0100007F", "listens tcp6 0000000000000000FFFF00000100007F"}, out
+    assert listening and listening <= {
+        "listens tcp 0100007F",
+        "listens tcp6 0000000000000000FFFF00000100007F",
+    }, out
 
 
 def test_auto_meets_where_slurm_says_and_refuses_where_nothing_says(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_COORD"))]:
         monkeypatch.delenv(name)
     with (
-        pytest.raises(UserError, match="^coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open"),
+        pytest.raises(
+            UserError, match="^coordinator: got 'auto', and JAX finds no SLURM, TPU pod or Open"
+        ),
         join_hosts("auto", 1, 0, 2.0),
     ):
         pass
-    slurm = "JOB_ID=7 STEP_NODELIST=localhost NTASKS=2 PROCID=0 LOCALID=0 STEP_NUM_NODES=2 GPUS_ON_NODE=4"
+    slurm = (
+        "JOB_ID=7 STEP_NODELIST=localhost NTASKS=2 PROCID=0 LOCALID=0 STEP_NUM_NODES=2 "
+        "GPUS_ON_NODE=4"
+    )
     slurm = {f"SLURM_{name}": value for name, value in (word.split("=") for word in slurm.split())}
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     coordinator, processes, process, local_devices = _find_out(2)
-    assert (coordinator.split(":")[0], processes, process, list(local_devices)) == ("localhost", 2, 0, [0, 1, 2, 3])
+    assert (coordinator.split(":")[0], processes, process, list(local_devices)) == (
+        "localhost",
+        2,
+        0,
+        [0, 1, 2, 3],
+    )
     with (
         pytest.raises(UserError, match=f"process 1 of 2 did not come to {coordinator} in 1 s"),
         join_hosts("auto", 1, 0, 1.0),

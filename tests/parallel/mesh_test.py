@@ -39,18 +39,28 @@ def test_devices():
     [
         (
             {"fsdp": 3},
-            "mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8; set one axis to -1 to fit",
+            "mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8; set one "
+            "axis to -1 to fit",
         ),
-        ({}, "mesh (data=1, fsdp=1, tensor=1, expert=1): needs 1 devices, there are 8; set one axis to -1 to fit"),
+        (
+            {},
+            "mesh (data=1, fsdp=1, tensor=1, expert=1): needs 1 devices, there are 8; set one "
+            "axis to -1 to fit",
+        ),
         (
             {"data": 4, "tensor": 4},
-            "mesh (data=4, fsdp=1, tensor=4, expert=1): needs 16 devices, there are 8; set one axis to -1 to fit",
+            "mesh (data=4, fsdp=1, tensor=4, expert=1): needs 16 devices, there are 8; set one "
+            "axis to -1 to fit",
         ),
         (
             {"data": -1, "fsdp": 3},
-            "mesh (data=-1, fsdp=3, tensor=1, expert=1): 3 does not divide the 8 devices; that do 1, 2, 4, 8",
+            "mesh (data=-1, fsdp=3, tensor=1, expert=1): 3 does not divide the 8 devices; that do "
+            "1, 2, 4, 8",
         ),
-        ({"data": -1, "fsdp": -1}, "mesh (data=-1, fsdp=-1, tensor=1, expert=1): only one axis may be -1"),
+        (
+            {"data": -1, "fsdp": -1},
+            "mesh (data=-1, fsdp=-1, tensor=1, expert=1): only one axis may be -1",
+        ),
         ({"data": 0}, "data: got 0, must be at least 1, or -1 for the devices left over"),
         ({"tensor": -2}, "tensor: got -2, must be at least 1, or -1 for the devices left over"),
     ],
@@ -62,7 +72,10 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((1, 1, 8, 1), "tensor: got 8, must divide the model's 12 query heads; that do 1, 2, 3, 4, 6, 12"),
+        (
+            (1, 1, 8, 1),
+            "tensor: got 8, must divide the model's 12 query heads; that do 1, 2, 3, 4, 6, 12",
+        ),
         ((1, 1, 1, 8), "expert: got 8, must divide the model's 6 experts; that do 1, 2, 3, 6"),
         (
             (1, 8, 1, 1),

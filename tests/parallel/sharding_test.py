@@ -34,7 +34,9 @@ from dcmdp_jax.types import Rows
 from tests.support.our_log import our_log
 
 # 2 key-value heads: fewer than the 8 devices of (1, 1, 8).
-CONFIG = ModelConfig("qwen3", 96, 32, 64, 2, 8, 2, 16, rope_theta=1e4, attention_bias=True, initializer_range=0.2)
+CONFIG = ModelConfig(
+    "qwen3", 96, 32, 64, 2, 8, 2, 16, rope_theta=1e4, attention_bias=True, initializer_range=0.2
+)
 
 
 def _mesh(data, fsdp, tensor):
@@ -49,9 +51,13 @@ def test_partition_spec():
     assert partition_spec(("layers", "embed", "mlp"), PARAM_AXES) == P(None, "fsdp", "tensor")
     assert partition_spec(("layers", "heads", "embed"), PARAM_AXES) == P(None, "tensor", "fsdp")
     assert partition_spec(("vocab", "embed"), PARAM_AXES) == P("tensor", "fsdp")
-    assert partition_spec(("experts", "embed", "expert_mlp"), PARAM_AXES) == P("expert", "fsdp", "tensor")
+    assert partition_spec(("experts", "embed", "expert_mlp"), PARAM_AXES) == P(
+        "expert", "fsdp", "tensor"
+    )
     assert partition_spec(("layers", None), PARAM_AXES) == P(None, None)
-    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp", "expert"), None, None)
+    assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(
+        ("data", "fsdp", "expert"), None, None
+    )
 
 
 def test_two_dimensions_on_one_mesh_axis_are_an_error():
@@ -62,7 +68,9 @@ def test_two_dimensions_on_one_mesh_axis_are_an_error():
 
 
 def test_an_unknown_name_is_an_error():
-    with pytest.raises(ValueError, match="logical axis 'rows' is unknown, the table has layers, embed, vocab"):
+    with pytest.raises(
+        ValueError, match="logical axis 'rows' is unknown, the table has layers, embed, vocab"
+    ):
         partition_spec(("rows",), PARAM_AXES)
 
 
@@ -91,7 +99,8 @@ def test_a_size_that_does_not_divide_is_replicated(caplog):
         specs = _specs(param_shardings(axes, shapes, _mesh(1, 4, 2)))
     assert specs == {"embedding": P(None, "fsdp"), "up": P("fsdp", "tensor")}
     assert [record.getMessage() for record in caplog.records] == [
-        "embedding: dimension 0 (vocab) is 97, not a multiple of the 2 devices along tensor; each holds all of it"
+        "embedding: dimension 0 (vocab) is 97, not a multiple of the 2 devices along tensor; each "
+        "holds all of it"
     ]
 
 
@@ -121,7 +130,9 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog):
     [
         optax.adamw(1e-3),
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3))),
-        optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params)),
+        optax.masked(
+            optax.adam(1e-3), lambda params: jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+        ),
         optax.multi_transform(
             {"yes": optax.adam(1e-3), "no": optax.set_to_zero()},
             lambda params: jax.tree.map(lambda leaf: "yes" if leaf.ndim > 2 else "no", params),
@@ -132,14 +143,20 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog):
 def test_moments_are_sharded_like_their_parameters(optimizer):
     mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     state = jax.eval_shape(optimizer.init, shapes)
-    shardings = state_shardings({"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh)
+    shardings = state_shardings(
+        {"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh
+    )
     assert shardings["params"] == param_shardings(axes, shapes, mesh)
     assert shardings["step"] == replicated(mesh)
     moments = {
         jax.tree_util.keystr(path): sharding
         for path, sharding in jax.tree_util.tree_leaves_with_path(shardings["optimizer"])
     }
-    up = [sharding.spec for path, sharding in moments.items() if path.endswith("['mlp']['up']['kernel']")]
+    up = [
+        sharding.spec
+        for path, sharding in moments.items()
+        if path.endswith("['mlp']['up']['kernel']")
+    ]
     assert up == [P(None, "fsdp", "tensor")] * 2  # mu and nu
     counters = [sharding.spec for path, sharding in moments.items() if "count" in path]
     assert counters
@@ -161,11 +178,15 @@ def test_a_leaf_of_another_shape_is_replicated():
 
 
 def test_state_made_under_jit_has_its_shardings():
-    """jit(optimizer.init) alone puts the moments on one device; with these out_shardings they are split."""
+    """jit(optimizer.init) alone puts the moments on one device; with these out_shardings they are
+    split.
+    """
     mesh, shapes, axes = _mesh(1, 4, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     optimizer = optax.adam(1e-3)
     shardings = state_shardings(jax.eval_shape(optimizer.init, shapes), shapes, axes, mesh)
-    params = jax.device_put(init_params(CONFIG, jax.random.key(0)), param_shardings(axes, shapes, mesh))
+    params = jax.device_put(
+        init_params(CONFIG, jax.random.key(0)), param_shardings(axes, shapes, mesh)
+    )
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     moment = state[0].mu["layers"]["mlp"]["up"]["kernel"]
     assert moment.addressable_shards[0].data.shape == (2, 32 // 4, 64 // 2)
@@ -182,7 +203,9 @@ def test_rows_and_replicas():
 
 def test_constrain():
     mesh = _mesh(2, 2, 2)
-    pinned = jax.jit(lambda x: constrain(mesh)(x, ("rows", "length", "hidden")))(jnp.zeros((8, 3, 5)))
+    pinned = jax.jit(lambda x: constrain(mesh)(x, ("rows", "length", "hidden")))(
+        jnp.zeros((8, 3, 5))
+    )
     assert pinned.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "fsdp"))), 3)
 
 
@@ -200,7 +223,8 @@ def test_shard_map_over_data_leaves_the_other_axes_to_the_compiler(sizes):
     x = np.arange(8 * 3 * 5, dtype=np.float32).reshape(8, 3, 5)
     mapped = jax.jit(shard_map_over_data(local, mesh, in_specs=(P("data"),), out_specs=P("data")))
     np.testing.assert_allclose(mapped(x), x * x.sum(), rtol=1e-6)
-    # A row of its own for each index of data; how they lie on fsdp and tensor does not show in shapes.
+    # A row of its own for each index of data; how they lie on fsdp and tensor does not show in
+    # shapes.
     assert set(shapes) == {(8 // sizes[0], 3, 5)}
 
 
@@ -215,7 +239,9 @@ def _rows():
     """8 rows of two segments and padding."""
     rng = np.random.default_rng(0)
     segments = np.repeat([[1, 2, 0]], [7, 6, 3], axis=1).repeat(8, axis=0)
-    positions = np.concatenate([np.arange(7), np.arange(6), np.zeros(3, int)])[None].repeat(8, axis=0)
+    positions = np.concatenate([np.arange(7), np.arange(6), np.zeros(3, int)])[None].repeat(
+        8, axis=0
+    )
     return {
         "input_ids": rng.integers(0, 96, (8, 16)).astype(np.int32),
         "position_ids": positions.astype(np.int32),
@@ -226,7 +252,9 @@ def _rows():
 
 
 def _objective(params, rows, mesh):
-    row_logprobs = make_row_logprobs(CONFIG, Compute(remat="full", logprob_chunk=32), temperature=0.7, mesh=mesh)
+    row_logprobs = make_row_logprobs(
+        CONFIG, Compute(remat="full", logprob_chunk=32), temperature=0.7, mesh=mesh
+    )
     packed = Rows(
         rows["input_ids"],
         rows["position_ids"],
@@ -243,20 +271,25 @@ def _objective(params, rows, mesh):
 @pytest.fixture(scope="module")
 def one_device():
     params = init_params(CONFIG, jax.random.key(0))
-    value = jax.jit(jax.value_and_grad(lambda p, r: _objective(p, r, None), has_aux=True))(params, _rows())
+    value = jax.jit(jax.value_and_grad(lambda p, r: _objective(p, r, None), has_aux=True))(
+        params, _rows()
+    )
     return params, *jax.device_get(value)
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
 def test_eight_devices_equal_one(one_device, sizes):
-    """Forward and gradients. Devices add partial sums in another order: a few units in the last place."""
+    """Forward and gradients. Devices add partial sums in another order: a few units in the last
+    place.
+    """
     params, (value, logprobs), grads = one_device
     mesh = _mesh(*sizes)
     shardings = param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh)
     placed = jax.device_put(params, shardings)
     rows = jax.device_put(_rows(), NamedSharding(mesh, P(("data", "fsdp"))))
     step = jax.jit(
-        jax.value_and_grad(lambda p, r: _objective(p, r, mesh), has_aux=True), out_shardings=(None, shardings)
+        jax.value_and_grad(lambda p, r: _objective(p, r, mesh), has_aux=True),
+        out_shardings=(None, shardings),
     )
     (sharded_value, sharded_logprobs), sharded_grads = step(placed, rows)
     assert float(sharded_value) == pytest.approx(float(value), rel=1e-5)
@@ -270,27 +303,40 @@ def test_eight_devices_equal_one(one_device, sizes):
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
 def test_the_output_matrix_travels_once_a_pass(sizes):
-    """Left to the compiler it was gathered, and its gradient reduced, in every chunk: 17,280 gathers at full size."""
+    """Left to the compiler it was gathered, and its gradient reduced, in every chunk: 17,280
+    gathers at full size.
+    """
     mesh = _mesh(*sizes)
     shardings = param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh)
     params = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0)))
-    placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings
+    )
     split = NamedSharding(mesh, P(("data", "fsdp")))
-    rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for name, x in _rows().items()}
+    rows = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for name, x in _rows().items()
+    }
     grads = jax.jit(jax.grad(lambda p, r: _objective(p, r, mesh)[0]), out_shardings=shardings)
     module = parse(grads.lower(placed, rows).compile().as_text())
     # Were one of them in a loop over chunks of tokens, it would count seven times.
     found = collectives(
-        module, lambda op_name: 7 if in_scope(op_name, CHUNKS) else None, micro_batch_scope="micro_batches"
+        module,
+        lambda op_name: 7 if in_scope(op_name, CHUNKS) else None,
+        micro_batch_scope="micro_batches",
     )
-    # [32, 96] over tensor, in eight pieces: each gathered forward and backward, its gradient reduced once.
+    # [32, 96] over tensor, in eight pieces: each gathered forward and backward, its gradient
+    # reduced once.
     piece = (32, 96 // sizes[2] // 8)
-    counts = {kind: sum(one.count for one in found if (one.kind, one.array.dims) == (kind, piece)) for kind in KINDS}
+    counts = {
+        kind: sum(one.count for one in found if (one.kind, one.array.dims) == (kind, piece))
+        for kind in KINDS
+    }
     if sizes[1] > 1:
         assert counts["all-gather"] == 16 and counts["reduce-scatter"] + counts["all-reduce"] == 8
     assert [one for one in found if one.count > 1 and 96 in one.array.dims] == []
     if sizes[1] > 1:
-        # The embedding's rows of tokens travel, not the embedding: [2 rows x 16, 32] there and, as gradients, back.
+        # The embedding's rows of tokens travel, not the embedding: [2 rows x 16, 32] there and, as
+        # gradients, back.
         assert not [one for one in found if one.array.dims[-2:] == (96 // sizes[2], 32)]
         # A CPU has an array for each device.
         assert sum(one.count for one in found if one.kind == "all-to-all") == 2 * sizes[1]

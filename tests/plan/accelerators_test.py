@@ -1,4 +1,6 @@
-"""The programs of a small run as the compilers of TPUs and GPUs have them, where they are installed."""
+"""The programs of a small run as the compilers of TPUs and GPUs have them, where they are
+installed.
+"""
 
 import importlib.util
 import json
@@ -10,7 +12,8 @@ import pytest
 from tests.support.processes import finished
 
 _ROOT = Path(__file__).resolve().parents[2]
-# With fewer rows, the partial sums of a product that a GPU splits, four of a chunk's logits, count as all logits.
+# With fewer rows, the partial sums of a product that a GPU splits, four of a chunk's logits, count
+# as all logits.
 _SMALL = {
     **{f"model.architecture.{name}": 2 for name in ("num_layers", "num_heads", "num_kv_heads")},
     "model.architecture.hidden_size": 256,
@@ -26,8 +29,8 @@ _SMALL = {
 }
 
 
-# The attention kernel of GPUs gets the rows and heads of one device, however the mesh splits them. Two key-value heads
-# are on four devices along tensor.
+# The attention kernel of GPUs gets the rows and heads of one device, however the mesh splits them.
+# Two key-value heads are on four devices along tensor.
 _MESHES = {
     "data 8": {"mesh.data": 8, "mesh.fsdp": 1},
     "data 2, fsdp 4": {"mesh.data": 2, "mesh.fsdp": 4},
@@ -43,14 +46,21 @@ def _plan(tmp_path, topology, compiler, settings, *flags):
     changes = [f"--config.{name}={value}" for name, value in (_SMALL | settings).items()]
     # A process of its own: XLA reads its flags once, and here they are those of fake CPU devices.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = ("-m", "benchmarks.compiled", "--config=configs/qwen3_8b.py:local,debug", f"--topology={topology}")
+    command = (
+        "-m",
+        "benchmarks.compiled",
+        "--config=configs/qwen3_8b.py:local,debug",
+        f"--topology={topology}",
+    )
     environment = {**environment, "PYTHONPATH": str(_ROOT)}
     finished(*command, f"--json={file}", *flags, *changes, env=environment)
     return json.loads(file.read_text())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("topology", "compiler"), [("v5e:2x4", "libtpu"), ("h100:8", "jax_cuda12_plugin")])
+@pytest.mark.parametrize(
+    ("topology", "compiler"), [("v5e:2x4", "libtpu"), ("h100:8", "jax_cuda12_plugin")]
+)
 def test_no_program_has_logits_attention_matrices_or_the_whole_tree(topology, compiler, tmp_path):
     record = _plan(tmp_path, topology, compiler, {})
     assert set(record["programs"]) == {"step", "prefill", "decode", "score"}
@@ -68,7 +78,13 @@ def test_no_program_has_logits_attention_matrices_or_the_whole_tree(topology, co
 @pytest.mark.parametrize("mesh", _MESHES.values(), ids=_MESHES)
 def test_a_step_on_gpus_has_cudnn_attention_on_every_mesh(mesh, tmp_path):
     # One mini-batch: a second one only adds time to the compilation.
-    record = _plan(tmp_path, "h100:8", "jax_cuda12_plugin", mesh | {"training.prompts_per_step": 4}, "--programs=step")
+    record = _plan(
+        tmp_path,
+        "h100:8",
+        "jax_cuda12_plugin",
+        mesh | {"training.prompts_per_step": 4},
+        "--programs=step",
+    )
     checks = {check["name"]: check["found"] for check in record["checks"]}
     assert checks["no [length, length] attention matrix"] == "none"
     assert record["programs"]["step"]["attention_kernel_flops"] > 0
@@ -76,11 +92,22 @@ def test_a_step_on_gpus_has_cudnn_attention_on_every_mesh(mesh, tmp_path):
 
 @pytest.mark.long
 def test_a_gpu_packs_rows_by_default(tmp_path):
-    """The peak that one sequence a row has, within 2%; the workspace that this compiler can't see is beside it."""
-    settings = {"training.row_lengths": "()", "training.prompts_per_step": 4, "model.remat": "none", "mesh.fsdp": 1}
+    """The peak that one sequence a row has, within 2%; the workspace that this compiler can't see
+    is beside it.
+    """
+    settings = {
+        "training.row_lengths": "()",
+        "training.prompts_per_step": 4,
+        "model.remat": "none",
+        "mesh.fsdp": 1,
+    }
     packed, single = (
         _plan(
-            tmp_path, "h100:1", "jax_cuda12_plugin", settings | {"training.segments_per_row": most}, "--programs=step"
+            tmp_path,
+            "h100:1",
+            "jax_cuda12_plugin",
+            settings | {"training.segments_per_row": most},
+            "--programs=step",
         )
         for most in (0, 1)
     )

@@ -11,7 +11,9 @@ from dcmdp_jax.plan.run_plan import plan_engine, plan_step, planned_run
 
 
 def _products(dtype, *, head="compute"):
-    """Program -> (dtype of the first operand, whether it asks for full precision) of its products."""
+    """Program -> (dtype of the first operand, whether it asks for full precision) of its
+    products.
+    """
     config = qwen3_8b.get_config("local,debug")
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = dtype
     config.model.attention, config.model.head_dtype = "xla", head
@@ -23,13 +25,16 @@ def _products(dtype, *, head="compute"):
     for program in programs:
         lines = re.findall(r"stablehlo\.dot_general[^\n]*", program.trace().lower().as_text())
         found[program.name] = [
-            (re.search(r"tensor<[\dx]*?([a-wyz]+\d+)>", line)[1], "HIGHEST" in line) for line in lines
+            (re.search(r"tensor<[\dx]*?([a-wyz]+\d+)>", line)[1], "HIGHEST" in line)
+            for line in lines
         ]
     return found
 
 
 def test_float32_is_computed_in_float32():
-    """A GPU's own way with float32 is TensorFloat-32, a TPU's bfloat16; with it p_train is no float32 number."""
+    """A GPU's own way with float32 is TensorFloat-32, a TPU's bfloat16; with it p_train is no
+    float32 number.
+    """
     programs = _products("float32")
     assert set(programs) == {"step", "prefill", "decode", "score"}
     for name, products in programs.items():
@@ -39,7 +44,9 @@ def test_float32_is_computed_in_float32():
 
 
 def test_half_precision_is_left_alone():
-    """Kernels for TPUs refuse another precision for bfloat16. The gradient's norm is a float32 product there too."""
+    """Kernels for TPUs refuse another precision for bfloat16. The gradient's norm is a float32
+    product there too.
+    """
     programs = _products("bfloat16")
     assert set(programs["step"]) == {("bf16", False), ("f32", True)}
     for name in ("prefill", "decode", "score"):

@@ -1,4 +1,6 @@
-"""Every config at full size: its model has the published number of parameters, and its mesh divides it."""
+"""Every config at full size: its model has the published number of parameters, and its mesh divides
+it.
+"""
 
 import importlib
 import logging
@@ -36,7 +38,11 @@ def _config(name, **changes):
 def test_the_number_of_parameters_is_the_published_one(name, parameters):
     model = model_of(_config(name))
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == num_params(model) == parameters
+    assert (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        == num_params(model)
+        == parameters
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,11 +58,15 @@ def test_the_number_of_parameters_is_the_published_one(name, parameters):
 def test_every_axis_divides(name, mesh, caplog):
     model = model_of(_config(name))
     with caplog.at_level(logging.WARNING):
-        param_shardings(logical_axes(model), param_shapes(model), make_mesh(*mesh, devices=jax.devices()[:8]))
+        param_shardings(
+            logical_axes(model), param_shapes(model), make_mesh(*mesh, devices=jax.devices()[:8])
+        )
     assert our_log(caplog) == []
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("Qwen3-0.6B", 596_049_920), ("Qwen3-1.7B", 1_720_574_976)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("Qwen3-0.6B", 596_049_920), ("Qwen3-1.7B", 1_720_574_976)]
+)
 def test_small_published_models_have_their_parameters(name, parameters):
     assert num_params(from_hf(PUBLISHED[name])) == parameters
 
@@ -65,10 +75,12 @@ def test_a_model_that_nobody_knows():
     with pytest.raises(UserError) as raised:
         model_of(_config("qwen3_8b", model__path="models/Qwen9-8B"))
     assert str(raised.value) == (
-        "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are "
-        "Qwen3-0.6B, Qwen3-1.7B, Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-0.8B, DeepSeek-R1-Distill-Qwen-1.5B, "
-        "Llama-3.1-8B-Instruct, Mistral-7B-Instruct-v0.1, SmolLM3-3B, Olmo-3-7B-Instruct, gemma-3-270m-it, "
-        "gemma-3-1b-it, "
+        (
+            "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; "
+            "known are Qwen3-0.6B, Qwen3-1.7B, Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-0.8B, "
+            "DeepSeek-R1-Distill-Qwen-1.5B, Llama-3.1-8B-Instruct, Mistral-7B-Instruct-v0.1, "
+            "SmolLM3-3B, Olmo-3-7B-Instruct, gemma-3-270m-it, gemma-3-1b-it, "
+        )
         + ", ".join(
             f"Qwen2.5-{name}"
             for name in (
@@ -109,7 +121,11 @@ def test_qwen25_has_its_published_parameters_context_and_rotary_base(size, param
             continue
         for suffix in ("", "-Instruct"):
             model = model_of(_config("qwen3_8b", model__path=f"Qwen/{kind}{size}{suffix}@main"))
-            assert num_params(model) == parameters and model.attention_bias and model.rope_theta == base
+            assert (
+                num_params(model) == parameters
+                and model.attention_bias
+                and model.rope_theta == base
+            )
             assert model.head_dim == (64 if size == "0.5B" else 128)
             instructed = kind == "Qwen2.5-" and suffix
             assert model.max_position_embeddings == (32768 if instructed else context)

@@ -22,7 +22,11 @@ def plan():
 def test_memory_by_kind_is_that_of_the_shards(plan):
     # Every parameter but the norms is split over the 8 devices.
     shapes = param_shapes(plan.run.model)
-    norms = sum(leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if "norm" in str(path))
+    norms = sum(
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        if "norm" in str(path)
+    )
     on_device = (num_params(plan.run.model) - norms) // 8 + norms
     assert plan.step.held["parameters"] == 4 * on_device
     # Two moments, and Adam's two counters.
@@ -36,7 +40,9 @@ def test_memory_by_kind_is_that_of_the_shards(plan):
 
 
 def test_memory_beside_the_engines_programs(plan):
-    """32 completions in batches of 32: none waits, no cache lives beside a program. With smaller batches some do."""
+    """32 completions in batches of 32: none waits, no cache lives beside a program. With smaller
+    batches some do.
+    """
     state = plan.step.held
     (push,) = (phase for phase in plan.phases if phase.name == "push")
     assert push.peak == 0 and push.beside["engine's weights"] == plan.engine.weights_bytes
@@ -51,10 +57,13 @@ def test_memory_beside_the_engines_programs(plan):
 
 def test_caches_of_preempted_rows_are_beside_a_decoding_batch():
     # 272 tokens are more than two blocks of 128: a cache of 128 grows, and rows that fill it wait.
-    config = small_config(rollout__max_rows=16, rollout__max_completion_tokens=272, training__row_lengths=(336,))
+    config = small_config(
+        rollout__max_rows=16, rollout__max_completion_tokens=272, training__row_lengths=(336,)
+    )
     plan = compile_run(config, EIGHT_CHIPS, only=("decode",))
     (decode,) = (phase for phase in plan.phases if phase.name == "decode")
-    # Two batches of two rows a device: 64 + 272 slots of two heads of 32, keys and values, four layers, float32.
+    # Two batches of two rows a device: 64 + 272 slots of two heads of 32, keys and values, four
+    # layers, float32.
     assert decode.beside["preempted caches, at most"] == 2 * 2 * 336 * 2 * 2 * 32 * 4 * 4
     assert "engine's cache" not in decode.beside
 
@@ -65,10 +74,13 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     assert usable_memory(awake, gpus) == (40 * GIB, "80 GiB less vLLM's share of 0.4 and a tenth")
     assert usable_memory(asleep, gpus) == (72 * GIB, "80 GiB less a tenth, while vLLM sleeps")
     assert usable_memory(_with_vllm(visible_devices="8,9"), gpus)[0] == int(79.1 * 0.9 * GIB)
-    beside_vllm = dataclasses.replace(plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]})
-    assert [phase.name for phase in dataclasses.replace(beside_vllm, run=plan.run._replace(config=awake)).phases] == [
-        "step"
-    ]
+    beside_vllm = dataclasses.replace(
+        plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]}
+    )
+    assert [
+        phase.name
+        for phase in dataclasses.replace(beside_vllm, run=plan.run._replace(config=awake)).phases
+    ] == ["step"]
     (_, sample) = dataclasses.replace(beside_vllm, run=plan.run._replace(config=asleep)).phases
     assert sample.total == plan.step.held["parameters"] + plan.step.held["optimizer"] + 32 * GIB
 
@@ -82,7 +94,10 @@ def test_a_plan_looks_at_no_run_directory(tmp_path):
 
 def test_a_sidecar_that_leaves_nothing():
     gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
-    with pytest.raises(UserError, match="config.rollout.vllm.memory_share: got 0.95, and the trainer has -0.05 of the"):
+    with pytest.raises(
+        UserError,
+        match="config.rollout.vllm.memory_share: got 0.95, and the trainer has -0.05 of the",
+    ):
         compile_run(_with_vllm(memory_share=0.95), gpus)
 
 
@@ -101,7 +116,12 @@ def test_what_does_not_fit_is_refused(plan):
 def test_the_report_and_the_record(plan):
     text, record = describe_plan(plan), plan_record(plan)
     assert f"{num_params(plan.run.model):,} parameters" in text
-    for heading in ("by arithmetic, exact", "compiled: arguments", "benchmarks.compiled", "on each device"):
+    for heading in (
+        "by arithmetic, exact",
+        "compiled: arguments",
+        "benchmarks.compiled",
+        "on each device",
+    ):
         assert heading in text
     assert record["fits"] and record["programs"]["step"]["peak_bytes"] == plan.programs["step"].peak
     assert record["devices"] == 8
@@ -113,13 +133,18 @@ def test_the_report_and_the_record(plan):
         ({"mesh__fsdp": 3}, "config.mesh (data=1, fsdp=3, tensor=1, expert=1): needs 8"),
         (
             {"mesh__tensor": 3},
-            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 8 devices; that do 1, 2, 4, 8",
+            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 8 devices; "
+            "that do 1, 2, 4, 8",
         ),
-        ({"mesh__tensor": 8}, "config.mesh.tensor: got 8, must divide the model's 4 query heads; that do 1, 2, 4"),
+        (
+            {"mesh__tensor": 8},
+            "config.mesh.tensor: got 8, must divide the model's 4 query heads; that do 1, 2, 4",
+        ),
         ({"mesh__expert": 2}, "config.mesh.expert: got 2, the model has no experts; must be 1"),
         (
             {"training__prompts_per_mini_batch": 1},
-            "config.mesh: data x fsdp x expert = 8 devices split the rows of a mini-batch, which has 4 completions",
+            "config.mesh: data x fsdp x expert = 8 devices split the rows of a mini-batch, which "
+            "has 4 completions",
         ),
     ],
 )

@@ -21,8 +21,8 @@ def _small_chips(gib):
 
 
 def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
-    # 801,152 parameters: 3.1 MiB of the engine's weights in float32; parameters, moments and gradients over eight
-    # devices are 1.5. Of 2 MiB.
+    # 801,152 parameters: 3.1 MiB of the engine's weights in float32; parameters, moments and
+    # gradients over eight devices are 1.5. Of 2 MiB.
     config = qwen3_8b.get_config("local,debug")
     config.rollout.precision = config.rollout.compute_dtype = "float32"
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 4
@@ -30,7 +30,9 @@ def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
     found = search(from_config_dict(config), _small_chips(2 / 1024), tell=told.append)
     assert len(found) == len(told) == 4 and all(one.plan is None for one in found)
     by_tensor = {one.mesh.tensor: one.refused for one in found}
-    assert by_tensor[8].startswith("config.mesh.tensor: got 8, must divide the model's 4 query heads")
+    assert by_tensor[8].startswith(
+        "config.mesh.tensor: got 8, must divide the model's 4 query heads"
+    )
     for tensor in (1, 2, 4):
         assert by_tensor[tensor].startswith(
             "memory: the first device has 0.0 GiB and the phase 'sample' takes at least"
@@ -45,4 +47,7 @@ def test_what_is_wrong_with_every_candidate_is_told_once():
     config.rollout.router_replay = True
     with pytest.raises(UserError) as raised:
         search(from_config_dict(config), _small_chips(16), tell=lambda line: None)
-    assert str(raised.value) == "config.rollout.router_replay: got True, the model is a qwen3, which has no experts"
+    assert (
+        str(raised.value)
+        == "config.rollout.router_replay: got True, the model is a qwen3, which has no experts"
+    )

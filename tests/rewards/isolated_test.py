@@ -43,7 +43,9 @@ def test_each_call_has_its_own_value():
         assert [call.result(HANGS_S) for call in calls] == list(range(50))
 
 
-@pytest.mark.parametrize(("computes", "limit", "in_time"), [(0.2, 0.4, True), (0.6, 0.4, False), (0.8, 1.2, True)])
+@pytest.mark.parametrize(
+    ("computes", "limit", "in_time"), [(0.2, 0.4, True), (0.6, 0.4, False), (0.8, 1.2, True)]
+)
 def test_the_time_limit_is_the_calls_own_processor_time(pool, computes, limit, in_time):
     assert _run(pool, "compute", computes, cpu_s=limit) == (True if in_time else ("timeout", ""))
 
@@ -54,7 +56,8 @@ def test_a_waiting_call_has_a_wall_clock_limit(pool):
 
 
 def test_a_call_that_ended_just_over_its_limit_is_a_timeout(pool):
-    # A hundredth of a second is near the kernel's own tick: most of these calls return before the timer ends them.
+    # A hundredth of a second is near the kernel's own tick: most of these calls return before the
+    # timer ends them.
     assert {_run(pool, "compute", 0.0105, cpu_s=0.01) for _ in range(10)} == {("timeout", "")}
 
 
@@ -89,7 +92,10 @@ def test_a_function_is_not_told_the_password_of_a_ray_cluster(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a secret")
     monkeypatch.setenv("HF_HOME", "another variable")
     with IsolatedPool(_PLANTED) as pool:
-        assert [_run(pool, "variable", name) for name in ("RAY_AUTH_TOKEN", "HF_HOME")] == ["", "another variable"]
+        assert [_run(pool, "variable", name) for name in ("RAY_AUTH_TOKEN", "HF_HOME")] == [
+            "",
+            "another variable",
+        ]
 
 
 def test_memory_is_limited(pool):
@@ -118,7 +124,10 @@ def test_an_idle_process_that_is_killed_is_replaced_and_ignores_ctrl_c(pool):
     ("program", "reason"),
     [
         ("import os; os._exit(0)", "the worker process ended at once; `"),
-        ("def load(): raise ImportError('no module\\nof that name')", "ImportError: no module of that name"),
+        (
+            "def load(): raise ImportError('no module\\nof that name')",
+            "ImportError: no module of that name",
+        ),
     ],
 )
 def test_a_process_that_can_not_start_is_one_error(tmp_path, monkeypatch, program, reason):
@@ -161,7 +170,11 @@ print(*descendants(os.getpid()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=HANGS_S
+        [sys.executable, "-c", program],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=HANGS_S,
     )
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in done.stdout.split()]

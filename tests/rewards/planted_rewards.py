@@ -19,7 +19,10 @@ def begins_with_a_multiple_of_eight(completions, completion_ids, **columns):
 
 
 async def starts_like_the_prompt(prompts, completions, **columns):
-    return [float(completion.startswith(prompt)) for prompt, completion in zip(prompts, completions, strict=True)]
+    return [
+        float(completion.startswith(prompt))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 def only_for_algebra(completions, source, **columns):
@@ -119,7 +122,9 @@ def writes_to_descriptors(completions, completion_ids, source, **columns):
 
 def writes_later(completions, completion_ids, **columns):
     """Write to every open socket after the call, where it did not before."""
-    threading.Timer(0.2, lambda: [os.write(descriptor, b"late") for descriptor in _sockets()]).start()
+    threading.Timer(
+        0.2, lambda: [os.write(descriptor, b"late") for descriptor in _sockets()]
+    ).start()
     return [len(ids) for ids in completion_ids]
 
 
@@ -128,7 +133,9 @@ def allocates(completions, source, **columns):
 
 
 def starts_processes(completions, source, **columns):
-    """Start a program and a process without a parent; write their ids to the file `source`; sleep or return."""
+    """Start a program and a process without a parent; write their ids to the file `source`; sleep
+    or return.
+    """
     program = subprocess.Popen(["sleep", "10000"])
     if os.fork() == 0:
         orphan = os.fork()
@@ -145,7 +152,11 @@ def starts_processes(completions, source, **columns):
 
 
 def _sockets():
-    links = {int(each): os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_open(each)}
+    links = {
+        int(each): os.readlink(f"/proc/self/fd/{each}")
+        for each in os.listdir("/proc/self/fd")
+        if _is_open(each)
+    }
     return [descriptor for descriptor, link in links.items() if link.startswith("socket:")]
 
 

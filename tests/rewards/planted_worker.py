@@ -1,6 +1,7 @@
 """A function of an isolated process that does what a test says, and tools to look at processes.
 
-Every call says what it does, as the arguments of `act`; where `PLANTED_CALL` is "KIND VALUE" each does that instead.
+Every call says what it does, as the arguments of `act`; where `PLANTED_CALL` is "KIND VALUE" each
+does that instead.
 """
 
 import itertools

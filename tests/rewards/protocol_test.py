@@ -42,7 +42,9 @@ def test_a_function_is_loaded_from_a_module_or_a_file(place):
     assert _call(load_reward(f"{place}:length", ["answer"])) == [1.0, 2.0]
 
 
-def test_a_file_may_import_its_neighbors_and_be_called_like_a_module_of_python(tmp_path, monkeypatch):
+def test_a_file_may_import_its_neighbors_and_be_called_like_a_module_of_python(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbor_of_reward.py").write_text("VALUE = 7.0\n")
     (tmp_path / "math.py").write_text(
@@ -55,17 +57,27 @@ def test_a_file_may_import_its_neighbors_and_be_called_like_a_module_of_python(t
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("no.such.module:f", "reward no.such.module:f: can't import no.such.module: ModuleNotFoundError: No module"),
+        (
+            "no.such.module:f",
+            "reward no.such.module:f: can't import no.such.module: ModuleNotFoundError: No module",
+        ),
         ("nowhere.py:f", "reward nowhere.py:f: can't import nowhere.py: FileNotFoundError"),
         ("math:length", "reward math:length: math has no function 'length'; it has none"),
-        (f"{_FILE}:lenght", f"{_FILE} has no function 'lenght'; it has length, begins_with_a_multiple_of_eight, "),
+        (
+            f"{_FILE}:lenght",
+            f"{_FILE} has no function 'lenght'; it has length, begins_with_a_multiple_of_eight, ",
+        ),
         (f"{_FILE}:not_callable", f"{_FILE} has no function 'not_callable'; it has length"),
         (
             f"{_FILE}:takes_only_completions",
-            "takes_only_completions(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, "
-            "answer): got an unexpected keyword argument 'prompts'; end its parameters with **columns",
+            "takes_only_completions(prompts, completions, completion_ids, trainer_state, "
+            "log_metric, log_extra, answer): got an unexpected keyword argument 'prompts'; end "
+            "its parameters with **columns",
         ),
-        (f"{_FILE}:needs_a_rubric", "missing a required argument: 'rubric'; end its parameters with **columns, and "),
+        (
+            f"{_FILE}:needs_a_rubric",
+            "missing a required argument: 'rubric'; end its parameters with **columns, and ",
+        ),
     ],
 )
 def test_a_function_that_can_not_be_called_is_named(function, message):
@@ -78,7 +90,8 @@ def test_an_import_that_raises_is_named_with_its_line(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("x = 1\nx.nothing\n")
     with pytest.raises(
-        RewardError, match=r"AttributeError: 'int' object has no attribute 'nothing' \(broken.py, line 2\)"
+        RewardError,
+        match=r"AttributeError: 'int' object has no attribute 'nothing' \(broken.py, line 2\)",
     ):
         load_reward(f"{path}:f", [])
 
@@ -96,14 +109,34 @@ def test_scalars_of_numpy_are_numbers():
 @pytest.mark.parametrize(
     ("function", "message", "row"),
     [
-        (planted_rewards.one_too_few, "returned 1 rewards for 2 completions, needs one for each", None),
+        (
+            planted_rewards.one_too_few,
+            "returned 1 rewards for 2 completions, needs one for each",
+            None,
+        ),
         (planted_rewards.pops, "returned 1 rewards for 2 completions, needs one for each", None),
         (planted_rewards.not_a_number, "returned nan, needs a finite number or None", 1),
-        (lambda completions, **_: [1.0, _OtherFloat(1.0)], "returned 1.0, needs a finite number or None", 1),
+        (
+            lambda completions, **_: [1.0, _OtherFloat(1.0)],
+            "returned 1.0, needs a finite number or None",
+            1,
+        ),
         (planted_rewards.text, "returned 'good', needs a finite number or None", 0),
-        (planted_rewards.nothing, "returned None, needs a list with one reward per completion", None),
-        (planted_rewards.enormous, "returned 1e+30, needs a number of at most 1e+09: advantages are float32", 0),
-        (lambda completions, **_: np.ones((2, 2)), "returned array([1., 1.]), needs a finite number or None", 0),
+        (
+            planted_rewards.nothing,
+            "returned None, needs a list with one reward per completion",
+            None,
+        ),
+        (
+            planted_rewards.enormous,
+            "returned 1e+30, needs a number of at most 1e+09: advantages are float32",
+            0,
+        ),
+        (
+            lambda completions, **_: np.ones((2, 2)),
+            "returned array([1., 1.]), needs a finite number or None",
+            0,
+        ),
     ],
 )
 def test_a_bad_reward_is_refused_with_its_row(function, message, row):
@@ -113,7 +146,8 @@ def test_a_bad_reward_is_refused_with_its_row(function, message, row):
 
 
 def test_the_total_is_the_weighted_sum_of_what_there_is():
-    # 2 * 1 + 0.5 * 4 = 4; 2 * 3 alone = 6; nothing = 0. A mean of the weights would give 1.6 for the first.
+    # 2 * 1 + 0.5 * 4 = 4; 2 * 3 alone = 6; nothing = 0. A mean of the weights would give 1.6 for
+    # the first.
     assert weighted_total([[1.0, 3.0, None], [4.0, None, None]], [2.0, 0.5]) == [4.0, 6.0, 0.0]
 
 

@@ -10,10 +10,19 @@ _NAN = float("nan")
 
 
 def _scores(
-    failed: dict[str, int], totals: list[float], sources: tuple[str, ...] | None, **values: list[float]
+    failed: dict[str, int],
+    totals: list[float],
+    sources: tuple[str, ...] | None,
+    **values: list[float],
 ) -> BatchScores:
     named = {name: np.array(column, np.float32) for name, column in values.items()}
-    return BatchScores(totals=np.array(totals, np.float32), values=named, failed=failed, grades=None, sources=sources)
+    return BatchScores(
+        totals=np.array(totals, np.float32),
+        values=named,
+        failed=failed,
+        grades=None,
+        sources=sources,
+    )
 
 
 def test_rewards_are_measured_by_name_and_totals_by_source():
@@ -42,4 +51,7 @@ def test_a_single_source_and_a_reward_without_values_have_no_means():
 
 def test_a_completion_has_each_reward_or_none():
     scores = _scores({"f": 0}, [0.5, 0.0], None, f=[0.5, _NAN], math=[0.0, 1.0])
-    assert [scores.of_completion(index) for index in (0, 1)] == [{"f": 0.5, "math": 0.0}, {"f": None, "math": 1.0}]
+    assert [scores.of_completion(index) for index in (0, 1)] == [
+        {"f": 0.5, "math": 0.0},
+        {"f": None, "math": 1.0},
+    ]

@@ -37,10 +37,14 @@ def _failure(pool: RewardPool) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("kind", ["file", "module", "verifier", "environment"])
-def test_files_where_the_user_stands_do_not_replace_the_standard_librarys(tmp_path, monkeypatch, kind):
+def test_files_where_the_user_stands_do_not_replace_the_standard_librarys(
+    tmp_path, monkeypatch, kind
+):
     """`random.py` of a user, who keeps a reward beside it and starts the run there."""
     for name in ("resource", "random", "json", "types", "socket"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the one of the standard library')")
+        (tmp_path / f"{name}.py").write_text(
+            "raise RuntimeError('not the one of the standard library')"
+        )
     (tmp_path / "mine.py").write_text(
         "import random, resource\n"
         "def reward(completions, **_): return [1.0 for _ in completions]\n"
@@ -65,7 +69,9 @@ def test_files_where_the_user_stands_do_not_replace_the_standard_librarys(tmp_pa
             assert pool.collect()[name].rewards == [1.0, 1.0]
 
 
-def _begin(pool: RewardPool, lengths: tuple[int, ...] = (1, 2), source: str = "algebra", **columns) -> None:
+def _begin(
+    pool: RewardPool, lengths: tuple[int, ...] = (1, 2), source: str = "algebra", **columns
+) -> None:
     size = len(lengths)
     ids = [np.arange(length, dtype=np.int32) for length in lengths]
     pool.begin(["p"] * size, ["c"] * size, ids, {"source": [source] * size, **columns})
@@ -82,7 +88,9 @@ def test_functions_are_called_with_one_batch_after_the_other():
 
 
 def test_types_that_json_lacks_arrive_as_text(tmp_path):
-    (tmp_path / "own.py").write_text("def f(day, **columns):\n    return [float(d == '2026-11-22') for d in day]\n")
+    (tmp_path / "own.py").write_text(
+        "def f(day, **columns):\n    return [float(d == '2026-11-22') for d in day]\n"
+    )
     name = f"{tmp_path}/own.py:f"
     with RewardPool([name], ["source", "day"], timeout_s=_LONG_S) as pool:
         _begin(pool, day=[datetime.date(2026, 11, 22), datetime.date(2026, 11, 23)])
@@ -97,9 +105,24 @@ def test_types_that_json_lacks_arrive_as_text(tmp_path):
         ("not_a_number", _LONG_S, "returned nan, needs a finite number or None", 1),
         ("text", _LONG_S, "returned 'good', needs a finite number or None", 0),
         ("nothing", _LONG_S, "returned None, needs a list with one reward per completion", None),
-        ("a_dict", _LONG_S, "returned the dict {0: 1.0, 1: 1.0}, needs a list with one reward per completion", None),
-        ("a_set", _LONG_S, "returned the set {0.0, 1.0}, needs a list with one reward per completion", None),
-        ("a_text", _LONG_S, "returned the str '11', needs a list with one reward per completion", None),
+        (
+            "a_dict",
+            _LONG_S,
+            "returned the dict {0: 1.0, 1: 1.0}, needs a list with one reward per completion",
+            None,
+        ),
+        (
+            "a_set",
+            _LONG_S,
+            "returned the set {0.0, 1.0}, needs a list with one reward per completion",
+            None,
+        ),
+        (
+            "a_text",
+            _LONG_S,
+            "returned the str '11', needs a list with one reward per completion",
+            None,
+        ),
         ("never_ends", _LONG_S, "returned 3 rewards for 2 completions, needs one for each", None),
         ("never_returns", 3.0, "no result in 3 s", None),
         ("dies", _LONG_S, "the worker process died twice", None),
@@ -135,12 +158,16 @@ def test_a_wait_can_be_ended_and_a_hanging_function_is_killed():
 def test_a_function_that_can_not_be_loaded_is_named():
     with (
         RewardPool([_name("length"), "no.such:f"], [], timeout_s=_LONG_S) as pool,
-        pytest.raises(RewardError, match="^reward no.such:f: can't import no.such: ModuleNotFoundError"),
+        pytest.raises(
+            RewardError, match="^reward no.such:f: can't import no.such: ModuleNotFoundError"
+        ),
     ):
         pool.wait_until_loaded()
 
 
-@pytest.mark.parametrize(("function", "rewards"), [("an_array", [0.0, 1.0]), ("an_iterator", [0.0, 1.0])])
+@pytest.mark.parametrize(
+    ("function", "rewards"), [("an_array", [0.0, 1.0]), ("an_iterator", [0.0, 1.0])]
+)
 def test_arrays_and_iterators_are_lists(function, rewards):
     with RewardPool([_name(function)], ["source"], timeout_s=_LONG_S) as pool:
         _begin(pool)
@@ -151,20 +178,36 @@ def test_arrays_and_iterators_are_lists(function, rewards):
 def test_a_function_that_returns_in_two_processes_answers_once(function):
     with RewardPool([_name(function)], ["source"], timeout_s=_LONG_S) as pool:
         pool.wait_until_loaded()
-        for lengths in [(1, 2), (3, 4, 5), (6,), (7, 8)]:  # a second answer would be that of the next batch
+        for lengths in [
+            (1, 2),
+            (3, 4, 5),
+            (6,),
+            (7, 8),
+        ]:  # a second answer would be that of the next batch
             _begin(pool, lengths)
-            assert pool.collect() == {_name(function): Returned([float(length) for length in lengths])}
+            assert pool.collect() == {
+                _name(function): Returned([float(length) for length in lengths])
+            }
 
 
-_STRAY = "something wrote to the socket of the process that calls it, such as to an inherited file descriptor"
+_STRAY = (
+    "something wrote to the socket of the process that calls it, such as to an inherited "
+    "file descriptor"
+)
 
 
 @pytest.mark.parametrize(
     ("stray", "reason"),
     [
         (b"hello, this is no message", _STRAY),
-        (struct.pack(">i", 1 << 20), _STRAY),  # multiprocessing's header of a megabyte that never comes
-        (struct.pack(">QQ", 0, 30) + b'{"value": {"rewards": [9, 9]}}', _STRAY),  # the answer to an earlier request
+        (
+            struct.pack(">i", 1 << 20),
+            _STRAY,
+        ),  # multiprocessing's header of a megabyte that never comes
+        (
+            struct.pack(">QQ", 0, 30) + b'{"value": {"rewards": [9, 9]}}',
+            _STRAY,
+        ),  # the answer to an earlier request
         (struct.pack(">QQ", 1, 1 << 40), _STRAY),  # longer than any answer
         (struct.pack(">QQ", 1, 4) + b"{{{{", _STRAY),
         (struct.pack(">QQ", 1, 1) + b"1", _STRAY),
@@ -254,4 +297,7 @@ time.sleep({10 * HANGS_S})
         below = descendants(trainer.pid)
         assert set(started) & set(below)
         os.kill(trainer.pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, [*below, *started])), "the end of all that the trainer started")
+    wait_until(
+        lambda: not any(map(is_alive, [*below, *started])),
+        "the end of all that the trainer started",
+    )

@@ -38,7 +38,12 @@ def _finish(*rewards, stop_on_error=True, by_source=False):
     columns = column_names(_PROBLEMS)
     with Verifier(1) as verifier:
         scorer = RewardScorer(
-            rewards, verifier, columns, by_source=by_source, timeout_s=_LONG_S, stop_on_error=stop_on_error
+            rewards,
+            verifier,
+            columns,
+            by_source=by_source,
+            timeout_s=_LONG_S,
+            stop_on_error=stop_on_error,
         )
         try:
             scoring = BatchScoring(scorer, _Tokenizer(), [_PROBLEMS[0]] * 2 + [_PROBLEMS[1]] * 2)
@@ -55,13 +60,21 @@ def _own(function, weight=1.0):
 
 
 def test_columns_are_those_of_all_rows_and_hold_the_answer_and_the_source():
-    assert column_names(_PROBLEMS) == ["answer", "data_source", "difficulty", "source", "reference_answer"]
+    assert column_names(_PROBLEMS) == [
+        "answer",
+        "data_source",
+        "difficulty",
+        "source",
+        "reference_answer",
+    ]
     bare = problem_from_row({"prompt": "a", "answer": 1}, source="f", index=0)
     assert column_names([bare]) == ["answer", "source", "reference_answer"]
 
 
 def test_the_total_is_the_weighted_sum_of_math_and_functions():
-    texts, scores = _finish(Reward("math", 2.0), _own("length", 0.5), _own("only_for_algebra", -1.0), by_source=True)
+    texts, scores = _finish(
+        Reward("math", 2.0), _own("length", 0.5), _own("only_for_algebra", -1.0), by_source=True
+    )
     assert texts == ["Answer: 3", "Answer: 4", "Answer: 4", "none"]
     np.testing.assert_array_equal(scores.values["math"], [1, 0, 1, 0])
     np.testing.assert_array_equal(scores.values["length"], [1, 2, 2, 3])
@@ -86,8 +99,13 @@ def test_ids_beyond_the_tokenizer_are_counted_and_said_once(monkeypatch, caplog)
     ids = [np.array(each, np.int32) for each in ([5], [4, 0], [9, 1], [0, 1, 2])]
     monkeypatch.setitem(globals(), "_IDS", ids)
     # 5 and 9 of the 8 tokens are beyond the last of 5 tokens, 4.
-    assert reward_metrics(_finish(Reward("math"))[1])["completion/beyond_vocabulary_fraction"] == 2 / 8
-    assert caplog.text.count("2 of 8 sampled tokens are ids beyond the tokenizer's: they have no text") == 1
+    assert (
+        reward_metrics(_finish(Reward("math"))[1])["completion/beyond_vocabulary_fraction"] == 2 / 8
+    )
+    assert (
+        caplog.text.count("2 of 8 sampled tokens are ids beyond the tokenizer's: they have no text")
+        == 1
+    )
 
 
 def test_without_math_nothing_is_judged():

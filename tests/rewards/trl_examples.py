@@ -1,6 +1,8 @@
-"""The reward functions of TRL's documentation (docs/source/grpo_trainer.md, trl/rewards), as users copy them.
+"""The reward functions of TRL's documentation (docs/source/grpo_trainer.md, trl/rewards), as users
+copy them.
 
-Written out from their documented signatures and results; only the log messages and the slow call are shortened.
+Written out from their documented signatures and results; only the log messages and the slow call
+are shortened.
 """
 
 import asyncio
@@ -9,12 +11,16 @@ import re
 
 # Example 1: reward longer completions; by the token ids, and by the text of a prompt that is text.
 def reward_ids(completion_ids, **kwargs):
-    """Reward function that assigns higher scores to longer completions (in terms of token count)."""
+    """Reward function that assigns higher scores to longer completions (in terms of token
+    count).
+    """
     return [float(len(ids)) for ids in completion_ids]
 
 
 def reward_text(completions, **kwargs):
-    """Reward function that assigns higher scores to longer completions (in terms of character count)."""
+    """Reward function that assigns higher scores to longer completions (in terms of character
+    count).
+    """
     return [float(len(completion)) for completion in completions]
 
 
@@ -46,7 +52,9 @@ def reference_reward(completions, ground_truth, **kwargs):
 def math_reward_func(prompts, completions, task, **kwargs):
     rewards = []
     for prompt, completion, t in zip(prompts, completions, task, strict=True):
-        rewards.append(float(completion[0]["content"] in prompt[-1]["content"]) if t == "math" else None)
+        rewards.append(
+            float(completion[0]["content"] in prompt[-1]["content"]) if t == "math" else None
+        )
     return rewards
 
 

@@ -1,10 +1,19 @@
-"""TRL's documented reward functions give here what its documentation says, in the process that calls them."""
+"""TRL's documented reward functions give here what its documentation says, in the process that
+calls them.
+"""
 
 import asyncio
 
 import pytest
 
-from dcmdp_jax.rewards.protocol import BEGINNING, Logged, RewardError, TrainerState, call_reward, load_reward
+from dcmdp_jax.rewards.protocol import (
+    BEGINNING,
+    Logged,
+    RewardError,
+    TrainerState,
+    call_reward,
+    load_reward,
+)
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 from tests.rewards import trl_examples
 
@@ -32,13 +41,18 @@ def _call(function, completions, prompts=None, ids=None, state=None, **columns):
         ("reward_text", ["The sky is blue.", "The sun is in the sky."], {}, [16.0, 22.0]),
         (
             "format_reward_func",
-            _chat("<think>2+2=4</think><answer>4</answer>", "4", "<think></think><answer>4</answer>."),
+            _chat(
+                "<think>2+2=4</think><answer>4</answer>", "4", "<think></think><answer>4</answer>."
+            ),
             {},
             [1.0, 0.0, 0.0],
         ),
         (
             "think_format_reward",
-            _chat("<think>\nThis is my reasoning.\n</think>\nThis is my answer.", "<think>\nThis is my reasoning."),
+            _chat(
+                "<think>\nThis is my reasoning.\n</think>\nThis is my answer.",
+                "<think>\nThis is my reasoning.",
+            ),
             {},
             [1.0, 0.0],
         ),
@@ -51,7 +65,10 @@ def _call(function, completions, prompts=None, ids=None, state=None, **columns):
         (
             "math_reward_func",
             _chat("4", "def f"),
-            {"task": ["math", "coding"], "prompts": [[{"role": "user", "content": "2+2 is 4"}]] * 2},
+            {
+                "task": ["math", "coding"],
+                "prompts": [[{"role": "user", "content": "2+2 is 4"}]] * 2,
+            },
             [1.0, None],
         ),
         ("coding_reward_func", _chat("4", "def f"), {"task": ["math", "coding"]}, [None, 1.0]),
@@ -72,17 +89,27 @@ def test_what_a_function_logs_comes_back():
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("log_metric('a', 'high')", "raised TypeError: log_metric('a', 'high'): the value must be a number (own.py, "),
-        ("log_metric(3, 1)", "raised TypeError: log_metric(3, ...): the name must be text of at most 200 characters"),
+        (
+            "log_metric('a', 'high')",
+            "raised TypeError: log_metric('a', 'high'): the value must be a number (own.py, ",
+        ),
+        (
+            "log_metric(3, 1)",
+            "raised TypeError: log_metric(3, ...): the name must be text of at most 200 characters",
+        ),
         (
             "log_extra('a', [1])",
-            "raised ValueError: log_extra('a', ...): got 1 values for 2 completions, must be one for each (own.py, ",
+            "raised ValueError: log_extra('a', ...): got 1 values for 2 completions, must be one "
+            "for each (own.py, ",
         ),
     ],
 )
 def test_a_wrong_log_is_named_with_its_line(tmp_path, body, problem):
     path = tmp_path / "own.py"
-    path.write_text(f"def f(completions, log_metric, log_extra, **columns):\n    {body}\n    return [0.0, 0.0]\n")
+    path.write_text(
+        f"def f(completions, log_metric, log_extra, **columns):\n    {body}\n    return [0.0, "
+        "0.0]\n"
+    )
     with RewardPool([f"{path}:f"], [], timeout_s=_LONG_S) as pool:
         pool.begin(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
         [failure] = pool.collect().values()
@@ -92,36 +119,40 @@ def test_a_wrong_log_is_named_with_its_line(tmp_path, body, problem):
 def test_numbers_of_numpy_are_logged_as_numbers_and_other_objects_as_text(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
-        "import numpy as np, datetime\n"
-        "def f(completions, log_metric, log_extra, **columns):\n"
-        "    log_metric('m', np.float32(0.5)); log_metric('m', 1)\n"
-        "    log_extra('x', np.array([1.5, 2.5])); log_extra('d', [datetime.date(2026, 11, 24), {'a': [None]}])\n"
-        "    return [0.0, 0.0]\n"
+        "import numpy as np, datetime\ndef f(completions, log_metric, log_extra, **columns):\n    "
+        "log_metric('m', np.float32(0.5)); log_metric('m', 1)\n    log_extra('x', np.array([1.5, "
+        "2.5])); log_extra('d', [datetime.date(2026, 11, 24), {'a': [None]}])\n    return [0.0, "
+        "0.0]\n"
     )
     with RewardPool([f"{path}:f"], [], timeout_s=_LONG_S) as pool:
         pool.begin(["p"] * 2, ["c"] * 2, [[1]] * 2, {})
         [found] = pool.collect().values()
-    assert found == Returned([0.0, 0.0], {"m": [0.5, 1.0]}, {"x": [1.5, 2.5], "d": ["2026-11-24", {"a": [None]}]})
+    assert found == Returned(
+        [0.0, 0.0], {"m": [0.5, 1.0]}, {"x": [1.5, 2.5], "d": ["2026-11-24", {"a": [None]}]}
+    )
 
 
 def test_what_a_function_prints_goes_to_its_file_at_once(tmp_path):
     path, log = tmp_path / "own.py", tmp_path / "rewards.log"
     path.write_text(
-        "import os, sys, time\nprint('imported')\n"
-        "def f(completions, **columns):\n"
-        "    print('called', *completions); print('to stderr', file=sys.stderr); os.system('echo from a program')\n"
-        "    time.sleep(10_000)\n"
+        "import os, sys, time\nprint('imported')\ndef f(completions, **columns):\n    "
+        "print('called', *completions); print('to stderr', file=sys.stderr); os.system('echo from "
+        "a program')\n    time.sleep(10_000)\n"
     )
     with RewardPool([f"{path}:f"], [], timeout_s=5.0, output=log) as pool:
         pool.begin(["p"], ["c"], [[1]], {})
         [failure] = pool.collect().values()
-    assert str(failure) == f"reward {path}:f: no result in 5 s"  # killed, and what it printed is there
+    assert (
+        str(failure) == f"reward {path}:f: no result in 5 s"
+    )  # killed, and what it printed is there
     assert log.read_text() == "imported\ncalled c\nto stderr\nfrom a program\n"
 
 
 def _compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = solution_str in ground_truth["target"]
-    return {"score": float(right), "acc": right, "from": data_source} if extra_info else float(right)
+    return (
+        {"score": float(right), "acc": right, "from": data_source} if extra_info else float(right)
+    )
 
 
 def test_functions_of_verl_are_called_once_for_each_completion():
@@ -156,13 +187,16 @@ async def _waits(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("_overall", "the dict {'overall': 1.0, 'accuracy': 1.0}"), ("_forgets", "None")]
+    ("name", "given"),
+    [("_overall", "the dict {'overall': 1.0, 'accuracy': 1.0}"), ("_forgets", "None")],
 )
 def test_a_function_of_verl_without_a_score_is_refused_not_taken_for_no_value(name, given):
     reward = load_reward(f"{__file__}:{name}", [])
     with pytest.raises(RewardError) as raised:
         call_reward(reward, ["p"], ["c"], [[1]], {"ground_truth": ["c"]}, BEGINNING, Logged(1))
-    assert str(raised.value) == f"returned {given}, needs a number, or a dict with one under 'score'"
+    assert (
+        str(raised.value) == f"returned {given}, needs a number, or a dict with one under 'score'"
+    )
     assert raised.value.row == 0
 
 

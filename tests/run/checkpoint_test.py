@@ -1,4 +1,6 @@
-"""Checkpoints: the same bits back, only the kept ones on disk, damage found out and stepped over."""
+"""Checkpoints: the same bits back, only the kept ones on disk, damage found out and stepped
+over.
+"""
 
 import contextlib
 import dataclasses
@@ -30,7 +32,16 @@ from tests.support.our_log import our_log
 from tests.support.waiting import wait_until
 
 _MODEL = ModelConfig(
-    "qwen3", 24, 16, 32, 2, 2, 1, 8, rope_scaling=RopeScaling("linear", factor=2.0), max_position_embeddings=64
+    "qwen3",
+    24,
+    16,
+    32,
+    2,
+    2,
+    1,
+    8,
+    rope_scaling=RopeScaling("linear", factor=2.0),
+    max_position_embeddings=64,
 )
 _OPTIMIZER = optax.adamw(1e-3)
 
@@ -39,7 +50,9 @@ _OPTIMIZER = optax.adamw(1e-3)
 def _after_an_update(step, params):
     state = new_state(params, _OPTIMIZER, dual_init(0.1, tolerance=0.01))
     updates, opt_state = _OPTIMIZER.update(params, state.opt_state, params)
-    dual = state.dual._replace(multiplier=dual_update(state.dual.multiplier, 0.02 * step, tolerance=0.01))
+    dual = state.dual._replace(
+        multiplier=dual_update(state.dual.multiplier, 0.02 * step, tolerance=0.01)
+    )
     params = optax.apply_updates(params, updates)
     return TrainState(step, params, opt_state, dual, skipped_in_row=step % 2)
 
@@ -49,13 +62,17 @@ def _state(step=3, dtype="float32"):
     """A state no leaf of which is at its initial value; different for every step."""
     random = np.random.default_rng(step)
     shapes = param_shapes(_MODEL, dtype)
-    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), shapes)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), shapes
+    )
     return _after_an_update(jnp.int32(step), params)
 
 
 def _abstract(state):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), state)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), state
+    )
 
 
 def _same_bits(one, other):
@@ -98,7 +115,9 @@ def _scored(checkpoints, step, score, name="eval"):
 
 
 def _on_disk(tmp_path):
-    return sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()
+    )
 
 
 def test_a_loss_scale_and_the_prompts_taken_come_back(opened):
@@ -132,7 +151,9 @@ def test_what_is_saved_is_the_state_at_the_call_even_if_its_buffers_are_donated(
     state = jax.tree.map(jnp.array, kept)
     checkpoints = opened()
     checkpoints.save(3, state, model=_MODEL)
-    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), tree), donate_argnums=0)
+    overwrite = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), tree), donate_argnums=0
+    )
     jax.block_until_ready(overwrite(state))
     checkpoints.wait()
     _same_bits(kept, opened().restore(_abstract(kept), _MODEL))
@@ -247,7 +268,10 @@ def two(template, tmp_path):
 
 
 def _largest(directory):
-    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in directory.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
 
 
 def _truncate(directory):
@@ -275,13 +299,19 @@ _DAMAGES = [_truncate, _flip, _delete, _delete_item]
 
 @pytest.mark.parametrize("item", ["params", "learner", "meta"])
 @pytest.mark.parametrize("damage", _DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(opened, two, caplog, damage, item):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    opened, two, caplog, damage, item
+):
     damage(two / "2" / item)
     with caplog.at_level(logging.WARNING):
         checkpoints = opened()
         restored = checkpoints.restore(_abstract(_state()), _MODEL)
     _same_bits(_state(1), restored)
-    said = [record.getMessage() for record in caplog.records if record.name == "dcmdp_jax.run.checkpoint"]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "dcmdp_jax.run.checkpoint"
+    ]
     assert len(said) == 1 and "\n" not in said[0]
     assert said[0].startswith(f"checkpoint 2 of {two} is damaged (")
     assert (two / "damaged" / "2-1").is_dir()
@@ -314,8 +344,8 @@ def test_a_checkpoint_of_another_model_is_named_and_left_alone(opened, two):
     with pytest.raises(CheckpointError) as raised:
         opened().restore(_abstract(_state()), dataclasses.replace(_MODEL, intermediate_size=7))
     assert str(raised.value) == (
-        f"{two}/2: its model has intermediate_size={_MODEL.intermediate_size}, this config's has 7; "
-        "choose another run_dir"
+        f"{two}/2: its model has intermediate_size={_MODEL.intermediate_size}, this config's has "
+        "7; choose another run_dir"
     )
     assert _on_disk(two.parent) == [1, 2]
 
@@ -345,7 +375,9 @@ def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
     path = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
     path.write_bytes(b"")
     checkpoints = opened(keep_last=1, keep_best=1)
-    assert our_log(caplog) == [f"{path.parent} is damaged: that checkpoint is no longer a candidate for the best"]
+    assert our_log(caplog) == [
+        f"{path.parent} is damaged: that checkpoint is no longer a candidate for the best"
+    ]
     _same_bits(_state(2), checkpoints.restore(_abstract(_state()), _MODEL))
     _scored(checkpoints, 3, 0.5)
     checkpoints.close()
@@ -363,7 +395,16 @@ def _file_in_place(path):
 
 
 _SPOILT = [
-    *(b'{"scorf": 0.5}', b"3", b'"x"', b"null", b"[]", b'{"name": "eval", "score": "0.2"}', b"\xff", b"[" * 9999),
+    *(
+        b'{"scorf": 0.5}',
+        b"3",
+        b'"x"',
+        b"null",
+        b"[]",
+        b'{"name": "eval", "score": "0.2"}',
+        b"\xff",
+        b"[" * 9999,
+    ),
     *(_directory_in_place, _file_in_place),
     # The digit is another one; the score is another checkpoint's.
     lambda path: path.write_bytes(path.read_bytes().replace(b"0.2", b"0.9")),
@@ -374,7 +415,9 @@ _SPOILT = [
 @pytest.mark.parametrize("opens_again", [True, False])
 @pytest.mark.parametrize("spoil", _SPOILT, ids=map(str, range(len(_SPOILT))))
 def test_a_spoilt_score_is_no_score_and_later_saves_go_on(opened, tmp_path, spoil, opens_again):
-    """Between runs and while one runs. With 0.9 for 0.2, or step 1's own score, step 2 would be the best."""
+    """Between runs and while one runs. With 0.9 for 0.2, or step 1's own score, step 2 would be the
+    best.
+    """
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.7), (2, 0.2)):
         _scored(checkpoints, step, score)
@@ -391,16 +434,21 @@ def test_a_score_without_its_checksum_is_damaged(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.2), (2, 0.1)):
         _scored(checkpoints, step, score)
-    (tmp_path / "checkpoints" / "1" / "metrics" / "metrics").write_text('{"name": "eval", "score": 0.2}')
+    (tmp_path / "checkpoints" / "1" / "metrics" / "metrics").write_text(
+        '{"name": "eval", "score": 0.2}'
+    )
     checkpoints = opened(keep_last=1, keep_best=1)
     _scored(checkpoints, 3, 0.15)
     checkpoints.close()
-    # As step 3 is saved step 2 has the best score that counts; 0.2 would have kept step 1 in its place.
+    # As step 3 is saved step 2 has the best score that counts; 0.2 would have kept step 1 in its
+    # place.
     assert _on_disk(tmp_path) == [2, 3]
 
 
 def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two, tmp_path, caplog):
-    """Renamed upwards, Orbax would decline every later save; an older one under the newest number would be exported."""
+    """Renamed upwards, Orbax would decline every later save; an older one under the newest number
+    would be exported.
+    """
     shutil.move(two / "2", two / "999")
     with pytest.raises(CheckpointError, match=r"999: damaged \(it was saved as that of step 2\)"):
         find_params(tmp_path)
@@ -415,7 +463,9 @@ def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two
 
 
 def test_a_checkpoint_without_a_field_that_has_a_default_is_read(opened):
-    """What an earlier version, or a run without float16, saved: `training.build` gives the field its first value."""
+    """What an earlier version, or a run without float16, saved: `training.build` gives the field
+    its first value.
+    """
     _saved(opened, 3)
     now = _state(3)._replace(loss_scale=LossScale(jnp.float32(512), jnp.int32(7)))
     _same_bits(opened().restore(_abstract(now), _MODEL), _state(3))
@@ -433,7 +483,8 @@ def test_a_difference_of_structure_is_named_and_is_no_damage(opened, two):
     checkpoints.save(3, scaled, model=_MODEL)
     checkpoints.wait()
     with pytest.raises(
-        CheckpointError, match=r"3: has learner\['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam"
+        CheckpointError,
+        match=r"3: has learner\['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam",
     ):
         opened().restore(_abstract(_state()), _MODEL)
     assert _on_disk(two.parent) == [2, 3] and not (two / "damaged").exists()
@@ -449,7 +500,8 @@ def test_other_problems_than_the_run_began_with_are_refused_or_said(tmp_path, ca
         checkpoints.check_problems(3, may_change=False)
     with contextlib.closing(opened("14, 0b")) as checkpoints:
         with pytest.raises(
-            CheckpointError, match="has 14, 0b .*, the run began with 10, 0a .*on_changed_data=continue"
+            CheckpointError,
+            match="has 14, 0b .*, the run began with 10, 0a .*on_changed_data=continue",
         ):
             checkpoints.check_problems(3, may_change=False)
         assert our_log(caplog) == []
@@ -466,7 +518,8 @@ def test_scores_of_another_evaluation_do_not_compete(opened, tmp_path):
 
 
 def test_a_digest_by_hand():
-    # Bits times odd numbers by flat index: 5 * 1 + 6 * 3 + 7 * 5 + 8 * 7; a scalar's is its own bits.
+    # Bits times odd numbers by flat index: 5 * 1 + 6 * 3 + 7 * 5 + 8 * 7; a scalar's is its own
+    # bits.
     tree = {"a": jnp.array([[5, 6], [7, 8]], jnp.int32), "b": jnp.float32(1.0)}
     assert digests(tree) == {"['a']": 114, "['b']": 0x3F800000}
 
@@ -488,12 +541,23 @@ def test_what_a_killed_save_left_is_neither_read_nor_kept(opened, two, tmp_path)
 
 
 def test_parameters_can_be_had_alone_by_any_path_to_them(two, tmp_path, caplog):
-    for path, step, expected in ((tmp_path, None, 2), (str(two), None, 2), (tmp_path, 1, 1), (two / "1", None, 1)):
+    for path, step, expected in (
+        (tmp_path, None, 2),
+        (str(two), None, 2),
+        (tmp_path, 1, 1),
+        (two / "1", None, 1),
+    ):
         found = find_params(path, step)
         _same_bits(_state(expected).params, found.load())
-        assert (found.model, found.step, found.tokenizer) == (_MODEL, expected, tmp_path / "tokenizer")
+        assert (found.model, found.step, found.tokenizer) == (
+            _MODEL,
+            expected,
+            tmp_path / "tokenizer",
+        )
     # What a library warns of here would stand on the screen of every evaluation.
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
 
 
 def test_bfloat16_parameters_come_back_as_bfloat16(opened, tmp_path):
@@ -511,12 +575,17 @@ def test_damaged_parameters_are_an_error_that_names_the_checkpoint(two, tmp_path
     with pytest.raises(CheckpointError) as raised:
         find_params(tmp_path, 2).load()
     line = str(raised.value)
-    assert line.startswith((f"{two}/2: damaged (", f"{two}: no checkpoint of step 2")) and "\n" not in line
+    assert (
+        line.startswith((f"{two}/2: damaged (", f"{two}: no checkpoint of step 2"))
+        and "\n" not in line
+    )
     _same_bits(_state(1).params, find_params(tmp_path, 1).load())
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error(opened, tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint there; give a run directory or one of its checkpoints"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint there; give a run directory or one of its checkpoints"
+    ):
         find_params(tmp_path)
     _saved(opened, 1).close()
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/checkpoints: no checkpoint of step 7$"):
@@ -529,13 +598,17 @@ def test_what_looks_like_a_checkpoint_and_is_none_is_named(opened, two, tmp_path
     assert find_params(tmp_path).step == 2
     lines = [record.message for record in caplog.records]
     assert lines == [
-        f"{two}/002 is no checkpoint, its name is not 2: move it away; the newest checkpoint here is that of step 2",
-        f"{two}/9 is no checkpoint, it is no directory: move it away; the newest checkpoint here is that of step 2",
+        f"{two}/002 is no checkpoint, its name is not 2: move it away; the newest checkpoint here "
+        "is that of step 2",
+        f"{two}/9 is no checkpoint, it is no directory: move it away; the newest checkpoint here "
+        "is that of step 2",
     ]
     caplog.clear()
     _same_bits(opened().restore(_abstract(_state()), _MODEL), _state(2))
     assert [record.message for record in caplog.records] == lines
-    with pytest.raises(CheckpointError, match=r"/002: no checkpoint, its name is not 2; rename it$"):
+    with pytest.raises(
+        CheckpointError, match=r"/002: no checkpoint, its name is not 2; rename it$"
+    ):
         find_params(two / "002")
     with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint of step 9$"):
         find_params(tmp_path, 9)
@@ -545,7 +618,10 @@ def test_a_run_does_not_begin_anew_beside_a_renamed_checkpoint(opened, two, tmp_
     shutil.rmtree(two / "1")
     (two / "2").rename(two / "02")
     for reads in (opened, lambda: find_params(tmp_path)):
-        with pytest.raises(CheckpointError, match=r"/02 is no checkpoint, its name is not 2; there is no other: put "):
+        with pytest.raises(
+            CheckpointError,
+            match=r"/02 is no checkpoint, its name is not 2; there is no other: put ",
+        ):
             reads()
 
 
@@ -555,7 +631,9 @@ def test_a_digest_sees_a_changed_bit_a_swap_and_a_sign():
     swapped[[0, 1]] = leaf[[1, 0]]
     bit.view(np.uint32)[2, 3] ^= 1
     sign[1, 1] = -0.0  # equal to 0.0, other bits
-    values = [digests({"a": {"b": jnp.asarray(x)}})["['a']['b']"] for x in (leaf, swapped, bit, sign)]
+    values = [
+        digests({"a": {"b": jnp.asarray(x)}})["['a']['b']"] for x in (leaf, swapped, bit, sign)
+    ]
     assert len(set(values)) == 4
     # By hand: 1.0 is 0x3f800000 and 2.0 is 0x40000000; bits * (2 index + 1), summed modulo 2^32.
     two = digests({"a": jnp.array([1.0, 2.0], jnp.float32)})
@@ -567,7 +645,9 @@ def test_a_digest_sees_a_changed_bit_a_swap_and_a_sign():
 def test_the_record_beside_the_arrays_is_plain_json(opened, tmp_path):
     _saved(opened, 3).close()
     record = json.loads((tmp_path / "checkpoints" / "3" / "meta" / "metadata").read_text())
-    assert record["step"] == 3 and record["model"] == json.loads(json.dumps(dataclasses.asdict(_MODEL)))
+    assert record["step"] == 3 and record["model"] == json.loads(
+        json.dumps(dataclasses.asdict(_MODEL))
+    )
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_name(opened, tmp_path):
@@ -579,9 +659,13 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(opened, tmp_path):
     other = (tmp_path / "run_id").read_text()
     assert other != own
     shutil.move(tmp_path / "3", tmp_path / "checkpoints" / "3")
-    with pytest.raises(CheckpointError, match=f"checkpoints/3: it is of run {own.strip()}, .* of run {other.strip()}"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"checkpoints/3: it is of run {own.strip()}, .* of run {other.strip()}",
+    ):
         opened().restore(_abstract(_state()), _MODEL)
-    # Without the file the newest checkpoint says which run this is; then the other one is the stranger.
+    # Without the file the newest checkpoint says which run this is; then the other one is the
+    # stranger.
     (tmp_path / "run_id").unlink()
     os.utime(tmp_path / "checkpoints" / "3" / "meta" / "metadata")
     _same_bits(opened().restore(_abstract(_state()), _MODEL), _state(3))
@@ -610,7 +694,13 @@ def test_a_changed_reference_policy_is_refused(opened):
     opened().check_reference(reference, 3, Path("reference"))
     embedding = np.array(reference["embedding"])
     embedding[1, 2] = np.nextafter(embedding[1, 2], np.float32(9))
-    with pytest.raises(CheckpointError, match=r"reference: \['embedding'\] is not what the run began with"):
-        opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 3, Path("reference"))
+    with pytest.raises(
+        CheckpointError, match=r"reference: \['embedding'\] is not what the run began with"
+    ):
+        opened().check_reference(
+            reference | {"embedding": jnp.asarray(embedding)}, 3, Path("reference")
+        )
     # A checkpoint of an earlier version, or a run that begins, knows none.
-    opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 0, Path("reference"))
+    opened().check_reference(
+        reference | {"embedding": jnp.asarray(embedding)}, 0, Path("reference")
+    )

@@ -56,7 +56,9 @@ def test_a_claim_makes_the_directory_and_binds_it_to_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "tokenizer"])
 def test_a_file_where_a_directory_belongs_is_named(run_dir, name):
     (run_dir / name).write_text("")
-    with pytest.raises(ValueError, match=re.escape(f"config.run_dir: {run_dir / name} is no directory; move")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"config.run_dir: {run_dir / name} is no directory; move")
+    ):
         check_run_directory(_config(run_dir))
 
 
@@ -64,7 +66,10 @@ def test_a_file_where_a_directory_belongs_is_named(run_dir, name):
 def test_a_fifo_among_the_files_is_named_and_not_waited_for(run_dir, name):
     (run_dir / name).unlink(missing_ok=True)
     os.mkfifo(run_dir / name)
-    with pytest.raises(ValueError, match=re.escape(f"config.run_dir: {run_dir / name} is no file (a FIFO, socket or")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"config.run_dir: {run_dir / name} is no file (a FIFO, socket or"),
+    ):
         check_run_directory(_config(run_dir))
 
 
@@ -87,7 +92,9 @@ def test_the_record_is_the_config(tmp_path):
         assert path == tmp_path / "a" / "run"
         saved = json.loads((path / "config.json").read_text())
     record = {"config_version": VERSION, **to_dict(config)}
-    record["algorithm"]["trust_region"] = "clip(low=0.2,high=0.24,dual=0.0)"  # the numbers of `clip`
+    record["algorithm"]["trust_region"] = (
+        "clip(low=0.2,high=0.24,dual=0.0)"  # the numbers of `clip`
+    )
     assert saved == record
     assert read_config(tmp_path / "a" / "run") == config
     assert sorted(file.name for file in path.iterdir()) == [".lock", "config.json"]
@@ -98,23 +105,31 @@ def test_a_directory_below_a_file_is_refused(tmp_path, below):
     (tmp_path / "file").write_text("")
     config = _config(tmp_path / "file" / below)
     with pytest.raises(
-        OSError, match=re.escape(f"config.run_dir: {tmp_path}/file/{below} can't be written ({tmp_path}/file)")
+        OSError,
+        match=re.escape(
+            f"config.run_dir: {tmp_path}/file/{below} can't be written ({tmp_path}/file)"
+        ),
     ):
         check_run_directory(config)
-    with pytest.raises(OSError, match=r"^config\.run_dir: .* can't be written \(Not a directory\); choose another$"):
+    with pytest.raises(
+        OSError, match=r"^config\.run_dir: .* can't be written \(Not a directory\); choose another$"
+    ):
         claimed(config).__enter__()
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(OSError, match=re.escape(f"config.run_dir: {tmp_path}/run can't be written ({tmp_path}/run)")):
+    with pytest.raises(
+        OSError,
+        match=re.escape(f"config.run_dir: {tmp_path}/run can't be written ({tmp_path}/run)"),
+    ):
         check_run_directory(_config(tmp_path / "run"))
 
 
 def test_a_second_process_is_refused_and_may_come_when_the_first_has_left(run_dir):
     program = (
-        "import sys; from pathlib import Path; from dcmdp_jax.run.directory import claimed, read_config; "
-        "context = claimed(read_config(Path(sys.argv[1]))); context.__enter__(); "
+        "import sys; from pathlib import Path; from dcmdp_jax.run.directory import claimed, "
+        "read_config; context = claimed(read_config(Path(sys.argv[1]))); context.__enter__(); "
         "print('claimed', flush=True); sys.stdin.readline()"
     )
     other = subprocess.Popen(
@@ -164,15 +179,17 @@ def test_the_same_config_resumes(run_dir):
 def test_another_config_is_refused_and_the_setting_named(run_dir, name, before, after):
     value = tuple(after) if isinstance(after, list) else after
     assert refused(check_run_directory, _config(run_dir, **{name.replace(".", "__"): value})) == (
-        f"config.run_dir: {run_dir} holds a run with {name}={before!r}, this config has {after!r}; choose another "
-        "run_dir, or delete that one"
+        f"config.run_dir: {run_dir} holds a run with {name}={before!r}, this config has "
+        f"{after!r}; choose another run_dir, or delete that one"
     )
 
 
 def test_what_does_not_change_what_is_learned_may_change(run_dir):
     rows = dict(micro_batch_tokens=160, row_lengths=(96,), segments_per_row=2, steps=99)
     changed = {f"training__{name}": value for name, value in rows.items()}
-    changed |= dict(rollout__max_rows=2, rollout__on_non_finite="drop", evaluation__samples=(3,), mesh__fsdp=1)
+    changed |= dict(
+        rollout__max_rows=2, rollout__on_non_finite="drop", evaluation__samples=(3,), mesh__fsdp=1
+    )
     changed |= dict(checkpoint__every_steps=3, observe__samples=9, task__verifier_workers=7)
     check_run_directory(_config(run_dir, **changed))
 
@@ -210,7 +227,9 @@ def _save(run_dir, change):
 def test_a_run_that_lacks_a_setting_has_its_default(run_dir):
     _save(run_dir, lambda saved: saved["algorithm"].pop("sided"))
     check_run_directory(_config(run_dir))
-    with pytest.raises(ValueError, match=r"holds a run with algorithm\.sided='two', this config has 'one'"):
+    with pytest.raises(
+        ValueError, match=r"holds a run with algorithm\.sided='two', this config has 'one'"
+    ):
         check_run_directory(_config(run_dir, algorithm__sided="one"))
 
 
@@ -220,7 +239,9 @@ def test_a_run_that_lacks_a_whole_section_has_its_defaults(run_dir):
 
 
 def _as_older(run_dir, **changes):
-    """Change settings of a run's config, section__name=value, as version 0 would have saved them."""
+    """Change settings of a run's config, section__name=value, as version 0 would have saved
+    them.
+    """
 
     def older(saved):
         saved.pop("config_version", None)
@@ -234,7 +255,9 @@ def _as_older(run_dir, **changes):
 _REMOVED = {
     "algorithm.gone": Removed(VERSION, (1.0,), "the reason"),
     "training.never_mattered": Removed(VERSION, None, "it never changed what is learned"),
-    "algorithm.method": Removed(VERSION, (), "docs/remedies.md has it as a function of yours", ("former_grpo",)),
+    "algorithm.method": Removed(
+        VERSION, (), "docs/remedies.md has it as a function of yours", ("former_grpo",)
+    ),
 }
 
 
@@ -253,7 +276,11 @@ def test_a_removed_setting_with_a_meaning_is_named(run_dir, removed):
     kept = (run_dir / "config.json").read_text()
     for name, value, line in (
         ("algorithm.gone", 0.9, "got 0.9, no setting any more; the reason"),
-        ("algorithm.method", "former_grpo", "got 'former_grpo', which is gone; docs/remedies.md has it"),
+        (
+            "algorithm.method",
+            "former_grpo",
+            "got 'former_grpo', which is gone; docs/remedies.md has it",
+        ),
     ):
         _as_older(run_dir, **{name.replace(".", "__"): value})
         refused = re.escape(f"{run_dir}/config.json: can't be read (config.{name}: {line}")
@@ -272,13 +299,19 @@ def test_a_removed_setting_with_a_meaning_is_named(run_dir, removed):
         ),
         ("config_version", "new", "config_version: got 'new', this program knows"),
         ("multplier", 1, "config.multplier: no such setting; did you mean 'algorithm.multiplier'?"),
-        ("rollout", {"engine": "sglang"}, "config.rollout.engine: got 'sglang', allowed are local, vllm"),
+        (
+            "rollout",
+            {"engine": "sglang"},
+            "config.rollout.engine: got 'sglang', allowed are local, vllm",
+        ),
         ("algorithm", 3, "config.algorithm: got 3, must be a section with named settings"),
     ],
 )
 def test_what_this_version_does_not_know_is_named(run_dir, name, value, line):
     _save(run_dir, lambda saved: saved.update({name: value}))
-    with pytest.raises(ValueError, match=re.escape(f"{run_dir}/config.json: can't be read ({line}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{run_dir}/config.json: can't be read ({line}")
+    ):
         check_run_directory(_config(run_dir))
 
 
@@ -288,7 +321,9 @@ def test_a_run_whose_values_are_refused_today_is_read(run_dir):
 
 
 def test_a_name_that_is_no_utf8_is_refused():
-    with pytest.raises(ValueError, match=r"^config.run_dir: 'r\\udcc3n' is no UTF-8; set LC_ALL=C.UTF-8"):
+    with pytest.raises(
+        ValueError, match=r"^config.run_dir: 'r\\udcc3n' is no UTF-8; set LC_ALL=C.UTF-8"
+    ):
         check_run_directory(_config("r\udcc3n"))
 
 

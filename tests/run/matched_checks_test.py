@@ -1,4 +1,6 @@
-"""What a matched forward pass is refused for once the model and the machine are known, and its memory."""
+"""What a matched forward pass is refused for once the model and the machine are known, and its
+memory.
+"""
 
 import dataclasses
 
@@ -16,7 +18,17 @@ from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 
 QWEN2 = ModelConfig("qwen2", 31, 64, 96, 2, 2, 1, 32, attention_bias=True)
 EXPERTS = ModelConfig(
-    "qwen3_moe", 31, 64, 96, 2, 2, 1, 32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    "qwen3_moe",
+    31,
+    64,
+    96,
+    2,
+    2,
+    1,
+    32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
 )
 
 
@@ -35,35 +47,49 @@ def _config(precision, cache="auto"):
         ("int8", "auto", "cpu", QWEN2, Scheme(products="int8")),
         ("fp8", "auto", "gpu", QWEN2, Scheme(products="fp8", skip_qkv=True)),
         ("fp8_per_block", "fp8", "gpu", QWEN3_8B, Scheme(products="fp8_per_block", cache="fp8")),
-        ("fp8_per_block", "fp8", "cpu", QWEN3_8B, Scheme(products="fp8_weights_per_block", cache="fp8_truncated")),
+        (
+            "fp8_per_block",
+            "fp8",
+            "cpu",
+            QWEN3_8B,
+            Scheme(products="fp8_weights_per_block", cache="fp8_truncated"),
+        ),
         ("bfloat16", "fp8_e5m2", "cpu", EXPERTS, Scheme(cache="fp8_e5m2_truncated")),
     ],
 )
-def test_the_scheme_is_that_of_vllms_build_for_the_platform(precision, cache, platform, model, expected):
+def test_the_scheme_is_that_of_vllms_build_for_the_platform(
+    precision, cache, platform, model, expected
+):
     assert forward_scheme(_config(precision, cache), platform, model=model) == expected
 
 
 def test_experts_are_refused():
-    with pytest.raises(UserError, match="^config.model.forward_precision: got 'fp8_per_block'; the trai"):
+    with pytest.raises(
+        UserError, match="^config.model.forward_precision: got 'fp8_per_block'; the trai"
+    ):
         forward_scheme(_config("fp8_per_block"), "gpu", model=EXPERTS)
 
 
 @pytest.mark.parametrize(
-    ("precision", "cache", "said"), [("int8", "auto", "precision: got 'int8'"), ("bfloat16", "fp8", "cache: got 'fp8'")]
+    ("precision", "cache", "said"),
+    [("int8", "auto", "precision: got 'int8'"), ("bfloat16", "fp8", "cache: got 'fp8'")],
 )
 def test_another_platform_than_the_engines_is_refused(precision, cache, said):
     config = _config(precision, cache)
     engine = dataclasses.replace(engine_arguments(config, model=QWEN3_8B)[1], platform="cuda")
     forward_scheme_on(config, engine, "gpu")
     with pytest.raises(
-        UserError, match=f"^config.model.forward_{said}; the engine computes on cuda, the trainer on cpu"
+        UserError,
+        match=f"^config.model.forward_{said}; the engine computes on cuda, the trainer on cpu",
     ):
         forward_scheme_on(config, engine, "cpu")
     forward_scheme_on(_config("bfloat16"), engine, "cpu")
 
 
 def test_rounded_weights_are_counted_by_hand():
-    """Layers: 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), output 151936 x 4096; float32, over eight devices."""
+    """Layers: 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), output 151936 x 4096; float32, over
+    eight devices.
+    """
     config = qwen3_8b.get_config("local")
     config.rollout.precision = config.model.forward_precision = "fp8"
     plan = memory_plan_of(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))

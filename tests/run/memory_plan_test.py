@@ -18,7 +18,9 @@ def test_totals_and_peaks_of_a_plan():
     assert plan.peak("first") == ("sample", 14) and plan.peak("other") == ("sample", 13)
     assert plan.peak("first", certain=True) == ("sample", 8) and plan.peak("host") == ("step", 5)
     assert len(plan.shortages()) == 2 and len(plan.shortages(certain=True)) == 1
-    with pytest.raises(ValueError, match="this machine has .* the phase 'step' takes at least .* of which c "):
+    with pytest.raises(
+        ValueError, match="this machine has .* the phase 'step' takes at least .* of which c "
+    ):
         plan.check()
 
 
@@ -30,7 +32,9 @@ def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does
     parts = (
         exact("parameters", each=2 * _GIB),
         exact("gathered", first=_GIB, phases=frozenset({"push"})),
-        MemoryPart("logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"),
+        MemoryPart(
+            "logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"
+        ),
         exact("copies", host=_GIB // 2),
     )
     plan = MemoryUse(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")
@@ -41,8 +45,8 @@ def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does
         "~logits 3.00",
         "this machine: 512.00 of 8,192.00 MiB, in the phase 'push'",
         "copies 512.00",
-        "does not fit: the first device has 4.0 GiB and the phase 'step' takes 5.0, of which logits 3.0; smaller with "
-        "model.logprob_chunk",
+        "does not fit: the first device has 4.0 GiB and the phase 'step' takes 5.0, of which "
+        "logits 3.0; smaller with model.logprob_chunk",
         "besides: something",
     ]
     plan.check()  # 3 GiB for sure

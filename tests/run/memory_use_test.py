@@ -25,7 +25,13 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
-from dcmdp_jax.run.memory_use import MemoryUse, fit_engine, free_host_bytes, loaded_parameters, this_machine
+from dcmdp_jax.run.memory_use import (
+    MemoryUse,
+    fit_engine,
+    free_host_bytes,
+    loaded_parameters,
+    this_machine,
+)
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.weights import Weights
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
@@ -34,7 +40,9 @@ from tests.support.refusals import refused
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIB = 2**30
-QWEN3_0_6B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True)
+QWEN3_0_6B = ModelConfig(
+    "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True
+)
 
 
 def test_older_versions_and_batches_ahead_are_counted_where_they_are():
@@ -49,12 +57,17 @@ def test_older_versions_and_batches_ahead_are_counted_where_they_are():
     batch, ahead = part_of(kept, "batch"), part_of(kept, "2 batch(es) sampled ahead")
     assert ahead.each == 2 * batch.each and batch.each > part_of(without, "batch").each
     config.rollout.lag = 60
-    with pytest.raises(ValueError, match=r"of which parameters of 60 older version\(s\) .*; smaller with rollout.lag"):
+    with pytest.raises(
+        ValueError,
+        match=r"of which parameters of 60 older version\(s\) .*; smaller with rollout.lag",
+    ):
         memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1)).check()
 
 
 def test_layers_without_a_loop_are_cast_and_their_gradients_kept():
-    """All matrices, 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), and their gradients, bfloat16."""
+    """All matrices, 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), and their gradients,
+    bfloat16.
+    """
     config, machine = qwen3_8b.get_config("local"), Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
     config.model.remat, config.model.scan_unroll = "none", 36
     plan = memory_plan_of(config, QWEN3_8B, machine, (8, 1, 1))
@@ -78,20 +91,24 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     assert part_of(plan, "parameters").each == 4 * share
     assert part_of(plan, "Adam's moments").each == 8 * share
     assert part_of(plan, "gradients").each == 4 * share
-    # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096 twice, with both.
+    # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096
+    # twice, with both.
     assert part_of(plan, "layers on their way").each == 2 * 2 * (2 * 151_936 * 4096 + 4096)
     # bfloat16 weights, replicated: 15.3 GiB.
-    assert part_of(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
-    # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row, 3.8 with the caches
-    # of preempted rows. State 11.4 GiB and the engine's weights leave 33.3 of 60, less what attention of eight prompts
-    # takes, 1.0: 8 rows a device, 30.4. (Nine are 34.2.)
+    assert (
+        part_of(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
+    )
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row,
+    # 3.8 with the caches of preempted rows. State 11.4 GiB and the engine's weights leave 33.3 of
+    # 60, less what attention of eight prompts takes, 1.0: 8 rows a device, 30.4. (Nine are 34.2.)
     assert plan.rows == 8 * 8
     cache = part_of(plan, "key-value cache")
     assert cache.each == 8 * 9216 * 147_456
     assert part_of(plan, "preempted caches").each == 2 * cache.each
     # For sure rows begin with 128 slots each, after their prompt's bucket.
     assert cache.certain == (8 * (1024 + 128) * 147_456, 0, 0)
-    # Orbax copies the state to the host before the next step: no device holds a second one. Twice while it is written.
+    # Orbax copies the state to the host before the next step: no device holds a second one. Twice
+    # while it is written.
     for name in ("checkpoint's copy", "checkpoint being written"):
         assert (part_of(plan, name).each, part_of(plan, name).host) == (0, 8 * 12 * share)
     # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
@@ -100,7 +117,9 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
 
 
 def test_the_packed_layout_of_cudnn_by_hand():
-    """A micro-batch of 9,216 tokens: 4 bytes of each head, and 8 of each of its 128 elements, 16 times."""
+    """A micro-batch of 9,216 tokens: 4 bytes of each head, and 8 of each of its 128 elements, 16
+    times.
+    """
     machine, plans = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB), []
     for segments in (1, 16, 33):
         config = qwen3_8b.get_config("local")
@@ -110,10 +129,14 @@ def test_the_packed_layout_of_cudnn_by_hand():
     one, packed, masked = plans
     assert part_of(packed, "cuDNN's workspace").each == 8 * 9216 * 32 * 128 * 16
     # remat=full: of one layer at a time.
-    assert part_of(packed, "activations").each - part_of(one, "activations").each == 4 * 9216 * 32 * 16
+    assert (
+        part_of(packed, "activations").each - part_of(one, "activations").each == 4 * 9216 * 32 * 16
+    )
     # More segments have a mask.
     assert part_of(masked, "activations").each == part_of(one, "activations").each
-    assert not any(part.name == "cuDNN's workspace" for plan in (one, masked) for part in plan.parts)
+    assert not any(
+        part.name == "cuDNN's workspace" for plan in (one, masked) for part in plan.parts
+    )
 
 
 def test_an_engine_over_tensor_has_room_for_more_rows():
@@ -152,7 +175,10 @@ def test_router_replay_is_counted_where_it_is_held():
     config.rollout.router_replay = True
     plan = memory_plan_of(config, model, machine, (1, 8, 1))
     completions = config.training.prompts_per_step * config.rollout.group_size
-    assert part_of(plan, "routed experts of the completions' tokens").host == completions * (1024 + 8192) * 768
+    assert (
+        part_of(plan, "routed experts of the completions' tokens").host
+        == completions * (1024 + 8192) * 768
+    )
     assert part_of(plan, "engine's record").host == completions * 8192 * 768
     # Each device decodes an eighth of the rows; for sure the first 128 of each one's tokens.
     rows = plan.rows // 8
@@ -161,18 +187,24 @@ def test_router_replay_is_counted_where_it_is_held():
     # Five int32, a float32 and a bool for each token of a row, and its experts.
     assert part_of(without, "batch").each * (25 + 768) == part_of(plan, "batch").each * 25
     assert part_of(plan, "batch, before").host == 8 * part_of(plan, "batch").each
-    assert not any(part.name.startswith(("experts of", "engine's record")) for part in without.parts)
+    assert not any(
+        part.name.startswith(("experts of", "engine's record")) for part in without.parts
+    )
 
 
 def test_recorded_lists_are_counted_as_the_step_returns_them():
-    """The step gives every device the log-probs of all places, padding too; the host has 30 bytes of each beside."""
+    """The step gives every device the log-probs of all places, padding too; the host has 30 bytes
+    of each beside.
+    """
     config = demo.get_config("debug")
     config.rollout.top_logprobs, config.observe.rollouts_every_steps = 8, 3
     run = planned_run(from_config_dict(config), make_mesh(2, 1, 1, 1, devices=jax.devices()[:2]))
     returned = plan_step(run).trace().out_info[1]["tokens/top_logprobs"]
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(returned))
     assert (
-        size % 32 == 0 and part_of(run.placement.engine.memory, "recorded likeliest").host == 2 * size + 30 * size // 4
+        size % 32 == 0
+        and part_of(run.placement.engine.memory, "recorded likeliest").host
+        == 2 * size + 30 * size // 4
     )
     config.observe.rollouts_every_steps = 0
     silent = planned_run(from_config_dict(config), run.placement.mesh).placement.engine.memory
@@ -187,7 +219,9 @@ def test_memory_is_one_line_where_half_of_it_stays_free():
     for limit in (5 * _GIB, None):  # above half, and unknown
         use = MemoryUse(parts, Machine("cpu", 1, None, limit))
         assert use.lines(whole=False) == use.table()
-    device = MemoryUse((MemoryPart("weights", each=3 * _GIB),), Machine("gpu", 1, 5 * _GIB, 8 * _GIB))
+    device = MemoryUse(
+        (MemoryPart("weights", each=3 * _GIB),), Machine("gpu", 1, 5 * _GIB, 8 * _GIB)
+    )
     assert device.lines(whole=False) == device.table()
 
 
@@ -199,13 +233,20 @@ def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
     # A push: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
     [line] = [line for line in plan.table() if line.startswith("does not fit")]
     assert "the first device has 28.0 GiB and the phase 'push' takes 31.3" in line
-    assert "engine's weights 15.3; smaller with a smaller model, more devices along rollout.local.tensor" in line
-    # State, engine and first slots of the cache are 11.4 + 15.3 + 0.2 GiB for sure: the run may work.
+    assert (
+        "engine's weights 15.3; smaller with a smaller model, more devices along "
+        "rollout.local.tensor" in line
+    )
+    # State, engine and first slots of the cache are 11.4 + 15.3 + 0.2 GiB for sure: the run may
+    # work.
     plan.check()
     assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 26.9
-    assert refused(dataclasses.replace(plan, machine=machine._replace(device_bytes=20 * _GIB)).check) == (
-        "memory: the first device has 20.0 GiB and the phase 'sample' takes at least 26.9, of which engine's weights "
-        "15.3; smaller with a smaller model, more devices along rollout.local.tensor, or rollout.engine=vllm"
+    assert refused(
+        dataclasses.replace(plan, machine=machine._replace(device_bytes=20 * _GIB)).check
+    ) == (
+        "memory: the first device has 20.0 GiB and the phase 'sample' takes at least 26.9, of "
+        "which engine's weights 15.3; smaller with a smaller model, more devices along "
+        "rollout.local.tensor, or rollout.engine=vllm"
     )
 
 
@@ -215,19 +256,25 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     config.rollout.group_size, config.rollout.max_completion_tokens = 4, 48
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 1
     config.training.row_lengths = (112,)
-    plan = memory_plan_of(config, QWEN3_0_6B, Machine("cpu", 1, None, 23 * _GIB), (1, 1, 1), prompts=(40,))
+    plan = memory_plan_of(
+        config, QWEN3_0_6B, Machine("cpu", 1, None, 23 * _GIB), (1, 1, 1), prompts=(40,)
+    )
     params = 596_049_920
     assert num_params(QWEN3_0_6B) == params
-    assert part_of(plan, "parameters").host == 2 * params and part_of(plan, "Adam's moments").host == 4 * params
+    assert (
+        part_of(plan, "parameters").host == 2 * params
+        and part_of(plan, "Adam's moments").host == 4 * params
+    )
     assert part_of(plan, "checkpoint's copy").host == 6 * params
     assert part_of(plan, "engine's weights").host == 2 * params
-    # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer twice in a step.
+    # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer
+    # twice in a step.
     assert part_of(plan, "engine's weights, cast").host == 4 * params
     assert part_of(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
-    # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6, gradients 4 + 4 bytes a
-    # parameter, and those copies of the output layer: (20 * 596,049,920 + 1,244,659,712) / 2^30 = 12.26 GiB. It was
-    # announced with 6.7 and took over 12.6. While it samples the checkpoint is on its way to the disk, 6, and the
-    # engine has 2 + 4.
+    # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6,
+    # gradients 4 + 4 bytes a parameter, and those copies of the output layer: (20 * 596,049,920 +
+    # 1,244,659,712) / 2^30 = 12.26 GiB. It was announced with 6.7 and took over 12.6. While it
+    # samples the checkpoint is on its way to the disk, 6, and the engine has 2 + 4.
     least = 20 * params + 1_244_659_712
     assert round(least / _GIB, 2) == 12.26
     assert least < plan.total("step", "host") < 1.2 * least
@@ -240,10 +287,17 @@ def test_a_cpus_devices_share_the_hosts_memory():
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     one = memory_plan_of(config, model, machine, (1, 1, 1), prompts=(20,))
     four = memory_plan_of(config, model, machine, (4, 1, 1), prompts=(20,))
-    for name, times in (("parameters", 4), ("Adam's moments", 4), ("gradients of", 4), ("engine's weights", 1)):
+    for name, times in (
+        ("parameters", 4),
+        ("Adam's moments", 4),
+        ("gradients of", 4),
+        ("engine's weights", 1),
+    ):
         assert part_of(four, name).host == times * part_of(one, name).host
     # Besides, what the process has already, a quarter, and what it keeps, 1.05 GiB.
-    begun = memory_plan_of(config, model, machine._replace(process_bytes=_GIB // 4), (1, 1, 1), prompts=(20,))
+    begun = memory_plan_of(
+        config, model, machine._replace(process_bytes=_GIB // 4), (1, 1, 1), prompts=(20,)
+    )
     assert begun.total("step", "host") == one.total("step", "host") + _GIB // 4 + int(1.05 * _GIB)
     # Rows are divided: the caches of all devices together are as large as one's.
     assert part_of(four, "key-value cache").host == part_of(one, "key-value cache").host
@@ -252,14 +306,16 @@ def test_a_cpus_devices_share_the_hosts_memory():
 @pytest.mark.parametrize(
     ("precision", "compute", "kept", "on_gpu", "on_cpu"),
     [
-        # 96 hidden, 256 MLP, 3 layers: matrices 96*96 (q) + 2*96*32 (k, v) + 96*96 (o) + 3*96*256 = 98,304 a layer;
-        # norms 2*96 + 2*32 = 256 a layer and 96; embedding 104 * 96 = 9,984. 305,760 in all.
+        # 96 hidden, 256 MLP, 3 layers: matrices 96*96 (q) + 2*96*32 (k, v) + 96*96 (o) + 3*96*256 =
+        # 98,304 a layer; norms 2*96 + 2*32 = 256 a layer and 96; embedding 104 * 96 = 9,984.
+        # 305,760 in all.
         ("exact", "float32", 4 * 305_760, 0, 0),
         ("bfloat16", "bfloat16", 2 * 305_760, 0, 4 * 305_760),
         ("bfloat16", "float32", 2 * 305_760, 4 * 305_760, 4 * 305_760),
-        # One byte for each entry of a matrix, a float32 scale for each of its 96 + 64 + 96 + 512 + 96 = 864 columns;
-        # the output layer quantized (9,984 and 104 scales) beside the embedding; norms as they were. A GPU converts
-        # the largest matrix, 96 x 512, while it multiplies; a CPU all of them first.
+        # One byte for each entry of a matrix, a float32 scale for each of its 96 + 64 + 96 + 512 +
+        # 96 = 864 columns; the output layer quantized (9,984 and 104 scales) beside the embedding;
+        # norms as they were. A GPU converts the largest matrix, 96 x 512, while it multiplies; a
+        # CPU all of them first.
         (
             "int8",
             "float32",
@@ -273,7 +329,13 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     assert num_params(model) == 305_760
     for device, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
-        asked = dict(precision=precision, compute_dtype=compute, kv_cache_dtype="auto", max_rows=8, min_rows=8)
+        asked = dict(
+            precision=precision,
+            compute_dtype=compute,
+            kv_cache_dtype="auto",
+            max_rows=8,
+            min_rows=8,
+        )
         arguments = EngineArguments(
             **asked,
             max_total_tokens=9,
@@ -287,7 +349,9 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
         plan = fit_engine(ENGINES["local"], arguments, load, machine, own).memory
         place = "first" if device == "gpu" else "host"
         assert part_of(plan, "engine's weights").on(place) == kept
-        found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]
+        found = [
+            part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")
+        ]
         assert found == ([cast] if cast else [])
 
 
@@ -300,12 +364,19 @@ def test_vllms_two_copies_are_counted_in_the_host():
     # Two copies of 8,190,735,360 bfloat16; every tensor of this model is a multiple of 64 bytes.
     assert part_of(plan, "two copies").host == 2 * 2 * 8_190_735_360
     assert plan.note == "besides: vLLM takes 0.4 of each of its GPUs (rollout.vllm.memory_share)"
-    assert not any(part.name.startswith(("engine's", "key-value", "layers on their way")) for part in plan.parts)
-    on_cpu = memory_plan_of(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    assert not any(
+        part.name.startswith(("engine's", "key-value", "layers on their way"))
+        for part in plan.parts
+    )
+    on_cpu = memory_plan_of(
+        config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True
+    )
     assert part_of(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
     assert part_of(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
     config.rollout.vllm.replicas = 3
-    three = memory_plan_of(config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True)
+    three = memory_plan_of(
+        config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True
+    )
     assert part_of(three, "two copies").host == part_of(on_cpu, "two copies").host
     assert part_of(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
     assert part_of(three, "vLLM's key-value cache").host == 3 * 2 * _GIB
@@ -332,7 +403,8 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
         monkeypatch.setattr(memory_plan, held, lambda: 10**9)
     monkeypatch.setattr(Weights, "initial", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
-        ValueError, match=r"^memory: this machine has \d+\.\d GiB and the phase '.*' takes at least \d+\.\d, of which"
+        ValueError,
+        match=r"^memory: this machine has \d+\.\d GiB and the phase '.*' takes at least \d+\.\d, of which",
     ) as caught:
         Run.check(from_config_dict(config))
     assert "\n" not in str(caught.value) and "smaller with" in str(caught.value)
@@ -370,8 +442,9 @@ print(json.dumps([plan.placement.engine.memory.peak("host")[1], int(status["VmHW
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
 def test_a_small_run_peaks_at_about_what_is_announced(tmp_path):
-    # 51 million parameters, and a command, which keeps freed memory: by its script's name. Measured: 2.92 GiB, with
-    # 3.28 announced. VmHWM, because Linux's ru_maxrss starts at the peak of the process that started this one.
+    # 51 million parameters, and a command, which keeps freed memory: by its script's name.
+    # Measured: 2.92 GiB, with 3.28 announced. VmHWM, because Linux's ru_maxrss starts at the peak
+    # of the process that started this one.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
     (tmp_path / "dcmdp_jax").write_text(_RUN)
@@ -392,14 +465,15 @@ def test_a_second_run_of_a_process_takes_the_memory_of_the_first():
 
 @pytest.mark.skipif(libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_what_was_freed_before_the_plan_does_not_count_as_libraries():
-    # As converting a model leaves it: 300 MB in blocks that glibc keeps, as `keep_freed_memory` tells it to.
+    # As converting a model leaves it: 300 MB in blocks that glibc keeps, as `keep_freed_memory`
+    # tells it to.
     program = (
-        "import ctypes, jax\n"
-        "from dcmdp_jax.run import memory_use\n"
-        "for parameter, value in ((-8, 1), (-4, 0), (-1, -1)): ctypes.CDLL(None).mallopt(parameter, value)\n"
-        "jax.devices(); before = memory_use._resident_bytes()\n"
-        "held = [bytes([1]) * 10**6 for _ in range(300)]; del held\n"
-        "print(memory_use.this_machine('cpu').process_bytes - before)\n"
+        "import ctypes, jax\nfrom dcmdp_jax.run import memory_use\nfor parameter, value in ((-8, "
+        "1), (-4, 0), (-1, -1)): ctypes.CDLL(None).mallopt(parameter, value)\njax.devices(); "
+        "before = memory_use._resident_bytes()\nheld = [bytes([1]) * 10**6 for _ in range(300)]; "
+        "del held\nprint(memory_use.this_machine('cpu').process_bytes - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 100e6

@@ -36,7 +36,9 @@ def _task():
 
 
 def _setup(kind, *, needed=0, free=None):
-    memory = MemoryUse((exact("weights", host=needed, lower="a smaller model"),), Machine("cpu", 1, None, free))
+    memory = MemoryUse(
+        (exact("weights", host=needed, lower="a smaller model"),), Machine("cpu", 1, None, free)
+    )
     return EngineSetup(kind, EngineArguments(), None, memory)
 
 
@@ -50,7 +52,8 @@ def test_services_close_their_engine():
 def test_an_engine_that_does_not_fit_is_not_started():
     kind = _Kind()
     with pytest.raises(
-        UserError, match="^memory: this machine has 1.0 GiB and the phase 'push' takes at least 2.0, of"
+        UserError,
+        match="^memory: this machine has 1.0 GiB and the phase 'push' takes at least 2.0, of",
     ):
         start_services(_task(), _setup(kind, needed=2 * 2**30, free=2**30))
     assert kind.started == 0

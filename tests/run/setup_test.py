@@ -39,8 +39,14 @@ def _packing(tmp_path, shape=(1, 1, 1), **changes):
 
 def test_rows_are_told(tmp_path):
     # 24 prompts x 8 in a mini-batch, prompts of 20 tokens and completions of 36.
-    packing, told = _packing(tmp_path, training__row_lengths=(56,), training__micro_batch_tokens=16384)
-    assert (packing.row_lengths, packing.rows_per_micro_batch, packing.micro_batches) == ((56,), (192,), (1,))
+    packing, told = _packing(
+        tmp_path, training__row_lengths=(56,), training__micro_batch_tokens=16384
+    )
+    assert (packing.row_lengths, packing.rows_per_micro_batch, packing.micro_batches) == (
+        (56,),
+        (192,),
+        (1,),
+    )
     assert re.search(
         r"^rows +micro-batches of 192 x 56 tokens, a program for each; \d+% padding expected of completions with a "
         r"median of 9 tokens$",
@@ -53,18 +59,24 @@ def test_rows_are_told(tmp_path):
     ("kernel", "most"), [("xla", 1), ("cudnn", 16), ("blockwise", 2**31 - 1), ("splash", 2**31 - 1)]
 )
 def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
-    """On a GPU too: cuDNN takes each segment as a sequence of its own, and keeps memory for each of them."""
+    """On a GPU too: cuDNN takes each segment as a sequence of its own, and keeps memory for each of
+    them.
+    """
     config, mesh = from_config_dict(qwen3_8b.get_config()), make_mesh(devices=jax.devices()[:1])
     shapes = placement.packing_on(config, mesh, Compute(attention=kernel))
     assert shapes.segments_per_row == most and (len(shapes.row_lengths) > 3) == (kernel == "xla")
-    given = dataclasses.replace(config, training=dataclasses.replace(config.training, segments_per_row=3))
+    given = dataclasses.replace(
+        config, training=dataclasses.replace(config.training, segments_per_row=3)
+    )
     assert placement.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
 
 
 @pytest.mark.parametrize(
     "content", ["", '{"step": 1, "time/over', "damaged\n{}\n", '{"step": 1, "time/overlap": "x"}\n']
 )
-def test_metrics_that_cannot_be_read_do_not_stop_a_lagged_run_from_being_described(tmp_path, content):
+def test_metrics_that_cannot_be_read_do_not_stop_a_lagged_run_from_being_described(
+    tmp_path, content
+):
     """Killed before its first row, in the middle of one, or damaged."""
     plan = _plan(tmp_path, rollout__lag=1)
     (tmp_path / "run").mkdir()
@@ -74,20 +86,35 @@ def test_metrics_that_cannot_be_read_do_not_stop_a_lagged_run_from_being_describ
 
 def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
     wide = {
-        "model__architecture": {**demo.get_config().model.architecture.to_dict(), "num_heads": 4, "num_kv_heads": 4}
+        "model__architecture": {
+            **demo.get_config().model.architecture.to_dict(),
+            "num_heads": 4,
+            "num_kv_heads": 4,
+        }
     }
     _, told = _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 4, "expert": 1}, **wide)
     assert ", tensor 4, at most 512 rows at a time" in told
-    with pytest.raises(ValueError, match=r"config.rollout.local.tensor: got 3, must divide the model's num_kv_heads=4"):
+    with pytest.raises(
+        ValueError,
+        match=r"config.rollout.local.tensor: got 3, must divide the model's num_kv_heads=4",
+    ):
         _packing(tmp_path, (1, 4, 2), rollout__local={"tensor": 3, "expert": 1}, **wide)
-    with pytest.raises(ValueError, match=r"config.rollout.local \(tensor=4, expert=1\): 4 does not divide the 2 dev"):
+    with pytest.raises(
+        ValueError,
+        match=r"config.rollout.local \(tensor=4, expert=1\): 4 does not divide the 2 dev",
+    ):
         _packing(tmp_path, (1, 2, 1), rollout__local={"tensor": 4, "expert": 1}, **wide)
 
 
 @pytest.mark.parametrize(
     ("source", "shape", "changes", "message"),
     [
-        (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, .*"),
+        (
+            demo_moe,
+            (1, 1, 1, 3),
+            {},
+            "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, .*",
+        ),
         (
             demo,
             (1, 1, 1),
@@ -98,13 +125,15 @@ def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
             demo,
             (1, 1, 1),
             {"algorithm__router_aux_loss": 0.01},
-            "config.algorithm.router_aux_loss: got 0.01, the model is a qwen3, which has no experts",
+            "config.algorithm.router_aux_loss: got 0.01, the model is a qwen3, which has no "
+            "experts",
         ),
         (
             demo,
             (1, 2, 1),
             {"model__compute_dtype": "bfloat16"},
-            "config.model.compute_dtype: got 'bfloat16' with mesh.fsdp=2 on CPU devices, where XLA can't add up .*",
+            "config.model.compute_dtype: got 'bfloat16' with mesh.fsdp=2 on CPU devices, where "
+            "XLA can't add up .*",
         ),
     ],
     ids=["mesh", "replay", "balancing", "bfloat16"],
@@ -112,27 +141,40 @@ def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
 def test_settings_of_experts_must_fit_the_model(tmp_path, source, shape, changes, message):
     with pytest.raises(UserError, match=f"^{message}$"):
         _plan(tmp_path, shape, source, **changes)
-    assert _plan(tmp_path, (1, 1, 1, 2), demo_moe, rollout__router_replay=True).task.model.num_experts == 8
+    assert (
+        _plan(tmp_path, (1, 1, 1, 2), demo_moe, rollout__router_replay=True).task.model.num_experts
+        == 8
+    )
 
 
 def test_more_experts_for_a_token_than_there_are(tmp_path):
     config = demo_moe.get_config()
     config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
-    with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
+    with pytest.raises(
+        UserError,
+        match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e",
+    ):
         Run.check(from_config_dict(config))
 
 
 def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, monkeypatch):
-    """What is sampled is no function of an estimate made anew: the first start's number is in config.json."""
+    """What is sampled is no function of an estimate made anew: the first start's number is in
+    config.json.
+    """
 
     def started(free, rows=256):
-        monkeypatch.setattr(placement, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40))
+        monkeypatch.setattr(
+            placement, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40)
+        )
         return _plan(tmp_path, rollout__max_rows=rows, rollout__min_rows=8)
 
     roomy = started(None).placement
     assert roomy.engine.memory.rows == roomy.engine.arguments.max_rows == 256
-    # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in float32.
-    [cache] = [part for part in roomy.engine.memory.parts if part.name.startswith("key-value cache")]
+    # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in
+    # float32.
+    [cache] = [
+        part for part in roomy.engine.memory.parts if part.name.startswith("key-value cache")
+    ]
     assert cache.each == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
     full = roomy.engine.memory.total("sample", "first")
     small = started(full - cache.each // 2)

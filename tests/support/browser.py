@@ -8,7 +8,9 @@ import subprocess
 
 from tests.support.waiting import HANGS_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 _FLAGS = """
     --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-component-update
     --disable-background-networking --disable-sync --allow-file-access-from-files --enable-logging=stderr
@@ -19,7 +21,8 @@ _FLAGS = """
 def look_at(page, tmp_path, width, first="", more="null"):
     """(facts of the page laid out at that width, what the browser's console says).
 
-    JavaScript with the page's document as `d`: `first` runs before the facts are taken, `more` is one of them.
+    JavaScript with the page's document as `d`: `first` runs before the facts are taken, `more` is
+    one of them.
     """
     frame = tmp_path / f"frame{width}.html"
     frame.write_text(
@@ -33,11 +36,19 @@ def look_at(page, tmp_path, width, first="", more="null"):
         f"shown: d.querySelectorAll('.completion').length, more: {more}}}); }}, 500); }}, 1000));</script>"
     )
     done = subprocess.run(
-        [CHROMIUM, *_FLAGS, f"--user-data-dir={tmp_path}/profile{width}", "--window-size=1400,900", f"file://{frame}"],
+        [
+            CHROMIUM,
+            *_FLAGS,
+            f"--user-data-dir={tmp_path}/profile{width}",
+            "--window-size=1400,900",
+            f"file://{frame}",
+        ],
         capture_output=True,
         text=True,
         timeout=HANGS_S,
     )
     found = re.search(r'<pre id="r">(.*?)</pre>', done.stdout, re.S)
     assert found and found[1], done.stderr[-2000:]
-    return json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(html.unescape(found[1])), [
+        line for line in done.stderr.splitlines() if "CONSOLE" in line
+    ]

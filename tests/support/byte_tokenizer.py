@@ -4,7 +4,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-def byte_tokenizer(template, *, eos="<|im_end|>", special=("<|im_start|>", "<|im_end|>"), plain=(), merges=()):
+def byte_tokenizer(
+    template, *, eos="<|im_end|>", special=("<|im_start|>", "<|im_end|>"), plain=(), merges=()
+):
     """A tokenizer with a chat template.
 
     Args:
@@ -19,7 +21,9 @@ def byte_tokenizer(template, *, eos="<|im_end|>", special=("<|im_start|>", "<|im
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in special]
+    )
     backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
     tokenizer.chat_template = template

@@ -1,8 +1,11 @@
-"""Two completions of three tokens, their charged advantages and the multiplier after them, by hand; needs torch."""
+"""Two completions of three tokens, their charged advantages and the multiplier after them, by hand;
+needs torch.
+"""
 
 import torch
 
-# p = 0.5, 0.4, 0.3; q = 0.4, 0.6, 0.3: deltas 0.1, 0.2, 0. The third is not sampled in the second completion.
+# p = 0.5, 0.4, 0.3; q = 0.4, 0.6, 0.3: deltas 0.1, 0.2, 0. The third is not sampled in the second
+# completion.
 P = torch.tensor([[0.5, 0.4, 0.3]] * 2).log()
 Q = torch.tensor([[0.4, 0.6, 0.3]] * 2).log()
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])

@@ -15,26 +15,39 @@ from tests.support.commands import failed_command
 
 TOKENIZER = build_tokenizer()
 VOCABULARY = len(TOKENIZER)
-TASK, SAMPLES, TEMPERATURE = (f"--config.evaluation.{name}" for name in ("task", "samples", "temperature"))
-TOKENS, ROWS, SEED = "--config.rollout.max_completion_tokens", "--config.rollout.max_rows", "--config.training.seed"
+TASK, SAMPLES, TEMPERATURE = (
+    f"--config.evaluation.{name}" for name in ("task", "samples", "temperature")
+)
+TOKENS, ROWS, SEED = (
+    "--config.rollout.max_completion_tokens",
+    "--config.rollout.max_rows",
+    "--config.training.seed",
+)
 
 
 def coin_model(context=256):
     """One layer, and a vocabulary as wide as the model."""
-    return ModelConfig("qwen3", VOCABULARY, VOCABULARY, 8, 1, 1, 1, 16, max_position_embeddings=context)
+    return ModelConfig(
+        "qwen3", VOCABULARY, VOCABULARY, 8, 1, 1, 1, 16, max_position_embeddings=context
+    )
 
 
 def coin_params(model, *digits):
     r"""Says `\boxed{d}` and ends, d drawn evenly from `digits`.
 
-    Attention and MLP write nothing, embeddings are unit vectors: the normed hidden state of token i is sqrt(V) e_i and
-    its logits are sqrt(V) times row i of the output layer. sqrt(104) * 8 = 82 leaves e^-82 for any other token.
+    Attention and MLP write nothing, embeddings are unit vectors: the normed hidden state of token i
+    is sqrt(V) e_i and its logits are sqrt(V) times row i of the output layer. sqrt(104) * 8 = 82
+    leaves e^-82 for any other token.
     """
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), param_shapes(model))
     params["norm"]["scale"][:] = 1
     params["embedding"][:] = np.eye(VOCABULARY)
     ids = {text: TOKENIZER.convert_tokens_to_ids(text) for text in ["\n", r"\boxed{", "}", *digits]}
-    pairs = [("\n", r"\boxed{"), *((r"\boxed{", digit) for digit in digits), *((digit, "}") for digit in digits)]
+    pairs = [
+        ("\n", r"\boxed{"),
+        *((r"\boxed{", digit) for digit in digits),
+        *((digit, "}") for digit in digits),
+    ]
     for before, after in pairs:
         params["output"][ids[before], ids[after]] = 8
     params["output"][ids["}"], TOKENIZER.eos_token_id] = 8

@@ -1,4 +1,6 @@
-"""Inspection of a table in one test: every entry is looked at, and all that are wrong are reported together."""
+"""Inspection of a table in one test: every entry is looked at, and all that are wrong are reported
+together.
+"""
 
 from collections.abc import Callable, Iterable
 

@@ -1,9 +1,11 @@
-"""Stock vLLM on exported checkpoints, by its own loader and none of our code: what a live engine must repeat.
+"""Stock vLLM on exported checkpoints, by its own loader and none of our code: what a live engine
+must repeat.
 
     python fresh_vllm.py REQUEST.json ANSWER.json
 
-REQUEST: directories, llm (arguments), prompts (token ids), samplings (arguments of SamplingParams, a seed per prompt).
-ANSWER: per directory and sampling, per prompt, [token ids, log-probs as float.hex].
+REQUEST: directories, llm (arguments), prompts (token ids), samplings (arguments of SamplingParams,
+a seed per prompt). ANSWER: per directory and sampling, per prompt, [token ids, log-probs as
+float.hex].
 """
 
 import gc
@@ -11,7 +13,9 @@ import json
 import os
 import sys
 
-os.environ |= dict.fromkeys("TORCHDYNAMO_DISABLE OMP_NUM_THREADS HF_HUB_OFFLINE VLLM_NO_USAGE_STATS".split(), "1")
+os.environ |= dict.fromkeys(
+    "TORCHDYNAMO_DISABLE OMP_NUM_THREADS HF_HUB_OFFLINE VLLM_NO_USAGE_STATS".split(), "1"
+)
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -33,11 +37,17 @@ def main() -> None:
         answer.append([])
         for sampling in request["samplings"]:
             seeds = sampling.pop("seeds", [None] * len(request["prompts"]))
-            params = [SamplingParams(**sampling, seed=seed, flat_logprobs=True, logprobs=0) for seed in seeds]
+            params = [
+                SamplingParams(**sampling, seed=seed, flat_logprobs=True, logprobs=0)
+                for seed in seeds
+            ]
             given = [{"prompt_token_ids": ids} for ids in request["prompts"]]
             outputs = [output.outputs[0] for output in llm.generate(given, params, use_tqdm=False)]
             answer[-1].append(
-                [[list(out.token_ids), [float(x).hex() for x in out.logprobs.logprobs]] for out in outputs]
+                [
+                    [list(out.token_ids), [float(x).hex() for x in out.logprobs.logprobs]]
+                    for out in outputs
+                ]
             )
             sampling["seeds"] = seeds
         del llm

@@ -1,4 +1,6 @@
-"""Writes the result of the tests marked `long` to docs/test_long.md: a pytest plugin, for `make test-long`."""
+"""Writes the result of the tests marked `long` to docs/test_long.md: a pytest plugin, for `make
+test-long`.
+"""
 
 import datetime
 import importlib.metadata
@@ -30,12 +32,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     _, heading, notes = _PAGE.read_text(encoding="utf-8").partition(_NOTES)
     rows = "\n".join(_row(outcome, report, seconds[report.nodeid]) for outcome, report in tests)
     _PAGE.write_text(
-        "# The long tests\n\n"
-        "Written by `make test-long`, which runs what is too long for `make test-all` at full count.\n\n"
-        f"{datetime.date.today():%Y-%m-%d}: {counts}, in {sum(seconds.values()) / 60:.0f} minutes.  \n"
-        f"{_machine()}\n\n"
-        "| test | result | seconds | |\n|---|---|---|---|\n"
-        f"{rows}\n{heading}{notes}",
+        "# The long tests\n\nWritten by `make test-long`, which runs what is too long for `make "
+        f"test-all` at full count.\n\n{datetime.date.today():%Y-%m-%d}: {counts}, in "
+        f"{sum(seconds.values()) / 60:.0f} minutes.  \n{_machine()}\n\n| test | result | seconds "
+        f"| |\n|---|---|---|---|\n{rows}\n{heading}{notes}",
         encoding="utf-8",
     )
     terminalreporter.write_line(f"wrote {_PAGE}")
@@ -64,7 +64,11 @@ def _machine() -> str:
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        names = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if "model name" in line
+        ]
         processor = names[0] if names else processor
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = [f"Python {platform.python_version()}"]
@@ -73,4 +77,7 @@ def _machine() -> str:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return f"{platform.system()}, {os.cpu_count()} cores ({processor}), {memory:.0f} GiB; {', '.join(versions)}."
+    return (
+        f"{platform.system()}, {os.cpu_count()} cores ({processor}), {memory:.0f} GiB; "
+        f"{', '.join(versions)}."
+    )

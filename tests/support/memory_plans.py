@@ -13,7 +13,9 @@ from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.run.memory_use import fit_engine, training_memory
 from dcmdp_jax.run.placement import compute_on, packing_on
 
-QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
+QWEN3_8B = ModelConfig(
+    "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960
+)
 
 
 def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cpu=False):
@@ -23,13 +25,22 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
     compute = compute_on(config, mesh)
     packing = packing_on(config, mesh, compute)
     if machine.platform == "gpu":
-        compute = dataclasses.replace(compute, attention="cudnn", segments=config.training.segments_per_row)
+        compute = dataclasses.replace(
+            compute, attention="cudnn", segments=config.training.segments_per_row
+        )
     completions = config.training.prompts_per_step * config.rollout.group_size
     kind, engine = engine_arguments(
-        config, model=model, mesh=functools.partial(sampling_mesh, mesh), platform="cpu" if vllm_on_cpu else "cuda"
+        config,
+        model=model,
+        mesh=functools.partial(sampling_mesh, mesh),
+        platform="cpu" if vllm_on_cpu else "cuda",
     )
     load = Workload(
-        completions, config.rollout.group_size, prompts, config.rollout.max_completion_tokens, config.model.param_dtype
+        completions,
+        config.rollout.group_size,
+        prompts,
+        config.rollout.max_completion_tokens,
+        config.model.param_dtype,
     )
     scheme = forward_scheme(config, machine.platform, model=model)
     own = training_memory(config, model, compute, scheme, mesh, packing, machine, completions)

@@ -1,5 +1,5 @@
-"""The messages of tests/recorded/messages.txt: what is said of a mistake in the arguments of `dcmdp train` and `dcmdp
-plan`, and in a config.json, that of Qwen3-8B with fields changed.
+"""The messages of tests/recorded/messages.txt: what is said of a mistake in the arguments of `dcmdp
+train` and `dcmdp plan`, and in a config.json, that of Qwen3-8B with fields changed.
 
 python -m tests.support.messages    # write today's messages for the commands that the file has
 """
@@ -68,7 +68,12 @@ def said(command: str) -> str:
 def text(messages: dict[str, str]) -> str:
     """The file with these messages."""
     heading = FILE.read_text(encoding="utf-8").split("\n\n")[0]
-    return "\n\n".join([heading, *(f"{command}\n    {message}" for command, message in messages.items())]) + "\n"
+    return (
+        "\n\n".join(
+            [heading, *(f"{command}\n    {message}" for command, message in messages.items())]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

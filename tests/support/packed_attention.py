@@ -19,23 +19,34 @@ class StandIn:
     def __init__(self, *, backward: bool) -> None:
         self._backward, self.calls = backward, 0
 
-    def bind(self, query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any, **options: Any) -> list[jax.Array]:
+    def bind(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any, **options: Any
+    ) -> list[jax.Array]:
         bias, lengths, key_lengths, offsets, key_offsets, _, _, *saved = rest
         assert bias.size == 0 and lengths is key_lengths
         assert options["mask_type"] == cudnn.MaskType.PADDING_CAUSAL
-        assert lengths.shape == (query.shape[0], offsets.shape[1] - 1) and lengths.dtype == offsets.dtype == jnp.int32
+        assert (
+            lengths.shape == (query.shape[0], offsets.shape[1] - 1)
+            and lengths.dtype == offsets.dtype == jnp.int32
+        )
         self.calls += 1
         # cuDNN's log-sum-exp, of which there is one for each segment that a row may have.
-        statistics = jax.ShapeDtypeStruct((lengths.size, query.shape[2], query.shape[1]), jnp.float32)
+        statistics = jax.ShapeDtypeStruct(
+            (lengths.size, query.shape[2], query.shape[1]), jnp.float32
+        )
         if self._backward:
             assert saved[0].shape == statistics.shape
             shapes, arguments = (query, key, value), (saved[1], saved[2])
         else:
             assert options["is_training"]
             shapes, arguments = (query, statistics), ()
-        run = functools.partial(_run, self._backward, options["scale"], options["sliding_window_length"])
+        run = functools.partial(
+            _run, self._backward, options["scale"], options["sliding_window_length"]
+        )
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
-        return jax.pure_callback(run, shapes, query, key, value, lengths, offsets, key_offsets, *arguments)
+        return jax.pure_callback(
+            run, shapes, query, key, value, lengths, offsets, key_offsets, *arguments
+        )
 
 
 def _run(backward, scale, window, *arrays):
@@ -44,15 +55,23 @@ def _run(backward, scale, window, *arrays):
     results = [np.full(x.size, np.nan) for x in ((query, key, value) if backward else (query,))]
 
     def read(x, offset, tokens):
-        return x.reshape(-1)[offset : offset + tokens * x.shape[2] * width].reshape(tokens, x.shape[2], width)
+        return x.reshape(-1)[offset : offset + tokens * x.shape[2] * width].reshape(
+            tokens, x.shape[2], width
+        )
 
     def write(result, offset, part):
         result[offset : offset + part.size] = part.reshape(-1)
 
-    for tokens, offset, key_offset in zip(lengths.flat, offsets.flat, key_offsets.flat, strict=False):
+    for tokens, offset, key_offset in zip(
+        lengths.flat, offsets.flat, key_offsets.flat, strict=False
+    ):
         if not tokens:
             continue
-        q, k, v = read(query, offset, tokens), read(key, key_offset, tokens), read(value, key_offset, tokens)
+        q, k, v = (
+            read(query, offset, tokens),
+            read(key, key_offset, tokens),
+            read(value, key_offset, tokens),
+        )
         k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
         # cuDNN's window holds the query itself.
         seen = np.tri(tokens, dtype=bool) & ~np.tri(tokens, k=-(window or tokens), dtype=bool)
@@ -71,9 +90,14 @@ def _run(backward, scale, window, *arrays):
             np.einsum("hqk,qhd->khd", weights, bar),
         )
         shared = [x.reshape(tokens, kv_heads, -1, width).sum(axis=2) for x in gradients[1:]]
-        for result, at, part in zip(results, (offset, key_offset, key_offset), (gradients[0], *shared), strict=True):
+        for result, at, part in zip(
+            results, (offset, key_offset, key_offset), (gradients[0], *shared), strict=True
+        ):
             write(result, at, part)
-    shaped = [r.reshape(x.shape).astype(x.dtype) for r, x in zip(results, (query, key, value), strict=False)]
+    shaped = [
+        r.reshape(x.shape).astype(x.dtype)
+        for r, x in zip(results, (query, key, value), strict=False)
+    ]
     statistics = [] if backward else [np.zeros((lengths.size, heads, query.shape[1]), np.float32)]
     return [*shaped, *statistics]
 

@@ -12,7 +12,9 @@ CAPTURED = {"capture_output": True, "text": True, "timeout": HANGS_S}
 
 
 def finished(*arguments, code=0, cwd=ROOT, **options):
-    """Run this Python with `arguments` to its end, which must have exit code `code`; keep what it printed and said."""
+    """Run this Python with `arguments` to its end, which must have exit code `code`; keep what it
+    printed and said.
+    """
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, **{**CAPTURED, **options})
     assert done.returncode == code, done.stdout + done.stderr
@@ -21,7 +23,11 @@ def finished(*arguments, code=0, cwd=ROOT, **options):
 
 def demo(run_dir, *settings, program=("-m", "bin.train"), **options):
     """`finished` of the demo's debug run in `run_dir` with further settings, without evaluation."""
-    start = ("--config=configs/demo.py:debug", f"--config.run_dir={run_dir}", "--config.evaluation.every_steps=0")
+    start = (
+        "--config=configs/demo.py:debug",
+        f"--config.run_dir={run_dir}",
+        "--config.evaluation.every_steps=0",
+    )
     return finished(*program, *start, *settings, **options)
 
 
@@ -38,7 +44,11 @@ def children(parent, word):
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state, its_parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state != "Z" and int(its_parent) == parent and word in (entry / "cmdline").read_text():
+            if (
+                state != "Z"
+                and int(its_parent) == parent
+                and word in (entry / "cmdline").read_text()
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue

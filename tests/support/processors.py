@@ -1,9 +1,10 @@
-"""What vLLM's CPU build computes on this machine's processor, by the product's own rule, and on pretended ones.
+"""What vLLM's CPU build computes on this machine's processor, by the product's own rule, and on
+pretended ones.
 
     python -m pytest -p tests.support.processors -rs FILES
 
-makes those tests of the files that need vLLM's CPU build, on each of `PROCESSORS`, up to a start of vLLM: it is left
-out and named. A test fails that would start what the processor does not compute.
+makes those tests of the files that need vLLM's CPU build, on each of `PROCESSORS`, up to a start of
+vLLM: it is left out and named. A test fails that would start what the processor does not compute.
 """
 
 import re
@@ -33,7 +34,9 @@ REFUSED = {"avx2": {*WEIGHTS, *CACHES}, "avx512": {*WEIGHTS}, "amx": set()}
 def pretend(features: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the product read these instruction sets as the processor's."""
     info = directory / "cpuinfo"
-    info.write_text(f"processor\t: 0\nmodel name\t: pretended, with avx512f amx_tile\nflags\t\t: {features}\n")
+    info.write_text(
+        f"processor\t: 0\nmodel name\t: pretended, with avx512f amx_tile\nflags\t\t: {features}\n"
+    )
     monkeypatch.setattr(backend, "CPU_INFO", info)
 
 
@@ -53,7 +56,9 @@ _pretended: list[str] = []
 
 
 def _would_start(*formats: str) -> None:
-    """End a test that has come to a start of vLLM: fail if the pretended processor does not compute the formats."""
+    """End a test that has come to a start of vLLM: fail if the pretended processor does not compute
+    the formats.
+    """
     [name] = _pretended
     if refused := REFUSED[name] & set(formats):
         pytest.fail(f"would start vLLM with {', '.join(refused)} on a processor with {name}")
@@ -76,7 +81,11 @@ def _pretended_processor(request: pytest.FixtureRequest) -> Iterator[None]:
     """The tests of a session on one processor, then on the next."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         pretend(PROCESSORS[request.param], Path(directory), patch)
-        patch.setattr(launch, "write_model_config", lambda one: _would_start(one.precision, one.kv_cache_dtype))
+        patch.setattr(
+            launch,
+            "write_model_config",
+            lambda one: _would_start(one.precision, one.kv_cache_dtype),
+        )
         patch.setattr(subprocess, "Popen", _Popen)
         _pretended[:] = [request.param]
         yield

@@ -1,4 +1,6 @@
-"""Shared by the tests of engines in Ray: a cluster of small nodes in one machine, and an engine in it."""
+"""Shared by the tests of engines in Ray: a cluster of small nodes in one machine, and an engine in
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from dcmdp_jax.engines.vllm.engine import VllmEngine
 from tests.support.waiting import wait_until
 
 _SMALL = {"object_store_memory": 84 << 20}
-# A loaded machine starts a node, a worker, an agent in minutes, and answers late; a process that is gone is known at
-# once. Ray must not end a worker for the memory of what runs beside the tests.
+# A loaded machine starts a node, a worker, an agent in minutes, and answers late; a process that is
+# gone is known at once. Ray must not end a worker for the memory of what runs beside the tests.
 _PATIENCE = {
     "RAY_raylet_start_wait_time_s": "600",
     "RAY_gcs_server_port_wait_time_s": "600",
@@ -45,11 +47,15 @@ class RayNodes:
         return self.cluster.address
 
     def add(self, replicas: int = 1) -> Any:
-        return self.wait(self.cluster.add_node(False, num_cpus=0, resources={"vllm": replicas}, **_SMALL))
+        return self.wait(
+            self.cluster.add_node(False, num_cpus=0, resources={"vllm": replicas}, **_SMALL)
+        )
 
     def wait(self, node: Any) -> Any:
         """Return the node once the head counts it among the living."""
-        wait_until(lambda: node.node_id in self.cluster.global_state._live_node_ids(), "a node of Ray")
+        wait_until(
+            lambda: node.node_id in self.cluster.global_state._live_node_ids(), "a node of Ray"
+        )
         return node
 
     def remove(self, node: Any) -> None:
@@ -66,8 +72,12 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(count: int) -> Iterator[RayNodes]:
-    """A cluster with so many nodes besides the head; this process is not connected to it afterwards."""
-    ray = importlib.import_module("dcmdp_jax.ray_cluster").ray  # first: it sets what Ray reads when it is imported
+    """A cluster with so many nodes besides the head; this process is not connected to it
+    afterwards.
+    """
+    ray = importlib.import_module(
+        "dcmdp_jax.ray_cluster"
+    ).ray  # first: it sets what Ray reads when it is imported
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in _PATIENCE}
@@ -103,7 +113,9 @@ def actors(nodes: RayNodes) -> list[psutil.Process]:
         for raylet in node.all_processes["raylet"]:
             with contextlib.suppress(psutil.Error):
                 children = psutil.Process(raylet.process.pid).children(recursive=True)
-                found += [child for child in children if "ray::VllmActor" in " ".join(child.cmdline())]
+                found += [
+                    child for child in children if "ray::VllmActor" in " ".join(child.cmdline())
+                ]
     return found
 
 

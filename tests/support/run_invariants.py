@@ -18,11 +18,22 @@ _RANGES = {
     "correlation": (-1.0, 1.0),
     "tokens": (1.0, np.inf),
     **dict.fromkeys(
-        ("completions", "discrepancy", "nats", "ratio", "norm", "1", "updates", "steps", "seconds", "tokens / s",
-         "advantage / discrepancy"),
+        (
+            "completions",
+            "discrepancy",
+            "nats",
+            "ratio",
+            "norm",
+            "1",
+            "updates",
+            "steps",
+            "seconds",
+            "tokens / s",
+            "advantage / discrepancy",
+        ),
         _NOT_NEGATIVE,
     ),
-}  # fmt: skip
+}
 _EITHER_SIGN = (
     "dual/violation",
     "mismatch/k1",
@@ -43,11 +54,13 @@ _ORDERED = (
 )
 # With rollout.lag.
 _ORDERED_LAGGED = tuple(
-    (f"{part}/log_ratio_abs_mean", f"{part}/log_ratio_max") for part in ("staleness", "mismatch", "gap")
+    (f"{part}/log_ratio_abs_mean", f"{part}/log_ratio_max")
+    for part in ("staleness", "mismatch", "gap")
 )
 # Only rewards of the verifier lie in [0, 1]; those of users are any number.
 _JUDGED = ("math", "math_verify")
-# Not at a step whose completions have no value of the reward, or are none of the source's; or a function logs nothing.
+# Not at a step whose completions have no value of the reward, or are none of the source's; or a
+# function logs nothing.
 _SOMETIMES = re.compile(
     r"reward/.+/(mean|std)|eval_(interval|reward)/.+|(eval_)?logged/.+|discrepancy/source/.+|completion/source/.+|mismatch/leg_.+"
 )
@@ -102,7 +115,11 @@ def _of_values(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     """Finite, within what their units allow, and in order."""
     ranges = _RANGES | ({"reward": (0.0, 1.0)} if _is_verified(config) else {})
     for name, (steps, values) in series.items():
-        low, high = (-np.inf, np.inf) if name in _EITHER_SIGN else ranges.get(metric_of(name).unit, (-np.inf, np.inf))
+        low, high = (
+            (-np.inf, np.inf)
+            if name in _EITHER_SIGN
+            else ranges.get(metric_of(name).unit, (-np.inf, np.inf))
+        )
         if name.endswith("/std"):
             low = 0.0
         for step in steps[~np.isfinite(values)]:
@@ -119,7 +136,12 @@ def _of_values(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     # A run of before did not record each of today's phases.
     recorded = [f"time/{phase}" for phase in (("wait", "push", "step") if lag else STEP_PHASES)]
     phases = sum(series[name][1] for name in recorded if name in series)
-    yield from _not_above("the phases' times", (series["time/total"][0], phases), "time/total", series["time/total"][1])
+    yield from _not_above(
+        "the phases' times",
+        (series["time/total"][0], phases),
+        "time/total",
+        series["time/total"][1],
+    )
     for name in series:
         if "/pass@" in name and _is_verified(config):
             average = name.replace("/pass@", "/avg@")
@@ -161,36 +183,55 @@ def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: no whole number of completions, groups or tokens at step {step}"
     if "reward/no_answer_fraction" in get and _is_verified(config):
         wrong = (
-            get["reward/no_answer_fraction"] * total + get["reward/verifier_timeouts"] + get["reward/verifier_errors"]
+            get["reward/no_answer_fraction"] * total
+            + get["reward/verifier_timeouts"]
+            + get["reward/verifier_errors"]
         )
-        yield from _not_above("right and unjudged completions", (steps, wholes["reward/mean"] + wrong), "all", total)
+        yield from _not_above(
+            "right and unjudged completions", (steps, wholes["reward/mean"] + wrong), "all", total
+        )
     for name, counts in get.items():
         if name.startswith("reward/") and metric_of(name).unit == "completions":
             yield from _not_above(name, (series[name][0], counts), "all completions", total)
-    yield from _not_above("completion/length_max", (steps, get["completion/length_max"]), "the limit", limit)
+    yield from _not_above(
+        "completion/length_max", (steps, get["completion/length_max"]), "the limit", limit
+    )
     if lag := config.get("rollout.lag", 0):
         expected = np.minimum(steps - 1, lag)
-        yield from _differing("rollout/staleness_max", steps, get["rollout/staleness_max"], expected)
+        yield from _differing(
+            "rollout/staleness_max", steps, get["rollout/staleness_max"], expected
+        )
         apart = get["staleness/log_ratio_mean"] + get["mismatch/log_ratio_mean"]
-        yield from _differing("gap/log_ratio_mean", steps, get["gap/log_ratio_mean"], apart, scale=1.0)
+        yield from _differing(
+            "gap/log_ratio_mean", steps, get["gap/log_ratio_mean"], apart, scale=1.0
+        )
     cut = get["completion/truncated_fraction"] > 0
     if config.get("task.environment"):  # a turn has a limit of its own
         return
     for step in steps[cut & (get["completion/length_max"] != limit)]:
-        yield f"completion/truncated_fraction: above 0 at step {step} where no completion reaches the limit"
+        yield (
+            f"completion/truncated_fraction: above 0 at step {step} where no completion reaches "
+            "the limit"
+        )
     sampled = get["throughput/sampled_tokens_per_second"] * get["time/generate"]
     yield from _differing("sampled tokens", steps, sampled, get["completion/length_mean"] * total)
     tokens = get["throughput/tokens_per_second"] * get["time/total"]
     yield from _not_above("sampled tokens", (steps, sampled), "all tokens", tokens)
     updates = config["training.prompts_per_step"] // config["training.prompts_per_mini_batch"]
-    yield from _not_above("optimizer/skipped_updates", (steps, get["optimizer/skipped_updates"]), "updates", updates)
+    yield from _not_above(
+        "optimizer/skipped_updates", (steps, get["optimizer/skipped_updates"]), "updates", updates
+    )
 
 
 def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
-    """lambda_1 = lambda_0;  lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)."""
+    """lambda_1 = lambda_0;  lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min,
+    lambda_max).
+    """
     steps, multiplier = series["dual/multiplier"]
     discrepancy, violation = series["discrepancy/mean"][1], series["dual/violation"][1]
-    measured = config.get("algorithm.tolerance_steps", 0) if config["algorithm.method"] == "dc_grpo" else 0
+    measured = (
+        config.get("algorithm.tolerance_steps", 0) if config["algorithm.method"] == "dc_grpo" else 0
+    )
     tolerance = np.full(len(steps), config["algorithm.tolerance"])
     if 0 < measured < len(steps):  # from then on one that the first steps give
         tolerance[measured:] = series["dual/tolerance"][1][measured]
@@ -200,7 +241,9 @@ def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[st
         yield from _differing("dual/multiplier", steps, multiplier, np.full(len(steps), fixed))
         yield from _differing("dual/violation", steps, violation, discrepancy - tolerance)
         return
-    yield from _differing("dual/violation", steps, violation, discrepancy - tolerance, scale=tolerance[0])
+    yield from _differing(
+        "dual/violation", steps, violation, discrepancy - tolerance, scale=tolerance[0]
+    )
     low, high = 0.0, config["algorithm.multiplier_max"]
     for step in steps[(multiplier < np.float32(low)) | (multiplier > np.float32(high))]:
         yield f"dual/multiplier: outside {low} .. {high} at step {step}"
@@ -211,7 +254,9 @@ def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[st
     yield from _differing("dual/multiplier", steps, multiplier, expected)
 
 
-def _not_above(low: str, lows: tuple[np.ndarray, np.ndarray], high: str, highs: np.ndarray | float) -> Iterator[str]:
+def _not_above(
+    low: str, lows: tuple[np.ndarray, np.ndarray], high: str, highs: np.ndarray | float
+) -> Iterator[str]:
     steps, values = lows
     for step in steps[values > np.asarray(highs) * (1 + _ROUNDING) + 1e-9]:
         yield f"{low}: above {high} at step {step}"

@@ -1,4 +1,6 @@
-"""Whole runs in processes of their own, and what they left: metrics by step, digests of checkpoints."""
+"""Whole runs in processes of their own, and what they left: metrics by step, digests of
+checkpoints.
+"""
 
 import json
 import subprocess
@@ -13,9 +15,20 @@ DEBUG = "configs/demo.py:debug"
 
 def start(environment, run_dir, *overrides, config=DEBUG, program=("-m", "bin.train")):
     """A run with `config`; what it prints and says of errors is one stream."""
-    command = [sys.executable, *program, f"--config={config}", f"--config.run_dir={run_dir}", *overrides]
+    command = [
+        sys.executable,
+        *program,
+        f"--config={config}",
+        f"--config.run_dir={run_dir}",
+        *overrides,
+    ]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

@@ -1,4 +1,6 @@
-"""Two columns of log-probs of tokens sampled from known distributions, in plain NumPy, with a fault planted."""
+"""Two columns of log-probs of tokens sampled from known distributions, in plain NumPy, with a fault
+planted.
+"""
 
 import numpy as np
 
@@ -21,14 +23,25 @@ def _truncated(logprobs, top_p):
     return _log_softmax(np.where(mask, logprobs, -np.inf))
 
 
-def columns(*, noise=0.0, temperature=1.0, top_p=1.0, raw=False, broken=0, entropies=True, lags=None, start=False):
+def columns(
+    *,
+    noise=0.0,
+    temperature=1.0,
+    top_p=1.0,
+    raw=False,
+    broken=0,
+    entropies=True,
+    lags=None,
+    start=False,
+):
     """Completions of Gaussian logits, standard deviation 2.
 
     Args:
         noise: standard deviation of what is added to the engine's logits.
         temperature: of sampling; the training stack scores at 1.
         top_p: of sampling.
-        raw: the training stack scores as sampled, the engine reports temperature 1 and full support.
+        raw: the training stack scores as sampled, the engine reports temperature 1 and full
+            support.
         broken: number of completions that score other tokens from the middle on.
         entropies: whether they are known.
         lags: steps -> noise; a quarter of the completions for each.
@@ -46,7 +59,10 @@ def columns(*, noise=0.0, temperature=1.0, top_p=1.0, raw=False, broken=0, entro
         sampled_from = _truncated(_log_softmax(engine / temperature), top_p)
         train, rollout = _log_softmax(logits), sampled_from
         if raw:
-            train, rollout = _truncated(_log_softmax(logits / temperature), top_p), _log_softmax(engine)
+            train, rollout = (
+                _truncated(_log_softmax(logits / temperature), top_p),
+                _log_softmax(engine),
+            )
         ids = np.array([rng.choice(VOCABULARY, p=np.exp(row)) for row in sampled_from])
         scored = ids.copy()
         if row < broken:

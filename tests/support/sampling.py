@@ -44,9 +44,18 @@ class Rollout:
         routed = self.routed_experts or [None] * len(groups)
         columns = self.prompt_ids, self.completion_ids, self.rollout_logprobs
         names = ("finish_reason", "routed_experts")
-        ends = [dict(zip(names, end, strict=True)) for end in zip(self.finish_reasons, routed, strict=True)]
+        ends = [
+            dict(zip(names, end, strict=True))
+            for end in zip(self.finish_reasons, routed, strict=True)
+        ]
         return [
-            single_turn(*text, **end, group=group, member=groups[:row].count(group), policy_version=self.policy_version)
+            single_turn(
+                *text,
+                **end,
+                group=group,
+                member=groups[:row].count(group),
+                policy_version=self.policy_version,
+            )
             for row, (group, end, *text) in enumerate(zip(groups, ends, *columns, strict=True))
         ]
 
@@ -70,12 +79,16 @@ def sample(
     for complete in engine.generate(prompts, sampling, seed=seed, step=step):
         on_pull(complete)
         groups = [episode.group for episode in complete[:: sampling.group_size]]
-        assert [(e.group, e.member) for e in complete] == [(g, j) for g in groups for j in range(sampling.group_size)]
+        assert [(e.group, e.member) for e in complete] == [
+            (g, j) for g in groups for j in range(sampling.group_size)
+        ]
         episodes += complete
         pulled.append(groups)
     assert sorted(group for groups in pulled for group in groups) == list(range(len(prompts)))
     episodes = in_prompt_order(episodes)
-    (version,) = {int(v) for episode in episodes for v in episode.policy_versions[episode.sampled_mask]}
+    (version,) = {
+        int(v) for episode in episodes for v in episode.policy_versions[episode.sampled_mask]
+    }
     return Rollout(
         [episode.prompt_ids for episode in episodes],
         [episode.completion_ids for episode in episodes],
@@ -84,7 +97,9 @@ def sample(
         np.array([episode.group for episode in episodes]),
         version,
         pulled,
-        [e.columns["routed_experts"][:-1] for e in episodes] if "routed_experts" in episodes[0].columns else None,
+        [e.columns["routed_experts"][:-1] for e in episodes]
+        if "routed_experts" in episodes[0].columns
+        else None,
     )
 
 
@@ -100,7 +115,9 @@ def assert_same_samples(first: Rollout, second: Rollout, *, atol: float = 0.0) -
 def counted_rollout(lengths, group_size, finish=None):
     """Completion i has prompt 100 + group and tokens i * 1000 + t, log-prob -(t + 1) / 8."""
     prompts = [np.arange(p, dtype=np.int32) + 100 for p, _ in lengths]
-    completions = [np.arange(c, dtype=np.int32) + 1000 * (i + 1) for i, (_, c) in enumerate(lengths)]
+    completions = [
+        np.arange(c, dtype=np.int32) + 1000 * (i + 1) for i, (_, c) in enumerate(lengths)
+    ]
     logprobs = [-(np.arange(c, dtype=np.float32) + 1) / 8 for _, c in lengths]
     groups = np.arange(len(lengths), dtype=np.int32) // group_size
     return Rollout(prompts, completions, logprobs, finish or ["stop"] * len(lengths), groups, 7)
@@ -115,6 +132,8 @@ def local_engine(
 
 
 def remote_engine(config: ModelConfig, *, server, timeout_s=600.0, retries=None, **given):
-    """The engine of a server over HTTP, with any of `EngineArguments`; `retries` is that of `RemoteEngine`."""
+    """The engine of a server over HTTP, with any of `EngineArguments`; `retries` is that of
+    `RemoteEngine`.
+    """
     arguments = EngineArguments(model=config, settings=HttpSettings(server, timeout_s), **given)
     return RemoteEngine(arguments, **({} if retries is None else {"retries": retries}))

@@ -1,4 +1,6 @@
-"""Shapes and dtypes of signatures (`Float[Array, "R L"]`), checked in the tests alone, by beartype."""
+"""Shapes and dtypes of signatures (`Float[Array, "R L"]`), checked in the tests alone, by
+beartype.
+"""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -25,11 +27,13 @@ def check_signatures() -> None:
 def after_the_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Check the arrays of a call when it is over, so that a function's own refusal comes first.
 
-    jaxtyping makes two checks, of the arguments before the call (it returns Any) and of all after it. Annotations
-    without a shape are left alone.
+    jaxtyping makes two checks, of the arguments before the call (it returns Any) and of all after
+    it. Annotations without a shape are left alone.
     """
     hints = function.__annotations__
-    function.__annotations__ = {name: hint if _has_shape(hint) else Any for name, hint in hints.items()}
+    function.__annotations__ = {
+        name: hint if _has_shape(hint) else Any for name, hint in hints.items()
+    }
     if hints.get("return") is Any or not any(map(_has_shape, hints.values())):
         return function
     return beartype.beartype(function, conf=_CONF)

@@ -1,4 +1,6 @@
-"""Task, services and placement of a few problems, for parts of training that are tested without a run."""
+"""Task, services and placement of a few problems, for parts of training that are tested without a
+run.
+"""
 
 import contextlib
 import dataclasses
@@ -26,14 +28,19 @@ GROUP = 2
 
 def small_config(**sections):
     """The defaults with settings of sections changed: `training={"seed": 5}`."""
-    changed = {name: dataclasses.replace(getattr(Config(), name), **values) for name, values in sections.items()}
+    changed = {
+        name: dataclasses.replace(getattr(Config(), name), **values)
+        for name, values in sections.items()
+    }
     return dataclasses.replace(Config(), **changed)
 
 
 def small_task(problems=8, *, group=GROUP, **sections):
     """Problem i has the token i as its prompt, and the answer i."""
     config = small_config(**sections)
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, group_size=group))
+    config = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, group_size=group)
+    )
     ids = [np.array([number], np.int32) for number in range(problems)]
     train = EncodedPrompts([Problem(str(i), str(i), "s", i) for i in range(problems)], ids, 0, 0)
     known = {"held_out": (), "rewards": (), "columns": (), "longest_prompt": 1}
@@ -52,7 +59,8 @@ def small_placement(*, hosts=ONE_PROCESS, completions=4, length=4, samples_while
 
 
 class EchoEngine:
-    """Samples the problem's number as the only token of each completion, and -0.1 times the member as its log-prob.
+    """Samples the problem's number as the only token of each completion, and -0.1 times the member
+    as its log-prob.
 
     Scoring, and sampling one completion alone, give log-probs that are lower by the two shifts.
     """
@@ -72,19 +80,32 @@ class EchoEngine:
         shift = self._alone if sampling.group_size == 1 else 0.0
         for group, prompt in enumerate(prompts):
             place = dict(policy_version=max(self.version, 0), group=group, finish_reason="stop")
-            members = range(sampling.group_size) if sampling.group_size > 1 else [first_prompt % GROUP]
+            members = (
+                range(sampling.group_size) if sampling.group_size > 1 else [first_prompt % GROUP]
+            )
             yield [
-                single_turn(prompt, prompt, np.array([-0.1 * number - shift], np.float32), member=place_, **place)
+                single_turn(
+                    prompt,
+                    prompt,
+                    np.array([-0.1 * number - shift], np.float32),
+                    member=place_,
+                    **place,
+                )
                 for place_, number in enumerate(members)
             ]
 
     def score(self, prompts, completions, *, temperature):
         assert temperature == 1.0
-        return [np.array([-0.1 * (row % GROUP) - self._scored], np.float32) for row in range(len(prompts))]
+        return [
+            np.array([-0.1 * (row % GROUP) - self._scored], np.float32)
+            for row in range(len(prompts))
+        ]
 
 
 class ParityScoring:
-    """In place of `BatchScoring`: members of even problems get rewards 0 and 1, those of odd ones both 1."""
+    """In place of `BatchScoring`: members of even problems get rewards 0 and 1, those of odd ones
+    both 1.
+    """
 
     def __init__(self, scorer, tokenizer, problems, state):
         self._problems = [int(problem.answer) for problem in problems]
@@ -93,7 +114,10 @@ class ParityScoring:
         pass
 
     def finish(self, on_wait):
-        totals = [1.0 if problem % 2 else float(place % GROUP) for place, problem in enumerate(self._problems)]
+        totals = [
+            1.0 if problem % 2 else float(place % GROUP)
+            for place, problem in enumerate(self._problems)
+        ]
         totals = np.array(totals, np.float32)
         texts = [str(problem) for problem in self._problems]
         return texts, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)

@@ -1,4 +1,6 @@
-"""A small model, a rollout by hand, the compiled step on them, and Algorithm 1 written out on padded arrays."""
+"""A small model, a rollout by hand, the compiled step on them, and Algorithm 1 written out on
+padded arrays.
+"""
 
 import dataclasses
 import functools
@@ -32,12 +34,19 @@ from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout
 
-MODEL = ModelConfig("qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
+MODEL = ModelConfig(
+    "qwen3", 31, 16, 32, 2, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3
+)
 
-BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}})
+BASE = from_config_dict(
+    {**get_config().to_dict(), "task": {**get_config().task.to_dict(), "train": "x"}}
+)
 
-# A large epsilon makes the update proportional to the gradient: Adam's own division would hide a wrong scale.
-OPTIMIZER = dataclasses.replace(BASE.optimizer, learning_rate=0.3, schedule="linear", epsilon=1.0, max_grad_norm=0.0)
+# A large epsilon makes the update proportional to the gradient: Adam's own division would hide a
+# wrong scale.
+OPTIMIZER = dataclasses.replace(
+    BASE.optimizer, learning_rate=0.3, schedule="linear", epsilon=1.0, max_grad_norm=0.0
+)
 
 ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4, multiplier_max=1.0)
 
@@ -55,7 +64,9 @@ def make_rollout(seed=0):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 31, rng.integers(2, 6)).astype(np.int32) for _ in range(PROMPTS)]
     n = PROMPTS * GROUP
-    completions = [rng.integers(0, 31, rng.integers(1, LIMIT + 1)).astype(np.int32) for _ in range(n)]
+    completions = [
+        rng.integers(0, 31, rng.integers(1, LIMIT + 1)).astype(np.int32) for _ in range(n)
+    ]
     logprobs = [-rng.exponential(2.0, len(c)).astype(np.float32) for c in completions]
     finish = ["length" if i % 5 == 0 else "stop" for i in range(n)]
     groups = np.repeat(np.arange(PROMPTS), GROUP)
@@ -75,9 +86,16 @@ def _initializer(model):
 
 @functools.cache
 def programs(settings, mini_batches, mesh, compute, exact, **options):
-    """The maker of a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
+    """The maker of a state from parameters, the step, and the rescoring of precision "exact";
+    compiled once.
+    """
     del mini_batches  # a step serves one number, so that its cache is that of a run
-    options = {"temperature": TEMPERATURE, "mesh": mesh, "top_gradient": settings.differentiates_head, **options}
+    options = {
+        "temperature": TEMPERATURE,
+        "mesh": mesh,
+        "top_gradient": settings.differentiates_head,
+        **options,
+    }
     row_logprobs = make_row_logprobs(MODEL, compute, **options)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     transform = make_optimizer(OPTIMIZER, schedule)
@@ -86,8 +104,17 @@ def programs(settings, mini_batches, mesh, compute, exact, **options):
     def fresh(params):
         return new_state(params, transform, dual)
 
-    shardings = train_state_shardings(jax.eval_shape(fresh, param_shapes(MODEL)), MODEL, mesh) if mesh else None
-    model = dict(row_logprobs=row_logprobs, compute_dtype=compute.dtype, max_completion_tokens=LIMIT, mesh=mesh)
+    shardings = (
+        train_state_shardings(jax.eval_shape(fresh, param_shapes(MODEL)), MODEL, mesh)
+        if mesh
+        else None
+    )
+    model = dict(
+        row_logprobs=row_logprobs,
+        compute_dtype=compute.dtype,
+        max_completion_tokens=LIMIT,
+        mesh=mesh,
+    )
     update = dict(settings=settings, optimizer=transform, schedule=schedule, always_recompute=exact)
     parts = StepParts(**model, **update)
     step = make_train_step(parts, shardings)
@@ -106,16 +133,26 @@ def run_steps(
     options=(),
     **packing,
 ):
-    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
-    packing = {"mini_batches": 2, "tokens": 64, "mask_truncated": settings.mask_truncated, **packing}
+    """`steps` steps on the same batch; the last state, every step's metrics, and the compiled
+    step.
+    """
+    packing = {
+        "mini_batches": 2,
+        "tokens": 64,
+        "mask_truncated": settings.mask_truncated,
+        **packing,
+    }
     batch = packed_batch(rollout or make_rollout(), mesh=mesh, **packing)
     compute = compute or Compute(one_segment=packing.get("segments", 1) == 1, logprob_chunk=16)
-    create, step, rescore = programs(settings, packing["mini_batches"], mesh, compute, exact, **dict(options))
+    create, step, rescore = programs(
+        settings, packing["mini_batches"], mesh, compute, exact, **dict(options)
+    )
     state = create(jax.tree.map(jnp.copy, make_params()))
     history = []
     for _ in range(steps):
         used = rescore(state.params, batch)[0] if exact else batch
-        # On a mesh all arguments are on the devices: a step moves nothing from or to the host by itself.
+        # On a mesh all arguments are on the devices: a step moves nothing from or to the host by
+        # itself.
         with jax.transfer_guard("disallow" if mesh else "allow"):
             state, metrics = step(state, used, ref_params)
         history.append({k: np.asarray(v) for k, v in metrics.items()})
@@ -123,7 +160,15 @@ def run_steps(
 
 
 def packed_batch(
-    sampled, mini_batches, mesh, *, tokens, row_lengths=(16,), segments=1, mask_truncated=False, dropped=None
+    sampled,
+    mini_batches,
+    mesh,
+    *,
+    tokens,
+    row_lengths=(16,),
+    segments=1,
+    mask_truncated=False,
+    dropped=None,
 ):
     """`sampled`, a rollout and its rewards, packed and on the devices."""
     n = PROMPTS * GROUP // mini_batches
@@ -143,10 +188,14 @@ def packed_batch(
 
 def padded(rollout):
     """Prompt and completion of each row, right-padded, and where its completion starts and ends."""
-    width = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
+    width = max(
+        len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    )
     ids = np.zeros((len(rollout.completion_ids), width), np.int32)
     spans = []
-    for i, (prompt, completion) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
+    for i, (prompt, completion) in enumerate(
+        zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    ):
         ids[i, : len(prompt) + len(completion)] = np.concatenate([prompt, completion])
         spans.append((len(prompt), len(prompt) + len(completion)))
     return ids, spans
@@ -158,7 +207,9 @@ def naive_logprobs(params, ids):
     positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
     hidden = decoder.hidden_states(params, MODEL, ids, positions, jnp.ones_like(ids), Compute())
     logprobs = jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / TEMPERATURE)
-    return jnp.pad(jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
+    return jnp.pad(
+        jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0))
+    )
 
 
 @jax.jit
@@ -191,16 +242,29 @@ def same_loss(metrics, terms):
 
 
 def algorithm_one(
-    settings, mini_batches, params, rollout, rewards, multiplier, ref_params=None, corrected=False, router=None
+    settings,
+    mini_batches,
+    params,
+    rollout,
+    rewards,
+    multiplier,
+    ref_params=None,
+    corrected=False,
+    router=None,
 ):
-    """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW written out.
+    """Algorithm 1 in NumPy, a loop over completions; the loss's slopes in the log-probs and AdamW
+    written out.
 
-    With `corrected` tokens weigh as `CORRECTIONS` says (`corrected` may be another largest distance in nats), and the
-    loss is divided by what is left. `router(params, members)` gives the load-balancing loss and its gradient."""
+    With `corrected` tokens weigh as `CORRECTIONS` says (`corrected` may be another largest distance
+    in nats), and the loss is divided by what is left. `router(params, members)` gives the
+    load-balancing loss and its gradient.
+    """
     n = len(rewards)
     ids, spans = padded(rollout)
     table = np.asarray(naive_logprobs(params, ids), np.float64)
-    reference = None if ref_params is None else np.asarray(naive_logprobs(ref_params, ids), np.float64)
+    reference = (
+        None if ref_params is None else np.asarray(naive_logprobs(ref_params, ids), np.float64)
+    )
     old = [table[i, a:b] for i, (a, b) in enumerate(spans)]
     [region] = settings.calls("trust_region")
     sizes = {"low": 0.2, "high": 0.24} | region.parameters
@@ -236,16 +300,25 @@ def algorithm_one(
         advantages.append(base - penalty)
 
     def loss_and_slopes(now, members):
-        """The mini-batch's surrogate, its divergence, and the loss's derivative in each log-prob."""
+        """The mini-batch's surrogate, its divergence, and the loss's derivative in each
+        log-prob.
+        """
         total, weight, slopes = 0.0, 0.0, np.zeros(now.shape)
         kl_total, kl_weight, kl_slopes = 0.0, 0.0, np.zeros(now.shape)
         for i in members:
             if settings.mask_truncated and rollout.finish_reasons[i] == "length":
                 continue
-            if settings.drop_equal_groups and np.ptp(rewards[rollout.group_ids == rollout.group_ids[i]]) == 0:
+            if (
+                settings.drop_equal_groups
+                and np.ptp(rewards[rollout.group_ids == rollout.group_ids[i]]) == 0
+            ):
                 continue
             (a, b), advantage = spans[i], advantages[i]
-            below = old[i] if settings.ratio_denominator == "train" else rollout.rollout_logprobs[i].astype(np.float64)
+            below = (
+                old[i]
+                if settings.ratio_denominator == "train"
+                else rollout.rollout_logprobs[i].astype(np.float64)
+            )
             ratio = np.exp(now[i, a:b] - below)
             if settings.ratio_level == "sequence":
                 ratio = np.full(b - a, np.exp((now[i, a:b] - below).mean()))
@@ -289,18 +362,26 @@ def algorithm_one(
     for m in range(mini_batches):
         members = tuple(range(m * n // mini_batches, (m + 1) * n // mini_batches))
         current = jax.tree.unflatten(tree, leaves)
-        value, kl, slopes = loss_and_slopes(np.asarray(naive_logprobs(current, ids), np.float64), members)
+        value, kl, slopes = loss_and_slopes(
+            np.asarray(naive_logprobs(current, ids), np.float64), members
+        )
         grads = _pull_back(current, ids, jnp.asarray(slopes, jnp.float32))
         balance = 0.0
         if router:
             balance, balance_grads = router(current, members)
-            grads = jax.tree.map(lambda g, b: g + settings.router_aux_loss * b, grads, balance_grads)
+            grads = jax.tree.map(
+                lambda g, b: g + settings.router_aux_loss * b, grads, balance_grads
+            )
         losses.append((value, kl, balance))
-        norms.append(np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads))))
+        norms.append(
+            np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+        )
         for k, g in enumerate(np.asarray(g, np.float64) for g in jax.tree.leaves(grads)):
             mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
             moments[k] = mu, nu
-            direction = mu / (1 - b1 ** (m + 1)) / (np.sqrt(nu / (1 - b2 ** (m + 1))) + OPTIMIZER.epsilon)
+            direction = (
+                mu / (1 - b1 ** (m + 1)) / (np.sqrt(nu / (1 - b2 ** (m + 1))) + OPTIMIZER.epsilon)
+            )
             rate = OPTIMIZER.learning_rate * (1 - m / UPDATES)
             leaves[k] = jnp.asarray(leaves[k] - rate * direction, jnp.float32)
     raised = multiplier + settings.dual_learning_rate * (mean_delta - settings.tolerance)
@@ -314,12 +395,20 @@ def close(a, b, tolerance=2e-5):
 
 
 # Metrics made from rewards, counts and settings alone: the same numbers on every mesh.
-_EXACT = ("reward/", "optimizer/learning_rate", "optimizer/skipped", "dual/tolerance", "policy/clip_")
+_EXACT = (
+    "reward/",
+    "optimizer/learning_rate",
+    "optimizer/skipped",
+    "dual/tolerance",
+    "policy/clip_",
+)
 
 
 def same_metrics(metrics, expected):
-    """Every metric of a step on a mesh against one device. All others than the exact ones come from log-probs, sums of
-    a few dozen float32 products that a mesh adds in another order: 1e-4 of the value, or 2e-6 where terms cancel."""
+    """Every metric of a step on a mesh against one device. All others than the exact ones come from
+    log-probs, sums of a few dozen float32 products that a mesh adds in another order: 1e-4 of the
+    value, or 2e-6 where terms cancel.
+    """
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         rtol, atol = (1e-6, 0) if name.startswith(_EXACT) else (1e-4, 2e-6)

@@ -8,9 +8,21 @@ from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 
 
 def policy_surrogate(
-    train, old, advantages, mask, weights, *, clip_low=0.2, clip_high=0.24, trust_region="clip", sequence=None, **dual
+    train,
+    old,
+    advantages,
+    mask,
+    weights,
+    *,
+    clip_low=0.2,
+    clip_high=0.24,
+    trust_region="clip",
+    sequence=None,
+    **dual,
 ):
-    """The surrogate with sizes of its trust region; `sequence` is (completion index, number of completions)."""
+    """The surrogate with sizes of its trust region; `sequence` is (completion index, number of
+    completions).
+    """
     index, count = sequence or (None, 0)
     tokens = Tokens(
         train_logprobs=train,

@@ -1,4 +1,6 @@
-"""A terminal for tests: runs a command in a pty and keeps its screen, as a VT100 does with the sequences used here."""
+"""A terminal for tests: runs a command in a pty and keeps its screen, as a VT100 does with the
+sequences used here.
+"""
 
 import fcntl
 import os
@@ -17,7 +19,9 @@ _SEQUENCE = re.compile(r"\x1b(?:([78D])|\[\??([0-9;]*)([A-Za-z]))")
 
 
 class Screen:
-    """What a terminal shows after the bytes given so far, the lines that scrolled out at its top included."""
+    """What a terminal shows after the bytes given so far, the lines that scrolled out at its top
+    included.
+    """
 
     def __init__(self, lines, columns):
         self.columns, self.lines = columns, lines
@@ -95,8 +99,8 @@ def run_in_terminal(program, *, lines=24, columns=100, at=None, environment=()):
 
     Args:
         program: the code.
-        at: text on the screen -> called once, with the process and the screen, when the text is there first. What it
-            returns is typed.
+        at: text on the screen -> called once, with the process and the screen, when the text is
+            there first. What it returns is typed.
 
     Returns:
         The screen and the exit code.
@@ -105,7 +109,12 @@ def run_in_terminal(program, *, lines=24, columns=100, at=None, environment=()):
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", "DCMDP_ACTIVITY": "on", **dict(environment)}
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=child, stdout=child, stderr=child, env=env, start_new_session=True
+        [sys.executable, "-c", program],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env=env,
+        start_new_session=True,
     )
     os.close(child)
     screen, waiting, ends = Screen(lines, columns), dict(at or {}), time.monotonic() + HANGS_S

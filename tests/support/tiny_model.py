@@ -1,4 +1,6 @@
-"""A random Qwen3 of two layers with the built-in task's tokenizer, sharp enough that engines disagree."""
+"""A random Qwen3 of two layers with the built-in task's tokenizer, sharp enough that engines
+disagree.
+"""
 
 import functools
 

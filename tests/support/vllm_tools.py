@@ -1,4 +1,6 @@
-"""Shared by the tests of the vLLM sidecar: small sharp models, settings, and a check of what is left behind."""
+"""Shared by the tests of the vLLM sidecar: small sharp models, settings, and a check of what is
+left behind.
+"""
 
 import contextlib
 import dataclasses
@@ -37,12 +39,20 @@ def vllm_settings(**changes: object) -> VllmSettings:
 def small_model(family: str = "qwen3", *, tied: bool = True, vocab_size: int = 64) -> ModelConfig:
     """Sharp enough that a wrong weight changes a greedy completion."""
     heads = 4 if family == "qwen3" else 2  # vLLM's Qwen2 has heads of hidden_size / heads
-    others = dict(attention_bias=family == "qwen2", max_position_embeddings=TOTAL, initializer_range=0.15)
-    return ModelConfig(family, vocab_size, 64, 96, 2, heads, 2, 32, tie_word_embeddings=tied, **others)
+    others = dict(
+        attention_bias=family == "qwen2", max_position_embeddings=TOTAL, initializer_range=0.15
+    )
+    return ModelConfig(
+        family, vocab_size, 64, 96, 2, heads, 2, 32, tie_word_embeddings=tied, **others
+    )
 
 
 EXPERTS = dataclasses.replace(
-    small_model("qwen3"), model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+    small_model("qwen3"),
+    model_type="qwen3_moe",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
 )
 
 
@@ -52,7 +62,11 @@ def random_params(config: ModelConfig, seed: int) -> Params:
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed + 10_000), len(leaves))
     return jax.tree.unflatten(
-        tree, [leaf + 0.02 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+        tree,
+        [
+            leaf + 0.02 * jax.random.normal(key, leaf.shape)
+            for leaf, key in zip(leaves, keys, strict=True)
+        ],
     )
 
 
@@ -84,9 +98,11 @@ def sidecars(parent: int | None = None) -> set[int]:
 
 
 def left_behind() -> set[str]:
-    """Things a sidecar could leave: shared memory with a name, files and sockets in the temporary directory.
+    """Things a sidecar could leave: shared memory with a name, files and sockets in the temporary
+    directory.
 
-    Not Python's own temporary files: a sidecar has a directory of its own for these, and other processes have them.
+    Not Python's own temporary files: a sidecar has a directory of its own for these, and other
+    processes have them.
     """
     return {
         f"{place}/{name}"
@@ -112,7 +128,10 @@ def memory_files() -> set[str]:
 def prompts(count: int, config: ModelConfig, seed: int = 0) -> list[np.ndarray]:
     """Random prompts of 3 to 16 tokens."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, config.vocab_size, int(n)).astype(np.int32) for n in rng.integers(3, 17, count)]
+    return [
+        rng.integers(0, config.vocab_size, int(n)).astype(np.int32)
+        for n in rng.integers(3, 17, count)
+    ]
 
 
 def shared_memory_of(group: int) -> set[Path]:
@@ -136,13 +155,15 @@ def fresh_answers(
     seed: int,
     llm: dict[str, Any],
 ) -> list[Any]:
-    """Answers of stock vLLM to step 0, from an engine of its own for each checkpoint (see fresh_vllm.py).
+    """Answers of stock vLLM to step 0, from an engine of its own for each checkpoint (see
+    fresh_vllm.py).
 
     Args:
         directory: for the request and the answer.
         checkpoints: Hugging Face directories.
         asked: prompts.
-        samplings: with one completion per prompt; a seed per request where the temperature is not 0.
+        samplings: with one completion per prompt; a seed per request where the temperature is not
+            0.
         seed: of the call that these answers are compared with.
         llm: arguments of `vllm.LLM` besides those that all tests have.
 
@@ -153,20 +174,31 @@ def fresh_answers(
     request = {
         "directories": [str(checkpoint) for checkpoint in checkpoints],
         "llm": {
-            "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": TOTAL + 1, "max_num_seqs": ROWS,
-            "kv_cache_memory_bytes": 1 << 26, "block_size": 32, "enable_chunked_prefill": False,
-            "max_num_batched_tokens": 8192, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", **llm,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": TOTAL + 1,
+            "max_num_seqs": ROWS,
+            "kv_cache_memory_bytes": 1 << 26,
+            "block_size": 32,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": 8192,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            **llm,
         },
         "prompts": [ids.tolist() for ids in asked],
         "samplings": [
             {
-                "max_tokens": sampling.max_completion_tokens, "stop_token_ids": list(sampling.stop_token_ids),
-                "temperature": sampling.temperature, "ignore_eos": True, "detokenize": False,
+                "max_tokens": sampling.max_completion_tokens,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "temperature": sampling.temperature,
+                "ignore_eos": True,
+                "detokenize": False,
                 **({"seeds": seeds} if sampling.temperature else {}),
             }
             for sampling in samplings
         ],
-    }  # fmt: skip
+    }
     given, answer = directory / "request.json", directory / "answer.json"
     given.write_text(json.dumps(request))
     script = Path(__file__).with_name("fresh_vllm.py")
@@ -183,4 +215,6 @@ def assert_same_bits(live: list[list[Rollout]], fresh: list[Any]) -> None:
             for prompt, (tokens, logprobs) in enumerate(outputs):
                 where = f"push {push}, sampling {kind}, prompt {prompt}"
                 assert tokens == rollout.completion_ids[prompt].tolist(), where
-                assert [float.fromhex(x) for x in logprobs] == rollout.rollout_logprobs[prompt].tolist(), where
+                assert [float.fromhex(x) for x in logprobs] == rollout.rollout_logprobs[
+                    prompt
+                ].tolist(), where

@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable
 
 HANGS_S = 1800.0
-"""After so long something hangs, however loaded the machine is. Passing tests never come near it."""
+"""After so long something hangs, however loaded the machine is. Passing tests never come near
+it.
+"""
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

@@ -15,7 +15,9 @@ from dcmdp_jax.training.accumulate import accumulate, map_rows
 
 
 def _function(scale, rows):
-    """Statistics of rows of numbers, NaN where there is none; the weight is a parameter, differentiated."""
+    """Statistics of rows of numbers, NaN where there is none; the weight is a parameter,
+    differentiated.
+    """
     x = rows["x"]
     present = ~jnp.isnan(x)
     x = jnp.where(present, x, 0.0)
@@ -31,7 +33,9 @@ def _function(scale, rows):
 
 
 def _buckets(seed=0):
-    """Two buckets [A, R, L] of 3 and 2 micro-batches of 4 rows; the last of each is empty and must not run."""
+    """Two buckets [A, R, L] of 3 and 2 micro-batches of 4 rows; the last of each is empty and must
+    not run.
+    """
     rng = np.random.default_rng(seed)
     buckets = []
     for count, length in ((3, 5), (2, 7)):
@@ -43,7 +47,9 @@ def _buckets(seed=0):
 
 
 def _expected(buckets, counts, scale):
-    used = np.concatenate([b["x"][:n].ravel() for b, n in zip(buckets, counts, strict=True)]).astype(np.float64)
+    used = np.concatenate(
+        [b["x"][:n].ravel() for b, n in zip(buckets, counts, strict=True)]
+    ).astype(np.float64)
     used = used[~np.isnan(used)]
     return {
         "gradient": {"scale": 2 * scale * np.sum(used**2)},
@@ -54,7 +60,9 @@ def _expected(buckets, counts, scale):
     }
 
 
-@pytest.mark.parametrize("shape", [None, (1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "shape", [None, (1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2)]
+)
 def test_sums_are_those_of_all_rows_on_every_mesh(shape):
     mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)]) if shape else None
     buckets, counts = _buckets()
@@ -65,7 +73,9 @@ def test_sums_are_those_of_all_rows_on_every_mesh(shape):
     sums, outputs = run(jnp.float32(0.5), placed, counts)
     # "rows" is counted by each call: one for each index of the data axis, none for fsdp and tensor.
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6), values(sums), _expected(buckets, counts, 0.5)
+        functools.partial(np.testing.assert_allclose, rtol=1e-6),
+        values(sums),
+        _expected(buckets, counts, 0.5),
     )
     for bucket, output, count in zip(buckets, outputs, counts, strict=True):
         wanted = np.where(np.isnan(bucket["x"]), 0, 2 * bucket["x"])
@@ -106,7 +116,9 @@ def test_bfloat16_gradients_add_in_float32():
 
 def test_map_rows_gives_the_outputs_alone():
     buckets, counts = _buckets()
-    mapped = map_rows(lambda scale, rows: scale * rows["x"], jnp.float32(2), buckets, counts, mesh=None)
+    mapped = map_rows(
+        lambda scale, rows: scale * rows["x"], jnp.float32(2), buckets, counts, mesh=None
+    )
     for bucket, output, count in zip(buckets, mapped, counts, strict=True):
         np.testing.assert_array_equal(output[:count], 2 * bucket["x"][:count])
         np.testing.assert_array_equal(output[count:], 0.0)

@@ -1,4 +1,6 @@
-"""Whole runs on tasks without a mathematical answer: TRL's examples, verl's code and search rows, a mixture."""
+"""Whole runs on tasks without a mathematical answer: TRL's examples, verl's code and search rows, a
+mixture.
+"""
 
 import json
 from pathlib import Path
@@ -51,9 +53,14 @@ def _lines(path):
 
 
 @pytest.mark.long
-def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(run_environment, tmp_path):
+def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(
+    run_environment, tmp_path
+):
     def row(number):
-        chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": f"{number}+1=?"}]
+        chat = [
+            {"role": "system", "content": "Think."},
+            {"role": "user", "content": f"{number}+1=?"},
+        ]
         return {"prompt": chat, "task": ("math", "coding")[number % 2], "solution": str(number + 1)}
 
     chats = _write(tmp_path / "chats.jsonl", map(row, range(6)))
@@ -81,7 +88,8 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(ru
         assert record["logged/accuracy"] == pytest.approx(record["reward/accuracy_reward/mean"])
         assert record["reward/without_value"] == 0 and "reward/no_answer_fraction" not in record
     first, last = (record for record in records if "eval/chats/avg@2" in record)
-    # The held-out score is the weighted sum: with this untrained model, the length and the schedule.
+    # The held-out score is the weighted sum: with this untrained model, the length and the
+    # schedule.
     for record, share in ((first, 0.0), (last, 1.0)):
         assert record["eval_reward/chats/scheduled_reward"] == share
         means = [
@@ -90,16 +98,26 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(ru
             format_reward_func think_format_reward accuracy_reward async_reward_func scheduled_reward
         """.split()
         ]
-        some = [record[f"eval_reward/chats/{name}"] for name in ("math_reward_func", "coding_reward_func")]
-        total = np.dot(means, [1, 1, 2, 0.01, 1]) + sum(some) / 2  # each has a value on half of the rows
+        some = [
+            record[f"eval_reward/chats/{name}"]
+            for name in ("math_reward_func", "coding_reward_func")
+        ]
+        total = (
+            np.dot(means, [1, 1, 2, 0.01, 1]) + sum(some) / 2
+        )  # each has a value on half of the rows
         assert record["eval/chats/avg@2"] == pytest.approx(total, abs=1e-5)
-        assert record["eval_logged/chats/accuracy"] == pytest.approx(record["eval_reward/chats/accuracy_reward"])
+        assert record["eval_logged/chats/accuracy"] == pytest.approx(
+            record["eval_reward/chats/accuracy_reward"]
+        )
         assert "eval/other/avg@3" in record
     for sample in _lines(tmp_path / "run" / "samples.jsonl"):
         assert sample["answer"] == sample["extra"]["solution"] if sample["answer"] else True
         assert sample["extra"]["extracted_answer"] == sample["completion"][:5]
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "what reward functions logged under this name" in report and "task.chat_template_kwargs" in report
+    assert (
+        "what reward functions logged under this name" in report
+        and "task.chat_template_kwargs" in report
+    )
 
 
 @pytest.mark.long
@@ -143,8 +161,12 @@ def test_rows_of_verl_train_with_a_reward_of_the_user(run_environment, tmp_path,
 
 def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path):
     (tmp_path / "own.py").write_text(_VERL)
-    search = _write(tmp_path / "search.jsonl", [SEARCH | {"extra_info": {"index": n}} for n in range(3)])
-    sums = _write(tmp_path / "sums.jsonl", [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(5)])
+    search = _write(
+        tmp_path / "search.jsonl", [SEARCH | {"extra_info": {"index": n}} for n in range(3)]
+    )
+    sums = _write(
+        tmp_path / "sums.jsonl", [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(5)]
+    )
     overrides = (
         f"--config.task.train={search}@2,{sums}@1,arithmetic:difficulty=1,count=8@1",
         _NO_EVALUATION,
@@ -152,8 +174,8 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
         "--config.task.max_prompt_tokens=64",
     )
     (tmp_path / "own.py").write_text(
-        "def own(source, completions, **columns):\n"
-        "    return [float(len(c[0]['content'])) if s == 'nq' else None for s, c in zip(source, completions)]\n"
+        "def own(source, completions, **columns):\n    return [float(len(c[0]['content'])) if s "
+        "== 'nq' else None for s, c in zip(source, completions)]\n"
     )
     records = _run(run_environment, tmp_path / "run", *overrides)
     for record in records:
@@ -171,7 +193,12 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
             assert record[whole] == pytest.approx(np.dot(means, parts) / 4, abs=1e-5)
         assert all(record[f"discrepancy/source/{source}/mean"] > 0 for source in sources)
     samples = _lines(tmp_path / "run" / "samples.jsonl")
-    assert sorted(sample["source"] for sample in samples if sample["step"] == 1) == ["arithmetic", "nq", "nq", "sums"]
+    assert sorted(sample["source"] for sample in samples if sample["step"] == 1) == [
+        "arithmetic",
+        "nq",
+        "nq",
+        "sums",
+    ]
 
 
 @pytest.mark.long
@@ -191,12 +218,23 @@ def test_the_calculator_trains_in_turns(run_environment, tmp_path):
     trained = [record for record in records if "reward/mean" in record]
     assert [record["step"] for record in trained] == [1, 2]
     for record in trained:
-        assert record["reward/environment/mean"] == record["reward/mean"] and record["reward/environment/failed"] == 0
-        assert 1.0 <= record["environment/turns_mean"] <= 3.0 and 0.0 <= record["environment/done_fraction"] <= 1.0
+        assert (
+            record["reward/environment/mean"] == record["reward/mean"]
+            and record["reward/environment/failed"] == 0
+        )
+        assert (
+            1.0 <= record["environment/turns_mean"] <= 3.0
+            and 0.0 <= record["environment/done_fraction"] <= 1.0
+        )
         # Sampled tokens alone: at most 16 in each of three turns.
         assert record["completion/length_max"] <= 48
     assert [record["step"] for record in records if "eval/calculator/avg@2" in record] == [0, 2]
-    assert any("environment/turns_mean" in name for record in records for name in record if name.startswith("eval_"))
+    assert any(
+        "environment/turns_mean" in name
+        for record in records
+        for name in record
+        if name.startswith("eval_")
+    )
 
 
 @pytest.mark.long
@@ -209,7 +247,9 @@ def test_tools_train_and_a_resumed_run_repeats_their_bits(run_environment, tmp_p
         --config.warmup.steps=200 --config.warmup.task={task},difficulty=1,count=64,worked=true,tools=true
     """.split()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    records = [record for record in _run(run_environment, whole, *settings) if "reward/mean" in record]
+    records = [
+        record for record in _run(run_environment, whole, *settings) if "reward/mean" in record
+    ]
     _run(run_environment, broken, *settings, "--config.training.steps=1")
     _run(run_environment, broken, *settings)
     assert read_digests(broken, 2) == read_digests(whole, 2)
@@ -220,15 +260,26 @@ def test_tools_train_and_a_resumed_run_repeats_their_bits(run_environment, tmp_p
     assert called and all("tool\n" in text for text in called)
 
 
-def test_an_environment_that_breaks_saves_and_stops_the_run_with_one_line(run_environment, tmp_path):
+def test_an_environment_that_breaks_saves_and_stops_the_run_with_one_line(
+    run_environment, tmp_path
+):
     prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
     name = f"{planted_environments.__file__}:NoText"
     # An untrained policy ends few of its turns: those that it ends are answered.
-    task = (f"--config.task.train={prompts}", f"--config.task.environment={name}", "--config.task.max_turns=1")
-    own = (f"--config.run_dir={tmp_path / 'run'}", _NO_EVALUATION, "--config.rewards.functions=environment")
+    task = (
+        f"--config.task.train={prompts}",
+        f"--config.task.environment={name}",
+        "--config.task.max_turns=1",
+    )
+    own = (
+        f"--config.run_dir={tmp_path / 'run'}",
+        _NO_EVALUATION,
+        "--config.rewards.functions=environment",
+    )
     done = finished("-m", "bin.train", *_SMALL, *own, *task, env=run_environment, code=2)
     line = done.stderr.splitlines()[-1]
     assert line.startswith(
-        f"error: config.rewards.functions: environment {name}: step returned the int 3 as observation"
+        f"error: config.rewards.functions: environment {name}: step returned the int 3 as "
+        "observation"
     )
     assert "; saved after step " in line and (tmp_path / "run" / "checkpoints" / "0").is_dir()

@@ -1,4 +1,6 @@
-"""The order in which batches are sampled, what is kept for those in flight, and how a thread's failure ends them."""
+"""The order in which batches are sampled, what is kept for those in flight, and how a thread's
+failure ends them.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -19,7 +21,13 @@ from dcmdp_jax.training import rollout_sampler
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
-from tests.support.small_task import EchoEngine, ParityScoring, small_placement, small_services, small_task
+from tests.support.small_task import (
+    EchoEngine,
+    ParityScoring,
+    small_placement,
+    small_services,
+    small_task,
+)
 
 _FLOOR = "mismatch/noise_floor"
 
@@ -54,8 +62,12 @@ class _Sampler:
         return share
 
 
-def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler):
-    """Each batch has a noise floor of 0.25; the number of its first completion is added to `batches.first`."""
+def _batches(
+    monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler
+):
+    """Each batch has a noise floor of 0.25; the number of its first completion is added to
+    `batches.first`.
+    """
 
     def noise_floor(*_, **numbers):
         first.append(numbers["first"])
@@ -75,7 +87,9 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=O
         old_logprobs=lambda params, batch: float(params["a"][0]),
     )
     leave = CollectiveExit(hosts, StopSignal(), lambda: 0)
-    batches = Batches(small_services(_Engine()), placement, task, programs, dict(behind), leave, taken=taken)
+    batches = Batches(
+        small_services(_Engine()), placement, task, programs, dict(behind), leave, taken=taken
+    )
     batches.first = first
     return batches
 
@@ -86,8 +100,12 @@ def _params(version):
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("lag", [0, 1, 2, 7])
-def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_ends(monkeypatch, lag, beside):
-    """Batch n takes n + 1 prompts. Whatever takes how long, step n trains on version max(0, n - lag)."""
+def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_ends(
+    monkeypatch, lag, beside
+):
+    """Batch n takes n + 1 prompts. Whatever takes how long, step n trains on version max(0, n -
+    lag).
+    """
     batches = _batches(monkeypatch, lag=lag, beside=beside)
     scored = []
     for step in range(5):
@@ -97,13 +115,17 @@ def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_e
         assert made.metrics.get(_FLOOR) == (None if step else 0.25)
     batches.close()
     versions = [max(0, step - lag) for step in range(5)]
-    assert batches._rollouts.made == list(zip(range(5), versions, (100, 101, 103, 106, 110), strict=True))
+    assert batches._rollouts.made == list(
+        zip(range(5), versions, (100, 101, 103, 106, 110), strict=True)
+    )
     assert scored == ([float(version) for version in versions] if lag else ["batch"] * 5)
 
 
 @pytest.mark.parametrize(("step", "versions"), [(0, []), (1, [0]), (3, [1, 2]), (9, [7, 8])])
 def test_what_a_resumed_run_samples_again_is_what_was_in_flight(monkeypatch, step, versions):
-    """Lag 2, 9 steps: after 3 of them batches 3 and 4, of versions 1 and 2; after 1 batches 1 and 2, both of 0."""
+    """Lag 2, 9 steps: after 3 of them batches 3 and 4, of versions 1 and 2; after 1 batches 1 and
+    2, both of 0.
+    """
     kept = {version: _params(version) for version in versions}
     batches = _batches(monkeypatch, lag=2, beside=False, steps=9, behind=kept)
     assert list(batches.behind(step)) == versions
@@ -112,13 +134,17 @@ def test_what_a_resumed_run_samples_again_is_what_was_in_flight(monkeypatch, ste
     assert [(each, version) for each, version, _ in batches._rollouts.made] == expected
 
 
-def test_parameters_that_batches_in_flight_need_outlive_the_step_that_takes_their_memory(monkeypatch):
+def test_parameters_that_batches_in_flight_need_outlive_the_step_that_takes_their_memory(
+    monkeypatch,
+):
     batches = _batches(monkeypatch, lag=1, beside=False)
     for step in range(3):
         batches.push(params := _params(step), step, timer := PhaseTimer())
         batches.make(SimpleNamespace(params=params), step, timer)
         params["a"].delete()
-    assert {version: kept["a"].tolist() for version, kept in batches.behind(3).items()} == {2: [2.0] * 3}
+    assert {version: kept["a"].tolist() for version, kept in batches.behind(3).items()} == {
+        2: [2.0] * 3
+    }
     with pytest.raises(KeyError):
         batches.behind(2)
 
@@ -151,19 +177,27 @@ class _SecondOfTwo(Hosts):
         self.floors = []
 
     def largest(self, *values):
-        assert threading.current_thread() is threading.main_thread(), "a meeting in the sampler's thread"
+        assert threading.current_thread() is threading.main_thread(), (
+            "a meeting in the sampler's thread"
+        )
         self.floors += [values] if len(values) == 1 else []
         return [0.5] if values == (0.25,) else list(values)
 
 
 @pytest.mark.parametrize(("beside", "first"), [(False, 0), (True, 16)])
-def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share_over_all(monkeypatch, beside, first):
-    """c must be moved by the same number on all. The share of 4 prompts begins with the third: completion 2 x 8."""
+def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share_over_all(
+    monkeypatch, beside, first
+):
+    """c must be moved by the same number on all. The share of 4 prompts begins with the third:
+    completion 2 x 8.
+    """
     batches = _batches(monkeypatch, lag=1, beside=beside, hosts=(hosts := _SecondOfTwo()))
     floors = []
     for step in range(3):
         batches.push(_params(step), step, timer := PhaseTimer())
-        floors.append(batches.make(SimpleNamespace(params=_params(step)), step, timer).metrics.get(_FLOOR))
+        floors.append(
+            batches.make(SimpleNamespace(params=_params(step)), step, timer).metrics.get(_FLOOR)
+        )
     batches.close()
     # They meet for it in the step that measures it alone.
     assert floors == [0.5, None, None] and hosts.floors == [(0.25,)] and batches.first[0] == first
@@ -171,7 +205,9 @@ def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share
 
 
 def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sampled(monkeypatch):
-    """Two prompts of two completions. Problem i is the token i, asked and answered; odd ones get 1 twice."""
+    """Two prompts of two completions. Problem i is the token i, asked and answered; odd ones get 1
+    twice.
+    """
     monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
     task = small_task(training={"prompts_per_step": 2, "prompts_per_mini_batch": 2, "seed": 5})
     programs = SimpleNamespace(
@@ -181,20 +217,27 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
         rescore=None,
     )
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    batches = Batches(small_services(EchoEngine()), small_placement(), task, programs, {}, leave, taken=2)
+    batches = Batches(
+        small_services(EchoEngine()), small_placement(), task, programs, {}, leave, taken=2
+    )
     batches.resume(3)
     batches.push(_params(0), 3, timer := PhaseTimer())
     made = batches.make(SimpleNamespace(params=_params(0)), 3, timer)
     numbers = prompt_order(8, seed=5, first=2, count=2)
     [rows] = made.batch.rows
     tokens = np.asarray(rows.input_ids).reshape(4, 4)
-    # One completion a row, the longest first; all have one token of prompt and one of completion, and two of padding.
-    assert sorted(tokens.tolist()) == sorted([[number, number, 0, 0] for number in np.repeat(numbers, 2).tolist()])
+    # One completion a row, the longest first; all have one token of prompt and one of completion,
+    # and two of padding.
+    assert sorted(tokens.tolist()) == sorted(
+        [[number, number, 0, 0] for number in np.repeat(numbers, 2).tolist()]
+    )
     mask = np.asarray(rows.completion_mask).reshape(4, 4)
     np.testing.assert_array_equal(mask, [[False, True, False, False]] * 4)
     found = np.asarray(rows.columns["rollout_logprobs"]).reshape(4, 4)[mask]
     np.testing.assert_allclose(sorted(found), [-0.1, -0.1, 0.0, 0.0], rtol=1e-6)
-    rewards = [reward for number in numbers for reward in ((1.0, 1.0) if number % 2 else (0.0, 1.0))]
+    rewards = [
+        reward for number in numbers for reward in ((1.0, 1.0) if number % 2 else (0.0, 1.0))
+    ]
     np.testing.assert_array_equal(np.asarray(made.batch.rewards)[0], rewards)
     assert made.metrics["rollout/padding_fraction"] == 0.5 and made.rollout.taken == 2
     assert made.metrics["rollout/staleness_max"] == 0.0
@@ -207,8 +250,12 @@ def test_a_token_of_another_version_than_the_one_announced_names_both():
         return single_turn(np.array([1], np.int32), ids, logprobs, **given)
 
     check_versions([episode(3), episode(3)], 3)
-    with pytest.raises(EngineError, match=r"^completion 1 has tokens of version 2, version 3 was pushed for them"):
+    with pytest.raises(
+        EngineError, match=r"^completion 1 has tokens of version 2, version 3 was pushed for them"
+    ):
         check_versions([episode(3), episode(2)], 3)
     mixed = episode(3).with_columns(policy_versions=np.array([-1, 3, 4], np.int32))
-    with pytest.raises(EngineError, match=r"^completion 0 has tokens of version 4, version 3 was pushed for them"):
+    with pytest.raises(
+        EngineError, match=r"^completion 0 has tokens of version 4, version 3 was pushed for them"
+    ):
         check_versions([mixed], 3)

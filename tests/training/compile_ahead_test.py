@@ -39,7 +39,9 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
     library = compiler.compile_or_get_cached
 
     def counted(backend, computation, *arguments, **options):
-        found.append((str(computation.operation.attributes["sym_name"]), threading.current_thread().name))
+        found.append(
+            (str(computation.operation.attributes["sym_name"]), threading.current_thread().name)
+        )
         return library(backend, computation, *arguments, **options)
 
     monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
@@ -55,16 +57,26 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
 
 
 def test_processes_wait_for_what_main_threads_compile_and_for_nothing_else(monkeypatch):
-    """Threads compile in another order on each host: a barrier of theirs would be counted as one of the main thread."""
+    """Threads compile in another order on each host: a barrier of theirs would be counted as one of
+    the main thread.
+    """
     waited = []
     hosts = object.__new__(SeveralHosts)
-    hosts._client = SimpleNamespace(wait_at_barrier=lambda name, limit, processes: waited.append((name, processes)))
+    hosts._client = SimpleNamespace(
+        wait_at_barrier=lambda name, limit, processes: waited.append((name, processes))
+    )
     monkeypatch.setattr(compiler, "compile_or_get_cached", lambda backend, name, devices: name)
-    of_both, of_one = (np.array([SimpleNamespace(process_index=each) for each in of]) for of in ((1, 0), (0, 0)))
+    of_both, of_one = (
+        np.array([SimpleNamespace(process_index=each) for each in of]) for of in ((1, 0), (0, 0))
+    )
     with hosts.starting_programs_together():
         for devices in (of_both, of_one, of_both):
             assert compiler.compile_or_get_cached(None, "program", devices) == "program"
-            (thread := threading.Thread(target=compiler.compile_or_get_cached, args=(None, "step", devices))).start()
+            (
+                thread := threading.Thread(
+                    target=compiler.compile_or_get_cached, args=(None, "step", devices)
+                )
+            ).start()
             thread.join()
     assert waited == [("dcmdp/compiled/0-1/1", [0, 1]), ("dcmdp/compiled/0-1/2", [0, 1])]
 
@@ -74,14 +86,27 @@ def test_processes_wait_for_what_main_threads_compile_and_for_nothing_else(monke
     [
         # Each adds or replaces columns of the batch: those of the next one.
         (
-            ("model.lora_rank=4", "rollout.precision=exact", "rollout.lag=1", "rollout.top_logprobs=4"),
+            (
+                "model.lora_rank=4",
+                "rollout.precision=exact",
+                "rollout.lag=1",
+                "rollout.top_logprobs=4",
+            ),
             {"step": "the step", "rescore": "rescore", "old_logprobs": "old_logprobs"},
         ),
         (("algorithm.kl_coefficient=0.1",), {"step": "the step"}),
     ],
 )
-def test_a_run_compiles_no_pass_over_its_batch_in_the_main_thread(run_environment, tmp_path, settings, expected):
+def test_a_run_compiles_no_pass_over_its_batch_in_the_main_thread(
+    run_environment, tmp_path, settings, expected
+):
     flags = [f"--config.{setting}" for setting in ("training.steps=2", "warmup.steps=0", *settings)]
     output = demo(tmp_path / "run", *flags, program=("-c", _TELLS), env=run_environment).stdout
-    found = [line.split(": ") for line in output.splitlines() if line.endswith(tuple(f": {name}" for name in expected))]
-    assert sorted(found) == sorted([f"compiling {thread}", name] for name, thread in expected.items())
+    found = [
+        line.split(": ")
+        for line in output.splitlines()
+        if line.endswith(tuple(f": {name}" for name in expected))
+    ]
+    assert sorted(found) == sorted(
+        [f"compiling {thread}", name] for name, thread in expected.items()
+    )

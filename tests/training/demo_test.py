@@ -17,7 +17,9 @@ def run_dir(tmp_path: Path) -> Path:
     """The run that `make demo` left, where DEMO_RUN names it, else a run of its own."""
     if "DEMO_RUN" in os.environ:
         return Path(os.environ["DEMO_RUN"])
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "JAX_PLATFORMS": "cpu"
+    }
     # Two devices whatever the machine: what is merged over devices is part of the record.
     command = [
         "-m",

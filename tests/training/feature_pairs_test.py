@@ -1,4 +1,6 @@
-"""Each pair of features runs for two steps, or is refused before anything starts. A run has many features at once."""
+"""Each pair of features runs for two steps, or is refused before anything starts. A run has many
+features at once.
+"""
 
 import functools
 import itertools
@@ -126,7 +128,16 @@ _JOINED = ("algorithm.corrections", "rewards.functions")
 # What concerns columns of sampled tokens.
 _COLUMNS = ("environment", "tools", "top_p", "score_centering", "lag", "mini_batches", "evaluation")
 # What a supervised run does not pass over.
-_SUPERVISED = ("supervised", "lora", "moe", "hybrid", "sliding", "mini_batches", "packing", "bfloat16")
+_SUPERVISED = (
+    "supervised",
+    "lora",
+    "moe",
+    "hybrid",
+    "sliding",
+    "mini_batches",
+    "packing",
+    "bfloat16",
+)
 _SUPERVISED += ("evaluation", "remat", "recorded_tokens")
 _SAMPLED = tuple(feature for feature in _FEATURES if feature != "supervised")
 
@@ -146,7 +157,9 @@ def _settings(features):
 
 @functools.cache
 def _refusal(features):
-    """The line that refuses features together; empty if they are accepted, None if they exclude each other."""
+    """The line that refuses features together; empty if they are accepted, None if they exclude
+    each other.
+    """
     settings = _settings(features)
     if settings is None:
         return None
@@ -165,7 +178,9 @@ def _runs(features):
         run = min(left, key=lambda pair: [features.index(feature) for feature in pair])
         for feature in features:
             wider = tuple(sorted({*run, feature}, key=features.index))
-            added = left & set(itertools.combinations(wider, 2)) - set(itertools.combinations(run, 2))
+            added = left & set(itertools.combinations(wider, 2)) - set(
+                itertools.combinations(run, 2)
+            )
             if added and _refusal(wider) == "":
                 run = wider
         left -= set(itertools.combinations(run, 2))
@@ -187,13 +202,22 @@ def _train(features, run_dir, teacher):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "policy/loss" in record]
     assert [record["step"] for record in steps] == [1, 2]
-    numbers = {name: value for record in steps for name, value in record.items() if not isinstance(value, dict)}
+    numbers = {
+        name: value
+        for record in steps
+        for name, value in record.items()
+        if not isinstance(value, dict)
+    }
     assert all(math.isfinite(float(value)) for value in numbers.values()), numbers
 
 
 def test_a_pair_that_is_refused_is_refused_in_one_line_that_names_a_setting():
-    refusals = {pair: _refusal(pair) for pair in itertools.combinations(_SAMPLED, 2) if _refusal(pair)}
-    assert all(line.startswith("config.") and "\n" not in line for line in refusals.values()), refusals
+    refusals = {
+        pair: _refusal(pair) for pair in itertools.combinations(_SAMPLED, 2) if _refusal(pair)
+    }
+    assert all(line.startswith("config.") and "\n" not in line for line in refusals.values()), (
+        refusals
+    )
     assert refusals.keys() >= {("environment", "router_replay"), ("lora", "forward_precision")}
     assert ("environment", "top_logprobs") not in refusals
 

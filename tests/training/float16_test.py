@@ -1,4 +1,6 @@
-"""Training and sampling in float16: mismatch, the step's gradient under loss scaling, and overflow."""
+"""Training and sampling in float16: mismatch, the step's gradient under loss scaling, and
+overflow.
+"""
 
 import functools
 
@@ -48,9 +50,13 @@ def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
     for dtype in ("bfloat16", "float16"):
         engine = local_engine(model, precision=dtype, compute_dtype=dtype, max_total_tokens=LENGTH)
         engine.push_weights(params, 0)
-        scored = engine.score([row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=1.0)
+        scored = engine.score(
+            [row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=1.0
+        )
         engine.close()
-        row_logprobs = make_row_logprobs(model, Compute(dtype=dtype, one_segment=True), temperature=1.0, mesh=None)
+        row_logprobs = make_row_logprobs(
+            model, Compute(dtype=dtype, one_segment=True), temperature=1.0, mesh=None
+        )
         train = jax.jit(row_logprobs)(params, unpacked_rows(ids))[0][:, PROMPT:]
         apart[dtype] = np.abs(np.exp(train) - np.exp(np.stack(scored))).mean()
     assert 0 < apart["float16"] < apart["bfloat16"] / 5
@@ -75,7 +81,9 @@ def _step(dtype):
 def _run(dtype, loss_scale=None, rollout=None, steps=1):
     scale = loss_scale or initial_loss_scale(dtype)
     transform = make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, updates=UPDATES))
-    state = new_state(jax.tree.map(jnp.copy, make_params()), transform, initial_dual(ALGORITHM), scale)
+    state = new_state(
+        jax.tree.map(jnp.copy, make_params()), transform, initial_dual(ALGORITHM), scale
+    )
     batch = packed_batch(rollout or make_rollout(), 2, None, tokens=64)
     history = []
     for _ in range(steps):
@@ -88,7 +96,9 @@ def _moved(state):
     return np.concatenate(
         [
             np.ravel(np.asarray(after) - np.asarray(before))
-            for after, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(make_params()), strict=True)
+            for after, before in zip(
+                jax.tree.leaves(state.params), jax.tree.leaves(make_params()), strict=True
+            )
         ]
     )
 
@@ -97,7 +107,10 @@ def test_the_update_is_float32s_to_float16s_rounding():
     exact, of_float32 = _run("float32")
     half, of_float16 = _run("float16")
     assert exact.loss_scale is None and float(half.loss_scale.scale) == INITIAL_SCALE
-    assert half.loss_scale.finite_updates == 2 and of_float16[0]["optimizer/loss_scale"] == INITIAL_SCALE
+    assert (
+        half.loss_scale.finite_updates == 2
+        and of_float16[0]["optimizer/loss_scale"] == INITIAL_SCALE
+    )
     assert "optimizer/loss_scale" not in of_float32[0]
     assert of_float16[0]["optimizer/skipped_updates"] == 0
     wanted, found = _moved(exact), _moved(half)
@@ -108,7 +121,9 @@ def test_the_update_is_float32s_to_float16s_rounding():
 
 
 def test_without_a_scale_small_gradients_are_lost():
-    """At 2^-17 of the loss, as that of a long completion, products are below float16's smallest number."""
+    """At 2^-17 of the loss, as that of a long completion, products are below float16's smallest
+    number.
+    """
     wanted = _moved(_run("float32")[0])
     small, _ = _run("float16", LossScale(jnp.float32(2.0**-17), jnp.int32(0)))
     assert np.linalg.norm(_moved(small) - wanted) > 0.1 * np.linalg.norm(wanted)

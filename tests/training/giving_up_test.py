@@ -1,4 +1,6 @@
-"""An engine that gives up, and memory that runs out: the finished steps are saved, and the error says so."""
+"""An engine that gives up, and memory that runs out: the finished steps are saved, and the error
+says so.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,8 @@ from tests.support.processes import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# bin.train, where the step that the first argument names fails in its place: while it samples, is pushed or is packed.
+# bin.train, where the step that the first argument names fails in its place: while it samples, is
+# pushed or is packed.
 _PROGRAM = """
 import sys
 from dcmdp_jax.commands import cli, train
@@ -47,13 +50,17 @@ def _run(environment, run_dir, *start, code=0):
 
 
 @pytest.mark.parametrize(
-    "place", ["generate", *(pytest.param(place, marks=pytest.mark.long) for place in ("push", "pack"))]
+    "place",
+    ["generate", *(pytest.param(place, marks=pytest.mark.long) for place in ("push", "pack"))],
 )
 def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp_path, place):
     run_dir = tmp_path / "run"
     failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3", code=2)
     [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
-    assert error.startswith("error: planted: ") and "; saved after step 3: the same command resumes there" in error
+    assert (
+        error.startswith("error: planted: ")
+        and "; saved after step 3: the same command resumes there" in error
+    )
     assert (run_dir / "checkpoints" / "3").is_dir()
     resumed = _run(run_environment, run_dir, "-m", "bin.train")
     assert f"resuming {run_dir} after step 3" in resumed.stdout

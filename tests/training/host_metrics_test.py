@@ -12,13 +12,20 @@ from tests.support.sampling import Rollout
 def test_each_kind_of_ungraded_answer_has_its_own_count():
     rollout = Rollout(
         prompt_ids=[np.array([1, 2])] * 4,
-        completion_ids=[np.array([3]), np.array([3, 4]), np.array([3, 4, 5]), np.array([3, 4, 5, 6])],
+        completion_ids=[
+            np.array([3]),
+            np.array([3, 4]),
+            np.array([3, 4, 5]),
+            np.array([3, 4, 5, 6]),
+        ],
         rollout_logprobs=[np.zeros(1), np.zeros(2), np.zeros(3), np.zeros(4)],
         finish_reasons=["stop", "length", "stop", "stop"],
         group_ids=np.zeros(4, np.int32),
         policy_version=0,
     )
-    grades = Grades(rewards=np.zeros(4, np.float32), errors=1, timeouts=2, over_budget=3, unparsed=1)
+    grades = Grades(
+        rewards=np.zeros(4, np.float32), errors=1, timeouts=2, over_budget=3, unparsed=1
+    )
     metrics = length_metrics(rollout.episodes, grades)
     assert metrics == pytest.approx(
         {

@@ -1,4 +1,6 @@
-"""Runs that are killed before a record is complete: the same command goes on, and nothing is written twice."""
+"""Runs that are killed before a record is complete: the same command goes on, and nothing is
+written twice.
+"""
 
 import json
 import re
@@ -31,14 +33,20 @@ _NOT_EVALUATED = "--config.evaluation.every_steps=0"
 def _kill_and_resume(environment, run_dir, method, *settings, config=DEBUG):
     """What the second start prints."""
     finish(
-        start(environment, run_dir, *_SHORT, *settings, config=config, program=("-c", _KILLED, method)),
+        start(
+            environment, run_dir, *_SHORT, *settings, config=config, program=("-c", _KILLED, method)
+        ),
         code=-signal.SIGKILL,
     )
     return finish(start(environment, run_dir, *_SHORT, *settings, config=config))
 
 
-@pytest.mark.parametrize("settings", [("rollout.lag=1",), ("model.lora_rank=2",)], ids=["lag", "lora"])
-def test_a_run_that_is_killed_before_its_first_row_of_metrics_starts_again(run_environment, tmp_path, settings):
+@pytest.mark.parametrize(
+    "settings", [("rollout.lag=1",), ("model.lora_rank=2",)], ids=["lag", "lora"]
+)
+def test_a_run_that_is_killed_before_its_first_row_of_metrics_starts_again(
+    run_environment, tmp_path, settings
+):
     given = [f"--config.{each}" for each in settings]
     said = _kill_and_resume(run_environment, tmp_path / "run", "write", _NOT_EVALUATED, *given)
     assert f"resuming {tmp_path / 'run'} after step 0" in said
@@ -49,30 +57,45 @@ def test_a_vllm_run_that_is_killed_before_its_first_row_of_metrics_starts_again(
     run_environment, tmp_path, vllm_is_installed
 ):
     config = "configs/demo_vllm.py:debug"
-    said = _kill_and_resume(run_environment, tmp_path / "run", "write", _NOT_EVALUATED, config=config)
+    said = _kill_and_resume(
+        run_environment, tmp_path / "run", "write", _NOT_EVALUATED, config=config
+    )
     assert f"resuming {tmp_path / 'run'} after step 0" in said
     assert sorted(read_records(tmp_path / "run")) == [1, 2]
 
 
-def test_an_evaluation_that_is_killed_before_its_row_leaves_its_samples_once(run_environment, tmp_path):
+def test_an_evaluation_that_is_killed_before_its_row_leaves_its_samples_once(
+    run_environment, tmp_path
+):
     """At steps 0 and 2. Its first task of eight problems had been written when the row was not."""
-    _kill_and_resume(run_environment, tmp_path / "run", "write", "--config.evaluation.every_steps=2")
+    _kill_and_resume(
+        run_environment, tmp_path / "run", "write", "--config.evaluation.every_steps=2"
+    )
     lines = (tmp_path / "run" / "held_out_samples.jsonl").read_text().splitlines()
-    written = [(record["step"], record["task"], record["place"]) for record in map(json.loads, lines)]
+    written = [
+        (record["step"], record["task"], record["place"]) for record in map(json.loads, lines)
+    ]
     assert len(written) == len(set(written)) and {step for step, *_ in written} == {0, 2}
 
 
-def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(run_environment, tmp_path):
+def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(
+    run_environment, tmp_path
+):
     """Ten problems, then fourteen: the order of prompts is another one."""
     data, run_dir = tmp_path / "problems.jsonl", tmp_path / "run"
     settings = (*_SHORT, _NOT_EVALUATED, f"--config.task.train={data}")
-    rows = [json.dumps({"problem": f"{n}+{n + 1}=", "answer": str(2 * n + 1)}) + "\n" for n in range(14)]
+    rows = [
+        json.dumps({"problem": f"{n}+{n + 1}=", "answer": str(2 * n + 1)}) + "\n" for n in range(14)
+    ]
     data.write_text("".join(rows[:10]))
     finish(start(run_environment, run_dir, *settings))
     data.write_text("".join(rows))
     more = (*settings, "--config.training.steps=3")
     said = finish(start(run_environment, run_dir, *more), code=2)
-    assert re.search(r"error: config.task.train: has 14, \w+ .*, the run began with 10, \w+ \(checkpoint 2\)", said)
+    assert re.search(
+        r"error: config.task.train: has 14, \w+ .*, the run began with 10, \w+ \(checkpoint 2\)",
+        said,
+    )
     assert sorted(read_records(run_dir)) == [1, 2]
     said = finish(start(run_environment, run_dir, *more, "--config.task.on_changed_data=continue"))
     assert "the run began with 10" in said and sorted(read_records(run_dir)) == [1, 2, 3]
@@ -80,8 +103,12 @@ def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(ru
     finish(start(run_environment, run_dir, *more))
 
 
-def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_one(run_environment, tmp_path):
-    """A loss scale, which float16 adds: as an earlier version's checkpoint lacks what a later one has."""
+def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_one(
+    run_environment, tmp_path
+):
+    """A loss scale, which float16 adds: as an earlier version's checkpoint lacks what a later one
+    has.
+    """
     settings = (*_SHORT, _NOT_EVALUATED, "--config.training.steps=1")
     finish(start(run_environment, tmp_path / "run", *settings))
     path = tmp_path / "run" / "config.json"
@@ -91,5 +118,8 @@ def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_
     path.write_text(json.dumps(config))
     more = ("--config.model.compute_dtype=float16", "--config.training.steps=2")
     said = finish(start(run_environment, tmp_path / "run", *settings, *more))
-    assert "checkpoint 1 has no loss_scale (model.compute_dtype=float16): it begins as in a new run" in said
+    assert (
+        "checkpoint 1 has no loss_scale (model.compute_dtype=float16): it begins as in a new run"
+        in said
+    )
     assert sorted(read_records(tmp_path / "run")) == [1, 2]

@@ -1,4 +1,6 @@
-"""Whole runs that sample ahead: which weights sampled what, kills at random moments, and what is refused."""
+"""Whole runs that sample ahead: which weights sampled what, kills at random moments, and what is
+refused.
+"""
 
 import os
 import random
@@ -47,46 +49,73 @@ def whole(run_environment, tmp_path_factory):
 
 def test_each_step_trains_on_tokens_of_the_weights_before(whole):
     records = read_records(whole)
-    assert [records[step]["rollout/staleness_max"] for step in range(1, _STEPS + 1)] == [0, *[1] * (_STEPS - 1)]
-    assert all(records[s]["rollout/staleness_mean"] == records[s]["rollout/staleness_max"] for s in records if s)
+    assert [records[step]["rollout/staleness_max"] for step in range(1, _STEPS + 1)] == [
+        0,
+        *[1] * (_STEPS - 1),
+    ]
+    assert all(
+        records[s]["rollout/staleness_mean"] == records[s]["rollout/staleness_max"]
+        for s in records
+        if s
+    )
     for step in range(1, _STEPS + 1):
-        parts = [records[step][f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")]
+        parts = [
+            records[step][f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")
+        ]
         assert parts[0] == pytest.approx(parts[1] + parts[2], abs=1e-6)
         assert (records[step]["staleness/log_ratio_abs_mean"] > 1e-4) == (step > 1)
     assert contradictions(whole) == []
 
 
 def test_the_gap_can_be_added_from_the_recorded_tokens(whole):
-    """log p_now - log p_v and log p_v - log q of step 4's sampled tokens have the means that the step recorded."""
+    """log p_now - log p_v and log p_v - log q of step 4's sampled tokens have the means that the
+    step recorded.
+    """
     rows = pyarrow.parquet.read_table(whole / "rollouts" / "step_4.parquet").to_pylist()
     mask = np.concatenate([row["mask"] for row in rows])
     now, then, engine = (
-        np.concatenate([row[f"{name}_logprobs"] for row in rows])[mask] for name in ("start", "train", "rollout")
+        np.concatenate([row[f"{name}_logprobs"] for row in rows])[mask]
+        for name in ("start", "train", "rollout")
     )
     recorded = read_records(whole)[4]
     assert np.abs(now - then).mean() > 1e-4
-    for name, values in {"staleness": now - then, "mismatch": then - engine, "gap": now - engine}.items():
+    for name, values in {
+        "staleness": now - then,
+        "mismatch": then - engine,
+        "gap": now - engine,
+    }.items():
         assert values.mean() == pytest.approx(recorded[f"{name}/log_ratio_mean"], abs=2e-6), name
-        assert np.abs(values).max() == pytest.approx(recorded[f"{name}/log_ratio_max"], abs=2e-6), name
+        assert np.abs(values).max() == pytest.approx(recorded[f"{name}/log_ratio_max"], abs=2e-6), (
+            name
+        )
     # The prompt is the one that was asked: all completions of a group have the same.
-    assert len({tuple(row["prompt_token_ids"]) for row in rows}) == len({row["prompt_id"] for row in rows})
+    assert len({tuple(row["prompt_token_ids"]) for row in rows}) == len(
+        {row["prompt_id"] for row in rows}
+    )
 
 
 def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
-    """Those before step 4, of whose weights the batch of step 5 is sampled: the digests are those of checkpoint 3."""
+    """Those before step 4, of whose weights the batch of step 5 is sampled: the digests are those
+    of checkpoint 3.
+    """
     assert set(read_digests(whole, 4)["behind"]) == {"3"} and "behind" not in read_digests(whole, 0)
     saved = {step: read_digests(whole, step) for step in (2, 4, 6)}
     assert saved[4]["behind"]["3"] not in (saved[2]["params"], saved[4]["params"])
 
 
 def _kill_and_resume(environment, run_dir, kills, seed, *settings):
-    """Kill the trainer, or its sampler, at random moments of a run until it has had `kills`; then let it end."""
+    """Kill the trainer, or its sampler, at random moments of a run until it has had `kills`; then
+    let it end.
+    """
     chance, done = random.Random(seed), 0
     process = _start(environment, run_dir, *settings)
     while done < kills:
         seen = max(read_records(run_dir), default=0)
         wait_until(
-            lambda seen=seen, p=process: max(read_records(run_dir), default=0) > seen or p.poll() is not None, "step"
+            lambda seen=seen, p=process: (
+                max(read_records(run_dir), default=0) > seen or p.poll() is not None
+            ),
+            "step",
         )
         time.sleep(0.3 * chance.random())
         if process.poll() is not None:
@@ -103,7 +132,9 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
 
 
 @pytest.mark.long
-def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, whole):
+def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(
+    run_environment, tmp_path, whole
+):
     assert _kill_and_resume(run_environment, tmp_path / "run", 3, 0, "--config.rollout.lag=1") == 3
     assert read_records(tmp_path / "run") == read_records(whole)
     assert read_digests(tmp_path / "run", _STEPS) == read_digests(whole, _STEPS)
@@ -122,7 +153,10 @@ def test_killed_twenty_times_it_has_the_bits_of_the_undisturbed_run(run_environm
 @pytest.mark.long
 def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole):
     process = _start(run_environment, tmp_path / "run", "--config.rollout.lag=1")
-    wait_until(lambda: len(read_records(tmp_path / "run")) >= 3 or process.poll() is not None, "three steps")
+    wait_until(
+        lambda: len(read_records(tmp_path / "run")) >= 3 or process.poll() is not None,
+        "three steps",
+    )
     process.send_signal(signal.SIGTERM)
     output = finish(process, code=143)
     assert "stopped by SIGTERM" in output and "Traceback" not in output
@@ -137,8 +171,14 @@ def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole
         (("rollout.lag=-1",), "config.rollout.lag: got -1, must be at least 0"),
         (("rollout.lag=65",), "config.rollout.lag: got 65, must be at most 64"),
         (
-            ("rollout.lag=1", "rollout.engine=vllm", "rollout.precision=float32", "rollout.vllm.sleep=1"),
-            "config.rollout.vllm.sleep: got 1 with rollout.lag; an engine that sleeps while the trainer trains",
+            (
+                "rollout.lag=1",
+                "rollout.engine=vllm",
+                "rollout.precision=float32",
+                "rollout.vllm.sleep=1",
+            ),
+            "config.rollout.vllm.sleep: got 1 with rollout.lag; an engine that sleeps while the "
+            "trainer trains",
         ),
     ],
 )
@@ -148,7 +188,10 @@ def test_a_lag_that_can_not_be_is_one_line(overrides, said):
     assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
 
 
-_TIS, _PROXIMAL = "--config.algorithm.corrections=tis(high=2)", "--config.algorithm.ratio_denominator=proximal"
+_TIS, _PROXIMAL = (
+    "--config.algorithm.corrections=tis(high=2)",
+    "--config.algorithm.ratio_denominator=proximal",
+)
 
 
 @pytest.mark.long
@@ -165,13 +208,20 @@ _TIS, _PROXIMAL = "--config.algorithm.corrections=tis(high=2)", "--config.algori
     ids=["kl_proximal", "kl_tis", "measured_tolerance", "reward_level", "refill", "exact"],
 )
 def test_what_goes_with_a_lag(run_environment, tmp_path, settings):
-    """Each ends with a record that contradicts nothing, of tokens one step old whose gap is the sum of its parts."""
+    """Each ends with a record that contradicts nothing, of tokens one step old whose gap is the sum
+    of its parts.
+    """
     finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1", *settings))
     records = read_records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []
     for step in range(1, _STEPS + 1):
         assert records[step]["rollout/staleness_max"] == min(1, step - 1)
-        parts = [records[step][f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")]
+        parts = [
+            records[step][f"{name}/log_ratio_mean"] for name in ("gap", "staleness", "mismatch")
+        ]
         assert parts[0] == pytest.approx(parts[1] + parts[2], abs=1e-6)
         if "--config.rollout.precision=exact" in settings:
-            assert records[step]["mismatch/log_ratio_max"] == 0 and records[step]["discrepancy/max"] == 0
+            assert (
+                records[step]["mismatch/log_ratio_max"] == 0
+                and records[step]["discrepancy/max"] == 0
+            )

@@ -1,4 +1,6 @@
-"""Any order, number and length of completions, in any layout and on any mesh: the same gradient to float32 rounding."""
+"""Any order, number and length of completions, in any layout and on any mesh: the same gradient to
+float32 rounding.
+"""
 
 import functools
 import math
@@ -35,7 +37,9 @@ def _row_logprobs(plan, mesh, scheme=FULL, **compute):
 
 
 def _gradient(plan, mesh, scheme=FULL, policy=lambda params: params, **compute):
-    """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log pi(o_i), compiled."""
+    """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log
+    pi(o_i), compiled.
+    """
     row_logprobs = _row_logprobs(plan, mesh, scheme, **compute)
 
     def of_rows(shared, rows):
@@ -50,13 +54,17 @@ def _gradient(plan, mesh, scheme=FULL, policy=lambda params: params, **compute):
     @jax.jit
     def gradient(params, batch, weights):
         mini = jax.tree.map(lambda x: x[0], batch)
-        return accumulate(of_rows, (params, weights), mini.rows, mini.micro_batches, mesh=mesh)[0].value()
+        return accumulate(of_rows, (params, weights), mini.rows, mini.micro_batches, mesh=mesh)[
+            0
+        ].value()
 
     return gradient
 
 
 def _lengths(seed):
-    """Completions of a batch: any number and lengths; one; all at the cap; all of one token; only long ones."""
+    """Completions of a batch: any number and lengths; one; all at the cap; all of one token; only
+    long ones.
+    """
     rng = np.random.default_rng(seed)
     kinds = [
         rng.integers(1, CAP, rng.integers(1, COUNT + 1)),
@@ -69,7 +77,9 @@ def _lengths(seed):
 
 
 def _inputs(seed, plan, mesh):
-    """The batch and the weights: completion i has the same tokens and weight wherever a permutation puts it."""
+    """The batch and the weights: completion i has the same tokens and weight wherever a permutation
+    puts it.
+    """
     rng, lengths = np.random.default_rng(100 + seed), _lengths(seed)
     weights = np.linspace(0.5, 2.0, COUNT).astype(np.float32)
     prompts = [rng.integers(0, 31, rng.integers(1, 5)).astype(np.int32) for _ in range(COUNT)]
@@ -78,10 +88,18 @@ def _inputs(seed, plan, mesh):
     order = np.random.default_rng(seed + len(plan.row_lengths)).permutation(COUNT)
     place = dict(policy_version=0, group=0, finish_reason="stop")
     episodes = [
-        single_turn(prompts[i], completions[i], np.zeros(len(completions[i]), np.float32), member=i, **place)
+        single_turn(
+            prompts[i], completions[i], np.zeros(len(completions[i]), np.float32), member=i, **place
+        )
         for i in order
     ]
-    batch, _ = pack(episodes, np.zeros(COUNT, np.float32), plan, mask_truncated=False, dropped=order >= len(lengths))
+    batch, _ = pack(
+        episodes,
+        np.zeros(COUNT, np.float32),
+        plan,
+        mask_truncated=False,
+        dropped=order >= len(lengths),
+    )
     if mesh is not None:
         batch = jax.device_put(batch, batch_shardings(mesh))
     return batch, weights[order]
@@ -92,13 +110,20 @@ def _reference():
     """One completion in each row of one length, on one device."""
     plan = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP)
     gradient = _gradient(plan, None)
-    return {seed: jax.device_get(gradient(make_params(), *_inputs(seed, plan, None))) for seed in range(10)}
+    return {
+        seed: jax.device_get(gradient(make_params(), *_inputs(seed, plan, None)))
+        for seed in range(10)
+    }
 
 
 _PLANS = {
     "one": {"segments_per_row": 1, "micro_batch_tokens": 48, "row_lengths": (8, 16, 24)},
     "packed": {"segments_per_row": ANY_NUMBER, "micro_batch_tokens": 48, "row_lengths": (12, 24)},
-    "cudnn": {"segments_per_row": SKIP_SEGMENTS["cudnn"], "micro_batch_tokens": 48, "row_lengths": (12, 24)},
+    "cudnn": {
+        "segments_per_row": SKIP_SEGMENTS["cudnn"],
+        "micro_batch_tokens": 48,
+        "row_lengths": (12, 24),
+    },
     "user's lengths": {"segments_per_row": 2, "micro_batch_tokens": 40, "row_lengths": (8, 13, 32)},
 }
 
@@ -115,14 +140,24 @@ _MESHES = ((2, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1), (1, 1, 8))
         (None, "user's lengths"),
         ((2, 1, 2), "cudnn"),
         ((4, 1, 1), "packed"),
-        *(pytest.param(shape, name, marks=pytest.mark.long) for shape in _MESHES for name in ("one", "packed")),
+        *(
+            pytest.param(shape, name, marks=pytest.mark.long)
+            for shape in _MESHES
+            for name in ("one", "packed")
+        ),
     ],
 )
 def test_any_layout_gives_the_same_gradient(shape, name, monkeypatch):
-    """The one of GPUs with cuDNN's packed attention, by a stand-in that reads memory as cuDNN does."""
+    """The one of GPUs with cuDNN's packed attention, by a stand-in that reads memory as cuDNN
+    does.
+    """
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)]) if shape else None
     plan = make_row_shapes(
-        longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh) if mesh else 1, **_PLANS[name]
+        longest=CAP,
+        mini_batches=1,
+        completions=COUNT,
+        row_shards=row_shards(mesh) if mesh else 1,
+        **_PLANS[name],
     )
     packed = {"attention": "cudnn", "segments": plan.segments_per_row} if name == "cudnn" else {}
     stand_ins = stand_in_for_cudnn(monkeypatch) if packed else []
@@ -139,7 +174,9 @@ def test_any_layout_gives_the_same_gradient(shape, name, monkeypatch):
 
 
 def _cudnn_plan():
-    plan = make_row_shapes(longest=CAP, mini_batches=1, completions=COUNT, row_shards=1, **_PLANS["cudnn"])
+    plan = make_row_shapes(
+        longest=CAP, mini_batches=1, completions=COUNT, row_shards=1, **_PLANS["cudnn"]
+    )
     return plan, {"attention": "cudnn", "segments": plan.segments_per_row}
 
 
@@ -148,7 +185,9 @@ def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
     lora, (plan, packed) = Lora(3, 6.0), _cudnn_plan()
     leaves = adapter_declarations(MODEL, lora)
     drawn = np.random.default_rng(0)
-    tree = declared_tree(leaves, lambda leaf: jnp.asarray(drawn.normal(0, 0.3, leaf.shape), jnp.float32))
+    tree = declared_tree(
+        leaves, lambda leaf: jnp.asarray(drawn.normal(0, 0.3, leaf.shape), jnp.float32)
+    )
     own = {"policy": lambda adapters: adapted(make_params(), adapters, lora)}
     one = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP)
     found, expected = (
@@ -161,7 +200,9 @@ def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
 
 
 def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypatch):
-    """The column that a lag compares the engine with: each token's, wherever its completion lies."""
+    """The column that a lag compares the engine with: each token's, wherever its completion
+    lies.
+    """
     stand_in_for_cudnn(monkeypatch)
     cudnn = _cudnn_plan()
     found = []
@@ -172,19 +213,29 @@ def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypat
         for rows in batch.rows:
             for number in np.unique(rows.completion_index[rows.completion_mask]):
                 own = rows.completion_mask & (rows.completion_index == number)
-                values[order[number]] = rows.columns[OLD_LOGPROBS][own][np.argsort(rows.position_ids[own])]
+                values[order[number]] = rows.columns[OLD_LOGPROBS][own][
+                    np.argsort(rows.position_ids[own])
+                ]
         found.append(np.concatenate([values[number] for number in sorted(values)]))
     assert found[0].std() > 0.5
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "products", ["int8", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp8", "fp8_per_block"))]
+    "products",
+    ["int8", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp8", "fp8_per_block"))],
 )
 def test_a_mesh_rounds_by_the_largest_entry_of_all_devices(products):
-    """Tokens before the o and down projections, and all matrices, are split: a part's maximum is another scale."""
-    scheme, mesh = Scheme(products=products, cache="fp8"), make_mesh(1, 2, 2, devices=jax.devices()[:4])
-    plan = make_row_shapes(longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh), **_PLANS["one"])
+    """Tokens before the o and down projections, and all matrices, are split: a part's maximum is
+    another scale.
+    """
+    scheme, mesh = (
+        Scheme(products=products, cache="fp8"),
+        make_mesh(1, 2, 2, devices=jax.devices()[:4]),
+    )
+    plan = make_row_shapes(
+        longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh), **_PLANS["one"]
+    )
     found, expected = (
         jax.device_get(_gradient(plan, where, scheme)(make_params(), *_inputs(0, plan, where)))
         for where in (mesh, None)
@@ -193,6 +244,7 @@ def test_a_mesh_rounds_by_the_largest_entry_of_all_devices(products):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
     apart = [
-        np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*map(jax.tree.leaves, (plain, expected)), strict=True)
+        np.abs(a - b).max() / np.abs(b).max()
+        for a, b in zip(*map(jax.tree.leaves, (plain, expected)), strict=True)
     ]
     assert min(apart) > 1e-3

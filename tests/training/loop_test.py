@@ -1,4 +1,6 @@
-"""Whole runs in processes of their own: killed, resumed, exact, and on real data with a real checkpoint."""
+"""Whole runs in processes of their own: killed, resumed, exact, and on real data with a real
+checkpoint.
+"""
 
 import json
 import signal
@@ -16,7 +18,8 @@ from tests.support.waiting import HANGS_S, wait_until
 SHARED = ROOT.parent / "shared"
 
 
-# bin.train; prints each push and its version, and, where the first argument says so, gets SIGTERM in the middle of
+# bin.train; prints each push and its version, and, where the first argument says so, gets SIGTERM
+# in the middle of
 # sampling: "step 2" of training, or the third "evaluation".
 _PROGRAM = """
 import os, signal, sys
@@ -63,11 +66,14 @@ def _scores(run_dir):
     for path in (Path(run_dir) / "checkpoints").iterdir():
         if path.name.isdigit():
             score = path / "metrics" / "metrics"
-            found[int(path.name)] = json.loads(score.read_text())["score"] if score.exists() else None
+            found[int(path.name)] = (
+                json.loads(score.read_text())["score"] if score.exists() else None
+            )
     return found
 
 
-# Evaluations are due at every step, so wherever a signal comes the resumed run has one to make up for.
+# Evaluations are due at every step, so wherever a signal comes the resumed run has one to make up
+# for.
 _EVALUATED = (
     "--config.training.steps=6",
     "--config.checkpoint.every_steps=2",
@@ -78,11 +84,17 @@ _EVALUATED = (
 
 @pytest.fixture(scope="module")
 def whole(run_environment, tmp_path_factory):
-    """An undisturbed run, the versions that its engine got, and the pushes to one that still had weights."""
+    """An undisturbed run, the versions that its engine got, and the pushes to one that still had
+    weights.
+    """
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
     pushes = [line for line in output.splitlines() if line.startswith("pushed ")]
-    return run_dir, [int(line.split()[1]) for line in pushes], sum("beside" in line for line in pushes)
+    return (
+        run_dir,
+        [int(line.split()[1]) for line in pushes],
+        sum("beside" in line for line in pushes),
+    )
 
 
 def test_weights_are_pushed_once_a_step(whole):
@@ -107,11 +119,15 @@ def test_every_evaluated_policy_has_its_score_beside_it(whole):
 
 @pytest.mark.long
 def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_path, whole):
-    """The state is final since the last update: nothing of what is sampled is waited for, judged or recorded."""
+    """The state is final since the last update: nothing of what is sampled is waited for, judged or
+    recorded.
+    """
     run_dir = tmp_path / "run"
     # In training; then in the resumed run's first evaluation, which comes after step 3.
     for where, step in (("step 2", 2), ("evaluation 1", 3)):
-        output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143)
+        output = finish(
+            start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143
+        )
         assert f"stopped by SIGTERM after step {step}, saved; the same command resumes" in output
         records = read_records(run_dir)
         assert sorted(records) == list(range(step + 1))
@@ -123,7 +139,8 @@ def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_p
     assert _scores(run_dir) == _scores(whole[0])
 
 
-# Two problems learned by heart before training; a step so large that the policy knows nothing afterwards.
+# Two problems learned by heart before training; a step so large that the policy knows nothing
+# afterwards.
 _SPOILT = """
     --config.warmup.task=arithmetic:difficulty=1,count=2 --config.warmup.steps=300
     --config.evaluation.task=arithmetic:difficulty=1,count=2 --config.evaluation.every_steps=1
@@ -137,7 +154,10 @@ _SPOILT = """
 @pytest.mark.long
 def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
     finish(start(run_environment, tmp_path / "run", *_SPOILT))
-    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(read_records(tmp_path / "run").items())]
+    scores = [
+        record["eval/arithmetic/avg@2"]
+        for _, record in sorted(read_records(tmp_path / "run").items())
+    ]
     assert scores[0] > 0.5 > max(scores[1:])
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
@@ -148,12 +168,17 @@ def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environm
     finish(start(run_environment, tmp_path / "run", *_SPOILT, program=program), code=143)
     assert _scores(tmp_path / "run") == {0: None}
     finish(start(run_environment, tmp_path / "run", *_SPOILT))
-    scores = [record["eval/arithmetic/avg@2"] for _, record in sorted(read_records(tmp_path / "run").items())]
+    scores = [
+        record["eval/arithmetic/avg@2"]
+        for _, record in sorted(read_records(tmp_path / "run").items())
+    ]
     assert scores[0] > 0.5 > max(scores[1:])
     assert _scores(tmp_path / "run") == {0: scores[0], 3: scores[3]}
 
 
-def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environment, tmp_path, whole):
+def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    run_environment, tmp_path, whole
+):
     settings = _EVALUATED
     broken = tmp_path / "broken"
     process = start(run_environment, broken, *settings)
@@ -173,7 +198,8 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environ
     undisturbed, resumed = read_records(whole[0]), read_records(broken)
     assert sorted(undisturbed) == list(range(7))
     assert all("eval/arithmetic/avg@2" in record for record in undisturbed.values())
-    # Every evaluated policy is kept until the newer ones push it out, whatever checkpoint.every_steps is.
+    # Every evaluated policy is kept until the newer ones push it out, whatever
+    # checkpoint.every_steps is.
     assert _scores(broken) == _scores(whole[0]) and sorted(_scores(broken)) == list(range(7))
     assert resumed == undisturbed and contradictions(broken) == []
     assert (broken / "report.html").is_file()
@@ -190,7 +216,9 @@ def test_sigterm_saves_and_says_so(run_environment, tmp_path):
         "--config.rollout.temperature=0.5",
         "--config.checkpoint.keep_last=9",
     )
-    wait_until(lambda: len(read_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps")
+    wait_until(
+        lambda: len(read_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps"
+    )
     assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGTERM)
     output = finish(process, code=143)
@@ -198,16 +226,33 @@ def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     last = max(read_records(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
 
-    finish(start(run_environment, tmp_path / "other", "--config.training.steps=1", "--config.evaluation.every_steps=0"))
+    finish(
+        start(
+            run_environment,
+            tmp_path / "other",
+            "--config.training.steps=1",
+            "--config.evaluation.every_steps=0",
+        )
+    )
     # The warm-up knows nothing of the sampling temperature.
-    assert read_digests(tmp_path / "run", 0)["params"] == read_digests(tmp_path / "other", 0)["params"]
+    assert (
+        read_digests(tmp_path / "run", 0)["params"] == read_digests(tmp_path / "other", 0)["params"]
+    )
 
 
 @pytest.mark.long
 def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_path):
-    # XLA's newer code generator of fusions, as in all runs but the tests: the older one's last bits differ here.
+    # XLA's newer code generator of fusions, as in all runs but the tests: the older one's last bits
+    # differ here.
     environment = run_environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    finish(start(environment, tmp_path / "run", "--config.rollout.precision=exact", "--config.training.steps=3"))
+    finish(
+        start(
+            environment,
+            tmp_path / "run",
+            "--config.rollout.precision=exact",
+            "--config.training.steps=3",
+        )
+    )
     records = read_records(tmp_path / "run")
     for step in (1, 2, 3):
         assert records[step]["discrepancy/max"] == 0.0
@@ -215,22 +260,35 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_pat
         # The sampler's own numbers are another program's: near, but not the same.
         assert 0 < records[step]["mismatch/sampler"] < 1e-5
     # Measured once, on the first step: a float32 engine against itself differs by rounding only.
-    assert 0 < records[1]["mismatch/noise_floor"] < 1e-5 and "mismatch/noise_floor" not in records[2]
+    assert (
+        0 < records[1]["mismatch/noise_floor"] < 1e-5 and "mismatch/noise_floor" not in records[2]
+    )
 
 
 @pytest.mark.long
 def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, tmp_path):
-    broken = "import jax\nfrom dcmdp_jax.training import batches\nbatches.pack = lambda *a, **k: jax.vmap(max)(a, 1)\n"
+    broken = (
+        "import jax\nfrom dcmdp_jax.training import batches\nbatches.pack = lambda *a, **k: "
+        "jax.vmap(max)(a, 1)\n"
+    )
     program = ("-c", f"{broken}from dcmdp_jax.commands import cli, train\ncli.run_main(train.main)")
     output = finish(start(run_environment, tmp_path / "run", program=program), code=1)
     log = tmp_path / "run" / "error.log"
-    assert output.splitlines()[-1].endswith(f"(unexpected; traceback: {log})") and "Traceback" not in output
-    assert log.read_text().count("Traceback (most recent call last)") == 1 and "in _pack" in log.read_text()
+    assert (
+        output.splitlines()[-1].endswith(f"(unexpected; traceback: {log})")
+        and "Traceback" not in output
+    )
+    assert (
+        log.read_text().count("Traceback (most recent call last)") == 1
+        and "in _pack" in log.read_text()
+    )
 
 
 @pytest.mark.long
 def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, tmp_path):
-    """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had come to."""
+    """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had
+    come to.
+    """
     settings = (
         "--config.training.steps=4",
         "--config.checkpoint.every_steps=1",
@@ -238,7 +296,8 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
         "--config.checkpoint.keep_last=9",
         "--config.algorithm.drop_equal_groups=true",
         "--config.algorithm.refill_rounds=2",
-        # A policy that knows little gets it right now and then: some groups of four differ, others do not.
+        # A policy that knows little gets it right now and then: some groups of four differ, others
+        # do not.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
     )
     finish(start(run_environment, tmp_path / "run", *settings))
@@ -262,10 +321,16 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout")
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout"
+)
 def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
-    """Ten steps on real data, kill -9, resume, export: transformers gives the export the trained model's logits."""
-    torch = pytest.importorskip("torch", reason="torch (extra 'dev') makes and loads the checkpoint")
+    """Ten steps on real data, kill -9, resume, export: transformers gives the export the trained
+    model's logits.
+    """
+    torch = pytest.importorskip(
+        "torch", reason="torch (extra 'dev') makes and loads the checkpoint"
+    )
     import jax
     import jax.numpy as jnp
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -277,9 +342,13 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
 
     torch.manual_seed(0)
     source = tmp_path / "source"
-    sizes = dict(vocab_size=104, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8)
+    sizes = dict(
+        vocab_size=104, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8
+    )
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    hf = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=1024, tie_word_embeddings=True))
+    hf = Qwen3ForCausalLM(
+        Qwen3Config(**sizes, **heads, max_position_embeddings=1024, tie_word_embeddings=True)
+    )
     hf.save_pretrained(source)
     build_tokenizer().save_pretrained(source)
     run_dir = tmp_path / "run"
@@ -309,21 +378,39 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
 
     # The prompts are rows of the file, the answers theirs.
     rows = {}
-    for line in (SHARED / "data/train/dapo_math_17k.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (SHARED / "data/train/dapo_math_17k.jsonl").read_text(encoding="utf-8").splitlines()
+    ):
         row = json.loads(line)
         rows.setdefault(row["prompt"][0]["content"], set()).add(row["reward_model"]["ground_truth"])
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (run_dir / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert len(samples) == 40
     assert all(sample["answer"] in rows[sample["prompt"]] for sample in samples)
 
     out = tmp_path / "export"
-    command = [sys.executable, "-m", "bin.convert", "export", str(run_dir), str(out), "--dtype", "float32"]
-    subprocess.run(command, cwd=ROOT, env=run_environment, check=True, capture_output=True, timeout=HANGS_S)
+    command = [
+        sys.executable,
+        "-m",
+        "bin.convert",
+        "export",
+        str(run_dir),
+        str(out),
+        "--dtype",
+        "float32",
+    ]
+    subprocess.run(
+        command, cwd=ROOT, env=run_environment, check=True, capture_output=True, timeout=HANGS_S
+    )
     saved = find_params(run_dir)
     params, model, step = saved.load(), saved.model, saved.step
     assert step == 10
     ids = np.arange(2, 50, dtype=np.int32)[None]
-    hidden = decoder.hidden_states(params, model, ids, np.arange(48)[None], np.ones_like(ids), Compute())
+    hidden = decoder.hidden_states(
+        params, model, ids, np.arange(48)[None], np.ones_like(ids), Compute()
+    )
     ours = np.asarray(hidden @ decoder.output_kernel(params))
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():

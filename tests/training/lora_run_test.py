@@ -1,4 +1,6 @@
-"""Whole runs that train adapters: resumed, exported merged and for PEFT, gone on with, and refused on another base."""
+"""Whole runs that train adapters: resumed, exported merged and for PEFT, gone on with, and refused
+on another base.
+"""
 
 import json
 import shutil
@@ -32,7 +34,9 @@ def _tensors(directory, name="model.safetensors"):
 
 def _convert(environment, *arguments, code=0):
     command = [sys.executable, "-m", "bin.convert", "export", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -58,7 +62,8 @@ def test_a_checkpoint_has_the_adapters_alone_and_what_they_were_trained_on(run_d
     assert len(paths) == 2 * len(MODULES)
     assert all(path.endswith(("['a']", "['b']")) for path in paths)
     assert len(metadata["digests"]["reference"]) > len(paths) / 2
-    # The first push is of the base itself; fp8 keeps three bits of a sum, and little of a change of a thousandth.
+    # The first push is of the base itself; fp8 keeps three bits of a sum, and little of a change of
+    # a thousandth.
     rounding = [
         record["mismatch/merge_rounding"]
         for _, record in sorted(read_records(run_dir).items())
@@ -69,7 +74,9 @@ def test_a_checkpoint_has_the_adapters_alone_and_what_they_were_trained_on(run_d
 
 
 def test_a_resumed_run_repeats_the_bits_of_an_undisturbed_one(run_environment, tmp_path, run_dir):
-    """With a lag too the whole state is the adapters'; here in two goes what the fixture does in one."""
+    """With a lag too the whole state is the adapters'; here in two goes what the fixture does in
+    one.
+    """
     directory = tmp_path / "run"
     finish(start(run_environment, directory, *LORA, "--config.training.steps=2"))
     output = finish(start(run_environment, directory, *LORA, "--config.training.steps=3"))
@@ -105,17 +112,24 @@ def test_a_base_goes_with_its_run_and_a_lost_one_is_named(run_environment, tmp_p
     shutil.copytree(run_dir, copied)
     _convert(run_environment, run_dir, tmp_path / "a", "--adapter")
     _convert(run_environment, copied, tmp_path / "b", "--adapter")
-    names = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("a", "b")]
+    names = [
+        json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("a", "b")
+    ]
     bases = [Path(fields["base_model_name_or_path"]) for fields in names]
     assert bases == [run_dir.resolve() / "reference", copied.resolve() / "reference"]
     (copied / "reference").rename(tmp_path / "away")
     meta = SavedAdapters(4, 6.0, ("q_proj",), "float32", str(tmp_path / "gone" / "base"))
     for adapters in (meta, meta._replace(base_path=str(tmp_path / "gone" / "reference"))):
-        with pytest.raises(CheckpointError, match=f"the base of its adapters, {adapters.base_path}, is not there; put"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"the base of its adapters, {adapters.base_path}, is not there; put",
+        ):
             find_params(copied).base_directory(adapters)
 
 
-def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_base(run_environment, tmp_path, run_dir):
+def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_base(
+    run_environment, tmp_path, run_dir
+):
     adapter, base = tmp_path / "adapter", tmp_path / "base"
     _convert(run_environment, run_dir, adapter, "--adapter")
     shutil.copytree(run_dir / "reference", base)
@@ -131,17 +145,22 @@ def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_bas
     assert read_digests(tmp_path / "on", 0)["params"] == read_digests(run_dir, 3)["params"]
     assert not (tmp_path / "on" / "reference").exists()
 
-    # One number of the base is another: no fresh run begins with the adapters, and none goes on. The dry run reads the
-    # vectors and the matrices' first rows.
+    # One number of the base is another: no fresh run begins with the adapters, and none goes on.
+    # The dry run reads the vectors and the matrices' first rows.
     from safetensors.flax import load_file, save_file
 
     tensors = load_file(base / "model.safetensors")
-    for name, place, more in (("model.norm.weight", 3, ("--dry_run",)), ("model.embed_tokens.weight", (-1, -1), ())):
+    for name, place, more in (
+        ("model.norm.weight", 3, ("--dry_run",)),
+        ("model.embed_tokens.weight", (-1, -1), ()),
+    ):
         changed = {**tensors, name: tensors[name].at[place].add(0.5)}
         save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
         output = finish(start(run_environment, tmp_path / "no", *given, *more), 2)
         assert f"config.model.adapter: {adapter} was trained on another base than {base}" in output
-    output = finish(start(run_environment, tmp_path / "on", *given[:-1], "--config.training.steps=2"), 2)
+    output = finish(
+        start(run_environment, tmp_path / "on", *given[:-1], "--config.training.steps=2"), 2
+    )
     assert f"{base}: ['embedding'] is not what the run began with" in output
     output = _convert(run_environment, tmp_path / "on", tmp_path / "e", code=2)
     assert "is not what the adapters of" in output and "Traceback" not in output

@@ -1,4 +1,6 @@
-"""The step that trains adapters: at full rank it is the step that trains the matrices; on every mesh it is one step."""
+"""The step that trains adapters: at full rank it is the step that trains the matrices; on every
+mesh it is one step.
+"""
 
 import math
 from typing import Any
@@ -17,7 +19,13 @@ from dcmdp_jax.models.quantize import quantize_tree
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.training.state import initial_dual, make_optimizer, make_schedule, new_state, train_state_shardings
+from dcmdp_jax.training.state import (
+    initial_dual,
+    make_optimizer,
+    make_schedule,
+    new_state,
+    train_state_shardings,
+)
 from dcmdp_jax.training.step import StepParts, make_train_step
 from tests.support.step_runs import (
     ALGORITHM,
@@ -39,8 +47,19 @@ FULL_RANK = Lora(8, 8 / C, ("k_proj", "v_proj"))
 ALL = Lora(4, 8.0)
 
 
-def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1, mesh=None, only=(), cut=None) -> Any:
-    """The state after `steps` on one batch, and each step's metrics; `only` trains the attention matrices named.
+def _run(
+    lora: Lora | None,
+    params: Any,
+    frozen: Any,
+    *,
+    mini_batches=2,
+    steps=1,
+    mesh=None,
+    only=(),
+    cut=None,
+) -> Any:
+    """The state after `steps` on one batch, and each step's metrics; `only` trains the attention
+    matrices named.
 
     `cut` is a rollout of an engine that samples from its likeliest tokens alone.
     """
@@ -48,16 +67,22 @@ def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     optimizer = make_optimizer(OPTIMIZER, schedule)
     if only:
-        other = jax.tree_util.tree_map_with_path(lambda path, _: path[2:3] not in [(key,) for key in only], params)
+        other = jax.tree_util.tree_map_with_path(
+            lambda path, _: path[2:3] not in [(key,) for key in only], params
+        )
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), other))
     dual = initial_dual(ALGORITHM)
 
     def fresh(params):
         return new_state(params, optimizer, dual)
 
-    shardings = train_state_shardings(jax.eval_shape(fresh, params), MODEL, mesh, lora) if mesh else None
+    shardings = (
+        train_state_shardings(jax.eval_shape(fresh, params), MODEL, mesh, lora) if mesh else None
+    )
     parts = StepParts(
-        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh, cut=cut is not None),
+        row_logprobs=make_row_logprobs(
+            MODEL, compute, temperature=TEMPERATURE, mesh=mesh, cut=cut is not None
+        ),
         compute_dtype="float32",
         settings=ALGORITHM,
         max_completion_tokens=LIMIT,
@@ -91,13 +116,19 @@ def _adapters(lora: Lora, a: float, b: Any) -> Any:
 
 
 def test_at_full_rank_training_adapters_is_training_the_matrices() -> None:
-    """y = x W + (1/c) (x A) (c I): the gradient of A is that of W; that of B is smaller by c, its weight by c again."""
+    """y = x W + (1/c) (x A) (c I): the gradient of A is that of W; that of B is smaller by c, its
+    weight by c again.
+    """
     base, adapters = make_params(), _adapters(FULL_RANK, 0.0, C)
     state, metrics = _run(FULL_RANK, adapters, base, steps=3)
-    full, want = _run(None, base, None, steps=3, only=[jax.tree_util.DictKey("k"), jax.tree_util.DictKey("v")])
+    full, want = _run(
+        None, base, None, steps=3, only=[jax.tree_util.DictKey("k"), jax.tree_util.DictKey("v")]
+    )
     mine = merged(base, state.params, FULL_RANK)["layers"]["attention"]
     for name in ("k", "v"):
-        theirs, before = (tree["layers"]["attention"][name]["kernel"] for tree in (full.params, base))
+        theirs, before = (
+            tree["layers"]["attention"][name]["kernel"] for tree in (full.params, base)
+        )
         assert float(jnp.abs(theirs - before).max()) > 1e-2
         np.testing.assert_allclose(mine[name]["kernel"], theirs, atol=2e-6)
     for got, wanted in zip(metrics, want, strict=True):
@@ -121,30 +152,46 @@ def test_metrics_are_those_of_the_merged_model_and_the_base_stays(quantized: boo
     assert len(jax.tree.leaves(state.opt_state[0].mu)) == len(jax.tree.leaves(adapters)) == 2 * 7
 
 
-@pytest.mark.parametrize(("shape", "quantized"), [((2, 2, 2), False), ((1, 4, 2), True), ((8, 1, 1), False)])
+@pytest.mark.parametrize(
+    ("shape", "quantized"), [((2, 2, 2), False), ((1, 4, 2), True), ((8, 1, 1), False)]
+)
 def test_several_devices_equal_one(shape: tuple[int, ...], quantized: bool) -> None:
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
     base, adapters = make_params(), _adapters(ALL, 0.3, None)
     there = jax.device_put(base, param_shardings(logical_axes(MODEL), base, mesh))
     if quantized:
-        base, there = (quantize_tree(tree, quantized_leaves(MODEL), "int8") for tree in (base, there))
+        base, there = (
+            quantize_tree(tree, quantized_leaves(MODEL), "int8") for tree in (base, there)
+        )
     expected, one = _run(ALL, adapters, base, mini_batches=1, steps=2)
     state, many = _run(ALL, adapters, there, mini_batches=1, steps=2, mesh=mesh)
-    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
+    ):
         np.testing.assert_allclose(got, want, atol=2e-5)
     for metrics, wanted in zip(many, one, strict=True):
         same_metrics(metrics, wanted)
-    whole, wanted = jax.jit(merged, static_argnums=2)(there, state.params, ALL), merged(base, expected.params, ALL)
+    whole, wanted = (
+        jax.jit(merged, static_argnums=2)(there, state.params, ALL),
+        merged(base, expected.params, ALL),
+    )
     for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_a_cut_distribution_is_that_of_the_merged_weights() -> None:
-    """The kept set is the engine's in both; its mass, the discrepancy and the loss are those of base and product."""
+    """The kept set is the engine's in both; its mass, the discrepancy and the loss are those of
+    base and product.
+    """
     base, adapters, rollout = make_params(), _adapters(ALL, 0.1, 0.5), cut_rollout()
     _, [found] = _run(ALL, adapters, base, mini_batches=1, cut=rollout)
     _, [want] = _run(None, merged(base, adapters, ALL), None, mini_batches=1, cut=rollout)
     _, [without] = _run(None, base, None, mini_batches=1, cut=rollout)
-    for name in ("distribution/kept_mass", "distribution/total_variation", "discrepancy/mean", "policy/loss"):
+    for name in (
+        "distribution/kept_mass",
+        "distribution/total_variation",
+        "discrepancy/mean",
+        "policy/loss",
+    ):
         assert found[name] == pytest.approx(float(want[name]), rel=1e-4, abs=1e-6), name
     assert found["discrepancy/mean"] != pytest.approx(float(without["discrepancy/mean"]), rel=0.01)

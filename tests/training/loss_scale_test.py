@@ -3,7 +3,12 @@
 import jax.numpy as jnp
 import pytest
 
-from dcmdp_jax.training.state import GROWTH_INTERVAL, INITIAL_SCALE, initial_loss_scale, next_loss_scale
+from dcmdp_jax.training.state import (
+    GROWTH_INTERVAL,
+    INITIAL_SCALE,
+    initial_loss_scale,
+    next_loss_scale,
+)
 from dcmdp_jax.types import LossScale
 
 
@@ -31,6 +36,8 @@ def test_float16_starts_at_2_to_the_10():
     ],
 )
 def test_the_rule(scale, finite_updates, finite, expected):
-    state = next_loss_scale(LossScale(jnp.float32(scale), jnp.int32(finite_updates)), jnp.asarray(finite))
+    state = next_loss_scale(
+        LossScale(jnp.float32(scale), jnp.int32(finite_updates)), jnp.asarray(finite)
+    )
     assert (float(state.scale), int(state.finite_updates)) == expected
     assert (state.scale.dtype, state.finite_updates.dtype) == (jnp.float32, jnp.int32)

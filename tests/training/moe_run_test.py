@@ -10,7 +10,12 @@ from tests.support.run_invariants import contradictions
 
 ROOT = Path(__file__).resolve().parents[2]
 # One update a step: after another one the trainer would route some tokens elsewhere.
-SHORT = ("training.steps=2", "training.prompts_per_mini_batch=4", "warmup.steps=5", "evaluation.every_steps=0")
+SHORT = (
+    "training.steps=2",
+    "training.prompts_per_mini_batch=4",
+    "warmup.steps=5",
+    "evaluation.every_steps=0",
+)
 FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 
 
@@ -30,7 +35,9 @@ def _train(environment, run_dir, options, *overrides):
 
 
 def _assert_two_steps(records, discrepancy):
-    """In float32 trainer and engine differ by rounding: a token sent to another expert would be off by more."""
+    """In float32 trainer and engine differ by rounding: a token sent to another expert would be off
+    by more.
+    """
     assert len(records) == 2
     for record in records:
         assert record["optimizer/skipped_updates"] == 0 and record["optimizer/grad_norm"] > 0
@@ -43,7 +50,14 @@ def _assert_two_steps(records, discrepancy):
 @pytest.mark.long
 def test_with_the_embedded_engine(run_environment, tmp_path):
     balancing = "algorithm.router_aux_loss=0.01"
-    records = _train(run_environment, tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
+    records = _train(
+        run_environment,
+        tmp_path / "run",
+        "debug,replay",
+        *SHORT,
+        balancing,
+        "rollout.precision=float32",
+    )
     _assert_two_steps(records, 1e-5)
 
 
@@ -68,6 +82,8 @@ def test_the_demo_learns(run_environment, tmp_path, record_property):
 def _assert_it_learns(run_environment, run_dir, record_property, options):
     """As configs/demo_moe.py says; a standard error of the score is 4 points."""
     records = _train(run_environment | {"XLA_FLAGS": ""}, run_dir, options)  # optimized: 40 steps
-    scores = [record["eval/arithmetic/avg@8"] for record in records if "eval/arithmetic/avg@8" in record]
+    scores = [
+        record["eval/arithmetic/avg@8"] for record in records if "eval/arithmetic/avg@8" in record
+    ]
     record_property("avg@8", f"{scores[0]:.3f} to {scores[-1]:.3f}")
     assert len(scores) == 6 and scores[-1] > scores[0] + 0.15

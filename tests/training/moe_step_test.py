@@ -1,4 +1,6 @@
-"""A training step of a mixture of experts: its load, its load-balancing loss and replayed experts, on any mesh."""
+"""A training step of a mixture of experts: its load, its load-balancing loss and replayed experts,
+on any mesh.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,11 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from tests.support import step_runs
 
 EXPERTS = dataclasses.replace(
-    step_runs.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    step_runs.MODEL,
+    model_type="qwen3_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
 )
 BALANCED = dataclasses.replace(step_runs.ALGORITHM, router_aux_loss=0.3)
 
@@ -32,26 +38,44 @@ def _compute(packed=False):
 
 
 def _replaying(choice="random"):
-    """The tests' rollout with experts to replay, drawn at random; the members of a group agree about its prompt."""
+    """The tests' rollout with experts to replay, drawn at random; the members of a group agree
+    about its prompt.
+    """
     rollout, rewards = step_runs.make_rollout()
     routed = []
-    for row, (prompt, completion) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True)):
+    for row, (prompt, completion) in enumerate(
+        zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
+    ):
         seeds = (int(rollout.group_ids[row]), 100 + row)
         parts = [
             np.random.default_rng(seed).random((count, 2, 4)).argsort(-1)[..., :2]
             for seed, count in zip(seeds, (len(prompt), len(completion) - 1), strict=True)
         ]
-        routed.append(np.concatenate(parts) if choice == "random" else np.full_like(np.concatenate(parts), -1))
+        routed.append(
+            np.concatenate(parts) if choice == "random" else np.full_like(np.concatenate(parts), -1)
+        )
     return dataclasses.replace(rollout, routed_experts=routed), rewards
 
 
-SHAPES = [(2, 1, 1, 1), (1, 2, 1, 2), *(pytest.param(s, marks=pytest.mark.long) for s in ((2, 2, 1, 2), (1, 2, 1, 4)))]
+SHAPES = [
+    (2, 1, 1, 1),
+    (1, 2, 1, 2),
+    *(pytest.param(s, marks=pytest.mark.long) for s in ((2, 2, 1, 2), (1, 2, 1, 4))),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_experts_on_several_devices_equal_one(shape):
-    """Parameters and every metric after two steps with replay and balancing; the router's gradient shows in both."""
-    options = {"mini_batches": 1, "steps": 2, "compute": _compute(), "settings": BALANCED, "rollout": _replaying()}
+    """Parameters and every metric after two steps with replay and balancing; the router's gradient
+    shows in both.
+    """
+    options = {
+        "mini_batches": 1,
+        "steps": 2,
+        "compute": _compute(),
+        "settings": BALANCED,
+        "rollout": _replaying(),
+    }
     expected, one, _ = step_runs.run_steps(**options)
     devices = jax.devices()[: int(np.prod(shape))]
     state, several, step = step_runs.run_steps(**options, mesh=make_mesh(*shape, devices=devices))
@@ -61,18 +85,30 @@ def test_experts_on_several_devices_equal_one(shape):
     # Never a second program. Seen once as 0 in a full run of the tests: JAX had dropped the entry.
     assert step._cache_size() <= 1
     router = expected.params["layers"]["mlp"]["router"]["kernel"]
-    assert np.abs(router - step_runs.make_params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
+    assert (
+        np.abs(router - step_runs.make_params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
+    )
 
 
 def _moe(metrics):
-    return {name: float(value) for name, value in metrics.items() if name.startswith(("moe/", "policy/loss"))}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name.startswith(("moe/", "policy/loss"))
+    }
 
 
 def test_load_and_balancing_are_the_same_in_every_layout():
-    """One micro-batch or several, one completion in a row or several: positions that predict a completion count."""
+    """One micro-batch or several, one completion in a row or several: positions that predict a
+    completion count.
+    """
     options = {"mini_batches": 1, "settings": BALANCED, "rollout": _replaying()}
     state, [want], _ = step_runs.run_steps(**options, compute=_compute(), tokens=10_000)
-    assert len(_moe(want)) == 6 and 1 < want["moe/load_max_over_mean"] < 4 and 0 < want["moe/routing_agreement"] < 1
+    assert (
+        len(_moe(want)) == 6
+        and 1 < want["moe/load_max_over_mean"] < 4
+        and 0 < want["moe/routing_agreement"] < 1
+    )
     packed = {"row_lengths": (48,), "segments": 4, "compute": _compute(packed=True)}
     for layout in ({"tokens": 32, "compute": _compute()}, packed):
         other, [have], _ = step_runs.run_steps(**options, **layout)
@@ -81,16 +117,24 @@ def test_load_and_balancing_are_the_same_in_every_layout():
 
 
 def test_balancing_loss_has_its_weight():
-    """All rewards alike leave no policy gradient: what is left is the gradient of E sum f P over the mini-batch."""
+    """All rewards alike leave no policy gradient: what is left is the gradient of E sum f P over
+    the mini-batch.
+    """
     rollout, rewards = step_runs.make_rollout()
     settings = dataclasses.replace(BALANCED, method="grpo")
     _, [metrics], _ = step_runs.run_steps(
-        mini_batches=1, tokens=32, settings=settings, compute=_compute(), rollout=(rollout, np.ones_like(rewards))
+        mini_batches=1,
+        tokens=32,
+        settings=settings,
+        compute=_compute(),
+        rollout=(rollout, np.ones_like(rewards)),
     )
     value, gradient = _balance(step_runs.make_params(), tuple(range(len(rewards))))
     assert float(metrics["moe/balance_loss"]) == pytest.approx(float(value), rel=1e-5) and value > 2
     assert float(metrics["policy/loss"]) == pytest.approx(0.3 * float(value), rel=1e-5)
-    assert float(metrics["optimizer/grad_norm"]) == pytest.approx(0.3 * float(optax.tree.norm(gradient)), rel=1e-4)
+    assert float(metrics["optimizer/grad_norm"]) == pytest.approx(
+        0.3 * float(optax.tree.norm(gradient)), rel=1e-4
+    )
     _, [without], _ = step_runs.run_steps(
         mini_batches=1,
         settings=dataclasses.replace(settings, router_aux_loss=0.0),
@@ -119,7 +163,11 @@ def _balance(params, members):
     return float(value), jax.tree.map(np.asarray, gradient)
 
 
-_EVERY = list(itertools.product(("seq_mean_token_mean", "token_mean"), (step_runs.MAX_APART, 1e-6), ("kept", "all")))
+_EVERY = list(
+    itertools.product(
+        ("seq_mean_token_mean", "token_mean"), (step_runs.MAX_APART, 1e-6), ("kept", "all")
+    )
+)
 _SHORT = ("token_mean", step_runs.MAX_APART, "kept")
 
 
@@ -136,7 +184,14 @@ def test_balancing_loss_weighs_the_same_whatever_corrections_drop(denominator, l
     )
     rollout, rewards = step_runs.make_rollout()
     expected, terms, norm, _, _ = step_runs.algorithm_one(
-        settings, 2, step_runs.make_params(), rollout, rewards, 0.4, corrected=limit, router=_balance
+        settings,
+        2,
+        step_runs.make_params(),
+        rollout,
+        rewards,
+        0.4,
+        corrected=limit,
+        router=_balance,
     )
     state, [metrics], _ = step_runs.run_steps(
         settings=settings, compute=_compute(), rollout=(rollout, rewards), tokens=32
@@ -158,11 +213,17 @@ def test_tokens_without_experts_to_replay_use_the_routers_own():
 
 @pytest.mark.long
 def test_the_reference_policy_routes_by_itself():
-    """Its KL to the policy of the first step is 0 with replay off; replay changes the policy's side alone."""
+    """Its KL to the policy of the first step is 0 with replay off; replay changes the policy's side
+    alone.
+    """
     settings = dataclasses.replace(step_runs.ALGORITHM, kl_coefficient=0.5, method="grpo")
     rollout, rewards = _replaying()
     run = functools.partial(
-        step_runs.run_steps, mini_batches=1, settings=settings, compute=_compute(), ref_params=step_runs.make_params()
+        step_runs.run_steps,
+        mini_batches=1,
+        settings=settings,
+        compute=_compute(),
+        ref_params=step_runs.make_params(),
     )
     _, [replayed], _ = run(rollout=(rollout, np.ones_like(rewards)))
     _, [plain], _ = run(rollout=(step_runs.make_rollout()[0], np.ones_like(rewards)))

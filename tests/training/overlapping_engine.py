@@ -1,7 +1,8 @@
-"""An engine in a process of its own, which samples while the trainer trains. What it samples depends on the weights.
+"""An engine in a process of its own, which samples while the trainer trains. What it samples
+depends on the weights.
 
-`python overlapping_engine.py` is that process: a line of JSON in, a line of JSON out. Killed, it is started again and
-asked again.
+`python overlapping_engine.py` is that process: a line of JSON in, a line of JSON out. Killed, it is
+started again and asked again.
 """
 
 import json
@@ -37,7 +38,10 @@ class OverlappingEngine:
         for _ in range(9):
             if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    [sys.executable, __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
             try:
                 self._process.stdin.write(json.dumps(fields) + "\n")
@@ -53,7 +57,10 @@ class OverlappingEngine:
         import jax
 
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        self._weights, self._version = zlib.crc32(b"".join(leaf.tobytes() for leaf in leaves)), policy_version
+        self._weights, self._version = (
+            zlib.crc32(b"".join(leaf.tobytes() for leaf in leaves)),
+            policy_version,
+        )
         return {}
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
@@ -69,7 +76,10 @@ class OverlappingEngine:
             )
             arrays = zip(np.array(ids, np.int32), np.array(logprobs, np.float32), strict=True)
             same = {"policy_version": version, "group": group, "finish_reason": "stop"}
-            yield [single_turn(prompt, *pair, member=member, **same) for member, pair in enumerate(arrays)]
+            yield [
+                single_turn(prompt, *pair, member=member, **same)
+                for member, pair in enumerate(arrays)
+            ]
 
     def score(self, prompts, completions, *, temperature):
         return [np.full(len(ids), -np.log(self._vocabulary), np.float32) for ids in completions]

@@ -19,13 +19,22 @@ def _batches(packing, **training):
     placement = dataclasses.replace(small_placement(), packing=packing)
     programs = SimpleNamespace(shardings=SimpleNamespace(params=None))
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    return Batches(small_services(EchoEngine()), placement, small_task(training=training), programs, {}, leave, taken=0)
+    return Batches(
+        small_services(EchoEngine()),
+        placement,
+        small_task(training=training),
+        programs,
+        {},
+        leave,
+        taken=0,
+    )
 
 
 def _rollout(count, tokens):
     place = dict(policy_version=0, group=0, finish_reason="stop")
     episodes = [
-        single_turn(np.arange(2), np.arange(tokens - 2), np.zeros(tokens - 2), member=i, **place) for i in range(count)
+        single_turn(np.arange(2), np.arange(tokens - 2), np.zeros(tokens - 2), member=i, **place)
+        for i in range(count)
     ]
     return SimpleNamespace(
         episodes=episodes,
@@ -42,7 +51,8 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
         _, _, metrics = batches._pack(_rollout(16, 30), step)
         assert metrics["rollout/padding_fraction"] == pytest.approx(34 / 64)
     assert our_log(caplog) == [
-        "step 7: 53% of what is computed is padding; training.row_lengths=() chooses the lengths of rows"
+        "step 7: 53% of what is computed is padding; training.row_lengths=() chooses the lengths "
+        "of rows"
     ]
 
 

@@ -1,9 +1,10 @@
-"""A program for alarm_watch_test.py: the real trainer against an engine with a planted fault, one run for each fault.
+"""A program for alarm_watch_test.py: the real trainer against an engine with a planted fault, one
+run for each fault.
 
     python -m tests.training.planted_alarms DIRECTORY
 
-Makes DIRECTORY/FAULT, a run directory, for each of `FAULTS`. A run stops at its first alarm. The console
-of each run goes to DIRECTORY/FAULT.log. The runs share one compiled step.
+Makes DIRECTORY/FAULT, a run directory, for each of `FAULTS`. A run stops at its first alarm. The
+console of each run goes to DIRECTORY/FAULT.log. The runs share one compiled step.
 """
 
 import contextlib
@@ -33,8 +34,12 @@ _SETTINGS = """
 
 
 def _off(logprobs, completion, spread):
-    """Log-probs that are off by noise, the same for the same tokens: below at most `spread` nats, as rounding is."""
-    noise = np.random.default_rng([int(token) for token in completion]).uniform(-spread, 0, len(completion))
+    """Log-probs that are off by noise, the same for the same tokens: below at most `spread` nats,
+    as rounding is.
+    """
+    noise = np.random.default_rng([int(token) for token in completion]).uniform(
+        -spread, 0, len(completion)
+    )
     return (logprobs + noise).astype(np.float32)
 
 
@@ -57,12 +62,16 @@ class Planted:
         return episode
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
-        for group in self._engine.generate(prompts, sampling, seed=seed, step=step, first_prompt=first_prompt):
+        for group in self._engine.generate(
+            prompts, sampling, seed=seed, step=step, first_prompt=first_prompt
+        ):
             yield [self.change(episode, step) for episode in group]
 
 
 class Mismatch(Planted):
-    """Log-probs that are off by up to 0.5 nats, as a coarse precision has them: the same whenever it is asked."""
+    """Log-probs that are off by up to 0.5 nats, as a coarse precision has them: the same whenever
+    it is asked.
+    """
 
     spread, scored_spread = 0.5, 0.5
 
@@ -76,7 +85,9 @@ class Mismatch(Planted):
 
 
 class Noise(Mismatch):
-    """An engine that disagrees with itself in another batch shape, by half of what it disagrees with the trainer."""
+    """An engine that disagrees with itself in another batch shape, by half of what it disagrees
+    with the trainer.
+    """
 
     spread, scored_spread = 0.1, 0.05
 
@@ -85,7 +96,9 @@ class Staleness(Mismatch):
     """Tokens of weights three steps old, and it says so."""
 
     def change(self, episode, step):
-        versions = np.where(episode.sampled_mask, np.maximum(episode.policy_versions - 3, 0), -1).astype(np.int32)
+        versions = np.where(
+            episode.sampled_mask, np.maximum(episode.policy_versions - 3, 0), -1
+        ).astype(np.int32)
         return _noisy(episode, self.spread).with_columns(policy_versions=versions)
 
 
@@ -103,11 +116,15 @@ class Support(Planted):
     """Nucleus sampling that the trainer does not know of."""
 
     def generate(self, prompts, sampling, **options):
-        yield from self._engine.generate(prompts, dataclasses.replace(sampling, top_p=0.9), **options)
+        yield from self._engine.generate(
+            prompts, dataclasses.replace(sampling, top_p=0.9), **options
+        )
 
 
 class Retokenization(Planted):
-    """From the fifth step on every fourth completion comes back one token shorter: two were merged."""
+    """From the fifth step on every fourth completion comes back one token shorter: two were
+    merged.
+    """
 
     def change(self, episode, step):
         start, n = episode.prompt_length, episode.num_sampled
@@ -155,7 +172,9 @@ def _policy(directory):
     run, out = directory / "start", directory / "policy"
     if not out.exists():
         still = "--config.training.steps=1 --config.optimizer.learning_rate=1e-12"
-        config = _config(run, still.split(), "--config.warmup.steps=300 --config.warmup.batch_size=16".split())
+        config = _config(
+            run, still.split(), "--config.warmup.steps=300 --config.warmup.batch_size=16".split()
+        )
         run = Run.check(config)
         train(run.task, run.placement, run.weights, run.start, show=print)
         convert.main(["convert", "export", str(run), str(out), "--dtype", "float32"])
@@ -168,7 +187,11 @@ def main(directory, *names):
     with contextlib.ExitStack() as end:
         for name in names or FAULTS:
             engine, settings = FAULTS[name]
-            own = (f"--config.model.path={policy}", "--config.warmup.steps=0", "--config.observe.on_alarm=stop")
+            own = (
+                f"--config.model.path={policy}",
+                "--config.warmup.steps=0",
+                "--config.observe.on_alarm=stop",
+            )
             config = _config(directory / name, settings, own)
             run = Run.check(config)
 
@@ -176,7 +199,9 @@ def main(directory, *names):
                 if settings not in shared:
                     shared[settings] = end.enter_context(run.start())
                 services = shared[settings]
-                return dataclasses.replace(services, engine=engine(services.engine), closing=contextlib.ExitStack())
+                return dataclasses.replace(
+                    services, engine=engine(services.engine), closing=contextlib.ExitStack()
+                )
 
             handler = logging.FileHandler(directory / f"{name}.log", mode="w")
             logging.getLogger().addHandler(handler)

@@ -1,4 +1,6 @@
-"""DC-GRPO's penalty that also writes, from within the compiled step, what it charged: `CHARGED_TO` names the file."""
+"""DC-GRPO's penalty that also writes, from within the compiled step, what it charged: `CHARGED_TO`
+names the file.
+"""
 
 import os
 

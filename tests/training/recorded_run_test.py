@@ -49,16 +49,29 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
     """.split()
     out = _run(
         run_environment,
-        *f"bin.train --config=configs/demo.py:debug --config.run_dir={run_dir} --config.training.steps=4".split(),
-        *"--config.evaluation.every_steps=0 --config.mesh.cpu_devices=1 --config.model.scan_unroll=2".split(),
+        *(
+            f"bin.train --config=configs/demo.py:debug --config.run_dir={run_dir} "
+            "--config.training.steps=4"
+        ).split(),
+        *(
+            "--config.evaluation.every_steps=0 --config.mesh.cpu_devices=1 "
+            "--config.model.scan_unroll=2"
+        ).split(),
         *(f"--config.{name}={config[name]}" for name in changed),
     )
     assert f"resuming {run_dir} after step 2" in out and "warm-up: " not in out
     before, after = _records(_RECORDED), _records(run_dir)
-    assert sorted(after) == [0, 1, 2, 3, 4] and all(after[step] == before[step] for step in (0, 1, 2))
-    # lambda of step 3 is that of step 2 after one dual step of eta = 50: 0.0715 - 50 x 0.000567 = 0.0432.
+    assert sorted(after) == [0, 1, 2, 3, 4] and all(
+        after[step] == before[step] for step in (0, 1, 2)
+    )
+    # lambda of step 3 is that of step 2 after one dual step of eta = 50: 0.0715 - 50 x 0.000567 =
+    # 0.0432.
     moved = before[2]["dual/multiplier"] + 50 * before[2]["dual/violation"]
-    assert after[3]["dual/multiplier"] == pytest.approx(moved, rel=1e-5) == pytest.approx(0.0432, abs=1e-4)
+    assert (
+        after[3]["dual/multiplier"]
+        == pytest.approx(moved, rel=1e-5)
+        == pytest.approx(0.0432, abs=1e-4)
+    )
     assert all(math.isfinite(value) for step in (3, 4) for value in after[step].values())
     # From now on it is a run of this version.
     assert json.loads((run_dir / "config.json").read_text())["config_version"] == VERSION

@@ -1,4 +1,6 @@
-"""The tokens that a run records: they give the run's own metrics again, and the probe reads them."""
+"""The tokens that a run records: they give the run's own metrics again, and the probe reads
+them.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,8 @@ def _train(environment, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def run(run_environment, tmp_path_factory):
-    """Twenty steps of two updates each, every step recorded. Lambda moves slowly enough to stay within its ends.
+    """Twenty steps of two updates each, every step recorded. Lambda moves slowly enough to stay
+    within its ends.
 
     The penalty is DC-GRPO's; the compiled step also writes what it charged.
     """
@@ -55,7 +58,9 @@ def _recorded(run, step):
 
 def test_the_recorded_tokens_give_the_runs_own_metrics(run):
     metrics = read_metrics(run)
-    found = read_run(find_files([str(run)], LeftOut()), LeftOut(), max_tokens=10**7, metrics=metrics)
+    found = read_run(
+        find_files([str(run)], LeftOut()), LeftOut(), max_tokens=10**7, metrics=metrics
+    )
     names = {f"discrepancy/{name}": name for name in ("mean", "max", "p50", "p99")}
     names |= {f"mismatch/{name}": name for name in ("k1", "k3", "pearson", "effective_sample_size")}
     assert [step.step for step in found.over_training.steps] == list(range(1, 21))
@@ -77,17 +82,25 @@ def test_the_recorded_lists_give_the_runs_own_measures_of_whole_states(run):
         states = read_run(files, LeftOut(), max_tokens=10**7).pairs.states
         assert (states[:, -1] == 8).all()
         for name, found in zip(names, states.mean(axis=0, dtype=np.float64), strict=False):
-            assert found == pytest.approx(metrics[f"distribution/{name}"][1][step - 1], rel=5e-3, abs=1e-5), name
+            assert found == pytest.approx(
+                metrics[f"distribution/{name}"][1][step - 1], rel=5e-3, abs=1e-5
+            ), name
     assert metrics["distribution/total_variation"][1][-1] > 1e-4
 
 
 def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
-    """The embedded engine scores what it decoded to rounding, so the second leg is the gap itself."""
+    """The embedded engine scores what it decoded to rounding, so the second leg is the gap
+    itself.
+    """
     metrics, step = read_metrics(run), 17
-    legs = {name: metrics[f"mismatch/leg_{name}"] for name in ("decoding", "one_pass", "decoding_share")}
+    legs = {
+        name: metrics[f"mismatch/leg_{name}"] for name in ("decoding", "one_pass", "decoding_share")
+    }
     assert [at.tolist() for at, _ in legs.values()] == 3 * [[1, 17]]
     p, q = (
-        np.exp(np.concatenate([np.array(row[name])[row["mask"]] for row in _recorded(run, step)[:32]]))
+        np.exp(
+            np.concatenate([np.array(row[name])[row["mask"]] for row in _recorded(run, step)[:32]])
+        )
         for name in ("train_logprobs", "rollout_logprobs")
     )
     decoding, one_pass, share = (values[-1] for _, values in legs.values())
@@ -96,13 +109,21 @@ def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
 
 
 def test_legs_by_hand():
-    """Of the completion with scores, without its second token: q = 0.5, 0.25, s = 0.4, 0.25, p = 0.3, 0.35."""
+    """Of the completion with scores, without its second token: q = 0.5, 0.25, s = 0.4, 0.25, p =
+    0.3, 0.35.
+    """
     logs = {"rollout_logprobs": np.log([0.5, 1, 0.25]), "train_logprobs": np.log([0.3, 1, 0.35])}
-    completions = [{"completion": place, "mask": np.array([True, False, True]), **logs} for place in (0, 1)]
-    found = leg_metrics(completions, np.array([0, 3]), {3: np.log([0.4, 0.1, 0.25]), 1: np.zeros(3)})
+    completions = [
+        {"completion": place, "mask": np.array([True, False, True]), **logs} for place in (0, 1)
+    ]
+    found = leg_metrics(
+        completions, np.array([0, 3]), {3: np.log([0.4, 0.1, 0.25]), 1: np.zeros(3)}
+    )
     # (0.1 x 0.2 + 0) / (0.2^2 + 0.1^2)
     assert list(found.values()) == pytest.approx([0.05, 0.1, 0.4])
-    assert list(found) == [f"mismatch/leg_{name}" for name in ("decoding", "one_pass", "decoding_share")]
+    assert list(found) == [
+        f"mismatch/leg_{name}" for name in ("decoding", "one_pass", "decoding_share")
+    ]
     assert leg_metrics(completions, np.array([0, 3]), {}) == {}
 
 
@@ -123,16 +144,23 @@ def test_every_completion_is_there_with_its_reward_and_advantage(run):
         # Unbiased deviation and 1e-6, the defaults; 0 where all are equal.
         centered = groups - groups.mean(axis=1, keepdims=True)
         expected = np.where(
-            np.ptp(groups, axis=1, keepdims=True) > 0, centered / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6), 0
+            np.ptp(groups, axis=1, keepdims=True) > 0,
+            centered / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6),
+            0,
         )
         np.testing.assert_allclose([row["advantage"] for row in rows], expected.ravel(), atol=1e-5)
 
 
-def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_compiled_step_did(run):
+def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_compiled_step_did(
+    run,
+):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
 
-    settings, metrics = json.loads((run / "config.json").read_text())["algorithm"], read_metrics(run)
+    settings, metrics = (
+        json.loads((run / "config.json").read_text())["algorithm"],
+        read_metrics(run),
+    )
     dc_grpo = DcGrpo(
         tolerance=settings["tolerance"],
         multiplier=settings["multiplier"],
@@ -145,14 +173,17 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
     for number in range(20):
         rows = _recorded(run, number + 1)
         p, q, mask = (
-            torch.nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
+            torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row[name]) for row in rows], batch_first=True
+            )
             for name in ("train_logprobs", "rollout_logprobs", "mask")
         )
         advantages = torch.tensor([row["advantage"] for row in rows])
         charged, found = dc_grpo.charge(advantages, p, q, mask)
         assert found["multiplier"] == pytest.approx(lambdas[number], abs=1e-6)
         assert found["mean"] == pytest.approx(metrics["discrepancy/mean"][1][number], abs=1e-6)
-        # The compiled step's own tokens of this step, told by its lambda, in the order of both log-probs.
+        # The compiled step's own tokens of this step, told by its lambda, in the order of both
+        # log-probs.
         theirs = [x[mask].numpy() for x in (p, q, advantages[:, None].expand(mask.shape), charged)]
         theirs = np.stack(theirs, axis=-1)
         ours = by_step[by_step[:, 0] == np.float32(lambdas[number])][:, 1:]
@@ -163,7 +194,10 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
         np.testing.assert_allclose(theirs[:, 3], ours[:, 3], rtol=0, atol=1e-6)
         largest = max(largest, float(np.abs(theirs[:, 3] - ours[:, 3]).max()))
     assert len(set(lambdas.tolist())) == 20 and learned > 100
-    print(f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage {largest:.1e}")
+    print(
+        f"\nlambda {lambdas[0]:.4f} ... {lambdas[-1]:.4f}, largest difference of an advantage "
+        f"{largest:.1e}"
+    )
 
 
 def test_the_probe_of_a_run_directory_names_a_cause_and_agrees(run, tmp_path, capsys):
@@ -172,17 +206,30 @@ def test_the_probe_of_a_run_directory_names_a_cause_and_agrees(run, tmp_path, ca
     [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     # The columns look like rounding; the run's settings say that the engine's weights are fp8.
     assert pair["findings"][0]["cause"] == "quantized_weights" and pair["floors"]["local:fp8"] > 0
-    assert pair["over_training"]["tolerance_from"] == "the run's own" and pair["source"]["format"].startswith("dcmdp")
+    assert pair["over_training"]["tolerance_from"] == "the run's own" and pair["source"][
+        "format"
+    ].startswith("dcmdp")
 
 
 @pytest.mark.long
-def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_number(run_environment, tmp_path):
+def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_number(
+    run_environment, tmp_path
+):
     exact = "--config.rollout.precision=exact"
-    recorded = _train(run_environment, tmp_path / "a", exact, "--config.observe.rollouts_every_steps=2")
-    plain = _train(run_environment, tmp_path / "b", exact, "--config.observe.rollouts_every_steps=0")
+    recorded = _train(
+        run_environment, tmp_path / "a", exact, "--config.observe.rollouts_every_steps=2"
+    )
+    plain = _train(
+        run_environment, tmp_path / "b", exact, "--config.observe.rollouts_every_steps=0"
+    )
     assert not (plain / "rollouts").exists()
-    assert sorted(path.name for path in (recorded / "rollouts").iterdir()) == ["step_1.parquet", "step_3.parquet"]
-    found = read_run(find_files([str(recorded / "rollouts")], LeftOut()), LeftOut(), max_tokens=10**7)
+    assert sorted(path.name for path in (recorded / "rollouts").iterdir()) == [
+        "step_1.parquet",
+        "step_3.parquet",
+    ]
+    found = read_run(
+        find_files([str(recorded / "rollouts")], LeftOut()), LeftOut(), max_tokens=10**7
+    )
     assert found.pairs.discrepancy.max() == 0 and np.exp(found.pairs.train_logprobs).std() > 0.01
     a, b = read_metrics(recorded), read_metrics(plain)
     for name in a:
@@ -191,11 +238,20 @@ def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_
 
 
 def test_values_return_to_their_completions_from_packed_rows():
-    """Two mini-batches of 2 completions, two buckets; completion 1 of the first lies in the second bucket."""
+    """Two mini-batches of 2 completions, two buckets; completion 1 of the first lies in the second
+    bucket.
+    """
 
     def rows(mask, index):
         filler = np.zeros(np.shape(mask), np.int32)
-        return Rows(filler, filler, filler, np.array(mask, bool), np.array(index, np.int32), filler.astype(np.float32))
+        return Rows(
+            filler,
+            filler,
+            filler,
+            np.array(mask, bool),
+            np.array(index, np.int32),
+            filler.astype(np.float32),
+        )
 
     # [M=2, A=1, R=1, L=4] and [M=2, A=1, R=1, L=3].
     first = rows([[[[0, 1, 1, 0]]], [[[1, 0, 1, 1]]]], [[[[0, 0, 0, 0]]], [[[1, 0, 0, 0]]]])

@@ -1,4 +1,6 @@
-"""Prompts and completions of a step: the order of prompts, and dynamic sampling with known rewards."""
+"""Prompts and completions of a step: the order of prompts, and dynamic sampling with known
+rewards.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,11 @@ def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
 
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
-    task = small_task(problems, training={"prompts_per_step": wanted, "seed": 5}, algorithm={"refill_rounds": rounds})
+    task = small_task(
+        problems,
+        training={"prompts_per_step": wanted, "seed": 5},
+        algorithm={"refill_rounds": rounds},
+    )
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
     rollouts = StepRollouts(small_services(engine := EchoEngine()), task, ONE_PROCESS, leave)
     return rollouts.sample(7, first, PhaseTimer()), engine.calls
@@ -43,7 +49,9 @@ def test_without_rounds_the_batch_is_the_next_problems(monkeypatch):
     np.testing.assert_array_equal(rollout.problems, order)
     np.testing.assert_array_equal(rollout.rows, np.arange(12))
     assert calls == [(6, 5, 7)]
-    assert [int(episode.token_ids[0]) for episode in rollout.episodes] == np.repeat(order, 2).tolist()
+    assert [int(episode.token_ids[0]) for episode in rollout.episodes] == np.repeat(
+        order, 2
+    ).tolist()
     np.testing.assert_array_equal(rollout.differing, order % 2 == 0)
 
 
@@ -53,10 +61,12 @@ def test_rounds_replace_equal_groups_by_the_next_problems_of_the_stream(monkeypa
     np.testing.assert_array_equal(rollout.problems, stream[: len(rollout.problems)])
     # The first six even problems of the stream, in its order.
     np.testing.assert_array_equal(rollout.problems[rollout.groups], stream[stream % 2 == 0][:6])
-    assert [int(rollout.episodes[row].token_ids[0]) for row in rollout.rows[::2]] == stream[stream % 2 == 0][
-        :6
-    ].tolist()
-    assert [episode.group for episode in rollout.episodes[::2]] == list(range(len(rollout.problems)))
+    assert [int(rollout.episodes[row].token_ids[0]) for row in rollout.rows[::2]] == stream[
+        stream % 2 == 0
+    ][:6].tolist()
+    assert [episode.group for episode in rollout.episodes[::2]] == list(
+        range(len(rollout.problems))
+    )
     np.testing.assert_array_equal(rollout.scores.totals[rollout.rows], [0, 1] * 6)
     # Powers of two, or the whole batch; a round draws from a seed of its own.
     assert all(count in (1, 2, 4, 6) for count, _, _ in calls) and calls[0] == (6, 5, 7)
@@ -67,7 +77,10 @@ def test_rounds_replace_equal_groups_by_the_next_problems_of_the_stream(monkeypa
     assert metrics["reward/all_equal_groups"] == pytest.approx(odd)
     # Half of an even problem's completions are right, all of an odd one's.
     assert metrics["reward/mean"] == pytest.approx(0.5 + 0.5 * odd)
-    assert metrics["rollout/sampled_prompts"] == len(rollout.problems) and metrics["rollout/unfilled_groups"] == 0
+    assert (
+        metrics["rollout/sampled_prompts"] == len(rollout.problems)
+        and metrics["rollout/unfilled_groups"] == 0
+    )
     assert metrics["rollout/refill_rounds"] == len(calls) - 1
 
 
@@ -84,13 +97,26 @@ def test_a_group_differs_by_its_usable_completions_alone():
     rewards = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
     usable = np.array([[True, True], [True, False], [True, True], [False, False]])
     scores = BatchScores(totals=rewards.reshape(-1), values={}, failed={}, grades=None)
-    rollout = StepRollout(np.arange(4), [], [""] * 8, scores, ~usable.reshape(-1), batch_groups=2, taken=4)
-    assert rollout.differing.tolist() == [True, False, False, False] and rollout.groups.tolist() == [0, 1]
+    rollout = StepRollout(
+        np.arange(4), [], [""] * 8, scores, ~usable.reshape(-1), batch_groups=2, taken=4
+    )
+    assert rollout.differing.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ] and rollout.groups.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("scored", "alone", "log_ratio"), [(0.2, 0.0, 0.2), (0.0, 0.3, 0.3), (0.2, 0.3, 0.3)])
-def test_the_noise_floor_is_the_larger_mean_of_one_pass_and_of_sampling_alone(scored, alone, log_ratio):
-    """|p - q| of log-probs 0 and -0.1 that come again lower by `log_ratio`: (1 + e^-0.1) / 2 (1 - e^-log_ratio)."""
+@pytest.mark.parametrize(
+    ("scored", "alone", "log_ratio"), [(0.2, 0.0, 0.2), (0.0, 0.3, 0.3), (0.2, 0.3, 0.3)]
+)
+def test_the_noise_floor_is_the_larger_mean_of_one_pass_and_of_sampling_alone(
+    scored, alone, log_ratio
+):
+    """|p - q| of log-probs 0 and -0.1 that come again lower by `log_ratio`: (1 + e^-0.1) / 2 (1 -
+    e^-log_ratio).
+    """
     task = small_task(training={"seed": 5})
     engine = EchoEngine(scored=scored, alone=alone)
     episodes = [
@@ -102,7 +128,9 @@ def test_the_noise_floor_is_the_larger_mean_of_one_pass_and_of_sampling_alone(sc
     def distance(log_p, log_q):
         return np.abs(np.exp(log_p) - np.exp(log_q)).mean()
 
-    measured, again = noise_floor(engine, episodes, task.sampling, distance, seed=5, step=0, first=4)
+    measured, again = noise_floor(
+        engine, episodes, task.sampling, distance, seed=5, step=0, first=4
+    )
     assert measured == pytest.approx((1 + np.exp(-0.1)) / 2 * (1 - np.exp(-log_ratio)), rel=1e-5)
     # Numbered among the completions of all hosts; four of them were sampled alone, one prompt each.
     assert list(again) == list(range(4, 10)) and engine.calls[1:] == [(1, 5, 0)] * 4

@@ -1,4 +1,6 @@
-"""Runs of two processes on fake devices, in processes of their own: like one, killed, stopped, resumed elsewhere."""
+"""Runs of two processes on fake devices, in processes of their own: like one, killed, stopped,
+resumed elsewhere.
+"""
 
 import json
 import re
@@ -127,7 +129,14 @@ def _two(
     hosts += ("--config.hosts.processes=2", "--config.hosts.timeout_s=10")
     started = [
         _start(
-            *(run_environment, run_dir, *hosts, f"--config.hosts.process={number}", *overrides, *each[number]),
+            *(
+                run_environment,
+                run_dir,
+                *hosts,
+                f"--config.hosts.process={number}",
+                *overrides,
+                *each[number],
+            ),
             program=program,
             place=places[number],
         )
@@ -149,7 +158,9 @@ def _one(run_environment, run_dir, *overrides, devices=2):
 
 
 def _checkpoints(run_dir):
-    return sorted(int(path.name) for path in (Path(run_dir) / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in (Path(run_dir) / "checkpoints").iterdir() if path.name.isdigit()
+    )
 
 
 def _assert_alike(found, expected, *, without=(), rtol=1e-5):
@@ -160,7 +171,11 @@ def _assert_alike(found, expected, *, without=(), rtol=1e-5):
         # A share of rounding, where the engine decodes what it scores.
         for name in expected[step].keys() - {*without, "mismatch/leg_decoding_share"}:
             np.testing.assert_allclose(
-                found[step][name], expected[step][name], rtol=rtol, atol=1e-7, err_msg=f"{name} of step {step}"
+                found[step][name],
+                expected[step][name],
+                rtol=rtol,
+                atol=1e-7,
+                err_msg=f"{name} of step {step}",
             )
 
 
@@ -173,14 +188,23 @@ def alone(run_environment, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_environment, tmp_path, alone):
+def test_two_processes_with_one_killed_and_resumed_are_like_one_process(
+    run_environment, tmp_path, alone
+):
     run_dir = tmp_path / "run"
-    first, second = _two(run_environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2)))
+    first, second = _two(
+        run_environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2))
+    )
     assert second[0] == -signal.SIGKILL
-    # The other one stands in a collective operation that the dead one never enters: JAX ends it, and says the number.
+    # The other one stands in a collective operation that the dead one never enters: JAX ends it,
+    # and says the number.
     said = f"1 is on {socket.gethostname()}; rerun the same commands to resume"
     assert first[0] == 1 and "unhealthy (stopped sending heartbeats):\n1\n" in first[2]
-    assert first[2].splitlines()[-1].startswith("error: a process has given no sign of life for 10 s (the hosts'")
+    assert (
+        first[2]
+        .splitlines()[-1]
+        .startswith("error: a process has given no sign of life for 10 s (the hosts'")
+    )
     assert first[2].strip().endswith(said)
     # The checkpoint of step 2 may have been in the writing.
     last = _checkpoints(run_dir)[-1]
@@ -193,39 +217,68 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
     assert contradictions(run_dir) == [] and (run_dir / "report.html").is_file()
     samples = [Path(each, "samples.jsonl").read_text().splitlines() for each in (run_dir, alone)]
     for found, expected in zip(*(map(json.loads, lines) for lines in samples), strict=True):
-        assert found.pop("discrepancy_mean") == pytest.approx(expected.pop("discrepancy_mean"), rel=1e-5)
+        assert found.pop("discrepancy_mean") == pytest.approx(
+            expected.pop("discrepancy_mean"), rel=1e-5
+        )
         assert found == expected
 
 
-def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_process_0(run_environment, tmp_path):
-    """Process 1 compiles for its own device what process 0 reads; only process 0 writes programs to the cache."""
+def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_process_0(
+    run_environment, tmp_path
+):
+    """Process 1 compiles for its own device what process 0 reads; only process 0 writes programs to
+    the cache.
+    """
     page = (ROOT / "docs" / "several_hosts.md").read_text().partition("# on the other host")[0]
     flags = re.findall(r"--config\.hosts\.\w+=\S+", page)
-    assert [flag.partition("=")[0].rpartition(".")[2] for flag in flags] == ["coordinator", "processes", "process"]
+    assert [flag.partition("=")[0].rpartition(".")[2] for flag in flags] == [
+        "coordinator",
+        "processes",
+        "process",
+    ]
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"} | own
+    environment = {
+        name: value for name, value in run_environment.items() if name != "XLA_FLAGS"
+    } | own
     for name in ("first", "second"):
         address = f"127.0.0.1:{free_port()}"
         given = [flag.replace("10.0.0.1:1234", address) for flag in flags]
         each = [given, [*given[:-1], given[-1].replace("=0", "=1")]]
-        short = ("--config.training.steps=1", "--config.evaluation.every_steps=0", "--config.mesh.cpu_devices=2")
+        short = (
+            "--config.training.steps=1",
+            "--config.evaluation.every_steps=0",
+            "--config.mesh.cpu_devices=2",
+        )
         started = [_start(environment, tmp_path / name, *short, *own) for own in each]
         ended = [(*process.communicate(timeout=HANGS_S), process.returncode) for process in started]
         assert [code for _, _, code in ended] == [0, 0], ended
 
 
 def test_a_step_that_one_process_fails_to_compile_ahead_holds_up_nobody(run_environment, tmp_path):
-    """Its main thread compiles other programs in the order of the other process's, whatever threads compile."""
-    short = ("--config.warmup.steps=0", "--config.training.steps=1", "--config.evaluation.every_steps=0")
+    """Its main thread compiles other programs in the order of the other process's, whatever threads
+    compile.
+    """
+    short = (
+        "--config.warmup.steps=0",
+        "--config.training.steps=1",
+        "--config.evaluation.every_steps=0",
+    )
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    ended = _two(run_environment | own, tmp_path / "run", *short, programs=(("-c", _FAILS_TO_COMPILE_AHEAD), _PLAIN))
+    ended = _two(
+        run_environment | own,
+        tmp_path / "run",
+        *short,
+        programs=(("-c", _FAILS_TO_COMPILE_AHEAD), _PLAIN),
+    )
     assert [code for code, _, _ in ended] == [0, 0] and "try 2" in ended[0][1], ended
     assert sorted(read_records(tmp_path / "run")) == [1]
 
 
 @pytest.mark.long
 def test_the_likeliest_tokens_of_two_processes_are_those_of_one(run_environment, tmp_path):
-    """Gathered, packed and measured as one process's; what they give says so, with the rounding of two reductions."""
+    """Gathered, packed and measured as one process's; what they give says so, with the rounding of
+    two reductions.
+    """
     settings = (
         *_RUN,
         "--config.rollout.top_logprobs=4",
@@ -243,7 +296,9 @@ def test_the_likeliest_tokens_of_two_processes_are_those_of_one(run_environment,
 
 
 @pytest.mark.long
-def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_one_process(run_environment, tmp_path):
+def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_one_process(
+    run_environment, tmp_path
+):
     lag = (*_RUN, "--config.rollout.lag=1", "--config.evaluation.every_steps=0")
     _one(run_environment, tmp_path / "alone", *lag)
     run_dir = tmp_path / "run"
@@ -268,8 +323,15 @@ _OVERLAPPING = (
 
 
 @pytest.mark.long
-def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_environment, tmp_path):
-    settings = (*_RUN, *_OVERLAPPING, "--config.training.steps=4", "--config.checkpoint.every_steps=9")
+def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(
+    run_environment, tmp_path
+):
+    settings = (
+        *_RUN,
+        *_OVERLAPPING,
+        "--config.training.steps=4",
+        "--config.checkpoint.every_steps=9",
+    )
     _one(run_environment, tmp_path / "alone", *settings)
     ended = _two(run_environment, tmp_path / "two", *settings)
     assert [code for code, _, _ in ended] == [0, 0], ended
@@ -278,7 +340,8 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_
     own = ("mismatch/noise_floor", "mismatch/leg_decoding", "mismatch/leg_one_pass")
     _assert_alike(read_records(tmp_path / "two"), read_records(tmp_path / "alone"), without=own)
     assert contradictions(tmp_path / "two") == []
-    # Stopped while one of them samples beside the first steps, it ends with what all have finished, and goes on alike.
+    # Stopped while one of them samples beside the first steps, it ends with what all have finished,
+    # and goes on alike.
     for number in (0, 1):
         run_dir, programs = tmp_path / f"stopped{number}", [_PLAIN, _PLAIN]
         programs[number] = _signalled_beside(signal.SIGTERM, 2)
@@ -294,7 +357,9 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(run_
 
 
 @pytest.mark.long
-def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(run_environment, tmp_path, alone):
+def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(
+    run_environment, tmp_path, alone
+):
     for number in (0, 1):
         run_dir = tmp_path / f"run{number}"
         programs = [_PLAIN, _PLAIN]
@@ -312,7 +377,9 @@ def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(run_enviro
 @pytest.mark.long
 def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tmp_path, alone):
     run_dir = tmp_path / "run"
-    first, second = _two(run_environment, run_dir, *_RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN))
+    first, second = _two(
+        run_environment, run_dir, *_RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN)
+    )
     assert first[0] == -signal.SIGKILL and second[0] == 1
     assert f"error: lost the coordinator, process 0 on {socket.gethostname()};" in second[2]
     assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *_RUN))
@@ -320,18 +387,31 @@ def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tm
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(run_environment, tmp_path):
-    """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has other rows."""
+def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(
+    run_environment, tmp_path
+):
+    """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has
+    other rows.
+    """
     shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
     float32 = [
         "--config.rollout.precision=float32",
         "--config.evaluation.every_steps=0",
-        # Some completions get it right: without a gradient Adam would turn rounding into steps of full size.
+        # Some completions get it right: without a gradient Adam would turn rounding into steps of
+        # full size.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
     ]
     start = tmp_path / "start"
     on = "--config.mesh.data={} --config.mesh.fsdp={}".format
-    codes = _two(run_environment, start, *shorter, *float32, *on(1, 4).split(), "--config.training.steps=1", devices=2)
+    codes = _two(
+        run_environment,
+        start,
+        *shorter,
+        *float32,
+        *on(1, 4).split(),
+        "--config.training.steps=1",
+        devices=2,
+    )
     assert [code for code, _, _ in codes] == [0, 0], codes[0][2] + codes[1][2]
     runs = {}
     for name, processes, devices, mesh in (
@@ -354,7 +434,9 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
     for found in runs.values():
         for step in (2, 3):
             for name in ("policy/loss", "optimizer/grad_norm", "policy/entropy", "reward/mean"):
-                assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), name
+                assert found[step][name] == pytest.approx(
+                    expected[step][name], rel=1e-4, abs=1e-6
+                ), name
 
 
 @pytest.mark.long
@@ -373,23 +455,41 @@ def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_
     data = "--config.task.train=data.jsonl"
     host = socket.gethostname()
     for places, second, message in (
-        (same, ("--config.training.seed=1",), "config.training.seed: process 1 on {0} has 1, process 0 on {0} has 0;"),
-        ((same[0], (tmp_path / "a", changed)), (), "code of dcmdp_jax (digest): process 1 on {0} has "),
-        ((same[0], (tmp_path / "b", ROOT)), (), "problems of task.train (digest): process 1 on {0} has 8, "),
+        (
+            same,
+            ("--config.training.seed=1",),
+            "config.training.seed: process 1 on {0} has 1, process 0 on {0} has 0;",
+        ),
+        (
+            (same[0], (tmp_path / "a", changed)),
+            (),
+            "code of dcmdp_jax (digest): process 1 on {0} has ",
+        ),
+        (
+            (same[0], (tmp_path / "b", ROOT)),
+            (),
+            "problems of task.train (digest): process 1 on {0} has 8, ",
+        ),
     ):
-        ended = _two(run_environment, tmp_path / "run", *_RUN, data, places=places, each=((), second))
+        ended = _two(
+            run_environment, tmp_path / "run", *_RUN, data, places=places, each=((), second)
+        )
         for code, _, stderr in ended:
             assert code == 2 and f"error: {message.format(host)}" in stderr, stderr
     # The same data, and a run directory that is another one for each.
     (tmp_path / "b" / "data.jsonl").write_text((tmp_path / "a" / "data.jsonl").read_text())
     ended = _two(run_environment, "run", *_RUN, data, places=(same[0], (tmp_path / "b", ROOT)))
     for code, _, stderr in ended:
-        assert code == 2 and f"error: config.run_dir: run on {host} is not the directory of {host}" in stderr, stderr
+        assert (
+            code == 2
+            and f"error: config.run_dir: run on {host} is not the directory of {host}" in stderr
+        ), stderr
     assert not (tmp_path / "run").exists() and not (tmp_path / "a" / "run" / "checkpoints").exists()
 
 
-# bin.train with a column of its own, declared in one line. Its engine gives every token (1 + prompt of the step) over
-# tokens of the completion; the step reports the column's mean where it reports the entropy.
+# bin.train with a column of its own, declared in one line. Its engine gives every token (1 + prompt
+# of the step) over tokens of the completion; the step reports the column's mean where it reports
+# the entropy.
 _WITH_A_COLUMN = """
 import numpy as np
 from dcmdp_jax.commands import cli, train
@@ -415,15 +515,24 @@ cli.run_main(train.main)
 
 
 @pytest.mark.long
-def test_a_declared_column_reaches_the_step_from_two_processes_and_after_a_resume(run_environment, tmp_path):
+def test_a_declared_column_reaches_the_step_from_two_processes_and_after_a_resume(
+    run_environment, tmp_path
+):
     run_dir, program = tmp_path / "run", ("-c", _WITH_A_COLUMN)
     for steps in (1, 2):
-        ended = _two(run_environment, run_dir, *_RUN, f"--config.training.steps={steps}", programs=(program, program))
+        ended = _two(
+            run_environment,
+            run_dir,
+            *_RUN,
+            f"--config.training.steps={steps}",
+            programs=(program, program),
+        )
         assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
         assert (f"resuming {run_dir} after step 1" in ended[0][1]) == (steps == 2)
     records = read_records(run_dir)
     for step in (1, 2):
-        # Four completions of each of four prompts: sum over completions 4 (1 + 2 + 3 + 4) = 40, over 16 mean lengths of
-        # tokens. If only one process's column arrived, the sum would be 4 (1 + 2) or 4 (3 + 4).
+        # Four completions of each of four prompts: sum over completions 4 (1 + 2 + 3 + 4) = 40,
+        # over 16 mean lengths of tokens. If only one process's column arrived, the sum would be 4
+        # (1 + 2) or 4 (3 + 4).
         expected = 40 / (16 * records[step]["completion/length_mean"])
         assert records[step]["policy/entropy"] == pytest.approx(expected, rel=1e-5)

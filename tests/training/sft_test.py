@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: the loss of transformers, however conversations lie in rows; killed runs go on exactly."""
+"""Supervised fine-tuning: the loss of transformers, however conversations lie in rows; killed runs
+go on exactly.
+"""
 
 import json
 import signal
@@ -28,7 +30,10 @@ _ROWS = [
     {"prompt": "1+2=?", "completion": "1+2=3;\\boxed{3}"},
     {"messages": [*_TALK, {"role": "assistant", "content": "it is 4"}]},
     {"question": "2+2=?", "answer": "2+2=4;\n#### 4"},
-    {"prompt": _TALK[:1], "completion": [{"role": "assistant", "content": "two, as one and one is two"}]},
+    {
+        "prompt": _TALK[:1],
+        "completion": [{"role": "assistant", "content": "two, as one and one is two"}],
+    },
     {"prompt": "9-3=?", "completion": "6"},
     {"prompt": "3-3=?", "completion": "0"},
 ]
@@ -48,10 +53,14 @@ def _model(directory, kind):
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8
+    )
     sizes |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
     ends = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)
-    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes, **ends)
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes, **ends
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -61,17 +70,33 @@ def _model(directory, kind):
 def _batches(rows, directory, segments):
     """The batches of a run of one update a step on all rows, its programs and its state."""
     settings = {
-        "model.path": str(directory), "model.compute_dtype": "float32", "task.train": str(rows),
-        "run_dir": str(rows.parent / "run"), "training.prompts_per_step": 6, "training.prompts_per_mini_batch": 6,
-        "training.segments_per_row": segments, "training.row_lengths": (200,), "training.micro_batch_tokens": 400,
-        "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 4, "evaluation.every_steps": 0,
-    }  # fmt: skip
+        "model.path": str(directory),
+        "model.compute_dtype": "float32",
+        "task.train": str(rows),
+        "run_dir": str(rows.parent / "run"),
+        "training.prompts_per_step": 6,
+        "training.prompts_per_mini_batch": 6,
+        "training.segments_per_row": segments,
+        "training.row_lengths": (200,),
+        "training.micro_batch_tokens": 400,
+        "mesh.data": 2,
+        "mesh.fsdp": 1,
+        "mesh.tensor": 4,
+        "evaluation.every_steps": 0,
+    }
     config = for_supervision(load_config("demo:debug", settings))
     task, placement, weights = Run.check(config)
     programs = make_step_programs(config, task.model, placement)
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    batches = ConversationBatches(small_services(None), placement, task, programs, {}, leave, taken=0)
-    return batches, task, programs, programs.create(weights.initial(), initial_dual(config.algorithm))
+    batches = ConversationBatches(
+        small_services(None), placement, task, programs, {}, leave, taken=0
+    )
+    return (
+        batches,
+        task,
+        programs,
+        programs.create(weights.initial(), initial_dual(config.algorithm)),
+    )
 
 
 def _trained(batches, programs, state):
@@ -82,7 +107,12 @@ def _trained(batches, programs, state):
     made = batches.make(state, 0, PhaseTimer())
     after, metrics = programs.train_step(state, made.batch, None)
     used = sum(int(np.any(bucket.completion_mask, axis=-1).sum()) for bucket in made.rows)
-    return float(metrics["policy/loss"]), float(metrics["optimizer/grad_norm"]), jax.device_get(after.params), used
+    return (
+        float(metrics["policy/loss"]),
+        float(metrics["optimizer/grad_norm"]),
+        jax.device_get(after.params),
+        used,
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -103,8 +133,11 @@ def test_the_loss_is_that_of_transformers_packed_or_not(rows, tmp_path, kind):
         total, count = total + float(found) * int(targets.sum()), count + int(targets.sum())
     assert count == sum(int(targets.sum()) for targets in task.train.targets) and count > 60
     for held, loss, *_ in results.values():
-        # A mean of the conversations' means would give the answers of one digit a third of the weight.
-        assert held == pytest.approx(total / count, abs=1e-5) and loss == pytest.approx(total / count, abs=1e-5)
+        # A mean of the conversations' means would give the answers of one digit a third of the
+        # weight.
+        assert held == pytest.approx(total / count, abs=1e-5) and loss == pytest.approx(
+            total / count, abs=1e-5
+        )
     (_, _, alone, one, used), (_, _, packed, other, fewer) = results.values()
     assert used == 6 and fewer < 6 and packed == pytest.approx(alone, rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, other)
@@ -125,22 +158,41 @@ cli.run_main(sft.main)
 
 
 @pytest.mark.parametrize(
-    "settings", [(), pytest.param(("model.lora_rank=2",), marks=pytest.mark.long)], ids=["all", "lora"]
+    "settings",
+    [(), pytest.param(("model.lora_rank=2",), marks=pytest.mark.long)],
+    ids=["all", "lora"],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, settings):
-    given = [f"task.train={rows}", f"evaluation.task={rows}", "evaluation.every_steps=2", "training.steps=4"]
-    given += ["checkpoint.every_steps=1", "optimizer.learning_rate=1e-3", "mesh.cpu_devices=1", *settings]
+    given = [
+        f"task.train={rows}",
+        f"evaluation.task={rows}",
+        "evaluation.every_steps=2",
+        "training.steps=4",
+    ]
+    given += [
+        "checkpoint.every_steps=1",
+        "optimizer.learning_rate=1e-3",
+        "mesh.cpu_devices=1",
+        *settings,
+    ]
     words = [f"--config.{one}" for one in given]
     said = finish(start(run_environment, tmp_path / "whole", *words, program=("-m", "bin.sft")))
-    assert "6 to learn from (0 dropped: too long)" in said and "4 conversations, 2 update(s)" in said
-    finish(start(run_environment, tmp_path / "run", *words, program=("-c", _KILLED)), code=-signal.SIGKILL)
+    assert (
+        "6 to learn from (0 dropped: too long)" in said and "4 conversations, 2 update(s)" in said
+    )
+    finish(
+        start(run_environment, tmp_path / "run", *words, program=("-c", _KILLED)),
+        code=-signal.SIGKILL,
+    )
     said = finish(start(run_environment, tmp_path / "run", *words, program=("-m", "bin.sft")))
     assert f"resuming {tmp_path / 'run'} after step 2" in said
     assert read_digests(tmp_path / "run", 4) == read_digests(tmp_path / "whole", 4)
     records = read_records(tmp_path / "whole")
     assert read_records(tmp_path / "run") == records
     losses = [records[step]["eval/rows/loss"] for step in (0, 2, 4)]
-    assert losses == sorted(losses, reverse=True) and losses[0] > 4 and "reward/mean" not in records[1]
+    assert (
+        losses == sorted(losses, reverse=True) and losses[0] > 4 and "reward/mean" not in records[1]
+    )
     # Another run's settings are refused: training by rewards would go on from these weights.
     refused = finish(start(run_environment, tmp_path / "run", *words), code=2)
     assert "holds a run with" in refused
@@ -149,22 +201,38 @@ def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, 
     changed = [*_ROWS[:1], {"messages": talk}, *_ROWS[2:]]
     rows.write_text("".join(json.dumps(row) + "\n" for row in changed))
     more = [*words, "--config.training.steps=5"]
-    refused = finish(start(run_environment, tmp_path / "run", *more, program=("-m", "bin.sft")), code=2)
+    refused = finish(
+        start(run_environment, tmp_path / "run", *more, program=("-m", "bin.sft")), code=2
+    )
     assert "config.task.train: has 6" in refused and "put the data back, or set" in refused
 
 
 def test_a_row_without_an_assistants_turn_is_one_line_before_any_device_starts(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(_ROWS[0]) + "\n" + json.dumps({"messages": _TALK[:1]}) + "\n")
-    config = for_supervision(load_config("demo:debug", {"task.train": str(path), "run_dir": str(tmp_path / "run")}))
-    with pytest.raises(ValueError, match=r"^config\.task\.train: .*rows\.jsonl:2: field 'messages' has no turn of"):
+    config = for_supervision(
+        load_config("demo:debug", {"task.train": str(path), "run_dir": str(tmp_path / "run")})
+    )
+    with pytest.raises(
+        ValueError, match=r"^config\.task\.train: .*rows\.jsonl:2: field 'messages' has no turn of"
+    ):
         Run.check(config)
 
 
 def test_what_the_settings_say_of_engine_and_teacher_does_not_count(rows, tmp_path):
     given = {"task.train": str(rows), "evaluation.task": str(rows), "evaluation.every_steps": 1}
-    given |= {"run_dir": str(tmp_path / "run"), "rollout.precision": "int8", "model.forward_precision": "int8"}
-    given |= {"model.compute_dtype": "float32", "training.prompts_per_step": 8, "training.prompts_per_mini_batch": 8}
-    config = for_supervision(load_config("demo:debug", given | {"rewards.functions": "teacher:/nowhere"}))
+    given |= {
+        "run_dir": str(tmp_path / "run"),
+        "rollout.precision": "int8",
+        "model.forward_precision": "int8",
+    }
+    given |= {
+        "model.compute_dtype": "float32",
+        "training.prompts_per_step": 8,
+        "training.prompts_per_mini_batch": 8,
+    }
+    config = for_supervision(
+        load_config("demo:debug", given | {"rewards.functions": "teacher:/nowhere"})
+    )
     task, *_ = Run.check(config)
     assert len(task.held_out[0][1].targets) == 6 and config.model.forward_precision == "full"

@@ -4,7 +4,8 @@ import json
 
 from tests.support.processes import finished
 
-# bin.train. What takes long in it is compiling: the programs that are compiled while nothing is said are counted.
+# bin.train. What takes long in it is compiling: the programs that are compiled while nothing is
+# said are counted.
 _PROGRAM = """
 import json
 import jax
@@ -38,11 +39,21 @@ finally:
 
 
 def test_no_program_of_a_run_is_compiled_without_a_word(tmp_path):
-    run = f"--config=demo:debug --config.run_dir={tmp_path}/run --config.warmup.steps=60 --config.training.steps=2"
+    run = (
+        f"--config=demo:debug --config.run_dir={tmp_path}/run --config.warmup.steps=60 "
+        "--config.training.steps=2"
+    )
     printed = finished("-c", _PROGRAM, *run.split()).stdout
     [line] = [line for line in printed.splitlines() if line.startswith("FOUND ")]
     silent, said = json.loads(line.removeprefix("FOUND "))
     # Conversions of numbers and the keys of rows, each a handful of operations.
     assert set(silent) <= {"jit(convert_element_type)", "jit(row_keys)"}
-    assert {"warming up (it compiles first)", "drawing fresh weights", "training", "drawing the report"} <= set(said)
-    assert not [what for what in said if "files" in what or "loading" in what], "the model is a fresh one"
+    assert {
+        "warming up (it compiles first)",
+        "drawing fresh weights",
+        "training",
+        "drawing the report",
+    } <= set(said)
+    assert not [what for what in said if "files" in what or "loading" in what], (
+        "the model is a fresh one"
+    )

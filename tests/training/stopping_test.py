@@ -53,7 +53,10 @@ def _skipped(tmp_path, step=0, **training):
 
 
 def _write(tmp_path, counts):
-    lines = [json.dumps({"step": i, "optimizer/skipped_updates": n}) + "\n" for i, n in enumerate(counts, start=1)]
+    lines = [
+        json.dumps({"step": i, "optimizer/skipped_updates": n}) + "\n"
+        for i, n in enumerate(counts, start=1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
 
 
@@ -75,7 +78,9 @@ def test_one_of_several_updates_in_each_step_ends_the_run_after_the_window(tmp_p
     metrics = _metrics(0)
     metrics |= counted.record(20, metrics)
     assert metrics["optimizer/skipped_share"] == 19 / 80 and len(our_log(caplog)) == 19
-    with pytest.raises(TrainingStopped, match=r"24% of the updates of the last 20 steps .*at most 20% may\)"):
+    with pytest.raises(
+        TrainingStopped, match=r"24% of the updates of the last 20 steps .*at most 20% may\)"
+    ):
         counted.check(metrics)
 
 
@@ -97,7 +102,8 @@ def test_updates_skipped_in_a_row_end_the_run_at_once(tmp_path):
 
 
 def test_a_resumed_run_remembers_the_steps_before_its_checkpoint(tmp_path, caplog):
-    # Step 31 was recorded and lost: the checkpoint is of step 30. Of the last 20 steps 19 are known before step 31.
+    # Step 31 was recorded and lost: the checkpoint is of step 30. Of the last 20 steps 19 are known
+    # before step 31.
     _write(tmp_path, [4] * 11 + [1] * 19 + [4])
     counted, _ = _skipped(tmp_path, step=30)
     with caplog.at_level(logging.WARNING):
@@ -108,11 +114,15 @@ def test_a_resumed_run_remembers_the_steps_before_its_checkpoint(tmp_path, caplo
 @pytest.mark.long
 def test_a_real_run_with_one_mini_batch_of_several_broken_stops(run_environment, tmp_path):
     start = ("-c", _PROGRAM)
-    done = demo(tmp_path / "run", "--config.training.steps=30", program=start, code=2, env=run_environment)
+    done = demo(
+        tmp_path / "run", "--config.training.steps=30", program=start, code=2, env=run_environment
+    )
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "of the updates of the last 20 steps had a gradient that is not finite" in error
     assert "updates skipped, their gradient is not finite" in done.stderr + done.stdout
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [record for record in records if "optimizer/skipped_share" in record]
     assert len(steps) == 20 and steps[-1]["optimizer/skipped_updates"] == 1
 
@@ -133,7 +143,8 @@ def test_a_lost_terminal_stops_the_run_but_not_one_that_ignores_it():
         signal.signal(signal.SIGHUP, before)
 
 
-# A lock that is taken twice never comes back to the interpreter, and lets other threads run, as compiled programs do.
+# A lock that is taken twice never comes back to the interpreter, and lets other threads run, as
+# compiled programs do.
 _BLOCKED = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -152,7 +163,10 @@ with StopSignal().listening() as stop:
 def test_a_signal_is_answered_at_once_and_a_second_leaves_at_once():
     """While the main thread is in one long call, as it is while a program compiles or runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _BLOCKED, str(ROOT)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", _BLOCKED, str(ROOT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "listening\n"
     process.send_signal(signal.SIGTERM)
@@ -167,12 +181,17 @@ def test_a_signal_is_answered_at_once_and_a_second_leaves_at_once():
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + signal.SIGTERM and output == ""
-    assert errors == "\nSIGTERM again: leaves at once; the same command resumes from the newest checkpoint\n"
+    assert (
+        errors
+        == "\nSIGTERM again: leaves at once; the same command resumes from the newest checkpoint\n"
+    )
 
 
 @pytest.mark.parametrize("state", ["saved", "unsaved"])
 def test_a_signal_while_it_compiles_leaves_if_nothing_is_lost(state):
-    process = subprocess.Popen([sys.executable, "-c", _BLOCKED, str(ROOT), state], stdout=-1, stderr=-1, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BLOCKED, str(ROOT), state], stdout=-1, stderr=-1, text=True
+    )
     assert process.stdout.readline() == "listening\n"
     process.send_signal(signal.SIGTERM)
     if state == "unsaved":

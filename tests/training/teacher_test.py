@@ -1,4 +1,6 @@
-"""On-policy distillation: the gradient of the reverse KL, a teacher of another shape, a server, resume, refusals."""
+"""On-policy distillation: the gradient of the reverse KL, a teacher of another shape, a server,
+resume, refusals.
+"""
 
 import dataclasses
 import json
@@ -27,11 +29,15 @@ from dcmdp_jax.types import Rows
 from tests.support.runs import finish, read_digests, read_records, start
 from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
 
-_SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, head_dim=8)
+_SIZES = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, head_dim=8
+)
 
 
 def _save_teacher(directory, tokenizer=None, **changes):
-    """A random Llama of transformers with the built-in tokenizer, another shape and family than the demo's policy."""
+    """A random Llama of transformers with the built-in tokenizer, another shape and family than the
+    demo's policy.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +46,9 @@ def _save_teacher(directory, tokenizer=None, **changes):
     sizes = _SIZES | dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
     sizes |= {"vocab_size": len(tokenizer), **changes}
     ends = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", tie_word_embeddings=False, **sizes, **ends))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", tie_word_embeddings=False, **sizes, **ends)
+    )
     model.eval().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return model
@@ -52,7 +60,9 @@ def test_the_mean_over_the_policys_tokens_is_the_gradient_of_the_reverse_kl():
     teacher = jax.nn.log_softmax(teacher)
 
     def expected_gain(logits, weight=0.5):
-        """sum_y p(y) A_y log pi(y), every token of the vocabulary sampled once as a completion of a row of its own."""
+        """sum_y p(y) A_y log pi(y), every token of the vocabulary sampled once as a completion of a
+        row of its own.
+        """
         old = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
         place, mask = np.arange(7)[:, None], np.ones((7, 1), bool)
         rows = Rows(*[place] * 3, mask, place, {"teacher_logprobs": teacher[:, None]})
@@ -81,7 +91,12 @@ _SETTINGS |= {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
 
 
 def _checked(tmp_path, functions, **changes):
-    settings = {"run_dir": str(tmp_path / "run"), "rewards.functions": functions, **_SETTINGS, **changes}
+    settings = {
+        "run_dir": str(tmp_path / "run"),
+        "rewards.functions": functions,
+        **_SETTINGS,
+        **changes,
+    }
     return Run.check(load_config("demo:debug", settings))
 
 
@@ -99,7 +114,9 @@ def rows_of(monkeypatch):
         teacher = make_teacher(task, placement)
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-            batches = Batches(services, placement, task, programs, {}, leave, taken=0, teacher=teacher)
+            batches = Batches(
+                services, placement, task, programs, {}, leave, taken=0, teacher=teacher
+            )
             batches.push(state.params, 0, PhaseTimer())
             batch = batches.make(state, 0, PhaseTimer()).batch
             before = jax.device_get(state.params)
@@ -124,13 +141,18 @@ def test_a_teacher_of_another_shape_scores_as_transformers_does(tmp_path, rows_o
                 here = segments == segment
                 with torch.no_grad():
                     logits = model(torch.tensor(ids[here])[None].long()).logits[0] / temperature
-                expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[here][1:])[:, None].long())
+                expected = torch.log_softmax(logits, -1)[:-1].gather(
+                    1, torch.tensor(ids[here][1:])[:, None].long()
+                )
                 sampled = mask[here][1:]
-                np.testing.assert_allclose(own[here][1:][sampled], expected.numpy()[sampled, 0], atol=2e-5)
+                np.testing.assert_allclose(
+                    own[here][1:][sampled], expected.numpy()[sampled, 0], atol=2e-5
+                )
                 gaps, count = gaps - expected.numpy()[sampled, 0].sum(), count + sampled.sum()
             assert not own[~mask].any()
     assert count > 50
-    # The demo's fresh policy is nearly uniform: its own mean log-prob is -log V; the weight is not in the metric.
+    # The demo's fresh policy is nearly uniform: its own mean log-prob is -log V; the weight is not
+    # in the metric.
     uniform = np.log(run.task.model.vocab_size)
     assert metrics["policy/teacher_kl"] == pytest.approx(gaps / count - uniform, abs=0.1)
     # All rewards are 0: without the teacher's nothing would be learned.
@@ -147,7 +169,10 @@ def test_a_policy_that_is_its_own_teacher_stays(tmp_path, rows_of):
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     own = {"dtype": "float32", "tokenizer_dir": tmp_path / "tokenizer"}
     save_params(run.weights.initial(), run.task.model, tmp_path / "self", **own)
-    alone = {"algorithm.method": "grpo", "training.prompts_per_mini_batch": run.task.config.training.prompts_per_step}
+    alone = {
+        "algorithm.method": "grpo",
+        "training.prompts_per_mini_batch": run.task.config.training.prompts_per_step,
+    }
     _, metrics, before, after = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'self'}", **alone))
     assert abs(metrics["policy/teacher_kl"]) < 1e-6 and metrics["optimizer/grad_norm"] < 1e-5
 
@@ -165,7 +190,11 @@ def test_bypass_compares_the_teacher_with_the_policy_that_sampled(tmp_path, rows
 
 def test_a_resumed_run_with_a_teacher_has_the_bits_of_one_that_went_on(run_environment, tmp_path):
     _save_teacher(tmp_path / "teacher")
-    given = [f"rewards.functions=math,teacher:{tmp_path / 'teacher'}", "rewards.weights=(0,1)", "rollout.lag=1"]
+    given = [
+        f"rewards.functions=math,teacher:{tmp_path / 'teacher'}",
+        "rewards.weights=(0,1)",
+        "rollout.lag=1",
+    ]
     given += ["evaluation.every_steps=2", "evaluation.max_problems=4", "checkpoint.every_steps=1"]
     words = [f"--config.{one}" for one in (*given, "mesh.cpu_devices=1")]
     finish(start(run_environment, tmp_path / "whole", *words, "--config.training.steps=3"))
@@ -175,7 +204,9 @@ def test_a_resumed_run_with_a_teacher_has_the_bits_of_one_that_went_on(run_envir
     records, resumed = read_records(tmp_path / "whole"), read_records(tmp_path / "run")
     assert resumed[3]["policy/teacher_kl"] == records[3]["policy/teacher_kl"] > 0
     # A weight of 0 leaves math to evaluation, which has no teacher.
-    scores = [value for name, value in records[2].items() if name.startswith("eval/") and "/avg@" in name]
+    scores = [
+        value for name, value in records[2].items() if name.startswith("eval/") and "/avg@" in name
+    ]
     assert scores and records[1]["reward/mean"] == 0 <= records[1]["reward/math/mean"]
 
 
@@ -198,8 +229,11 @@ def test_a_server_is_asked_about_the_policys_tokens_at_the_start(monkeypatch, tm
     with run.start():
         pass
     [arguments] = asked
-    assert arguments.settings.server == "http://localhost:8000" and arguments.model == run.task.model
-    # vLLM scores a row in a context that has one more: a server of exactly the run's stops it at a full completion.
+    assert (
+        arguments.settings.server == "http://localhost:8000" and arguments.model == run.task.model
+    )
+    # vLLM scores a row in a context that has one more: a server of exactly the run's stops it at a
+    # full completion.
     assert arguments.max_total_tokens == run.task.config.max_total_tokens + 1
 
 
@@ -217,9 +251,18 @@ def test_a_batch_that_only_a_teacher_rewards_has_zeros():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rewards.functions": "teacher:"}, "rewards.functions: got 'teacher:', allowed are math, .*, teacher:MODEL, "),
-        ({"rewards.functions": "teacher:a,teacher:b"}, "rewards.functions: got .*, must name one teacher at most"),
-        ({"algorithm.drop_equal_groups": True}, "algorithm.drop_equal_groups: got True, must be False with a teacher"),
+        (
+            {"rewards.functions": "teacher:"},
+            "rewards.functions: got 'teacher:', allowed are math, .*, teacher:MODEL, ",
+        ),
+        (
+            {"rewards.functions": "teacher:a,teacher:b"},
+            "rewards.functions: got .*, must name one teacher at most",
+        ),
+        (
+            {"algorithm.drop_equal_groups": True},
+            "algorithm.drop_equal_groups: got True, must be False with a teacher",
+        ),
         (
             {"rewards.functions": "teacher:http://h:1", "rollout.temperature": 0.8},
             "rollout.temperature: got 0.8, must be 1, with top_p=1 and top_k=0: a teacher's server",
@@ -228,7 +271,11 @@ def test_a_batch_that_only_a_teacher_rewards_has_zeros():
 )
 def test_settings_that_do_not_fit_a_teacher_are_refused(changes, said):
     config = get_config()
-    for name, value in {"task.train": "x", "rewards.functions": "math,teacher:m", **changes}.items():
+    for name, value in {
+        "task.train": "x",
+        "rewards.functions": "math,teacher:m",
+        **changes,
+    }.items():
         config.update_from_flattened_dict({name: value})
     with pytest.raises(ValueError, match=f"^config.{said}"):
         from_config_dict(config)
@@ -237,7 +284,9 @@ def test_settings_that_do_not_fit_a_teacher_are_refused(changes, said):
 def test_a_teacher_that_knows_more_is_taken_and_its_other_end_is_said_once(tmp_path, caplog):
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<more>"])
-    _save_teacher(tmp_path / "more", tokenizer, vocab_size=112)  # rows beyond both vocabularies, too
+    _save_teacher(
+        tmp_path / "more", tokenizer, vocab_size=112
+    )  # rows beyond both vocabularies, too
     assert _checked(tmp_path, f"teacher:{tmp_path / 'more'}").task.teacher.vocab_size == 112
     assert "ends with" not in caplog.text
     own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<more>")
@@ -248,7 +297,9 @@ def test_a_teacher_that_knows_more_is_taken_and_its_other_end_is_said_once(tmp_p
         _checked(tmp_path, f"teacher:{tmp_path / 'more'}")
         (line,) = [record.message for record in caplog.records if "ends with" in record.message]
         assert f"ends with '<more>' ({other}), at which a completion of the policy goes on" in line
-        assert f"(it ends with {tokenizer.eos_token!r} ({own}))" in line and line.endswith("ends as the policy does")
+        assert f"(it ends with {tokenizer.eos_token!r} ({own}))" in line and line.endswith(
+            "ends as the policy does"
+        )
 
 
 def test_a_policy_that_ends_where_its_teacher_does_as_well_is_not_warned_of(tmp_path, caplog):
@@ -257,8 +308,13 @@ def test_a_policy_that_ends_where_its_teacher_does_as_well_is_not_warned_of(tmp_
     _save_teacher(tmp_path / "teacher", tokenizer)
     text = tokenizer.convert_ids_to_tokens(7)
     policy = {"model.path": str(tmp_path / "policy")}
-    for directory, ends, warned in (("teacher", [7], True), ("policy", [7, tokenizer.eos_token_id], False)):
-        (tmp_path / directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    for directory, ends, warned in (
+        ("teacher", [7], True),
+        ("policy", [7, tokenizer.eos_token_id], False),
+    ):
+        (tmp_path / directory / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": ends})
+        )
         caplog.clear()
         _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **policy)
         lines = [record.message for record in caplog.records if "ends with" in record.message]
@@ -266,7 +322,8 @@ def test_a_policy_that_ends_where_its_teacher_does_as_well_is_not_warned_of(tmp_
         if warned:
             assert f"ends with {text!r} (7), at which" in lines[0]
             assert (
-                f"set eos_token_id to [{tokenizer.eos_token_id}, 7] in generation_config.json of model.path" in lines[0]
+                f"set eos_token_id to [{tokenizer.eos_token_id}, 7] in generation_config.json of "
+                "model.path" in lines[0]
             )
 
 
@@ -276,10 +333,15 @@ def test_a_teacher_that_knows_other_tokens_or_fewer_places_is_refused(tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "max_position_embeddings": 20}))
     name = f"teacher:{tmp_path / 'teacher'}"
-    with pytest.raises(ValueError, match=r"^config.rewards.functions: the teacher .* reads fewer tokens than \d+$"):
+    with pytest.raises(
+        ValueError, match=r"^config.rewards.functions: the teacher .* reads fewer tokens than \d+$"
+    ):
         _checked(tmp_path, name)
     path.write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 1}))
-    with pytest.raises(ValueError, match="^config.rewards.functions: the teacher .* has an embedding of 103 rows, the"):
+    with pytest.raises(
+        ValueError,
+        match="^config.rewards.functions: the teacher .* has an embedding of 103 rows, the",
+    ):
         _checked(tmp_path, name)
     path.write_text(json.dumps(config))
     written = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
@@ -287,8 +349,16 @@ def test_a_teacher_that_knows_other_tokens_or_fewer_places_is_refused(tmp_path):
     first, second = sorted(words, key=words.get)[50:52]
     words[first], words[second] = words[second], words[first]
     (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(written))
-    said = f"has another vocabulary: token {words[second]} of the policy is {first!r}, the teacher has {second!r} there"
-    with pytest.raises(ValueError, match=f"^config.rewards.functions: the teacher .* {re.escape(said)}$"):
+    said = (
+        f"has another vocabulary: token {words[second]} of the policy is {first!r}, the "
+        f"teacher has {second!r} there"
+    )
+    with pytest.raises(
+        ValueError, match=f"^config.rewards.functions: the teacher .* {re.escape(said)}$"
+    ):
         _checked(tmp_path, name)
-    with pytest.raises(ValueError, match="^config.rewards.functions: evaluation needs another reward than a teacher"):
+    with pytest.raises(
+        ValueError,
+        match="^config.rewards.functions: evaluation needs another reward than a teacher",
+    ):
         _checked(tmp_path, name, **{"evaluation.every_steps": 1})

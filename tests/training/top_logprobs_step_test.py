@@ -1,4 +1,6 @@
-"""A step on a batch with the engine's likeliest tokens: its measures in float64, and its centred gradient."""
+"""A step on a batch with the engine's likeliest tokens: its measures in float64, and its centred
+gradient.
+"""
 
 import dataclasses
 import functools
@@ -17,12 +19,16 @@ from tests.support import step_runs
 from tests.support.sampling import Rollout
 
 V = step_runs.MODEL.vocab_size
-SETTINGS = dataclasses.replace(step_runs.ALGORITHM, method="grpo", aggregation="seq_mean_token_mean")
+SETTINGS = dataclasses.replace(
+    step_runs.ALGORITHM, method="grpo", aggregation="seq_mean_token_mean"
+)
 
 
 @dataclasses.dataclass
 class Listed(Rollout):
-    """A rollout whose engine lists its k likeliest tokens: `tables` [T, V] log q of each completion."""
+    """A rollout whose engine lists its k likeliest tokens: `tables` [T, V] log q of each
+    completion.
+    """
 
     tables: list = ()
     k: int = V
@@ -35,20 +41,30 @@ class Listed(Rollout):
             values = np.take_along_axis(table, ids, axis=1)
             ids = np.where(np.isfinite(values), ids, -1)
             whole = {
-                name: np.zeros((len(episode.token_ids), self.k), x.dtype) for name, x in (("i", ids), ("v", values))
+                name: np.zeros((len(episode.token_ids), self.k), x.dtype)
+                for name, x in (("i", ids), ("v", values))
             }
             whole["i"][episode.sampled_mask], whole["v"][episode.sampled_mask] = ids, values
-            columns = {"top_ids": whole["i"].astype(np.int32), "top_logprobs": whole["v"].astype(np.float32)}
+            columns = {
+                "top_ids": whole["i"].astype(np.int32),
+                "top_logprobs": whole["v"].astype(np.float32),
+            }
             found.append(episode.with_columns(**columns))
         return found
 
 
 @jax.jit
 def _tables(params, ids):
-    """log pi of the whole vocabulary in the place of every token after the first, one completion a row."""
+    """log pi of the whole vocabulary in the place of every token after the first, one completion a
+    row.
+    """
     positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-    hidden = decoder.hidden_states(params, step_runs.MODEL, ids, positions, jnp.ones_like(ids), Compute())
-    return jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / step_runs.TEMPERATURE)
+    hidden = decoder.hidden_states(
+        params, step_runs.MODEL, ids, positions, jnp.ones_like(ids), Compute()
+    )
+    return jax.nn.log_softmax(
+        hidden[:, :-1] @ decoder.output_kernel(params) / step_runs.TEMPERATURE
+    )
 
 
 @jax.jit
@@ -59,7 +75,9 @@ def _pull_back(params, ids, slopes):
 
 @functools.cache
 def _rollout(k=V):
-    """The tests' rollout with an engine whose logits are the trainer's and noise; log p [T, V] of each completion."""
+    """The tests' rollout with an engine whose logits are the trainer's and noise; log p [T, V] of
+    each completion.
+    """
     rollout, rewards = step_runs.make_rollout()
     ids, spans = step_runs.padded(rollout)
     log_p = [
@@ -69,10 +87,17 @@ def _rollout(k=V):
     rng = np.random.default_rng(2)
     noisy = [x + rng.normal(0, 0.3, x.shape) for x in log_p]
     log_q = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in noisy]
-    chosen = [x[np.arange(len(c)), c].astype(np.float32) for x, c in zip(log_q, rollout.completion_ids, strict=True)]
+    chosen = [
+        x[np.arange(len(c)), c].astype(np.float32)
+        for x, c in zip(log_q, rollout.completion_ids, strict=True)
+    ]
     listed = dataclasses.replace(rollout, rollout_logprobs=chosen)
     return (
-        Listed(**{f.name: getattr(listed, f.name) for f in dataclasses.fields(Rollout)}, tables=log_q, k=k),
+        Listed(
+            **{f.name: getattr(listed, f.name) for f in dataclasses.fields(Rollout)},
+            tables=log_q,
+            k=k,
+        ),
         rewards,
         log_p,
     )
@@ -101,7 +126,9 @@ def test_measures_of_the_whole_vocabulary_are_float64_sums(shape):
 
 @pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
 def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
-    """-A (log p_y - sum_v sg(q_v) log p_v), with f = tis: sg(f) in both. One mini-batch: its norm before the update."""
+    """-A (log p_y - sum_v sg(q_v) log p_v), with f = tis: sg(f) in both. One mini-batch: its norm
+    before the update.
+    """
     settings = dataclasses.replace(SETTINGS, corrections="tis(high=1.1),score_centering")
     rollout, rewards, log_p = _rollout()
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
@@ -112,39 +139,71 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
     advantages = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1)
     ids, spans = step_runs.padded(rollout)
     slopes = np.zeros((*ids[:, 1:].shape, V))
-    for i, ((a, b), x, y, tokens) in enumerate(zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)):
+    for i, ((a, b), x, y, tokens) in enumerate(
+        zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)
+    ):
         weight = np.minimum(np.exp(x - y), 1.1)
         one = np.eye(V)[tokens] * weight - np.exp(y) * weight
         slopes[i, a - 1 : b - 1] = -advantages[i] * one / len(tokens) / len(rewards)
     gradient = _pull_back(step_runs.make_params(), ids, jnp.asarray(slopes, jnp.float32))
-    norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
+    norm = np.sqrt(
+        sum(
+            float(np.sum(np.square(np.asarray(leaf, np.float64))))
+            for leaf in jax.tree.leaves(gradient)
+        )
+    )
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    _, (plain,), _ = step_runs.run_steps(settings=dataclasses.replace(settings, corrections="tis(high=1.1)"), **options)
+    _, (plain,), _ = step_runs.run_steps(
+        settings=dataclasses.replace(settings, corrections="tis(high=1.1)"), **options
+    )
     assert plain["optimizer/grad_norm"] != pytest.approx(norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("charge", ["state_tv", "state_kl", "state_delta"])
 def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge):
-    """-A log p_y + lambda D: in log p_v p sign(p - q) / 2, -q, q p sign(p - q) times lambda, which moves by delta."""
+    """-A log p_y + lambda D: in log p_v p sign(p - q) / 2, -q, q p sign(p - q) times lambda, which
+    moves by delta.
+    """
     settings = dataclasses.replace(SETTINGS, method=charge, multiplier=0.8, multiplier_max=9.0)
     rollout, rewards, log_p = _rollout()
-    state, (metrics,), _ = step_runs.run_steps(settings=settings, rollout=(rollout, rewards), mini_batches=1)
+    state, (metrics,), _ = step_runs.run_steps(
+        settings=settings, rollout=(rollout, rewards), mini_batches=1
+    )
     groups = rewards.reshape(step_runs.PROMPTS, step_runs.GROUP)
     deviation = groups.std(axis=1, ddof=1, keepdims=True) + settings.std_epsilon
     advantages = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1)
     ids, spans = step_runs.padded(rollout)
     slopes = np.zeros((*ids[:, 1:].shape, V))
-    for i, ((a, b), x, y, tokens) in enumerate(zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)):
+    for i, ((a, b), x, y, tokens) in enumerate(
+        zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)
+    ):
         p, q = np.exp(x), np.exp(y)
-        own = {"state_tv": p * np.sign(p - q) / 2, "state_kl": -q, "state_delta": q * p * np.sign(p - q)}[charge]
-        slopes[i, a - 1 : b - 1] = (0.8 * own - advantages[i] * np.eye(V)[tokens]) / len(tokens) / len(rewards)
+        own = {
+            "state_tv": p * np.sign(p - q) / 2,
+            "state_kl": -q,
+            "state_delta": q * p * np.sign(p - q),
+        }[charge]
+        slopes[i, a - 1 : b - 1] = (
+            (0.8 * own - advantages[i] * np.eye(V)[tokens]) / len(tokens) / len(rewards)
+        )
     gradient = _pull_back(step_runs.make_params(), ids, jnp.asarray(slopes, jnp.float32))
-    norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
+    norm = np.sqrt(
+        sum(
+            float(np.sum(np.square(np.asarray(leaf, np.float64))))
+            for leaf in jax.tree.leaves(gradient)
+        )
+    )
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
     charged, plain = 0.0, 0.0
-    for advantage, x, y, tokens in zip(advantages, log_p, rollout.tables, rollout.completion_ids, strict=True):
+    for advantage, x, y, tokens in zip(
+        advantages, log_p, rollout.tables, rollout.completion_ids, strict=True
+    ):
         p, q = np.exp(x), np.exp(y)
-        own = {"state_tv": p * np.sign(p - q) / 2, "state_kl": -q, "state_delta": q * p * np.sign(p - q)}[charge]
+        own = {
+            "state_tv": p * np.sign(p - q) / 2,
+            "state_kl": -q,
+            "state_delta": q * p * np.sign(p - q),
+        }[charge]
         of_token = np.abs(own - p * own.sum(-1, keepdims=True)).sum(-1) / 2  # in the logits
         charged += 0.8 * of_token.sum() / len(tokens)
         plain += abs(advantage) * (1 - p[np.arange(len(tokens)), tokens]).sum() / len(tokens)
@@ -157,8 +216,12 @@ def test_without_centring_the_column_changes_no_update():
     """k = 4: what is trained is what a step without the column trains, to rounding."""
     rollout, rewards, _ = _rollout(4)
     plain = Rollout(**{f.name: getattr(rollout, f.name) for f in dataclasses.fields(Rollout)})
-    with_column, without = (step_runs.run_steps(settings=SETTINGS, rollout=(x, rewards)) for x in (rollout, plain))
-    for a, b in zip(*(jax.tree.leaves(run[0].params) for run in (with_column, without)), strict=True):
+    with_column, without = (
+        step_runs.run_steps(settings=SETTINGS, rollout=(x, rewards)) for x in (rollout, plain)
+    )
+    for a, b in zip(
+        *(jax.tree.leaves(run[0].params) for run in (with_column, without)), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=2e-6)
     assert not any(name.startswith("distribution/") for name in without[1][0])
 
@@ -168,20 +231,28 @@ def cut_rollout():
     rollout, rewards, _ = _rollout(6)
     kept = [np.argsort(-table, axis=1)[:, :6] for table in rollout.tables]
     chosen = [
-        np.where((c[:, None] == ids).any(1), c, ids[:, 0]) for c, ids in zip(rollout.completion_ids, kept, strict=True)
+        np.where((c[:, None] == ids).any(1), c, ids[:, 0])
+        for c, ids in zip(rollout.completion_ids, kept, strict=True)
     ]
     cut = [np.take_along_axis(x, ids, 1) for x, ids in zip(rollout.tables, kept, strict=True)]
     mass = [np.log(np.exp(x).sum(1, keepdims=True)) for x in cut]
     tables = [np.full(x.shape, -np.inf) for x in rollout.tables]
     for table, ids, x, m in zip(tables, kept, cut, mass, strict=True):
         np.put_along_axis(table, ids, x - m, 1)
-    sampled = [table[np.arange(len(c)), c].astype(np.float32) for table, c in zip(tables, chosen, strict=True)]
-    return dataclasses.replace(rollout, completion_ids=chosen, rollout_logprobs=sampled, tables=tables), rewards
+    sampled = [
+        table[np.arange(len(c)), c].astype(np.float32)
+        for table, c in zip(tables, chosen, strict=True)
+    ]
+    return dataclasses.replace(
+        rollout, completion_ids=chosen, rollout_logprobs=sampled, tables=tables
+    ), rewards
 
 
 @pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
 def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
-    """The engine keeps the 6 likeliest tokens: log p_y - log S, its gradient, S and the discrepancy."""
+    """The engine keeps the 6 likeliest tokens: log p_y - log S, its gradient, S and the
+    discrepancy.
+    """
     ours, rewards = cut_rollout()
     tables, chosen, sampled = ours.tables, ours.completion_ids, ours.rollout_logprobs
     base, spans = step_runs.padded(ours)
@@ -218,40 +289,69 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
         )
 
     gradient, (tokens, masses) = jax.grad(objective, has_aux=True)(step_runs.make_params())
-    norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
+    norm = np.sqrt(
+        sum(
+            float(np.sum(np.square(np.asarray(leaf, np.float64))))
+            for leaf in jax.tree.leaves(gradient)
+        )
+    )
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
     there = [
-        (np.asarray(tokens)[i, a - 1 : b - 1], np.asarray(masses)[i, a - 1 : b - 1]) for i, (a, b) in enumerate(spans)
+        (np.asarray(tokens)[i, a - 1 : b - 1], np.asarray(masses)[i, a - 1 : b - 1])
+        for i, (a, b) in enumerate(spans)
     ]
     p, q = np.exp(np.concatenate([x for x, _ in there])), np.exp(np.concatenate(sampled))
     assert metrics["discrepancy/mean"] == pytest.approx(np.abs(p - q).mean(), abs=1e-6)
-    assert metrics["distribution/kept_mass"] == pytest.approx(np.concatenate([x for _, x in there]).mean(), abs=1e-6)
+    assert metrics["distribution/kept_mass"] == pytest.approx(
+        np.concatenate([x for _, x in there]).mean(), abs=1e-6
+    )
     assert metrics["distribution/kept_mass"] < 0.95
 
 
 def test_a_cut_batch_that_lags_is_compared_under_the_weights_that_sampled_it():
-    """At the same weights it is the batch without a lag; sampled by others, its measures are a step's at those."""
+    """At the same weights it is the batch without a lag; sampled by others, its measures are a
+    step's at those.
+    """
     options = {"cut": True}
     create, step, _ = step_runs.programs(
         SETTINGS, 1, None, Compute(one_segment=True, logprob_chunk=16), False, **options
     )
     how = {"temperature": step_runs.TEMPERATURE, "mesh": None, **options}
-    row_logprobs = make_row_logprobs(step_runs.MODEL, Compute(one_segment=True, logprob_chunk=16), **how)
-    batch, old = step_runs.packed_batch(cut_rollout(), 1, None, tokens=64), make_old_logprobs(row_logprobs, mesh=None)
+    row_logprobs = make_row_logprobs(
+        step_runs.MODEL, Compute(one_segment=True, logprob_chunk=16), **how
+    )
+    batch, old = (
+        step_runs.packed_batch(cut_rollout(), 1, None, tokens=64),
+        make_old_logprobs(row_logprobs, mesh=None),
+    )
     now, older = step_runs.make_params(), step_runs.make_params(7)
     ran = {
         name: step(create(jax.tree.map(jnp.copy, params)), used, None)
         for name, params, used in (
-            ("now", now, batch), ("lag 0", now, old(now, batch)),
-            ("older", older, batch), ("lag", now, old(older, batch)),
+            ("now", now, batch),
+            ("lag 0", now, old(now, batch)),
+            ("older", older, batch),
+            ("lag", now, old(older, batch)),
         )
-    }  # fmt: skip
-    for a, b in zip(*(jax.tree.leaves(ran[name][0].params) for name in ("now", "lag 0")), strict=True):
+    }
+    for a, b in zip(
+        *(jax.tree.leaves(ran[name][0].params) for name in ("now", "lag 0")), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=2e-6)
-    measured = [name for name in ran["now"][1] if name.startswith(("distribution/", "discrepancy/mean", "mismatch/k"))]
+    measured = [
+        name
+        for name in ran["now"][1]
+        if name.startswith(("distribution/", "discrepancy/mean", "mismatch/k"))
+    ]
     assert len(measured) > 10
     for lagging, plain in (("lag 0", "now"), ("lag", "older")):
         for name in measured:
-            if name != "distribution/kept_mass" or plain == "now":  # S is that of the policy that is trained
-                assert ran[lagging][1][name] == pytest.approx(float(ran[plain][1][name]), rel=1e-4, abs=1e-6), name
-    assert ran["older"][1]["discrepancy/mean"] != pytest.approx(float(ran["now"][1]["discrepancy/mean"]), rel=0.05)
+            if (
+                name != "distribution/kept_mass" or plain == "now"
+            ):  # S is that of the policy that is trained
+                assert ran[lagging][1][name] == pytest.approx(
+                    float(ran[plain][1][name]), rel=1e-4, abs=1e-6
+                ), name
+    assert ran["older"][1]["discrepancy/mean"] != pytest.approx(
+        float(ran["now"][1]["discrepancy/mean"]), rel=0.05
+    )

@@ -1,4 +1,6 @@
-"""Rewards of users in whole runs: what is trained on can be computed again, and every failure is one line."""
+"""Rewards of users in whole runs: what is trained on can be computed again, and every failure is
+one line.
+"""
 
 import json
 import signal
@@ -74,14 +76,28 @@ def files(tmp_path_factory):
     with (directory / "problems.jsonl").open("w") as lines:
         for row in range(8):
             problem = {"prompt": f"{row}+1=?", "answer": str(row + 1), "bonus": row, "day": None}
-            lines.write(json.dumps(problem | {"data_source": "first" if row % 2 else "second"}) + "\n")
+            lines.write(
+                json.dumps(problem | {"data_source": "first" if row % 2 else "second"}) + "\n"
+            )
     return directory
 
 
 def _start(environment, run_dir, *overrides):
-    command = [sys.executable, "-m", "bin.train", *_SMALL, f"--config.run_dir={run_dir}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "bin.train",
+        *_SMALL,
+        f"--config.run_dir={run_dir}",
+        *overrides,
+    ]
     return subprocess.Popen(
-        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=_ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -124,9 +140,18 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
     samples = _lines(run_dir / "samples.jsonl")
     assert len(calls) == 2 and [record["step"] for record in records] == [1, 2]
     for call, record in zip(calls, records, strict=True):
-        assert len(call["prompts"]) == 16  # 4 prompts, 4 completions each: the whole batch in one call
+        assert (
+            len(call["prompts"]) == 16
+        )  # 4 prompts, 4 completions each: the whole batch in one call
         assert call["prompts"][:4] == call["prompts"][:1] * 4 != call["prompts"][4:8]
-        assert call["columns"] == ["data_source", "day", "log_extra", "log_metric", "reference_answer", "trainer_state"]
+        assert call["columns"] == [
+            "data_source",
+            "day",
+            "log_extra",
+            "log_metric",
+            "reference_answer",
+            "trainer_state",
+        ]
         rows = [int(prompt.partition("+")[0]) for prompt in call["prompts"]]
         assert call["answer"] == [str(row + 1) for row in rows]
         assert call["source"] == ["first" if row % 2 else "second" for row in rows]
@@ -140,7 +165,9 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
         assert record["reward/own/mean"] == pytest.approx(np.mean(list(own.values())), abs=1e-6)
         assert record["reward/own/std"] == pytest.approx(np.std(list(own.values())), abs=1e-6)
         assert (record["reward/own/failed"], record["reward/without_value"]) == (0, 0)
-        assert record["reward/source/first/mean"] == pytest.approx(totals[list(own)].mean(), abs=1e-6)
+        assert record["reward/source/first/mean"] == pytest.approx(
+            totals[list(own)].mean(), abs=1e-6
+        )
         assert record.get("reward/source/second/mean", 0.0) == 0.0
         for place, sample in enumerate(one for one in samples if one["step"] == record["step"]):
             at = 4 * place
@@ -161,22 +188,38 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
                 ("one_too_few", "returned 15 rewards for 16 completions, needs one for each; "),
-                ("nan", "returned nan, needs a finite number or None (completion 5 of the batch, of row "),
-                ("text", "returned 'good', needs a finite number or None (completion 0 of the batch, of row "),
+                (
+                    "nan",
+                    "returned nan, needs a finite number or None (completion 5 of the batch, of "
+                    "row ",
+                ),
+                (
+                    "text",
+                    "returned 'good', needs a finite number or None (completion 0 of the batch, "
+                    "of row ",
+                ),
             )
         ),
     ],
 )
-def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(environment, files, tmp_path, function, problem):
+def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(
+    environment, files, tmp_path, function, problem
+):
     name, run_dir = f"{files}/bad.py:{function}", tmp_path / "run"
     errors = _finish(
-        _start(environment, run_dir, f"--config.rewards.functions=math,{name}", "--config.rewards.timeout=1"), code=2
+        _start(
+            environment,
+            run_dir,
+            f"--config.rewards.functions=math,{name}",
+            "--config.rewards.timeout=1",
+        ),
+        code=2,
     )
     line = errors.splitlines()[-1]
     assert line.startswith(f"error: config.rewards.functions: reward {name}: {problem}")
     assert line.endswith(
-        "saved after step 0: fix the function and rerun the same command, or set rewards.on_error=none to ignore its "
-        "failures (time limit: rewards.timeout)"
+        "saved after step 0: fix the function and rerun the same command, or set "
+        "rewards.on_error=none to ignore its failures (time limit: rewards.timeout)"
     )
     assert "Traceback" not in errors and not (run_dir / "error.log").exists()
     assert (run_dir / "checkpoints" / "0").is_dir()
@@ -200,7 +243,9 @@ def test_a_run_can_go_on_without_the_values_of_functions_that_fail(environment, 
     records = _lines(run_dir / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
-        assert [record[f"reward/{name}/failed"] for name in ("hangs", "raises", "nan", "score")] == [16, 16, 16, 0]
+        assert [
+            record[f"reward/{name}/failed"] for name in ("hangs", "raises", "nan", "score")
+        ] == [16, 16, 16, 0]
         assert not any(f"reward/{name}/mean" in record for name in ("hangs", "raises", "nan"))
         # Without the reward math nothing is judged, and the mean length says what `score` gave.
         assert "reward/no_answer_fraction" not in record
@@ -217,7 +262,10 @@ def test_a_signal_while_a_function_hangs_saves_and_leaves_at_once(environment, f
         f"--config.rewards.functions={files}/bad.py:hangs",
         "--config.rewards.timeout=9999",
     )
-    wait_until(lambda: (files / "called").exists() or process.poll() is not None, "the call of the function")
+    wait_until(
+        lambda: (files / "called").exists() or process.poll() is not None,
+        "the call of the function",
+    )
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -230,15 +278,28 @@ def test_a_signal_while_a_function_hangs_saves_and_leaves_at_once(environment, f
     [
         ("nowhere.py:f", "can't import nowhere.py: FileNotFoundError"),
         ("examples/length_reward.py:scores", "has no function 'scores'; it has score"),
-        ("json:dumps", "json:dumps: can't be called as dumps(prompts, completions, completion_ids, trainer_state, "),
+        (
+            "json:dumps",
+            "json:dumps: can't be called as dumps(prompts, completions, completion_ids, "
+            "trainer_state, ",
+        ),
     ],
 )
-def test_a_function_that_can_not_be_called_is_found_before_the_run_starts(tmp_path, function, problem):
+def test_a_function_that_can_not_be_called_is_found_before_the_run_starts(
+    tmp_path, function, problem
+):
     run_dir = tmp_path / "run"
     config = parse(
-        ["train", *_SMALL[:3], f"--config.rewards.functions={function}", f"--config.run_dir={run_dir}"]
+        [
+            "train",
+            *_SMALL[:3],
+            f"--config.rewards.functions={function}",
+            f"--config.run_dir={run_dir}",
+        ]
     ).config
     with pytest.raises(ValueError) as raised:
         Run.check(config)
-    assert str(raised.value).startswith("config.rewards.functions: reward ") and problem in str(raised.value)
+    assert str(raised.value).startswith("config.rewards.functions: reward ") and problem in str(
+        raised.value
+    )
     assert not run_dir.exists()

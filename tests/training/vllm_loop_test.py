@@ -1,4 +1,6 @@
-"""Whole runs against real vLLM whose sidecar is killed again and again: the record is that of an undisturbed run."""
+"""Whole runs against real vLLM whose sidecar is killed again and again: the record is that of an
+undisturbed run.
+"""
 
 import os
 import random
@@ -40,7 +42,11 @@ def _sidecars_of(trainer):
 
 def _steps(run_dir):
     path = Path(run_dir) / "metrics.jsonl"
-    return sum(b"reward/mean" in line for line in path.read_bytes().splitlines()) if path.exists() else 0
+    return (
+        sum(b"reward/mean" in line for line in path.read_bytes().splitlines())
+        if path.exists()
+        else 0
+    )
 
 
 def _samples(run_dir):
@@ -48,7 +54,9 @@ def _samples(run_dir):
 
 
 def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_property):
-    """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and multiplier."""
+    """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and
+    multiplier.
+    """
     steps, kills = 40, 20
     whole = _start(run_environment, tmp_path / "whole", steps)
     output, _ = whole.communicate(timeout=HANGS_S)
@@ -60,17 +68,23 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
             # Sampling, loading or idle, some time after another step was recorded.
             seen = _steps(tmp_path / "killed")
             wait_until(
-                lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None, "another step"
+                lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None,
+                "another step",
             )
             time.sleep(0.5 * chance.random())
         else:
             # Starting, or loading, or sampling again.
             time.sleep(6.0 * chance.random())
-        wait_until(lambda: _sidecar_of(killed.pid) is not None or killed.poll() is not None, "a sidecar")
+        wait_until(
+            lambda: _sidecar_of(killed.pid) is not None or killed.poll() is not None, "a sidecar"
+        )
         sidecar = _sidecar_of(killed.pid)
         assert sidecar is not None, f"the run ended after {number} kills"
         os.kill(sidecar, signal.SIGKILL)
-        wait_until(lambda sidecar=sidecar: _sidecar_of(killed.pid) != sidecar, "the end of the killed sidecar")
+        wait_until(
+            lambda sidecar=sidecar: _sidecar_of(killed.pid) != sidecar,
+            "the end of the killed sidecar",
+        )
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)
@@ -81,20 +95,32 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
     assert {"eval/arithmetic/avg@2", "mismatch/probe", "dual/multiplier"} <= set(expected[steps])
     assert expected[steps]["discrepancy/mean"] > 0
     # Nothing of the sidecars stays but what was said and how it was started.
-    assert sorted(p.name for p in (tmp_path / "killed" / "vllm").iterdir()) == ["config.json", "sidecar.log"]
+    assert sorted(p.name for p in (tmp_path / "killed" / "vllm").iterdir()) == [
+        "config.json",
+        "sidecar.log",
+    ]
     assert _sidecar_of(killed.pid) is None
 
 
-def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(run_environment, tmp_path, record_property):
-    """Lag 1: SIGKILL to the trainer or to the sidecar at random moments, the trainer resumed each time."""
+def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(
+    run_environment, tmp_path, record_property
+):
+    """Lag 1: SIGKILL to the trainer or to the sidecar at random moments, the trainer resumed each
+    time.
+    """
     steps, kills, lag = 40, 20, "--config.rollout.lag=1"
-    output, _ = (whole := _start(run_environment, tmp_path / "whole", steps, "debug", lag)).communicate(timeout=HANGS_S)
+    output, _ = (
+        whole := _start(run_environment, tmp_path / "whole", steps, "debug", lag)
+    ).communicate(timeout=HANGS_S)
     assert whole.returncode == 0, output
     killed = _start(run_environment, tmp_path / "killed", steps, "debug", lag)
     chance, done = random.Random(1), 0
     while done < kills:
         seen = _steps(tmp_path / "killed")
-        wait_until(lambda p=killed, s=seen: _steps(tmp_path / "killed") > s or p.poll() is not None, "another step")
+        wait_until(
+            lambda p=killed, s=seen: _steps(tmp_path / "killed") > s or p.poll() is not None,
+            "another step",
+        )
         time.sleep(0.5 * chance.random())
         assert killed.poll() is None, f"the run ended after {done} kills"
         if chance.random() < 0.5:
@@ -111,34 +137,60 @@ def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(run_environment, 
     record_property("kills", kills)
     expected = read_records(tmp_path / "whole")
     assert read_records(tmp_path / "killed") == expected
-    assert [expected[step]["rollout/staleness_max"] for step in range(1, steps + 1)] == [0, *[1] * (steps - 1)]
-    assert expected[steps]["staleness/log_ratio_abs_mean"] > 0 and expected[steps]["mismatch/log_ratio_abs_mean"] > 0
+    assert [expected[step]["rollout/staleness_max"] for step in range(1, steps + 1)] == [
+        0,
+        *[1] * (steps - 1),
+    ]
+    assert (
+        expected[steps]["staleness/log_ratio_abs_mean"] > 0
+        and expected[steps]["mismatch/log_ratio_abs_mean"] > 0
+    )
 
 
 _ROUNDING = {"rel": 1e-3, "abs": 1e-4}
 
 
-def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_environment, tmp_path, record_property):
-    """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random points."""
+def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(
+    run_environment, tmp_path, record_property
+):
+    """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random
+    points.
+    """
     steps, kills = 40, 10
     for name, replicas in (("one", 1), ("two", 2)):
         run = _start(
-            run_environment, tmp_path / name, steps, "debug,float32", f"--config.rollout.vllm.replicas={replicas}"
+            run_environment,
+            tmp_path / name,
+            steps,
+            "debug,float32",
+            f"--config.rollout.vllm.replicas={replicas}",
         )
         output, _ = run.communicate(timeout=HANGS_S)
         assert run.returncode == 0, output
-    killed = _start(run_environment, tmp_path / "killed", steps, "debug,float32", "--config.rollout.vllm.replicas=2")
+    killed = _start(
+        run_environment,
+        tmp_path / "killed",
+        steps,
+        "debug,float32",
+        "--config.rollout.vllm.replicas=2",
+    )
     chance = random.Random(0)
     for number in range(kills):
         # A sidecar that dies before the run has begun ends it.
         seen = _steps(tmp_path / "killed")
-        wait_until(lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None, "another step")
+        wait_until(
+            lambda seen=seen: _steps(tmp_path / "killed") > seen or killed.poll() is not None,
+            "another step",
+        )
         time.sleep(chance.random())
         sidecars = sorted(_sidecars_of(killed.pid))
         assert sidecars, f"the run ended after {number} kills"
         victim = chance.choice(sidecars)
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda victim=victim: victim not in _sidecars_of(killed.pid), "the end of the killed sidecar")
+        wait_until(
+            lambda victim=victim: victim not in _sidecars_of(killed.pid),
+            "the end of the killed sidecar",
+        )
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)
@@ -157,7 +209,9 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_envir
     ]
 
 
-def test_adapters_beside_their_base_keep_the_version_of_each_rollout_and_resume(run_environment, tmp_path):
+def test_adapters_beside_their_base_keep_the_version_of_each_rollout_and_resume(
+    run_environment, tmp_path
+):
     """Lag 1, float32: a rollout sampled by other adapters than it says would show as mismatch."""
     adapters = (
         "--config.model.lora_rank=4",
@@ -182,4 +236,6 @@ def test_adapters_beside_their_base_keep_the_version_of_each_rollout_and_resume(
         assert whole[step]["rollout/staleness_max"] == (step > 1)
         assert whole[step]["mismatch/log_ratio_abs_mean"] < 1e-4, whole[step]
     assert whole[4]["staleness/log_ratio_abs_mean"] > 1e-3
-    assert (tmp_path / "whole/vllm/sidecar.log").read_text().count("Reloading and processing weights took") == 1
+    assert (tmp_path / "whole/vllm/sidecar.log").read_text().count(
+        "Reloading and processing weights took"
+    ) == 1

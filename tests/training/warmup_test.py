@@ -22,7 +22,10 @@ from tests.support.waiting import HANGS_S
 
 _PROMPTS = [[1, 2], [1, 3], [4]]
 _SOLUTIONS = [[5, 7], [6, 6, 7], [7]]
-_IDS = [np.array(prompt + solution, np.int32) for prompt, solution in zip(_PROMPTS, _SOLUTIONS, strict=True)]
+_IDS = [
+    np.array(prompt + solution, np.int32)
+    for prompt, solution in zip(_PROMPTS, _SOLUTIONS, strict=True)
+]
 _TARGETS = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(_IDS, _PROMPTS, strict=True)]
 _EXAMPLES = EncodedPrompts([], _IDS, 0, 0, _TARGETS)
 
@@ -46,20 +49,23 @@ def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, mesh=None)
         params = jax.device_put(params, replicated(mesh))
     trained = warm_up(
         *(params, _EXAMPLES, logprobs, settings),
-        **dict(seed=seed, mesh=mesh, length_multiple=8, on_step=lambda *values: seen.append(values)),
+        **dict(
+            seed=seed, mesh=mesh, length_multiple=8, on_step=lambda *values: seen.append(values)
+        ),
     )
     return np.asarray(trained["table"]), seen
 
 
 def test_the_first_loss_is_the_mean_over_solution_tokens():
-    # Only solution tokens count, each once: 6 of them, all at log 8 = 2.0794 under a uniform policy.
+    # Only solution tokens count, each once: 6 of them, all at log 8 = 2.0794 under a uniform
+    # policy.
     _, seen = _train(_settings(1))
     assert seen == [(1, pytest.approx(np.log(8), abs=1e-6))]
 
 
 def test_tokens_weigh_alike_not_rows_and_prompts_not_at_all():
-    # 7 after 4 has probability 1/2 in place of 1/8: one token of six. A mean of row means would give it a third, and
-    # counting prompt tokens would divide by 11.
+    # 7 after 4 has probability 1/2 in place of 1/8: one token of six. A mean of row means would
+    # give it a third, and counting prompt tokens would divide by 11.
     start = np.zeros((8, 8), np.float32)
     start[4, 7] = np.log(7)
     _, seen = _train(_settings(1), start=start)
@@ -87,8 +93,9 @@ def _one_gradient(params, rows):
 def test_the_learning_rate_rises_over_a_twentieth_and_decays_to_0():
     # The schedule starts at 0: the first update changes nothing.
     np.testing.assert_array_equal(_train(_settings(1))[0], 0.0)
-    # Under a gradient that stays, an update of Adam is its learning rate. Of 40 updates two rise, 0 and lr / 2; then
-    # 38 fall by the cosine: lr (38 / 2 + 1 / 2). Together 20 lr = 2; at a constant rate it would be 4.
+    # Under a gradient that stays, an update of Adam is its learning rate. Of 40 updates two rise, 0
+    # and lr / 2; then 38 fall by the cosine: lr (38 / 2 + 1 / 2). Together 20 lr = 2; at a constant
+    # rate it would be 4.
     table, _ = _train(_settings(40), logprobs=_one_gradient)
     assert table[0, 0] == pytest.approx(2.0, abs=1e-4)
 
@@ -105,7 +112,9 @@ def test_every_example_is_seen_once_an_epoch():
     seen = []
 
     def logprobs(params, rows):
-        jax.debug.callback(lambda ids: seen.append(sorted(map(tuple, np.asarray(ids).tolist()))), rows.input_ids)
+        jax.debug.callback(
+            lambda ids: seen.append(sorted(map(tuple, np.asarray(ids).tolist()))), rows.input_ids
+        )
         return _table_logprobs(params, rows)
 
     _train(_settings(6, batch_size=1), logprobs=logprobs)
@@ -123,7 +132,9 @@ def test_a_batch_larger_than_the_data_is_all_of_it():
 def test_a_loss_that_is_not_finite_stops_and_names_the_setting():
     start = np.zeros((8, 8), np.float32)
     start[4, 4] = np.nan
-    with pytest.raises(ValueError, match=r"^warmup: loss is nan at step 3; lower warmup\.learning_rate$"):
+    with pytest.raises(
+        ValueError, match=r"^warmup: loss is nan at step 3; lower warmup\.learning_rate$"
+    ):
         _train(_settings(3), start=start)
 
 
@@ -137,7 +148,9 @@ def test_the_callback_may_stop_it():
 
 
 def test_a_decoder_learns_by_the_training_stacks_own_forward():
-    model = ModelConfig("qwen3", 8, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.1)
+    model = ModelConfig(
+        "qwen3", 8, 16, 32, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.1
+    )
     params = init_params(model, jax.random.key(0))
     seen = []
     warm_up(
@@ -181,7 +194,8 @@ print("done")
 
 @pytest.mark.long
 def test_steps_started_faster_than_they_end_do_not_deadlock():
-    # XLA's CPU client has as many threads as cores here; with more than 32 steps in flight it deadlocks.
+    # XLA's CPU client has as many threads as cores here; with more than 32 steps in flight it
+    # deadlocks.
     done = subprocess.run(
         [sys.executable, "-c", _MANY],
         env={**os.environ, "NPROC": "2", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
@@ -193,12 +207,16 @@ def test_steps_started_faster_than_they_end_do_not_deadlock():
 
 
 def test_a_batch_is_replicated():
-    # Two rows of the three fit two devices; the order of the seed decides which, so the loss is that of a batch of two.
-    table, seen = _train(_settings(1, batch_size=3), mesh=make_mesh(data=2, devices=jax.devices()[:2]))
+    # Two rows of the three fit two devices; the order of the seed decides which, so the loss is
+    # that of a batch of two.
+    table, seen = _train(
+        _settings(1, batch_size=3), mesh=make_mesh(data=2, devices=jax.devices()[:2])
+    )
     expected, of_two = _train(_settings(1, batch_size=2))
     np.testing.assert_allclose(table, expected, atol=1e-7)
     assert seen == [(1, pytest.approx(of_two[0][1], abs=1e-6))]
     with pytest.raises(
-        ValueError, match=r"config\.warmup\.batch_size: got 3, with 3 worked solutions; the mesh splits"
+        ValueError,
+        match=r"config\.warmup\.batch_size: got 3, with 3 worked solutions; the mesh splits",
     ):
         _train(_settings(1, batch_size=3), mesh=make_mesh(data=4, devices=jax.devices()[:4]))

@@ -19,7 +19,8 @@ class HttpSettings:
 
     Attributes:
         server: http(s)://HOST:PORT, or the path of a Unix socket.
-        timeout_s: Longest wait for one completion: 32768 tokens at a few a second, and the server's queue.
+        timeout_s: Longest wait for one completion: 32768 tokens at a few a second, and the server's
+            queue.
     """
 
     server: str = setting("", free=True)
@@ -35,10 +36,14 @@ class HttpKind(EngineKind):
 
     def check(self, arguments: EngineArguments) -> None:
         if not arguments.settings.server:
-            raise ArgumentError("server", "empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
+            raise ArgumentError(
+                "server", "empty; give the engine's server, http(s)://HOST:PORT or a socket's path"
+            )
         if arguments.settings.server.startswith("http") and not is_url(arguments.settings.server):
             raise ArgumentError(
-                "server", f"got {arguments.settings.server!r}, must be http://host:port (1 to 65535) or https://host"
+                "server",
+                f"got {arguments.settings.server!r}, must be http://host:port (1 to 65535) or "
+                "https://host",
             )
 
     def build(self, arguments: EngineArguments) -> "Engine":

@@ -1,4 +1,6 @@
-"""A vLLM server reached over HTTP: completions of token ids, many at a time, each with a time limit."""
+"""A vLLM server reached over HTTP: completions of token ids, many at a time, each with a time
+limit.
+"""
 
 import asyncio
 import contextlib
@@ -24,7 +26,8 @@ _KEY_VARIABLE = "VLLM_API_KEY"
 _INSPECTION_S = 30.0
 _POLL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-# All that shapes the distribution is said: what is left out comes from the model's generation_config.json.
+# All that shapes the distribution is said: what is left out comes from the model's
+# generation_config.json.
 _PLAIN: dict[str, Any] = {
     "n": 1,
     "stream": False,
@@ -46,7 +49,8 @@ _PLAIN: dict[str, Any] = {
 class VllmHttpClient:
     """Requests to one server, whose model and context length were asked for at the start.
 
-    No connection is held between calls. Requests run in a thread of their own while the caller does something else.
+    No connection is held between calls. Requests run in a thread of their own while the caller does
+    something else.
 
     Attributes:
         address: server address, as given.
@@ -54,7 +58,9 @@ class VllmHttpClient:
         max_model_len: tokens of a prompt with its completion.
     """
 
-    def __init__(self, address: str, *, timeout_s: float, max_concurrent: int, retries: int) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float, max_concurrent: int, retries: int
+    ) -> None:
         """Ask the server for its model and version. See `RemoteEngine` for arguments and errors."""
         self.address = address
         self._url, self._socket = _parsed_address(address)
@@ -65,20 +71,26 @@ class VllmHttpClient:
         self.model, self.max_model_len = asyncio.run(self._inspect())
 
     def complete(
-        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+        self,
+        what: str,
+        payloads: Sequence[dict[str, Any]],
+        read: Callable[[int, dict[str, Any]], T],
     ) -> Iterator[list[tuple[int, T]]]:
-        """Request one completion for each payload, `max_concurrent` at a time; the first failure ends them all.
+        """Request one completion for each payload, `max_concurrent` at a time; the first failure
+        ends them all.
 
         Closed before its end, or interrupted, it cancels what is in flight, on the server too.
 
         Args:
             what: begins the name of a request in errors; its number follows.
-            payloads: fields of /v1/completions, with "prompt" a list of token ids; what is not named is neutral.
-            read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError, TypeError and
-                IndexError mean an answer that can't be used.
+            payloads: fields of /v1/completions, with "prompt" a list of token ids; what is not
+                named is neutral.
+            read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError,
+                TypeError and IndexError mean an answer that can't be used.
 
         Yields:
-            (number, what `read` returned) as answers come; twice a second an empty list, where none does.
+            (number, what `read` returned) as answers come; twice a second an empty list, where none
+            does.
 
         Raises:
             EngineError: in one line that names the request.
@@ -89,37 +101,62 @@ class VllmHttpClient:
                 yield [] if answer is None else [answer]
 
     def complete_all(
-        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T]
+        self,
+        what: str,
+        payloads: Sequence[dict[str, Any]],
+        read: Callable[[int, dict[str, Any]], T],
     ) -> list[T]:
         """All that `complete` yields, in the order of the payloads."""
         results = dict(itertools.chain.from_iterable(self.complete(what, payloads, read)))
         return [results[index] for index in range(len(payloads))]
 
     async def _complete(
-        self, what: str, payloads: Sequence[dict[str, Any]], read: Callable[[int, dict[str, Any]], T], calls: Calls
+        self,
+        what: str,
+        payloads: Sequence[dict[str, Any]],
+        read: Callable[[int, dict[str, Any]], T],
+        calls: Calls,
     ) -> None:
         waiting = iter(range(len(payloads)))
 
         async def work(client: httpx.AsyncClient) -> None:
             for index in waiting:
                 name, body = f"{what} {index}", {"model": self.model, **_PLAIN, **payloads[index]}
-                answer = _json(await self._request(client, name, "/v1/completions", body, self.timeout_s), name)
+                answer = _json(
+                    await self._request(client, name, "/v1/completions", body, self.timeout_s), name
+                )
                 try:
                     (choice,) = answer["choices"]
                     if choice["prompt_token_ids"] != body["prompt"]:
                         raise ValueError("its prompt_token_ids are not those sent")
                     result = read(index, choice)
-                except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-                    found = f"no {error} in it" if isinstance(error, KeyError) else one_line(error, 300)
-                    raise EngineError(f"{name}: the answer of {self.address} can't be used: {found}") from None
+                except (
+                    ValueError,
+                    KeyError,
+                    TypeError,
+                    IndexError,
+                    AttributeError,
+                    OverflowError,
+                ) as error:
+                    found = (
+                        f"no {error} in it" if isinstance(error, KeyError) else one_line(error, 300)
+                    )
+                    raise EngineError(
+                        f"{name}: the answer of {self.address} can't be used: {found}"
+                    ) from None
                 calls.put((index, result))
 
         async with self._client() as client:
-            workers = [asyncio.create_task(work(client)) for _ in range(min(self._max_concurrent, len(payloads)))]
+            workers = [
+                asyncio.create_task(work(client))
+                for _ in range(min(self._max_concurrent, len(payloads)))
+            ]
             left = set(workers)
             try:
                 while left and not calls.stopped.is_set():
-                    done, left = await asyncio.wait(left, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+                    done, left = await asyncio.wait(
+                        left, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                    )
                     for worker in done:
                         worker.result()
             finally:
@@ -133,30 +170,43 @@ class VllmHttpClient:
         async with self._client() as client:
             await self._request(client, "health", "/health", None, limit)
             said = _json(await self._request(client, "version", "/version", None, limit), "version")
-            models = _json(await self._request(client, "models", "/v1/models", None, limit), "models")
+            models = _json(
+                await self._request(client, "models", "/v1/models", None, limit), "models"
+            )
         version = str(said.get("version", "")) if isinstance(said, dict) else ""
         if known := unsupported_version(version):
             raise ArgumentError(
                 "server",
-                f"{self.address} runs vLLM {one_line(version, 300) or 'of no version'}; its answers are known for "
-                f"{known}: start one of those",
+                f"{self.address} runs vLLM {one_line(version, 300) or 'of no version'}; its "
+                f"answers are known for {known}: start one of those",
             )
         try:
             # Adapters are listed too; their parent is the model.
             card = next(card for card in models["data"] if not card.get("parent"))
             return str(card["id"]), int(card["max_model_len"])
         except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
-            raise EngineError(f"server: {self.address} names no model with a max_model_len at /v1/models") from None
+            raise EngineError(
+                f"server: {self.address} names no model with a max_model_len at /v1/models"
+            ) from None
 
     def _client(self) -> httpx.AsyncClient:
         # `_request` keeps the time, and the number of workers bounds that of connections.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
         shared = {"verify": self._tls, "limits": limits}
-        transport = None if self._socket is None else httpx.AsyncHTTPTransport(uds=self._socket, **shared)
-        return httpx.AsyncClient(base_url=self._url, headers=self._headers, transport=transport, timeout=None, **shared)
+        transport = (
+            None if self._socket is None else httpx.AsyncHTTPTransport(uds=self._socket, **shared)
+        )
+        return httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, transport=transport, timeout=None, **shared
+        )
 
     async def _request(
-        self, client: httpx.AsyncClient, what: str, path: str, body: dict[str, Any] | None, limit_s: float
+        self,
+        client: httpx.AsyncClient,
+        what: str,
+        path: str,
+        body: dict[str, Any] | None,
+        limit_s: float,
     ) -> httpx.Response:
         """GET, or POST of a body; tried again with growing pauses after what may pass."""
         trouble = ""
@@ -165,7 +215,9 @@ class VllmHttpClient:
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
             try:
                 async with asyncio.timeout(limit_s):
-                    response = await client.request("GET" if body is None else "POST", path, json=body)
+                    response = await client.request(
+                        "GET" if body is None else "POST", path, json=body
+                    )
             except TimeoutError:
                 trouble = f"no answer within {limit_s:g} s (timeout_s={self.timeout_s:g})"
             except (httpx.RequestError, OSError) as error:
@@ -175,10 +227,18 @@ class VllmHttpClient:
                     return response
                 trouble = f"HTTP {response.status_code}: {_message(response)}"
                 if response.status_code < 500:
-                    hint = f"; set {_KEY_VARIABLE} to the server's key" if response.status_code == 401 else ""
-                    raise EngineError(f"{what}: {self.address} refused the request, {trouble}{hint}")
+                    hint = (
+                        f"; set {_KEY_VARIABLE} to the server's key"
+                        if response.status_code == 401
+                        else ""
+                    )
+                    raise EngineError(
+                        f"{what}: {self.address} refused the request, {trouble}{hint}"
+                    )
         times = f"{self._retries + 1} attempts" if self._retries else "1 attempt"
-        raise EngineError(f"{what}: {trouble}, after {times}; is the vLLM server at {self.address} up and well?")
+        raise EngineError(
+            f"{what}: {trouble}, after {times}; is the vLLM server at {self.address} up and well?"
+        )
 
 
 def _parsed_address(address: str) -> tuple[str, str | None]:
@@ -189,17 +249,25 @@ def _parsed_address(address: str) -> tuple[str, str | None]:
         except httpx.InvalidURL as error:
             raise ArgumentError("server", f"got {address!r}, not a URL: {error}") from None
         if url.userinfo:
-            raise ArgumentError("server", f"the URL must not hold a user or a password; set {_KEY_VARIABLE} instead")
+            raise ArgumentError(
+                "server", f"the URL must not hold a user or a password; set {_KEY_VARIABLE} instead"
+            )
         if not url.host or url.query or url.fragment:
-            raise ArgumentError("server", f"got {address!r}, must be http://host:port or https://host")
+            raise ArgumentError(
+                "server", f"got {address!r}, must be http://host:port or https://host"
+            )
         return address.rstrip("/").removesuffix("/v1"), None
     path = address.removeprefix("unix:")
     if not path.startswith("/"):
         raise ArgumentError(
-            "server", f"got {address!r}, must be http://host:port, https://host or unix:/path/of/socket"
+            "server",
+            f"got {address!r}, must be http://host:port, https://host or unix:/path/of/socket",
         )
     if not (os.path.exists(path) and stat.S_ISSOCK(Path(path).stat().st_mode)):
-        raise ArgumentError("server", f"{path} is no Unix socket; start vLLM with --uds {path}, or name the right one")
+        raise ArgumentError(
+            "server",
+            f"{path} is no Unix socket; start vLLM with --uds {path}, or name the right one",
+        )
     return "http://vllm", path
 
 
@@ -207,7 +275,9 @@ def _authorization(key: str) -> dict[str, str]:
     key = key.strip()
     if not re.fullmatch("[!-~]*", key):
         # Refused here, because the HTTP library's own error would show the key.
-        raise UserError(f"{_KEY_VARIABLE}: holds a character that is not printable ASCII; set the key alone")
+        raise UserError(
+            f"{_KEY_VARIABLE}: holds a character that is not printable ASCII; set the key alone"
+        )
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -215,7 +285,9 @@ def _json(response: httpx.Response, what: str) -> Any:
     try:
         return json.loads(response.content)
     except ValueError:
-        raise EngineError(f"{what}: the server's answer is not JSON: {one_line(response.text, 300)!r}") from None
+        raise EngineError(
+            f"{what}: the server's answer is not JSON: {one_line(response.text, 300)!r}"
+        ) from None
 
 
 def _message(response: httpx.Response) -> str:

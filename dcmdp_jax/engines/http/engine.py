@@ -24,45 +24,54 @@ _MEASURED_TOKENS = 5
 
 
 class RemoteEngine:
-    """Keeps the `Engine` protocol, but for new weights, over the OpenAI-compatible interface of a vLLM server.
+    """Keeps the `Engine` protocol, but for new weights, over the OpenAI-compatible interface of a
+    vLLM server.
 
-    Token ids cross the wire, never text. Each completion is a request with a seed of its own, a function of
-    (seed, step, row): the same call gives the same tokens as far as the server repeats itself, that is up to what
-    batch composition does to its rounding.
+    Token ids cross the wire, never text. Each completion is a request with a seed of its own, a
+    function of (seed, step, row): the same call gives the same tokens as far as the server repeats
+    itself, that is up to what batch composition does to its rounding.
 
-    Which distribution its log-probs belong to is settled where the server is started. `--logprobs-mode raw_logprobs`,
-    vLLM's default, ignores temperature and top-p; `processed_logprobs` is the distribution sampled from. The two agree
-    at temperature 1 with top-p 1, and at temperature 0, where the protocol wants log-probs of temperature 1. Elsewhere
-    the engine measures, once, which it is. With a server that reports raw ones `Episode.rollout_logprobs` is all NaN
-    there, which says that they are not known: the tokens are right, and evaluation reads nothing else, but
-    `protocol.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
-    right one. A warning says so once.
+    Which distribution its log-probs belong to is settled where the server is started.
+    `--logprobs-mode raw_logprobs`, vLLM's default, ignores temperature and top-p;
+    `processed_logprobs` is the distribution sampled from. The two agree at temperature 1 with top-p
+    1, and at temperature 0, where the protocol wants log-probs of temperature 1. Elsewhere the
+    engine measures, once, which it is. With a server that reports raw ones
+    `Episode.rollout_logprobs` is all NaN there, which says that they are not known: the tokens are
+    right, and evaluation reads nothing else, but `protocol.unusable_completions` and arithmetic
+    refuse NaN, so no log-prob of another distribution is taken for the right one. A warning says so
+    once.
     """
 
     def __init__(self, arguments: engine_kind.EngineArguments, *, retries: int = 3) -> None:
         """Ask the server for its model and version, and refuse one that won't do.
 
-        The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and shown nowhere.
+        The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and
+        shown nowhere.
 
         Args:
-            arguments: `model` is the one that the server is believed to hold; it bounds the token ids. At most
-                `max_rows` requests are in flight.
+            arguments: `model` is the one that the server is believed to hold; it bounds the token
+                ids. At most `max_rows` requests are in flight.
             retries: further attempts after a failed connection, a 5xx answer or a timeout.
 
         Raises:
-            UserError: for an address that is none, a vLLM version not supported, or a server with a shorter context.
+            UserError: for an address that is none, a vLLM version not supported, or a server with a
+                shorter context.
             EngineError: if the server can't be reached or gives no sensible answer.
         """
         self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
         server = arguments.settings.server
         self.server = VllmHttpClient(
-            server, timeout_s=arguments.settings.timeout_s, max_concurrent=arguments.max_rows, retries=retries
+            server,
+            timeout_s=arguments.settings.timeout_s,
+            max_concurrent=arguments.max_rows,
+            retries=retries,
         )
         if (context := self.server.max_model_len) < self.max_total_tokens:
             raise ArgumentError(
                 "max_total_tokens",
-                f"got {self.max_total_tokens}, the server at {server} has max_model_len={context}; "
-                f"start it with --max-model-len {self.max_total_tokens} or more, or allow shorter completions",
+                f"got {self.max_total_tokens}, the server at {server} has "
+                f"max_model_len={context}; start it with --max-model-len {self.max_total_tokens} "
+                "or more, or allow shorter completions",
             )
         self._top_logprobs = arguments.top_logprobs
         self._processed: bool | None = None
@@ -75,29 +84,44 @@ class RemoteEngine:
             EngineError: the server holds its own weights.
         """
         raise EngineError(
-            f"push_weights: the vLLM server at {self.server.address} holds its own weights and takes no others; "
-            "training needs an engine that does, such as vllm or local"
+            f"push_weights: the vLLM server at {self.server.address} holds its own weights and "
+            "takes no others; training needs an engine that does, such as vllm or local"
         )
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """See `Engine.generate`; log-probs are NaN where the server's belong to another distribution (see the class).
+        """See `Engine.generate`; log-probs are NaN where the server's belong to another
+        distribution (see the class).
 
         Raises:
-            ValueError: also for a temperature that vLLM does not take as it is. Nothing was sent then.
+            ValueError: also for a temperature that vLLM does not take as it is. Nothing was sent
+                then.
             EngineError: if the server fails, or gives an answer that can't be right.
         """
         temperature, group = sampling.temperature, sampling.group_size
         engine_kind.check_temperature("http", temperature, vllm_common.VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
-        seeds = vllm_common.request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
-        known = temperature == 0 or (temperature == 1 and not sampling.cuts) or self._reports_processed(prompts[0])
+        seeds = vllm_common.request_seeds(
+            seed, step, first_prompt * group + np.arange(len(prompts) * group)
+        ).tolist()
+        known = (
+            temperature == 0
+            or (temperature == 1 and not sampling.cuts)
+            or self._reports_processed(prompts[0])
+        )
         top = self._top_logprobs if temperature else 0
         if top and not known:
             raise EngineError(
-                f"generate: the server at {self.server.address} was not seen to report log-probs of the distribution "
-                "sampled from, which `top_logprobs` needs; start it with --logprobs-mode processed_logprobs"
+                f"generate: the server at {self.server.address} was not seen to report log-probs "
+                "of the distribution sampled from, which `top_logprobs` needs; start it with "
+                "--logprobs-mode processed_logprobs"
             )
         drawn = {
             "max_tokens": sampling.max_completion_tokens,
@@ -108,20 +132,33 @@ class RemoteEngine:
             drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
         if known:
             drawn["logprobs"] = top
-        payloads = [{"prompt": prompts[row // group].tolist(), **drawn} for row in range(len(seeds))]
+        payloads = [
+            {"prompt": prompts[row // group].tolist(), **drawn} for row in range(len(seeds))
+        ]
         if temperature:
-            payloads = [{**payload, "seed": number} for payload, number in zip(payloads, seeds, strict=True)]
+            payloads = [
+                {**payload, "seed": number} for payload, number in zip(payloads, seeds, strict=True)
+            ]
 
-        def read(row: int, choice: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, str, dict[str, np.ndarray]]:
+        def read(
+            row: int, choice: dict[str, Any]
+        ) -> tuple[np.ndarray, np.ndarray, str, dict[str, np.ndarray]]:
             tokens, reason = _sampled(choice, sampling, self.config.vocab_size)
             if not known:
                 return tokens, np.full(tokens.size, np.nan, np.float32), reason, {}
             logprobs = _logprobs(choice["logprobs"]["token_logprobs"], tokens.size)
-            return tokens, logprobs, reason, _likeliest(choice["logprobs"]["top_logprobs"], tokens, top) if top else {}
+            return (
+                tokens,
+                logprobs,
+                reason,
+                _likeliest(choice["logprobs"]["top_logprobs"], tokens, top) if top else {},
+            )
 
         def groups() -> Iterator[list[Episode]]:
             waiting = OpenGroups(group)
-            with contextlib.closing(self.server.complete("generate: completion", payloads, read)) as answers:
+            with contextlib.closing(
+                self.server.complete("generate: completion", payloads, read)
+            ) as answers:
                 for arrived in answers:
                     yield waiting.add(
                         single_turn(
@@ -140,33 +177,44 @@ class RemoteEngine:
         return groups()
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> list[np.ndarray]:
         """See `Engine.score`; each row in one pass as a prompt, at temperature 1 (or 0) alone.
 
         Raises:
-            ValueError: also for another temperature, or a row that fills the server's context, which has to hold one
-                token more. Nothing was sent then.
+            ValueError: also for another temperature, or a row that fills the server's context,
+                which has to hold one token more. Nothing was sent then.
         """
         if temperature not in (0, 1):
             raise ArgumentError(
-                "temperature", f"got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone"
+                "temperature",
+                f"got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone",
             )
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         for index, row in enumerate(rows):
             if row.size >= (context := self.server.max_model_len):
                 raise UserError(
-                    f"prompt and completion {index}: {row.size} tokens, to be scored they must leave one of the "
-                    f"server's max_model_len={context} free; start it with --max-model-len {row.size + 1} or more"
+                    f"prompt and completion {index}: {row.size} tokens, to be scored they must "
+                    f"leave one of the server's max_model_len={context} free; start it with "
+                    f"--max-model-len {row.size + 1} or more"
                 )
-        payloads = [{"prompt": row.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0} for row in rows]
+        payloads = [
+            {"prompt": row.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            for row in rows
+        ]
 
         def read(index: int, choice: dict[str, Any]) -> np.ndarray:
             listed, tokens = choice["prompt_logprobs"], rows[index][prompts[index].size :].tolist()
             if len(listed) != rows[index].size:
                 raise ValueError(f"{len(listed)} prompt_logprobs for {rows[index].size} tokens")
             entries = zip(listed[prompts[index].size :], tokens, strict=True)
-            return _logprobs([entry[str(token)]["logprob"] for entry, token in entries], len(tokens))
+            return _logprobs(
+                [entry[str(token)]["logprob"] for entry, token in entries], len(tokens)
+            )
 
         return self.server.complete_all("score: completion", payloads, read)
 
@@ -177,43 +225,60 @@ class RemoteEngine:
         """Nothing is held between calls; safe to call any number of times."""
 
     def _reports_processed(self, prompt: np.ndarray) -> bool:
-        """Whether the server's log-probs follow the temperature, measured at the first token after `prompt`.
+        """Whether the server's log-probs follow the temperature, measured at the first token after
+        `prompt`.
 
-        From temperature 1 to 2 the distances of the most likely tokens from the first stay as they are in raw
-        log-probs and halve in processed ones. If that is unclear the answer is no, and the next call measures again.
+        From temperature 1 to 2 the distances of the most likely tokens from the first stay as they
+        are in raw log-probs and halve in processed ones. If that is unclear the answer is no, and
+        the next call measures again.
         """
         if self._processed is None:
             asked = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}
 
             def read(index: int, choice: dict[str, Any]) -> dict[str, float]:
                 (top,) = choice["logprobs"]["top_logprobs"]
-                total = float(np.exp(_logprobs(list(top.values()), len(top)), dtype=np.float64).sum())
+                total = float(
+                    np.exp(_logprobs(list(top.values()), len(top)), dtype=np.float64).sum()
+                )
                 if total > 1 + _ROUNDING:
-                    raise ValueError(_logits(f"{len(top)} tokens have a probability of {total:.4g} together"))
+                    raise ValueError(
+                        _logits(f"{len(top)} tokens have a probability of {total:.4g} together")
+                    )
                 return top
 
             payloads = [{**asked, "temperature": temperature} for temperature in (1.0, 2.0)]
             cool, hot = self.server.complete_all("log-probs mode: measurement", payloads, read)
             common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
-            before, after = (np.asarray([top[token] - top[common[0]] for token in common]) for top in (cool, hot))
-            # Half a nat and more between the tokens, so that the rounding of one batch and another can't decide.
-            slope = float(before @ after / (before @ before)) if before @ before > 0.25 else math.nan
+            before, after = (
+                np.asarray([top[token] - top[common[0]] for token in common]) for top in (cool, hot)
+            )
+            # Half a nat and more between the tokens, so that the rounding of one batch and another
+            # can't decide.
+            slope = (
+                float(before @ after / (before @ before)) if before @ before > 0.25 else math.nan
+            )
             if abs(slope - 0.5) < 0.15 or abs(slope - 1) < 0.15:
                 self._processed = slope < 0.75
         if not self._processed and not self._warned:
             self._warned = True
             logger.warning(
-                "the vLLM server at %s was not seen to report log-probs of the distribution sampled from: the "
-                "rollout's are NaN. Evaluation does without; for others start it with --logprobs-mode "
-                "processed_logprobs",
+                "the vLLM server at %s was not seen to report log-probs of the distribution "
+                "sampled from: the rollout's are NaN. Evaluation does without; for others start "
+                "it with --logprobs-mode processed_logprobs",
                 self.server.address,
             )
         return bool(self._processed)
 
 
-def _sampled(choice: dict[str, Any], sampling: SamplingParams, vocab_size: int) -> tuple[np.ndarray, str]:
+def _sampled(
+    choice: dict[str, Any], sampling: SamplingParams, vocab_size: int
+) -> tuple[np.ndarray, str]:
     """Token ids and finish reason of a completion that is what was asked for."""
-    ids, reason, limit = choice["token_ids"], choice["finish_reason"], sampling.max_completion_tokens
+    ids, reason, limit = (
+        choice["token_ids"],
+        choice["finish_reason"],
+        sampling.max_completion_tokens,
+    )
     if not 1 <= len(ids) <= limit:
         raise ValueError(f"{len(ids)} token_ids, must be 1 .. {limit}")
     for token in ids:
@@ -224,8 +289,9 @@ def _sampled(choice: dict[str, Any], sampling: SamplingParams, vocab_size: int) 
     whole = stops == [len(ids) - 1] if stops else len(ids) == limit
     if reason != expected or not whole:
         raise ValueError(
-            f"finish_reason {reason!r} after {len(ids)} of {limit} tokens, the last being {ids[-1]}, agrees with "
-            "neither stop_token_ids nor the limit; start the server with --generation-config vllm"
+            f"finish_reason {reason!r} after {len(ids)} of {limit} tokens, the last being "
+            f"{ids[-1]}, agrees with neither stop_token_ids nor the limit; start the server with "
+            "--generation-config vllm"
         )
     return np.asarray(ids, np.int32), expected
 
@@ -245,12 +311,19 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
 
 
 def _likeliest(listed: list[dict[str, Any]], tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
-    """The columns of the likeliest tokens; the server lists `top` and, where it is none of them, the sampled token."""
+    """The columns of the likeliest tokens; the server lists `top` and, where it is none of them,
+    the sampled token.
+    """
     if len(listed) != tokens.size:
         raise ValueError(f"{len(listed)} top_logprobs for {tokens.size} tokens")
-    ids, logprobs = np.full((tokens.size, top), -1, np.int32), np.zeros((tokens.size, top), np.float32)
+    ids, logprobs = (
+        np.full((tokens.size, top), -1, np.int32),
+        np.zeros((tokens.size, top), np.float32),
+    )
     for place, (entries, token) in enumerate(zip(listed, tokens.tolist(), strict=True)):
-        named = {int(name.removeprefix("token_id:")): float(value) for name, value in entries.items()}
+        named = {
+            int(name.removeprefix("token_id:")): float(value) for name, value in entries.items()
+        }
         if token not in named:
             raise ValueError(f"the top_logprobs of token {place} lack the sampled token {token}")
         likely = sorted(named.items(), key=lambda entry: -entry[1])[:top]
@@ -260,4 +333,7 @@ def _likeliest(listed: list[dict[str, Any]], tokens: np.ndarray, top: int) -> di
 
 
 def _logits(found: str) -> str:
-    return f"{found}: the server reports logits; start it with --logprobs-mode processed_logprobs or raw_logprobs"
+    return (
+        f"{found}: the server reports logits; start it with --logprobs-mode processed_logprobs "
+        "or raw_logprobs"
+    )

@@ -20,10 +20,12 @@ _QUANTIZED = (*_BY_CHANNEL, *GROUPED)
 
 @dataclasses.dataclass(frozen=True)
 class LocalSettings:
-    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over split rows.
+    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over
+    split rows.
 
     Attributes:
-        tensor: Devices that heads, MLP, vocabulary and cache are split over; divides the key-value heads.
+        tensor: Devices that heads, MLP, vocabulary and cache are split over; divides the key-value
+            heads.
         expert: Devices that the experts of each layer are split over.
     """
 
@@ -45,15 +47,19 @@ class LocalKind(EngineKind):
         if arguments.compute_dtype == "float16" and arguments.precision in _BY_CHANNEL:
             raise ArgumentError(
                 "compute_dtype",
-                f"got 'float16' with `precision`={arguments.precision!r}, whose products before scaling "
-                "leave float16's range; choose bfloat16 or float32",
+                f"got 'float16' with `precision`={arguments.precision!r}, whose products before "
+                "scaling leave float16's range; choose bfloat16 or float32",
             )
         check_grouped(arguments.precision, arguments.model, arguments.settings.tensor)
         if arguments.model is not None:
             from dcmdp_jax.engines.local.layout import check_mesh
 
             check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
-            if not 2 <= arguments.max_total_tokens <= (most := arguments.model.max_position_embeddings):
+            if (
+                not 2
+                <= arguments.max_total_tokens
+                <= (most := arguments.model.max_position_embeddings)
+            ):
                 raise ArgumentError(
                     "max_total_tokens",
                     f"got {arguments.max_total_tokens}, must be between 2 and the model's "
@@ -65,7 +71,9 @@ class LocalKind(EngineKind):
 
         return LocalEngine(arguments)
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int) -> "list[MemoryPart]":
+    def memory(
+        self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int
+    ) -> "list[MemoryPart]":
         from dcmdp_jax.engines.local.memory import parts
 
         return parts(arguments, load, machine, rows)
@@ -76,7 +84,9 @@ class LocalKind(EngineKind):
         return plan_engine(arguments, load)
 
     def describe(self, settings: LocalSettings) -> str:
-        return "".join(f", {name} {ways}" for name, ways in dataclasses.asdict(settings).items() if ways > 1)
+        return "".join(
+            f", {name} {ways}" for name, ways in dataclasses.asdict(settings).items() if ways > 1
+        )
 
 
 ENGINE = LocalKind()

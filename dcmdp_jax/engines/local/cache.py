@@ -1,10 +1,11 @@
 """The cache of a batch: layout, dtypes, and moving rows between caches.
 
-Keys are stored transposed, [R, K, h, S]; values are [R, K, S, h]. With these layouts both products of attention read
-memory sequentially on XLA:CPU (keys stored like values cost 2 to 7 times as much). On a GPU keys are stored like
-values: a slot of transposed ones is written number by number, 32 bytes each (13.3 us a layer on an H200, values 2.4).
-`decode.decode` describes the slots. A recurrent layer has a `gated_delta.State` in their place, which has no slots: it
-holds a row's tokens up to the last.
+Keys are stored transposed, [R, K, h, S]; values are [R, K, S, h]. With these layouts both products
+of attention read memory sequentially on XLA:CPU (keys stored like values cost 2 to 7 times as
+much). On a GPU keys are stored like values: a slot of transposed ones is written number by number,
+32 bytes each (13.3 us a layer on an H200, values 2.4). `decode.decode` describes the slots. A
+recurrent layer has a `gated_delta.State` in their place, which has no slots: it holds a row's
+tokens up to the last.
 """
 
 import functools
@@ -21,12 +22,16 @@ from dcmdp_jax.models.config import ModelConfig
 FLOAT8 = "float8_e4m3fn"
 
 Layer = tuple[jax.Array, jax.Array]
-"""Keys, see `key_axes`, and values [R, K, S, h], float8 as uint8 bits; or the arrays of a `State`."""
+"""Keys, see `key_axes`, and values [R, K, S, h], float8 as uint8 bits; or the arrays of a
+`State`.
+"""
 Cache = tuple[Layer, ...]
 
 
 def key_axes(platform: str) -> tuple[int, ...]:
-    """The axes of keys [R, S, K, h] as the cache has them: [R, K, S, h] on a GPU, else [R, K, h, S]."""
+    """The axes of keys [R, S, K, h] as the cache has them: [R, K, S, h] on a GPU, else [R, K, h,
+    S].
+    """
     return (0, 2, 1, 3) if platform == "gpu" else (0, 2, 3, 1)
 
 
@@ -36,15 +41,27 @@ def _slot_axes(sharding: NamedSharding) -> tuple[int, int]:
 
 
 def abstract(
-    config: ModelConfig, rows: int, slots: int, *, dtype: str, platform: str, sharding: NamedSharding | None = None
+    config: ModelConfig,
+    rows: int,
+    slots: int,
+    *,
+    dtype: str,
+    platform: str,
+    sharding: NamedSharding | None = None,
 ) -> Cache:
     """Shapes of a cache of `rows` rows with `slots` slots, keys and values stored as `dtype`."""
 
     def held(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
-    stored, sizes = "uint8" if dtype == FLOAT8 else dtype, (rows, slots, config.num_kv_heads, config.head_dim)
-    layer = tuple(held(stored, *(sizes[axis] for axis in axes[1:])) for axes in (key_axes(platform), (0, 2, 1, 3)))
+    stored, sizes = (
+        "uint8" if dtype == FLOAT8 else dtype,
+        (rows, slots, config.num_kv_heads, config.head_dim),
+    )
+    layer = tuple(
+        held(stored, *(sizes[axis] for axis in axes[1:]))
+        for axes in (key_axes(platform), (0, 2, 1, 3))
+    )
     state = gated_delta.State(*(held("float32", *dims) for dims in config.state_sizes))
     return tuple(state if kind == "recurrent" else layer for kind, _ in config.layer_kinds)
 
@@ -55,14 +72,17 @@ def slots_of(cache: Cache) -> int:
 
 
 def store(x: jax.Array, cache_dtype: str) -> jax.Array:
-    """Cast to the cache's dtype; float8 saturates where a plain cast gives NaN (scale 1, vLLM's default).
+    """Cast to the cache's dtype; float8 saturates where a plain cast gives NaN (scale 1, vLLM's
+    default).
 
-    float8 is stored as uint8 bits: XLA:CPU has no float8 copy and would convert the whole cache to write one slot,
-    which takes ten times as long as a decode step.
+    float8 is stored as uint8 bits: XLA:CPU has no float8 copy and would convert the whole cache to
+    write one slot, which takes ten times as long as a decode step.
     """
     if cache_dtype != FLOAT8:
         return x.astype(cache_dtype)
-    return jax.lax.bitcast_convert_type(jnp.clip(x, -quantize.FP8_MAX, quantize.FP8_MAX).astype(cache_dtype), jnp.uint8)
+    return jax.lax.bitcast_convert_type(
+        jnp.clip(x, -quantize.FP8_MAX, quantize.FP8_MAX).astype(cache_dtype), jnp.uint8
+    )
 
 
 def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -81,18 +101,24 @@ def take(
     local: bool = False,
     release: bool = False,
 ) -> Cache:
-    """Make a new cache from the rows `rows` [R'] int32, in that order, with `extra` more slots; None takes all rows.
+    """Make a new cache from the rows `rows` [R'] int32, in that order, with `extra` more slots;
+    None takes all rows.
 
-    On several devices all selected rows are exchanged, which takes five times as long as keeping them in place. With
-    `local`, nothing is exchanged: each device takes its own rows, and `rows` are indices local to it.
+    On several devices all selected rows are exchanged, which takes five times as long as keeping
+    them in place. With `local`, nothing is exchanged: each device takes its own rows, and `rows`
+    are indices local to it.
 
-    With `release`, each layer of the old cache is freed before the next layer is copied, so that memory never holds
-    both caches whole.
+    With `release`, each layer of the old cache is freed before the next layer is copied, so that
+    memory never holds both caches whole.
     """
     taken = []
     for layer in cache:
         # Wait for each layer: see `parallel.backend.MAX_IN_FLIGHT_PROGRAMS`.
-        taken.append(jax.block_until_ready(_take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)))
+        taken.append(
+            jax.block_until_ready(
+                _take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)
+            )
+        )
         if release:
             for old in layer:
                 old.delete()
@@ -100,7 +126,9 @@ def take(
 
 
 @functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
-def _take_of_layer(layer: Layer, rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool) -> Layer:
+def _take_of_layer(
+    layer: Layer, rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool
+) -> Layer:
     def longer(layer: Layer, rows: jax.Array | None) -> Layer:
         if rows is not None:
             layer = jax.tree.map(lambda x: x[rows], layer)
@@ -114,12 +142,16 @@ def _take_of_layer(layer: Layer, rows: jax.Array | None, *, extra: int, sharding
 
     if local:
         specs = sharding.spec, P(sharding.spec[0])
-        longer = jax.shard_map(longer, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+        longer = jax.shard_map(
+            longer, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False
+        )
     return jax.lax.with_sharding_constraint(longer(layer, rows), sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("sharding",), donate_argnames=("cache",))
-def insert(cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, sharding: NamedSharding) -> Cache:
+def insert(
+    cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, sharding: NamedSharding
+) -> Cache:
     """Copy rows of another cache, which may have fewer slots, into rows of this one.
 
     Args:

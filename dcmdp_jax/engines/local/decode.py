@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.cache import Cache, Layer, key_axes, load, slots_of, store
-from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
+from dcmdp_jax.engines.local.forward import (
+    embed,
+    forward_rows,
+    on_devices,
+    routed_experts,
+    sample_tokens,
+)
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
 from dcmdp_jax.models import decoder, gated_delta, layers, products
 from dcmdp_jax.models.gated_delta import State
@@ -29,8 +35,9 @@ class RowState(NamedTuple):
         last: [R] int32, last sampled token; its key and value are not in the cache yet.
         sampled: [R] int32, tokens of the completion so far, at least 1.
         done: [R] bool, a stop token was sampled, or the slot is empty.
-        held: [R, prefix_slots - prompt_slots] int32, the token of the completion that each slot of the prefix holds: a
-            window that went round begins anywhere. None without sliding layers, which alone read it.
+        held: [R, prefix_slots - prompt_slots] int32, the token of the completion that each slot of
+            the prefix holds: a window that went round begins anywhere. None without sliding layers,
+            which alone read it.
     """
 
     keys: jax.Array
@@ -53,11 +60,13 @@ def prefill(
         prompts: [P, prompt_slots] int32, right-padded.
         lengths: [P] int32.
         program: static arguments.
-        groups: run the prompts in this many parts, one after another; divides P. Bounds the memory of attention.
+        groups: run the prompts in this many parts, one after another; divides P. Bounds the memory
+            of attention.
 
     Returns:
-        The cache of the prompts; [P, D], the normed hidden states that predict the first tokens; and if the program
-        asks for them the experts of each token, [P, prompt_slots, layers, k] int16, else None.
+        The cache of the prompts; [P, D], the normed hidden states that predict the first tokens;
+        and if the program asks for them the experts of each token, [P, prompt_slots, layers, k]
+        int16, else None.
     """
     local = functools.partial(_prefill_local, program=program, groups=groups)
     return on_devices(program, local, (ROWS, ROWS), (CACHE, ROWS, ROWS))(weights, prompts, lengths)
@@ -113,31 +122,36 @@ def first_tokens(
         mode: see `sampler.choose_tokens`.
 
     Returns:
-        [R] int32 tokens and [R] float32 log-probs; of the likeliest tokens, where the program lists them, ids and
-        log-probs [R, k].
+        [R] int32 tokens and [R] float32 log-probs; of the likeliest tokens, where the program lists
+        them, ids and log-probs [R, k].
     """
 
     def local(weights: Params, rows: jax.Array, keys: jax.Array, draw: Draw) -> tuple[Any, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
-        tokens, logprobs, *top = sample_tokens(program.own_weights(weights), rows, words, draw, mode, program)
+        tokens, logprobs, *top = sample_tokens(
+            program.own_weights(weights), rows, words, draw, mode, program
+        )
         return tokens, logprobs, tuple(top)
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    return on_devices(program, local, (ROWS, ROWS, P()), (ROWS, ROWS, ROWS))(weights, rows, keys, draw)
+    return on_devices(program, local, (ROWS, ROWS, P()), (ROWS, ROWS, ROWS))(
+        weights, rows, keys, draw
+    )
 
 
 class Decoded(NamedTuple):
     """Result of `decode`.
 
     Attributes:
-        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, with `sampled` from before the call.
-            Entries after a row's stop token or the last step are undefined.
+        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, with `sampled` from
+            before the call. Entries after a row's stop token or the last step are undefined.
         logprobs: [W, R] float32 nats of `tokens`.
         steps: [] int32, steps taken.
         sampled, done: [R], see `RowState`.
-        routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token before that of
-            `tokens`, which was read to sample it.
-        top: ids and log-probs of the likeliest tokens, [W, R, k] each, where the program lists them; else ().
+        routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token
+            before that of `tokens`, which was read to sample it.
+        top: ids and log-probs of the likeliest tokens, [W, R, k] each, where the program lists
+            them; else ().
     """
 
     tokens: jax.Array
@@ -168,23 +182,36 @@ class Limits(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
+    jax.jit,
+    static_argnames=("program", "prompt_slots", "prefix_slots", "mode"),
+    donate_argnames=("cache",),
 )
 @products.in_compute_dtype
 def decode(
-    weights: Params, cache: Cache, rows: RowState, limits: Limits, draw: Draw, *, program: Program, prompt_slots: int,
-    prefix_slots: int, mode: str,
-) -> tuple[Cache, Decoded]:  # fmt: skip
-    """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are unfinished.
+    weights: Params,
+    cache: Cache,
+    rows: RowState,
+    limits: Limits,
+    draw: Draw,
+    *,
+    program: Program,
+    prompt_slots: int,
+    prefix_slots: int,
+    mode: str,
+) -> tuple[Cache, Decoded]:
+    """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are
+    unfinished.
 
-    Devices with rows of their own synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may
-    take that many extra steps, unless all rows are done. Devices that share experts synchronize in every layer anyway.
+    Devices with rows of their own synchronize the count of unfinished rows only every
+    `_STEPS_ALONE` steps, so they may take that many extra steps, unless all rows are done. Devices
+    that share experts synchronize in every layer anyway.
 
-    The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
-    circular window of W slots. In each step every row writes to slot `clock % W` of the window: one slice, no scatter.
-    A row that entered at clock c has its tokens in the slots written since then. Their order does not matter: attention
-    is invariant to it, and positions are already rotated into the keys. W steps after it entered, a row would overwrite
-    its own tokens; `steps` must not reach that.
+    The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its
+    completion, then a circular window of W slots. In each step every row writes to slot `clock % W`
+    of the window: one slice, no scatter. A row that entered at clock c has its tokens in the slots
+    written since then. Their order does not matter: attention is invariant to it, and positions are
+    already rotated into the keys. W steps after it entered, a row would overwrite its own tokens;
+    `steps` must not reach that.
 
     Args:
         weights: the engine's tree.
@@ -194,21 +221,37 @@ def decode(
         draw: the distribution.
         program: static arguments.
         prompt_slots: cache slots of the prompt.
-        prefix_slots: cache slots of the prompt and of the tokens that every row sampled before it entered the window.
+        prefix_slots: cache slots of the prompt and of the tokens that every row sampled before it
+            entered the window.
         mode: see `sampler.choose_tokens`.
     """
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
-    options = {"program": program, "prompt_slots": prompt_slots, "prefix_slots": prefix_slots, "mode": mode}
+    options = {
+        "program": program,
+        "prompt_slots": prompt_slots,
+        "prefix_slots": prefix_slots,
+        "mode": mode,
+    }
     sampled, whole = P(None, ROW_AXES), P()
     decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled, sampled)
     local = functools.partial(_decode_local, **options)
-    return on_devices(program, local, (CACHE, ROWS, whole, whole), (CACHE, decoded))(weights, cache, rows, limits, draw)
+    return on_devices(program, local, (CACHE, ROWS, whole, whole), (CACHE, decoded))(
+        weights, cache, rows, limits, draw
+    )
 
 
 def _decode_local(
-    weights: Params, cache: Cache, rows: RowState, limits: Limits, draw: Draw, *, program: Program, prompt_slots: int,
-    prefix_slots: int, mode: str,
-) -> tuple[Cache, Decoded]:  # fmt: skip
+    weights: Params,
+    cache: Cache,
+    rows: RowState,
+    limits: Limits,
+    draw: Draw,
+    *,
+    program: Program,
+    prompt_slots: int,
+    prefix_slots: int,
+    mode: str,
+) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     clock, steps, live_floor = limits
     config = program.part
@@ -216,7 +259,8 @@ def _decode_local(
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
     tables = layers.all_rotary_tables(config, slots)
     spans = config.layer_windows(slots_of(cache))
-    # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
+    # A row attends to a slot if it has sampled at least this many tokens in the window, excluding
+    # the last.
     ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
 
     def forward(
@@ -232,22 +276,37 @@ def _decode_local(
             # How many tokens ago a row's slot was written.
             of_prompt = position - slots[:prompt_slots]
             of_window = jnp.broadcast_to(ages[prefix_slots:], (sampled.size, window))
-            distances = jnp.concatenate([of_prompt, (sampled - 1)[:, None] - rows.held, of_window], axis=1)
+            distances = jnp.concatenate(
+                [of_prompt, (sampled - 1)[:, None] - rows.held, of_window], axis=1
+            )
             biases[max(spans)] = jnp.where(seen & (distances < max(spans)), 0.0, HIDDEN)
         rotary = jax.tree.map(lambda table: table[position], tables)
         x = embed(weights, last, program)[:, None]
         kept, reports = [], []
-        for layer, held, rope, span in zip(weights["layers"], cache, config.layer_ropes, spans, strict=True):
+        for layer, held, rope, span in zip(
+            weights["layers"], cache, config.layer_ropes, spans, strict=True
+        ):
             layer, x = convert_late(layer, x, program)
-            attend = functools.partial(_attend_cached, cache=held, slot=slot, bias=biases[span], program=program)
+            attend = functools.partial(
+                _attend_cached, cache=held, slot=slot, bias=biases[span], program=program
+            )
             if isinstance(held, State):
                 attend = functools.partial(gated_delta.decode, config, held)
             x, held, aux = decoder.block_of(layer, config)(
-                x, rotary[rope], attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+                x,
+                rotary[rope],
+                attend,
+                program.ops,
+                mesh=program.expert_mesh,
+                reduce=program.reduce,
             )
             kept.append(held)
             reports.append(aux)
-        return tuple(kept), decoder.final_norm(weights, config, x)[:, 0], routed_experts(reports, program)
+        return (
+            tuple(kept),
+            decoder.final_norm(weights, config, x)[:, 0],
+            routed_experts(reports, program),
+        )
 
     def live(state: _State) -> jax.Array:
         return jnp.sum(~state[2].done, dtype=jnp.int32)
@@ -275,7 +334,9 @@ def _decode_local(
         )
 
     def until(state: _State, end: jax.Array, floor: jax.Array | int) -> _State:
-        return jax.lax.while_loop(lambda state: (state[2].steps < end) & (live(state) > floor), body, state)
+        return jax.lax.while_loop(
+            lambda state: (state[2].steps < end) & (live(state) > floor), body, state
+        )
 
     shape = (window, rows.done.shape[0])
     empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
@@ -290,8 +351,8 @@ def _decode_local(
     def everywhere(state: _State) -> jax.Array:
         return jax.lax.psum(live(state), ROW_AXES)
 
-    # Devices that exchange tokens take every step together. Without stop tokens no row finishes early: no need to
-    # synchronize the count.
+    # Devices that exchange tokens take every step together. Without stop tokens no row finishes
+    # early: no need to synchronize the count.
     together = program.expert_mesh is not None
     period = 1 if together else _STEPS_ALONE if draw.stop_ids.size else window
 
@@ -301,7 +362,9 @@ def _decode_local(
         return state, end, everywhere(state)
 
     (cache, _, decoded), _, _ = jax.lax.while_loop(
-        lambda carry: (carry[1] < steps) & (carry[2] > live_floor), alone, (state, jnp.int32(0), everywhere(state))
+        lambda carry: (carry[1] < steps) & (carry[2] > live_floor),
+        alone,
+        (state, jnp.int32(0), everywhere(state)),
     )
     # A device whose rows are all done has taken fewer steps; its cache is no longer used.
     return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, ROW_AXES))
@@ -321,8 +384,12 @@ def _attend_cached(
     rows, _, heads, width = query.shape
     kv_heads, dtype, late = key.shape[2], program.cache_dtype, program.platform != "gpu"
     (keys, values), axes, at = cache, key_axes(program.platform), (0, slot, 0, 0)
-    keys = jax.lax.dynamic_update_slice(keys, store(key, dtype).transpose(axes), [at[axis] for axis in axes])
-    values = jax.lax.dynamic_update_slice(values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0))
+    keys = jax.lax.dynamic_update_slice(
+        keys, store(key, dtype).transpose(axes), [at[axis] for axis in axes]
+    )
+    values = jax.lax.dynamic_update_slice(
+        values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0)
+    )
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
     read = load(keys, query.dtype).transpose(0, 1, axes.index(3), axes.index(1))
     scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, read, preferred_element_type=jnp.float32)

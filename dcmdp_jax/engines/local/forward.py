@@ -23,13 +23,18 @@ _SCORE_CHUNK = 1024
 def on_devices(
     program: Program, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` of the engine's tree and further arguments, run by each device on its share: no product and no sum is
-    partitioned by the compiler."""
+    """`function` of the engine's tree and further arguments, run by each device on its share: no
+    product and no sum is partitioned by the compiler.
+    """
 
     def run(weights: Params, *arguments: Any) -> Any:
         specs = weight_specs(weights, program.config, program.mesh)
         return jax.shard_map(
-            function, mesh=program.mesh, in_specs=(specs, *in_specs), out_specs=out_specs, check_vma=False
+            function,
+            mesh=program.mesh,
+            in_specs=(specs, *in_specs),
+            out_specs=out_specs,
+            check_vma=False,
         )(weights, *arguments)
 
     return run
@@ -41,8 +46,8 @@ def forward_rows(
     """Run the device's padded rows [R, L] without a cache.
 
     Returns:
-        Hidden states [R, L, D], each layer's stored keys and values [R, L, K, h] or its state after the last token, and
-        the tokens' experts, see `routed_experts`.
+        Hidden states [R, L, D], each layer's stored keys and values [R, L, K, h] or its state after
+        the last token, and the tokens' experts, see `routed_experts`.
     """
     config, dtype = program.part, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
@@ -60,7 +65,9 @@ def forward_rows(
 
     x = embed(weights, tokens, program).astype(dtype)
     stored, reports = [], []
-    for layer, rope, window in zip(weights["layers"], config.layer_ropes, config.layer_windows(length), strict=True):
+    for layer, rope, window in zip(
+        weights["layers"], config.layer_ropes, config.layer_windows(length), strict=True
+    ):
         layer, x = convert_late(layer, x, program)
         own = functools.partial(attend, window=window)
         if decoder.is_recurrent(layer):
@@ -74,14 +81,17 @@ def forward_rows(
 
 
 def routed_experts(reports: list[moe.Aux], program: Program) -> jax.Array | None:
-    """[R, L, layers, k] int16, the experts of each token as the layers report them; None unless the program asks."""
+    """[R, L, layers, k] int16, the experts of each token as the layers report them; None unless the
+    program asks.
+    """
     if not program.routed_experts:
         return None
     return jnp.stack([aux["routed_experts"].astype(jnp.int16) for aux in reports], axis=2)
 
 
 def own_tokens(tokens: jax.Array, program: Program) -> tuple[jax.Array, jax.Array | bool]:
-    """Token ids counted from the first of the device's part of the vocabulary, and which of them are in it.
+    """Token ids counted from the first of the device's part of the vocabulary, and which of them
+    are in it.
 
     Others are clipped to the part. True: each device has all of the vocabulary.
     """
@@ -113,8 +123,9 @@ def logits(weights: Params, hidden: jax.Array) -> jax.Array:
 def sample_tokens(
     weights: Params, hidden: jax.Array, words: jax.Array, draw: Draw, mode: str, program: Program
 ) -> tuple[jax.Array, ...]:
-    """`choose_tokens` for the device's rows [R, D]. Where the vocabulary is split, devices of a tensor group take an
-    equal share of their rows each, with all of the vocabulary."""
+    """`choose_tokens` for the device's rows [R, D]. Where the vocabulary is split, devices of a
+    tensor group take an equal share of their rows each, with all of the vocabulary.
+    """
     output, hidden = convert_late({"output": decoder.output_kernel(weights)}, hidden, program)
     values = logits(output, hidden)
     how = draw.inverse_temperature, draw.top_p, mode, program.listed(mode)
@@ -131,9 +142,15 @@ def sample_tokens(
 @functools.partial(jax.jit, static_argnames=("program",))
 @products.in_compute_dtype
 def score(
-    weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
+    weights: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    inverse_temperature: jax.Array,
+    *,
+    program: Program,
 ) -> jax.Array:
-    """Compute teacher-forced log-probs of rows under the engine's weights, including cache rounding.
+    """Compute teacher-forced log-probs of rows under the engine's weights, including cache
+    rounding.
 
     Args:
         weights: the engine's tree.
@@ -143,21 +160,28 @@ def score(
         program: static arguments.
 
     Returns:
-        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024 tokens of a
-        device at a time.
+        [R, L - 1] float32 nats, entry t for token t + 1. Logits are in memory for about 1,024
+        tokens of a device at a time.
     """
     local = functools.partial(_score_local, program=program)
-    return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(weights, tokens, lengths, inverse_temperature)
+    return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(
+        weights, tokens, lengths, inverse_temperature
+    )
 
 
 def _score_local(
-    weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
+    weights: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    inverse_temperature: jax.Array,
+    *,
+    program: Program,
 ) -> jax.Array:
     """Run `score` on one device, with its share of the rows."""
     weights = program.own_weights(weights)
     hidden, _, _ = forward_rows(weights, tokens, lengths, program)
-    # The last position is computed too, against the first token, and dropped: rows without it have an odd length, and
-    # the compiler for TPUs takes minutes over their reshape.
+    # The last position is computed too, against the first token, and dropped: rows without it have
+    # an odd length, and the compiler for TPUs takes minutes over their reshape.
     targets, ours = own_tokens(jnp.roll(tokens, -1, axis=1).reshape(-1), program)
     previous = hidden.reshape(targets.size, -1)
     chunks = -(-targets.size // _SCORE_CHUNK)
@@ -176,5 +200,7 @@ def _score_local(
     parts = jnp.pad(previous, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
     if program.splits_vocab:
         parts = (*parts, jnp.pad(ours, (0, padding)))
-    logprobs = jax.lax.map(chunk, jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), parts))
+    logprobs = jax.lax.map(
+        chunk, jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), parts)
+    )
     return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]

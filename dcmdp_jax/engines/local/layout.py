@@ -1,9 +1,11 @@
-"""The embedded engine's mesh: what each device holds of weights, cache and rows, by the trainer's logical axes.
+"""The embedded engine's mesh: what each device holds of weights, cache and rows, by the trainer's
+logical axes.
 
-Rows are split over data, fsdp and expert, weights over tensor (heads, MLP, vocabulary) and expert. All programs are
-`shard_map`s over the whole mesh: each device computes its own rows with its own part of the weights, and exchanges what
-the code says: the outputs of attention and MLP are summed over tensor, tokens go to their experts and back, and each
-device samples an equal share of the rows of its tensor group from whole rows of logits.
+Rows are split over data, fsdp and expert, weights over tensor (heads, MLP, vocabulary) and expert.
+All programs are `shard_map`s over the whole mesh: each device computes its own rows with its own
+part of the weights, and exchanges what the code says: the outputs of attention and MLP are summed
+over tensor, tokens go to their experts and back, and each device samples an equal share of the rows
+of its tensor group from whole rows of logits.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ class Program:
     Attributes:
         config: the model.
         compute_dtype: "float32", "bfloat16" or "float16", of activations and products.
-        cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
+        cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a
+            prompt.
         mesh: engine mesh, see `engine_mesh`.
         routed_experts: also return the experts that each token was sent to.
         top_logprobs: also return the likeliest tokens and their log-probs, this many; see `listed`.
@@ -60,7 +63,9 @@ class Program:
     precision: str = ""
 
     def listed(self, mode: str) -> int:
-        """Number of likeliest tokens to return: none of a greedy draw, whose log-probs are another distribution's."""
+        """Number of likeliest tokens to return: none of a greedy draw, whose log-probs are another
+        distribution's.
+        """
         return 0 if mode == "greedy" else self.top_logprobs
 
     @classmethod
@@ -92,7 +97,9 @@ class Program:
 
     @property
     def splits_vocab(self) -> bool:
-        """True if each device has its own part of the vocabulary; one of another size is replicated."""
+        """True if each device has its own part of the vocabulary; one of another size is
+        replicated.
+        """
         return self.tensor > 1 and self.config.vocab_size % self.tensor == 0
 
     @property
@@ -112,8 +119,9 @@ class Program:
 
     @property
     def keeps_quantized(self) -> bool:
-        """True if matrices in 8 bits stay so inside the programs. XLA's CPU backend would convert them in memory at
-        each product."""
+        """True if matrices in 8 bits stay so inside the programs. XLA's CPU backend would convert
+        them in memory at each product.
+        """
         return self.platform != "cpu"
 
     @property
@@ -142,7 +150,10 @@ class Program:
         A bias of the attention's output is added on one device of a tensor group only.
         """
         looked_up = {name: weights[name] for name in ("embedding",) if name in weights}
-        weights = dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized) | looked_up
+        weights = (
+            dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized)
+            | looked_up
+        )
         weights = with_rounded_inputs(weights, self.precision, TENSOR if self.tensor > 1 else "")
         if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
             return weights
@@ -157,7 +168,8 @@ class Program:
 
 
 def engine_mesh(mesh: Mesh | None) -> Mesh:
-    """The engine's mesh, with the trainer's axes: `mesh` if it has them, else its devices along data.
+    """The engine's mesh, with the trainer's axes: `mesh` if it has them, else its devices along
+    data.
 
     None is the first local device.
     """
@@ -181,18 +193,22 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
         raise ArgumentError("tensor", f"got {tensor}, must be 1: {config.model_type} {why}")
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
         raise ArgumentError(
-            "expert", f"got {expert}, must divide the model's num_experts={config.num_experts}, or be 1"
+            "expert",
+            f"got {expert}, must divide the model's num_experts={config.num_experts}, or be 1",
         )
 
 
 @functools.lru_cache(maxsize=32)
 def _axes(config: ModelConfig) -> dict[tuple[str, ...], Axes]:
-    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path without indices and
-    kinds of layers."""
+    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path
+    without indices and kinds of layers.
+    """
     axes = {declared.path: declared.axes for declared in params.model_declarations(config)}
     for kind, fused in itertools.product(config.kinds, (False, True)):
         block = decoder.Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)
-        axes |= {("layers", *declared.path): declared.axes for declared in declare.declarations(block)}
+        axes |= {
+            ("layers", *declared.path): declared.axes for declared in declare.declarations(block)
+        }
     return axes | {("output",): ("embed", "vocab")}
 
 
@@ -200,13 +216,16 @@ def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
     """`PartitionSpec` of each leaf of an engine's tree, or of a part of it.
 
     Args:
-        weights: arrays or shapes, `QuantizedKernel`s among them; "layers" may be a list of layers or one of each kind.
+        weights: arrays or shapes, `QuantizedKernel`s among them; "layers" may be a list of layers
+            or one of each kind.
         config: the model.
         mesh: the engine's.
     """
 
     def spec(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = tuple(entry.key for entry in path if hasattr(entry, "key") and entry.key not in config.kinds)
+        keys = tuple(
+            entry.key for entry in path if hasattr(entry, "key") and entry.key not in config.kinds
+        )
         axes = _axes(config)[keys]
         if "router" in keys:
             # Every device routes its own tokens.
@@ -224,13 +243,16 @@ def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
 def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Params, jax.Array]:
     """Keep XLA from converting quantized matrices before `x` is computed; returns both unchanged.
 
-    Else it would convert the matrices of all layers first, even before a loop: a second copy of the weights.
+    Else it would convert the matrices of all layers first, even before a loop: a second copy of the
+    weights.
 
     Args:
         weights: leaves of a layer, or of what is outside layers.
         x: [R, T, D], what the matrices are multiplied with.
         program: static arguments.
     """
-    if not program.keeps_quantized or not any(map(is_quantized, jax.tree.leaves(weights, is_leaf=is_quantized))):
+    if not program.keeps_quantized or not any(
+        map(is_quantized, jax.tree.leaves(weights, is_leaf=is_quantized))
+    ):
         return weights, x
     return jax.lax.optimization_barrier((weights, x))

@@ -19,7 +19,9 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.quantize import QuantizedKernel
 
 
-def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
+def parts(
+    arguments: EngineArguments, load: Workload, machine: Machine, rows: int
+) -> list[MemoryPart]:
     """The engine's parts when it decodes at most `rows` completions at a time.
 
     A CPU's devices share one copy of the weights.
@@ -32,13 +34,23 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     """
     model, limit = arguments.model, load.max_completion_tokens
     mesh = arguments.mesh(**dataclasses.asdict(arguments.settings)).abstract_mesh
-    cpu, sample, tensor, devices = machine.platform == "cpu", frozenset({"sample"}), mesh.shape[TENSOR], mesh.size
+    cpu, sample, tensor, devices = (
+        machine.platform == "cpu",
+        frozenset({"sample"}),
+        mesh.shape[TENSOR],
+        mesh.size,
+    )
     split = "more devices along `tensor`, " if load.training and not cpu else ""
     lower = f"a smaller model, {split}or `engine`=vllm"
     exact_weights = arguments.precision in ("exact", "float32")
     weights_lower = f"`precision`=bfloat16, {lower}" if exact_weights else lower
     weights, dequantized, copied = _weights(
-        model, arguments.precision, load.param_dtype, machine.product_item(arguments.compute_dtype), cpu, mesh
+        model,
+        arguments.precision,
+        load.param_dtype,
+        machine.product_item(arguments.compute_dtype),
+        cpu,
+        mesh,
     )
     # The trainer frees them before its step.
     held = frozenset({"push", "sample"})
@@ -54,16 +66,32 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     if dequantized:
         # One copy in each device's program, for as long as it runs.
         copies = machine.on_each(dequantized, devices)
-        found.append(MemoryPart("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
+        found.append(
+            MemoryPart(
+                "engine's weights, cast or dequantized",
+                **copies,
+                phases=sample,
+                lower=weights_lower,
+            )
+        )
     own = sizes.batch_rows(rows, load.group_size, load.completions, devices) // devices * tensor
 
     def cache_of(slots: int) -> int:
-        shapes = abstract(model, own, slots, dtype=Program.of(arguments, mesh).cache_dtype, platform=machine.platform)
+        shapes = abstract(
+            model,
+            own,
+            slots,
+            dtype=Program.of(arguments, mesh).cache_dtype,
+            platform=machine.platform,
+        )
         return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(shapes)) // tensor
 
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
     longest = sizes.length_bucket(max(load.prompt_lengths))
-    full, least = cache_of(longest + limit), cache_of(sizes.length_bucket(min(load.prompt_lengths)) + first)
+    full, least = (
+        cache_of(longest + limit),
+        cache_of(sizes.length_bucket(min(load.prompt_lengths)) + first),
+    )
     fewer = "`max_rows` or `max_completion_tokens`"
     cache, certainly = machine.on_each(full, devices), certain(**machine.on_each(least, devices))
     name = "key-value cache, rows at their longest"
@@ -74,25 +102,40 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     if arguments.routed_experts:
         of_token = 2 * math.prod(model.routing[:2])
         found += [
-            MemoryPart("experts of decoded tokens", **machine.on_each(limit * own * of_token, devices), phases=sample,
-                 lower=f"{fewer}, or `routed_experts`=False",
-                 certain=certain(**machine.on_each(first * own * of_token, devices))),
-            MemoryPart("engine's record of them", host=load.completions * limit * of_token, phases=sample,
-                 lower="`max_completion_tokens`, or `routed_experts`=False"),
-        ]  # fmt: skip
+            MemoryPart(
+                "experts of decoded tokens",
+                **machine.on_each(limit * own * of_token, devices),
+                phases=sample,
+                lower=f"{fewer}, or `routed_experts`=False",
+                certain=certain(**machine.on_each(first * own * of_token, devices)),
+            ),
+            MemoryPart(
+                "engine's record of them",
+                host=load.completions * limit * of_token,
+                phases=sample,
+                lower="`max_completion_tokens`, or `routed_experts`=False",
+            ),
+        ]
     if count := arguments.top_logprobs:
         of_token = 8 * count
         decoded = machine.on_each(limit * own * of_token, devices)
         lists = {"phases": sample, "lower": f"{fewer}, or `top_logprobs`"}
         found.append(MemoryPart("likeliest tokens of decoded ones", **decoded, **lists))
-        found.append(MemoryPart("engine's lists of them", host=load.completions * limit * of_token, **lists))
+        found.append(
+            MemoryPart("engine's lists of them", host=load.completions * limit * of_token, **lists)
+        )
     scores = min(sizes.ATTENTION_ELEMENTS, own * model.num_heads // tensor * longest**2)
     logits = own * model.vocab_size // tensor * 4 * LOGITS_HELD
-    prompts, groups = sizes.prefill_shape(model.num_heads, max(1, rows // load.group_size), longest, devices)
-    # Recurrent layers of prompts: 4,800 floats for each head and token, by the compiler for an H100.
+    prompts, groups = sizes.prefill_shape(
+        model.num_heads, max(1, rows // load.group_size), longest, devices
+    )
+    # Recurrent layers of prompts: 4,800 floats for each head and token, by the compiler for an
+    # H100.
     chunks = prompts // groups // devices * longest * model.linear_num_value_heads * 4 * 4800
     working = machine.on_each(logits + 4 * scores + chunks, devices)
-    found.append(MemoryPart("sampler's logits and attention", **working, phases=sample, lower="`max_rows`"))
+    found.append(
+        MemoryPart("sampler's logits and attention", **working, phases=sample, lower="`max_rows`")
+    )
     return found
 
 
@@ -100,7 +143,8 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
 def _weights(
     model: ModelConfig, precision: str, param_dtype: str, item: int, cpu: bool, mesh: AbstractMesh
 ) -> tuple[int, int, int]:
-    """Bytes of the engine's weights; of what a program first makes of them; of the largest piece of a push.
+    """Bytes of the engine's weights; of what a program first makes of them; of the largest piece of
+    a push.
 
     On each device, but for the first and the last on a CPU, where all devices share them.
     """
@@ -109,7 +153,9 @@ def _weights(
     # Of each layer, and outside of layers.
     held: Counter[str] = Counter()
     cast = largest = 0
-    kernels = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    kernels = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel)
+    )
     of = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel | P))
     for (path, leaf), spec in zip(kernels, of, strict=True):
         quantized = isinstance(leaf, QuantizedKernel)
@@ -119,7 +165,9 @@ def _weights(
             for array, part in zip(arrays, of_arrays, strict=True)
         ]
         stored = [array.size for array in arrays] if cpu else own
-        size = sum(count * array.dtype.itemsize for count, array in zip(stored, arrays, strict=True))
+        size = sum(
+            count * array.dtype.itemsize for count, array in zip(stored, arrays, strict=True)
+        )
         held[str(path[1]) if path[0].key == "layers" else ""] += size
         largest = max(largest, own[0] * item)
         if arrays[0].dtype.itemsize != item and (cpu or not quantized):

@@ -1,4 +1,6 @@
-"""The embedded engine's programs with abstract arguments: for any mesh, and compiled ahead of the calls."""
+"""The embedded engine's programs with abstract arguments: for any mesh, and compiled ahead of the
+calls.
+"""
 
 import dataclasses
 import functools
@@ -47,7 +49,9 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     def by_row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=program.rows)
 
-    prompts, groups = sizes.prefill_shape(model.num_heads, max(1, rows // group), bucket, engine.size)
+    prompts, groups = sizes.prefill_shape(
+        model.num_heads, max(1, rows // group), bucket, engine.size
+    )
     length = sizes.length_bucket(arguments.max_total_tokens)
     scored = sizes.score_rows(model.num_heads, length, arguments.max_rows, program.row_shards)
     held = {"engine's weights": bytes_per_device(weights)}
@@ -55,8 +59,12 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         Lowerable(
             "prefill",
             functools.partial(
-                decode.prefill.trace, weights, by_row(jnp.int32, prompts, bucket), by_row(jnp.int32, prompts),
-                program=program, groups=groups,
+                decode.prefill.trace,
+                weights,
+                by_row(jnp.int32, prompts, bucket),
+                by_row(jnp.int32, prompts),
+                program=program,
+                groups=groups,
             ),
             held,
             (bucket,),
@@ -65,8 +73,14 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         Lowerable(
             "decode",
             functools.partial(
-                decode.decode.trace, weights, cache, *decoded, program=program, prompt_slots=bucket,
-                prefix_slots=bucket, mode="sample",
+                decode.decode.trace,
+                weights,
+                cache,
+                *decoded,
+                program=program,
+                prompt_slots=bucket,
+                prefix_slots=bucket,
+                mode="sample",
             ),
             held | {"engine's cache": cache_bytes},
             (),
@@ -76,15 +90,21 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         Lowerable(
             "score",
             functools.partial(
-                forward.score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
-                jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(engine, P())), program=program,
+                forward.score.trace,
+                weights,
+                by_row(jnp.int32, scored, length),
+                by_row(jnp.int32, scored),
+                jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(engine, P())),
+                program=program,
             ),
             held,
             (length,),
             scored // program.row_shards * length,
         ),
-    )  # fmt: skip
-    return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions)
+    )
+    return EnginePlan(
+        programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions
+    )
 
 
 def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
@@ -92,7 +112,10 @@ def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
     model, mesh = program.config, program.mesh
     shapes = engine_shapes(model, program.precision, param_dtype)
     return sharded(
-        shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout.weight_specs(shapes, model, mesh))
+        shapes,
+        jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), layout.weight_specs(shapes, model, mesh)
+        ),
     )
 
 
@@ -103,12 +126,16 @@ def _decode_arguments(
 
     Args:
         program: static arguments.
-        rows, slots, sampled, stops: rows, cache slots of each, slots of the prefix after the prompt, stop tokens.
-        sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the cache.
+        rows, slots, sampled, stops: rows, cache slots of each, slots of the prefix after the
+            prompt, stop tokens.
+        sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the
+            cache.
     """
     of_rows, whole = (program.rows, NamedSharding(program.mesh, P())) if sharded else (None, None)
 
-    def given(kind: str, *dims: int, sharding: NamedSharding | None = whole) -> jax.ShapeDtypeStruct:
+    def given(
+        kind: str, *dims: int, sharding: NamedSharding | None = whole
+    ) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, kind, sharding=sharding)
 
     by_row = functools.partial(given, sharding=of_rows)
@@ -116,22 +143,34 @@ def _decode_arguments(
     held = by_row("int32", rows, sampled) if program.config.sliding_window else None
     return (
         abstract(
-            program.config, rows, slots, dtype=program.cache_dtype, platform=program.platform, sharding=program.cache
+            program.config,
+            rows,
+            slots,
+            dtype=program.cache_dtype,
+            platform=program.platform,
+            sharding=program.cache,
         ),
-        decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
+        decode.RowState(
+            by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held
+        ),
         decode.Limits(number, number, number),
         sampler.Draw(real, real, given("int32", stops)),
     )
 
 
 class Preparation:
-    """Threads that compile programs in their order, one for each core but the main thread's. JAX keeps the programs.
+    """Threads that compile programs in their order, one for each core but the main thread's. JAX
+    keeps the programs.
 
-    Nothing is executed and no array is made. A program that fails to compile fails again in the call that needs it.
+    Nothing is executed and no array is made. A program that fails to compile fails again in the
+    call that needs it.
     """
 
     def __init__(self) -> None:
-        self._threads, self.asked = ThreadPoolExecutor(max(1, usable_cores() - 1)), list[Future[None]]()
+        self._threads, self.asked = (
+            ThreadPoolExecutor(max(1, usable_cores() - 1)),
+            list[Future[None]](),
+        )
 
     def add(self, program: Callable[[], object], name: str) -> Callable[[], object]:
         """Compile this one too; returns a function that waits for it."""
@@ -150,14 +189,21 @@ class Preparation:
         finally:
             thread.name = "idle"
             if left == 1:
-                # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
+                # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M
+                # parameters.
                 release_freed_memory()
 
 
 def sampling_programs(
-    shapes: Sequence[tuple[int, int, int]], group: int, stops: int, bucket: int, mode: str, *, program: layout.Program,
+    shapes: Sequence[tuple[int, int, int]],
+    group: int,
+    stops: int,
+    bucket: int,
+    mode: str,
+    *,
+    program: layout.Program,
     dtype: str,
-) -> list[tuple[Callable[[], object], str]]:  # fmt: skip
+) -> list[tuple[Callable[[], object], str]]:
     """Calls that compile `prefill`, `first_tokens` and each `decode`, with these names.
 
     Args:
@@ -168,7 +214,9 @@ def sampling_programs(
         dtype: of the pushed parameters.
     """
     config, array, how = program.config, jax.ShapeDtypeStruct, {"program": program, "mode": mode}
-    prompts, groups = sizes.prefill_shape(config.num_heads, max(1, shapes[0][0] // group), bucket, program.mesh.size)
+    prompts, groups = sizes.prefill_shape(
+        config.num_heads, max(1, shapes[0][0] // group), bucket, program.mesh.size
+    )
     padded = array((prompts, bucket), "int32"), array((prompts,), "int32")
     hidden = array((prompts, config.hidden_size), program.compute_dtype, sharding=program.rows)
     _, state, _, draw = _decode_arguments(program, shapes[0][0], bucket, 0, stops, sharded=False)
@@ -178,12 +226,28 @@ def sampling_programs(
     for rows, slots, prefix in shapes:
         given = _decode_arguments(program, rows, slots, prefix - bucket, stops, sharded=False)
         made += [(decode.decode, given, how | {"prompt_slots": bucket, "prefix_slots": prefix})]
-    return [(lambda of=of: of[0].lower(weights, *of[1], **of[2]).compile(), of[0].__name__) for of in made]
+    return [
+        (lambda of=of: of[0].lower(weights, *of[1], **of[2]).compile(), of[0].__name__)
+        for of in made
+    ]
 
 
-def scoring_programs(rows: int, length: int, *, program: layout.Program, dtype: str) -> list[tuple[Callable, str]]:
-    """The call that compiles `score` for rows of a length, with its name. Arguments as of `sampling_programs`."""
+def scoring_programs(
+    rows: int, length: int, *, program: layout.Program, dtype: str
+) -> list[tuple[Callable, str]]:
+    """The call that compiles `score` for rows of a length, with its name. Arguments as of
+    `sampling_programs`.
+    """
     array, how = jax.ShapeDtypeStruct, {"sharding": program.rows}
-    given = array((rows, length), "int32", **how), array((rows,), "int32", **how), array((), "float32")
+    given = (
+        array((rows, length), "int32", **how),
+        array((rows,), "int32", **how),
+        array((), "float32"),
+    )
     weights = abstract_weights(program, dtype)
-    return [(lambda: forward.score.lower(weights, *given, program=program).compile(), forward.score.__name__)]
+    return [
+        (
+            lambda: forward.score.lower(weights, *given, program=program).compile(),
+            forward.score.__name__,
+        )
+    ]

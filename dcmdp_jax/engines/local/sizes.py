@@ -1,4 +1,6 @@
-"""The scheduler's arithmetic: shapes of batches and caches. The memory plan and `dcmdp plan` ask it too."""
+"""The scheduler's arithmetic: shapes of batches and caches. The memory plan and `dcmdp plan` ask it
+too.
+"""
 
 # Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32.
 ATTENTION_ELEMENTS = 2**28
@@ -8,18 +10,24 @@ _SMALLEST_BUCKET = 16
 
 
 def default_cache_block(platform: str) -> int:
-    """First completion slots of a cache: few on a CPU, where a step's time is proportional to the cache."""
+    """First completion slots of a cache: few on a CPU, where a step's time is proportional to the
+    cache.
+    """
     return 32 if platform == "cpu" else 128
 
 
 def smallest_batch(platform: str) -> int:
-    """Rows that a batch shrinks to as its rows finish: few on a CPU, where a step's time is proportional to its rows;
-    elsewhere a step of fewer rows takes as long, for the weights are read once for all."""
+    """Rows that a batch shrinks to as its rows finish: few on a CPU, where a step's time is
+    proportional to its rows; elsewhere a step of fewer rows takes as long, for the weights are read
+    once for all.
+    """
     return 16 if platform == "cpu" else 32
 
 
 def cache_capacities(block: int, limit: int) -> list[int]:
-    """Completion tokens that the cache of each level holds, for completions of at most `limit` tokens."""
+    """Completion tokens that the cache of each level holds, for completions of at most `limit`
+    tokens.
+    """
     # One doubling is not worth a second program and the copy.
     capacities = [limit if limit <= 2 * block else block]
     # A row of n tokens holds n - 1 of them in the cache.

@@ -1,7 +1,9 @@
-"""Conversion of the trainer's parameters to the engine's precision and mesh, with checksums of both.
+"""Conversion of the trainer's parameters to the engine's precision and mesh, with checksums of
+both.
 
-One layer at a time: parts of a leaf are cast or quantized where the trainer has them, travel in the engine's precision,
-and arrive where the engine wants them. No device and no host holds more of the trainer's tree than its own part.
+One layer at a time: parts of a leaf are cast or quantized where the trainer has them, travel in the
+engine's precision, and arrive where the engine wants them. No device and no host holds more of the
+trainer's tree than its own part.
 """
 
 import functools
@@ -24,11 +26,13 @@ from dcmdp_jax.types import Params
 
 
 def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
-    """The trainer's parameters, or a part of them, in the engine's precision; layers stacked or one.
+    """The trainer's parameters, or a part of them, in the engine's precision; layers stacked or
+    one.
 
-    Scales are per output channel: fusing before or after quantization gives the same values. Tied embeddings become an
-    "output" [D, V] of its own, and tokens are looked up in its columns: a transposed second factor slows a product on
-    XLA:CPU 1.2 to 5 times. If quantized, that matrix is a copy and "embedding" stays.
+    Scales are per output channel: fusing before or after quantization gives the same values. Tied
+    embeddings become an "output" [D, V] of its own, and tokens are looked up in its columns: a
+    transposed second factor slows a product on XLA:CPU 1.2 to 5 times. If quantized, that matrix is
+    a copy and "embedding" stays.
     """
     made = dict(params)
     if "embedding" in made and "output" not in made:
@@ -56,22 +60,29 @@ def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float
 
     def made(params: Params) -> Params:
         tree = in_precision(params, config, precision)
-        layers = {kind: decoder.fuse_projections(own, mlp=True) for kind, own in config.by_kind(tree["layers"]).items()}
+        layers = {
+            kind: decoder.fuse_projections(own, mlp=True)
+            for kind, own in config.by_kind(tree["layers"]).items()
+        }
         return {**tree, "layers": [layers[kind] for kind, _ in config.layer_kinds]}
 
-    return jax.eval_shape(made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)})
+    return jax.eval_shape(
+        made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)}
+    )
 
 
 class Conversion:
-    """Conversion of a model's parameters to one precision and mesh. Values are the same on every mesh.
+    """Conversion of a model's parameters to one precision and mesh. Values are the same on every
+    mesh.
 
-    Two small compiled programs make the weights, one of them run for each layer, so compilation time does not depend on
-    depth. A model with two kinds of layers has one for each kind.
+    Two small compiled programs make the weights, one of them run for each layer, so compilation
+    time does not depend on depth. A model with two kinds of layers has one for each kind.
 
     Attributes:
         layer: kind -> (stacked layers of it, index) -> the engine's layer.
         outside: parameters without layers -> the engine's leaves outside layers.
-        source_checksums: (parameters, whether one device has them) -> the checksums that the weights should have.
+        source_checksums: (parameters, whether one device has them) -> the checksums that the
+            weights should have.
         layer_checksums: kind -> checksums of a layer of the engine before fusing.
         outside_checksums: checksums of the other leaves.
     """
@@ -81,31 +92,46 @@ class Conversion:
 
         Args:
             config: the model.
-            precision: "exact" (the dtype of the parameters), "float32", "bfloat16", "float16", or of
-                `quantize.PRECISIONS`.
+            precision: "exact" (the dtype of the parameters), "float32", "bfloat16", "float16", or
+                of `quantize.PRECISIONS`.
             mesh: see `conversion_mesh`.
         """
         self._config, self._mesh, ways = config, mesh, mesh.shape[TENSOR]
         specs = weight_specs(engine_shapes(config, precision), config, mesh)
-        fused = {kind: own for (kind, _), own in zip(config.layer_kinds, specs.pop("layers"), strict=True)}
-        shapes = jax.eval_shape(lambda layers: in_precision({"layers": layers}, config, precision), _one_layer(config))
+        fused = {
+            kind: own
+            for (kind, _), own in zip(config.layer_kinds, specs.pop("layers"), strict=True)
+        }
+        shapes = jax.eval_shape(
+            lambda layers: in_precision({"layers": layers}, config, precision), _one_layer(config)
+        )
         unfused = config.by_kind(weight_specs(shapes, config, mesh)["layers"])
         marks = config.by_kind(quantized_leaves(config)["layers"])
 
         def shardings(specs: Any) -> Any:
-            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+            return jax.tree.map(
+                lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+            )
 
-        def on_parts(function: Callable[[Params], Params], before: Any, after: Any) -> Callable[[Params], Params]:
-            """Devices fuse their own heads: the fused matrix of a tensor group is not that of one device."""
+        def on_parts(
+            function: Callable[[Params], Params], before: Any, after: Any
+        ) -> Callable[[Params], Params]:
+            """Devices fuse their own heads: the fused matrix of a tensor group is not that of one
+            device.
+            """
             if ways == 1:
                 return function
-            return jax.shard_map(function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
+            return jax.shard_map(
+                function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False
+            )
 
         def layer(layers: Params, index: jax.Array, kind: str) -> Params:
             own = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
             if ways > 1:
                 own = jax.lax.with_sharding_constraint(own, shardings(unfused[kind]))
-            return on_parts(functools.partial(decoder.fuse_projections, mlp=True), unfused[kind], fused[kind])(own)
+            return on_parts(
+                functools.partial(decoder.fuse_projections, mlp=True), unfused[kind], fused[kind]
+            )(own)
 
         def outside(params: Params) -> Params:
             # A result that is an argument would be the trainer's own buffer.
@@ -114,16 +140,23 @@ class Conversion:
         def source_checksums(params: Params, one_device: bool) -> list[jax.Array]:
             made = in_precision(params, config, precision)
             layers = config.by_kind(made.pop("layers"))
-            sums = [_checksums(layers[kind], flat=one_device, stacked=True).reshape(-1) for kind in config.kinds]
+            sums = [
+                _checksums(layers[kind], flat=one_device, stacked=True).reshape(-1)
+                for kind in config.kinds
+            ]
             return [*sums, _checksums(made, flat=one_device)]
 
         def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
             separate = functools.partial(_separated, config=config, ways=ways)
-            return _checksums(on_parts(separate, fused[kind], unfused[kind])(engine_layer), flat=mesh.size == 1)
+            return _checksums(
+                on_parts(separate, fused[kind], unfused[kind])(engine_layer), flat=mesh.size == 1
+            )
 
         self.layer, self.layer_checksums = {}, {}
         for kind in config.kinds:
-            self.layer[kind] = jax.jit(functools.partial(layer, kind=kind), out_shardings=shardings(fused[kind]))
+            self.layer[kind] = jax.jit(
+                functools.partial(layer, kind=kind), out_shardings=shardings(fused[kind])
+            )
             self.layer_checksums[kind] = jax.jit(functools.partial(layer_checksums, kind=kind))
         self.outside = jax.jit(outside, out_shardings=shardings(specs))
         self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
@@ -132,16 +165,18 @@ class Conversion:
     def weights(self, params: Params) -> Params:
         """The engine's tree, new arrays, sharded by `layout.weight_specs`.
 
-        `layers` is a list of one dict per layer with fused projections (see `decoder.fuse_projections`); of a tensor
-        group each device has its own heads' parts fused. None of the arrays aliases `params`, as of
-        `params.init_params` and on any mesh, whose buffers may be donated afterwards.
+        `layers` is a list of one dict per layer with fused projections (see
+        `decoder.fuse_projections`); of a tensor group each device has its own heads' parts fused.
+        None of the arrays aliases `params`, as of `params.init_params` and on any mesh, whose
+        buffers may be donated afterwards.
         """
         rest = {name: leaf for name, leaf in params.items() if name != "layers"}
         layers, kinds = self._config.by_kind(params["layers"]), self._config.layer_kinds
         if _devices(rest["norm"]["scale"]) == list(self._mesh.devices.flat):
             made = [self.layer[kind](layers[kind], np.int32(place)) for kind, place in kinds]
             return {**self.outside(rest), "layers": made}
-        # Other devices: each leaf of a layer goes there by itself, to the devices that will have a part of it.
+        # Other devices: each leaf of a layer goes there by itself, to the devices that will have a
+        # part of it.
         specs = weight_specs({**rest, "layers": _one_layer(self._config)}, self._config, self._mesh)
         of_layer = self._config.by_kind(specs["layers"])
 
@@ -158,16 +193,24 @@ class Conversion:
         return {**self.outside(moved), "layers": [layer(*each) for each in kinds]}
 
     def proof(self, params: Params, weights: Params) -> tuple[np.ndarray, np.ndarray]:
-        """The `array_checksum`s that the engine's weights should have, and those they have, [leaves] uint32 each.
+        """The `array_checksum`s that the engine's weights should have, and those they have,
+        [leaves] uint32 each.
 
-        Layers come first, by kind and in order. Fused matrices count as the parts that the trainer has. Each side is
-        read where it is, each device its own part only.
+        Layers come first, by kind and in order. Fused matrices count as the parts that the trainer
+        has. Each side is read where it is, each device its own part only.
         """
         expected = self.source_checksums(params, len(_devices(params["norm"]["scale"])) == 1)
         expected = np.concatenate(jax.device_get(expected))
         rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
-        order = [(kind, weights["layers"][index]) for kind, those in self._config.kinds.items() for index in those]
-        found = [*(self.layer_checksums[kind](layer) for kind, layer in order), self.outside_checksums(rest)]
+        order = [
+            (kind, weights["layers"][index])
+            for kind, those in self._config.kinds.items()
+            for index in those
+        ]
+        found = [
+            *(self.layer_checksums[kind](layer) for kind, layer in order),
+            self.outside_checksums(rest),
+        ]
         return expected, np.concatenate(jax.device_get(found))
 
 
@@ -177,35 +220,55 @@ conversion = functools.lru_cache(maxsize=32)(Conversion)
 
 def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     """The inverse of `fuse_projections` on one of `ways` devices."""
-    query, shared = (count * config.head_dim // ways for count in (config.num_heads, config.num_kv_heads))
+    query, shared = (
+        count * config.head_dim // ways for count in (config.num_heads, config.num_kv_heads)
+    )
     query *= 1 + config.family.output_gate
 
     def parts(tree: Params, *sizes: int) -> list[Params]:
         ends = np.cumsum(sizes).tolist()
         starts = [0, *ends[:-1]]
-        return [jax.tree.map(lambda leaf, a=a, b=b: leaf[..., a:b], tree) for a, b in zip(starts, ends, strict=True)]
+        return [
+            jax.tree.map(lambda leaf, a=a, b=b: leaf[..., a:b], tree)
+            for a, b in zip(starts, ends, strict=True)
+        ]
 
     def halves(mlp: Params) -> Params:
-        gate, up = (jax.tree.map(lambda leaf, i=i: jnp.split(leaf, 2, -1)[i], mlp["gate_up"]) for i in range(2))
+        gate, up = (
+            jax.tree.map(lambda leaf, i=i: jnp.split(leaf, 2, -1)[i], mlp["gate_up"])
+            for i in range(2)
+        )
         return {"gate": gate, "up": up, "down": mlp["down"]}
 
     attention = dict(layer["attention"])
     if not decoder.is_recurrent(layer):
-        attention |= dict(zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True))
+        attention |= dict(
+            zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True)
+        )
     return {**layer, "attention": attention, "mlp": decoder.map_mlps(halves, layer["mlp"])}
 
 
 def _devices(leaf: jax.Array) -> list[jax.Device]:
     """The devices of an array, in the order of its mesh."""
     sharding = leaf.sharding
-    return list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
+    return (
+        list(sharding.mesh.devices.flat)
+        if isinstance(sharding, NamedSharding)
+        else list(sharding.device_set)
+    )
 
 
 def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
-    """The mesh to convert on: the engine's, or its first device where the devices of a CPU will share its copy."""
+    """The mesh to convert on: the engine's, or its first device where the devices of a CPU will
+    share its copy.
+    """
     first = mesh.devices.flat[0]
     whole = mesh.shape[TENSOR] == mesh.shape[EXPERT] == 1
-    if first.platform == "cpu" and whole and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
+    if (
+        first.platform == "cpu"
+        and whole
+        and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
+    ):
         return Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
     return mesh
 
@@ -243,4 +306,6 @@ def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
         # Flattened, which costs half as much on one device and would gather an array on several.
         return array_checksum(x.reshape(-1) if flat else x)
 
-    return jnp.stack([(jax.vmap(checksum) if stacked else checksum)(x) for x in jax.tree.leaves(tree)], axis=-1)
+    return jnp.stack(
+        [(jax.vmap(checksum) if stacked else checksum)(x) for x in jax.tree.leaves(tree)], axis=-1
+    )

@@ -1,19 +1,21 @@
 """An inference engine in a process of its own, whichever engine it is.
 
-The trainer starts the process, hands it weights through shared memory and restarts it when it breaks. The program that
-the process runs answers these requests; `wire.PROTOCOL` counts every change of them:
+The trainer starts the process, hands it weights through shared memory and restarts it when it
+breaks. The program that the process runs answers these requests; `wire.PROTOCOL` counts every
+change of them:
 
     start     engine arguments, manifest, segments        -> ready
-    push      segment, policy version, adapters' manifest -> pushed, with checksums and the prefix cache's reset
-    generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated, each with what has ended since
-    score     rows, level of sleep                        -> progress ..., scored
-    observe   rows, names of modules, level of sleep      -> progress ..., observed, what they read and gave
-    cancel                                                -> cancelled, instead of the answer to a request in flight
-    health                                                -> healthy
-    close                                                 -> closed, and the process ends
+    push      segment, policy version, adapters' manifest -> pushed, with checksums and the prefix
+    cache's reset generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated,
+    each with what has ended since score     rows, level of sleep                        -> progress
+    ..., scored observe   rows, names of modules, level of sleep      -> progress ..., observed,
+    what they read and gave cancel                                                -> cancelled,
+    instead of the answer to a request in flight health
+    -> healthy close                                                 -> closed, and the process ends
 
-With a level of sleep above 0 the engine gives up its devices' memory before it answers, until the next request;
-at level 2 its weights too, which are then pushed again.
+With a level of sleep above 0 the engine gives up its devices' memory before it answers, until the
+next request; at level 2 its weights too, which are then pushed again.
 
-`refused` answers a request that was not started and leaves everything as it was; `failed` says why the process ends.
+`refused` answers a request that was not started and leaves everything as it was; `failed` says why
+the process ends.
 """

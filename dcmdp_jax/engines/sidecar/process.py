@@ -25,21 +25,25 @@ from dcmdp_jax.engines.sidecar.segments import Segment
 logger = logging.getLogger(__name__)
 
 _LOG, _TEMPORARY = "sidecar.log", "tmp"
-# A socket's name has at most 107 bytes; an engine's begin with this directory and end with up to 37 more.
+# A socket's name has at most 107 bytes; an engine's begin with this directory and end with up to 37
+# more.
 _LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
 # A sidecar without a sign of life for this long during a request is broken.
 STALL_TIMEOUT_S = 300.0
 _END_S = 5.0
 _CANCEL_S = 30.0
-# One thread that lives as long as the trainer: a sidecar asks the kernel to be killed with the thread that started it.
+# One thread that lives as long as the trainer: a sidecar asks the kernel to be killed with the
+# thread that started it.
 _STARTER = ThreadPoolExecutor(1, "sidecar-starter")
 # So long a request is waited for before the next look whether the caller has given it up.
 _POLL_S = 0.05
 
 
 class SidecarBroken(RuntimeError):
-    """The sidecar died, hung, or gave an invalid answer. Its state is lost; the request may be repeated."""
+    """The sidecar died, hung, or gave an invalid answer. Its state is lost; the request may be
+    repeated.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Launch:
     Attributes:
         name: engine name in errors and logs.
         python: interpreter that has the engine.
-        script: the program it runs, which answers the requests listed in `engines/sidecar/__init__.py`.
+        script: the program it runs, which answers the requests listed in
+            `engines/sidecar/__init__.py`.
         directory: its working directory: log, and temporary files while it runs. Exists.
         engine: arguments of the engine.
         environment: variables set for it, on top of the trainer's.
@@ -72,7 +77,8 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 
 class EngineProcess:
-    """A process with an engine, and the requests to it. Any failure ends it, by its `kill`. Calls block; one thread.
+    """A process with an engine, and the requests to it. Any failure ends it, by its `kill`. Calls
+    block; one thread.
 
     Attributes:
         name: engine name in errors and logs.
@@ -109,7 +115,8 @@ class EngineProcess:
             op, header, arrays: the request.
             answer: the operation of the answer.
             timeout_s: limit between two messages; None: `STALL_TIMEOUT_S`.
-            stopped: once set, the request is cancelled; a sidecar that does not cancel in time is killed.
+            stopped: once set, the request is cancelled; a sidecar that does not cancel in time is
+                killed.
             on_progress: called with each sign of progress.
 
         Raises:
@@ -183,9 +190,14 @@ class Sidecar(EngineProcess):
     """
 
     def __init__(
-        self, launch: Launch, shared: Mapping[str, Any], segments: tuple[Segment, ...], stopped: threading.Event
+        self,
+        launch: Launch,
+        shared: Mapping[str, Any],
+        segments: tuple[Segment, ...],
+        stopped: threading.Event,
     ) -> None:
-        """Start the process and wait until its engine is ready. Whatever interrupts this ends the process.
+        """Start the process and wait until its engine is ready. Whatever interrupts this ends the
+        process.
 
         Raises:
             EngineError: if the engine refuses what it is built from, with its reason.
@@ -210,7 +222,8 @@ class Sidecar(EngineProcess):
                 cwd=launch.directory,
                 env=process_environment(launch),
                 pass_fds=inherited,
-                # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
+                # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can
+                # be found.
                 start_new_session=True,
             ).result()
         self.pid = self._process.pid
@@ -243,7 +256,9 @@ class Sidecar(EngineProcess):
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and what it started, and remove its temporary files. Safe to call twice."""
+        """Kill the process and what it started, and remove its temporary files. Safe to call
+        twice.
+        """
         self.connection.close()
         self._process.kill()
         self._process.wait()
@@ -267,7 +282,9 @@ class Sidecar(EngineProcess):
                     with open(path, "ab") as log:
                         log.write(line)
             except OSError as error:
-                logger.warning("%s: %s; the sidecar's output is no longer kept", path, error.strerror)
+                logger.warning(
+                    "%s: %s; the sidecar's output is no longer kept", path, error.strerror
+                )
                 path = None
         self._process.stdout.close()
 
@@ -275,8 +292,9 @@ class Sidecar(EngineProcess):
 def process_environment(launch: Launch) -> dict[str, str]:
     temporary = str(launch.directory.resolve() / _TEMPORARY)
     if len(temporary) > _LONGEST_TEMPORARY or set("#?%") & set(temporary):
-        # Sockets need short names, and torch reads that of its rendezvous file as a URL. This one is that of the
-        # sidecar's working directory: a child that changes directory has no such directory then.
+        # Sockets need short names, and torch reads that of its rendezvous file as a URL. This one
+        # is that of the sidecar's working directory: a child that changes directory has no such
+        # directory then.
         temporary = f"/proc/self/cwd/{_TEMPORARY}"
     named = dict.fromkeys(("TMPDIR", *launch.temporary_variables), temporary)
     return {**os.environ, **launch.environment, **named}
@@ -285,4 +303,8 @@ def process_environment(launch: Launch) -> dict[str, str]:
 def _ending(code: int | None) -> str:
     if code is None:
         return "still running, stopped or stuck; killed"
-    return f"exit status {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
+    return (
+        f"exit status {code}"
+        if code >= 0
+        else f"killed by signal {-code}, {signal.strsignal(-code)}"
+    )

@@ -38,16 +38,25 @@ def check_head() -> None:
         except OSError as error:
             _seen[1] = _seen[1] or now
             if now - _seen[1] > _LOST_S:
-                raise EngineError(f"the head of the Ray cluster, {address}, is gone ({error})") from None
+                raise EngineError(
+                    f"the head of the Ray cluster, {address}, is gone ({error})"
+                ) from None
 
 
 def _nodes() -> dict[str, dict[str, Any]]:
-    """The living nodes, as Ray describes them, by address and the first digits of the identifier."""
-    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
+    """The living nodes, as Ray describes them, by address and the first digits of the
+    identifier.
+    """
+    return {
+        f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) -> None:
-    """Refuse more replicas than the cluster has room for, or has free after a moment; and a small object store.
+    """Refuse more replicas than the cluster has room for, or has free after a moment; and a small
+    object store.
 
     Args:
         replicas: their number.
@@ -59,9 +68,15 @@ def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) ->
     """
     there = {}
     for label, node in _nodes().items():
-        there[label], room = node["Resources"].get(name, 0), node["Resources"].get("object_store_memory", 0)
+        there[label], room = (
+            node["Resources"].get(name, 0),
+            node["Resources"].get("object_store_memory", 0),
+        )
         if room < store_bytes:
-            what = f"the object store of {label} has {room / 2**30:.2f} GiB, the weights need {store_bytes / 2**30:.2f}"
+            what = (
+                f"the object store of {label} has {room / 2**30:.2f} GiB, the weights need "
+                f"{store_bytes / 2**30:.2f}"
+            )
             raise ArgumentError("address", f"{what}: ray start --object-store-memory={store_bytes}")
     what = f"got {replicas} with {amount:g} {name} each on one node, the Ray cluster"
     if replicas > (most := sum(int(count // amount) for count in there.values())):
@@ -69,7 +84,10 @@ def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) ->
     deadline = time.monotonic() + _FREE_S
     while (free := sum(int(node.get(name, 0) // amount) for node in _free().values())) < replicas:
         if time.monotonic() > deadline:
-            raise ArgumentError("replicas", f"{what} has room for {free}: another run holds the rest; wait for its end")
+            raise ArgumentError(
+                "replicas",
+                f"{what} has room for {free}: another run holds the rest; wait for its end",
+            )
         time.sleep(0.5)
 
 
@@ -83,13 +101,20 @@ def ask_nodes(call: Callable[[], Any], python: str, resources: set[str]) -> dict
     for name, node in _nodes().items():
         if node["Resources"].keys() & resources:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            task = ray.remote(call).options(num_cpus=0, scheduling_strategy=there, max_retries=0, **interpreter(python))
+            task = ray.remote(call).options(
+                num_cpus=0, scheduling_strategy=there, max_retries=0, **interpreter(python)
+            )
             asked[name] = task.remote()
     try:
         return dict(zip(asked, ray.get(list(asked.values()), timeout=_LOOK_S), strict=True))
     except ray.exceptions.RayError as error:
-        what = f"{python or 'the Python of Ray'} does not answer on each of {', '.join(asked)} ({type(error).__name__})"
-        raise ArgumentError("python", f"{what}; it needs Ray {ray.__version__} and this Python's version") from None
+        what = (
+            f"{python or 'the Python of Ray'} does not answer on each of {', '.join(asked)} "
+            f"({type(error).__name__})"
+        )
+        raise ArgumentError(
+            "python", f"{what}; it needs Ray {ray.__version__} and this Python's version"
+        ) from None
 
 
 def interpreter(python: str, **variables: str) -> dict[str, Any]:
@@ -98,13 +123,17 @@ def interpreter(python: str, **variables: str) -> dict[str, Any]:
 
 
 class ActorConnection:
-    """The calls of an actor as `wire.Connection`: a request is a call, and each further part of its answer is one."""
+    """The calls of an actor as `wire.Connection`: a request is a call, and each further part of its
+    answer is one.
+    """
 
     def __init__(self, actor: Any) -> None:
         """Take over an actor with the methods `ask` and `more`."""
         self._actor, self.call = actor, None
 
-    def send(self, op: str, header: Any = None, arrays: Any = None, *, timeout_s: float | None = None) -> None:
+    def send(
+        self, op: str, header: Any = None, arrays: Any = None, *, timeout_s: float | None = None
+    ) -> None:
         """Ask; an answer that is still awaited is dropped."""
         self.call = self._actor.ask.remote({**(header or {}), "op": op}, dict(arrays or {}))
 
@@ -127,7 +156,9 @@ class ActorConnection:
             raise wire.WireError(f"the actor is gone ({type(error).__name__})") from error
         if op == "progress":
             self.call = self._actor.more.remote()
-        return wire.Message({**header, "op": op}, {name: array.copy() for name, array in arrays.items()})
+        return wire.Message(
+            {**header, "op": op}, {name: array.copy() for name, array in arrays.items()}
+        )
 
 
 class ActorProcess(process.EngineProcess):
@@ -137,7 +168,9 @@ class ActorProcess(process.EngineProcess):
         pid: its process on its node; 0 before it has a place.
     """
 
-    def __init__(self, name: str, actor: type, options: Mapping[str, Any], start: Any, places: Path) -> None:
+    def __init__(
+        self, name: str, actor: type, options: Mapping[str, Any], start: Any, places: Path
+    ) -> None:
         """Ask Ray for a place, and the actor to build its engine; waits for neither.
 
         Args:
@@ -156,7 +189,9 @@ class ActorProcess(process.EngineProcess):
         while _seen[1]:
             time.sleep(1.0)
             check_head()
-        self._actor = ray.remote(actor).options(**options, num_cpus=0, scheduling_strategy="SPREAD").remote()
+        self._actor = (
+            ray.remote(actor).options(**options, num_cpus=0, scheduling_strategy="SPREAD").remote()
+        )
         super().__init__(name, "in Ray's directory on its node", ActorConnection(self._actor))
         self.pid, self._places = 0, places
         self.connection.send("start", start)
@@ -173,7 +208,13 @@ class ActorProcess(process.EngineProcess):
                 self.started, self.pid, self.node = True, found["pid"], found["node"]
                 with open(self._places, "a", encoding="utf-8") as places:
                     places.write(f"{self.node}\n")
-                logger.info("%s %s ready on %s, process %d", self.name, found["version"], self.node, self.pid)
+                logger.info(
+                    "%s %s ready on %s, process %d",
+                    self.name,
+                    found["version"],
+                    self.node,
+                    self.pid,
+                )
         except (EngineError, wire.WireError) as error:
             raise self._broken(f"start: {error}") from error
         return self.started

@@ -1,4 +1,6 @@
-"""One sidecar of an engine. Loads the published weights, samples and scores, also after a restart."""
+"""One sidecar of an engine. Loads the published weights, samples and scores, also after a
+restart.
+"""
 
 import dataclasses
 import functools
@@ -21,13 +23,15 @@ T = TypeVar("T")
 class Replica:
     """Its calls block, each in a thread of `supervisor.Calls`: replicas work at the same time.
 
-    A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of shared memory, and
-    is asked again; log-probs that are not finite are asked for once more of a new one before they are believed.
+    A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of
+    shared memory, and is asked again; log-probs that are not finite are asked for once more of a
+    new one before they are believed.
 
     Attributes:
         supervisor: keeps the sidecar running.
         weights: shared memory to load from.
-        probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
+        probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have,
+            nats.
         request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
         sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
         drops_weights: whether it drops its weights at that level.
@@ -45,10 +49,12 @@ class Replica:
     top_logprobs: int
 
     def load(self, calls: Calls, publication: Publication) -> float | None:
-        """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
+        """Have the engine load the weights; return their probe's difference, nats, when they are
+        proven to be in use.
 
         Raises:
-            EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
+            EngineError: if it fails again and again, or if the trainer's own log-probs are not
+                finite.
         """
         return self.supervisor.run(calls, lambda sidecar: self._load(sidecar, calls, publication))
 
@@ -69,39 +75,52 @@ class Replica:
         version, manifest = publication.policy_version, publication.bridge.manifest
         asked = {"segment": publication.place, "policy_version": version}
         if lora := publication.lora:
-            asked["adapters"] = publication.bridge.num_bytes, [list(one) for one in manifest], (lora.rank, lora.alpha)
+            asked["adapters"] = (
+                publication.bridge.num_bytes,
+                [list(one) for one in manifest],
+                (lora.rank, lora.alpha),
+            )
         header, arrays = sidecar.request("push", asked, answer="pushed", stopped=calls.stopped)
         checksums = arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
-            raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")
+            raise SidecarBroken(
+                f"weights of version {version}: checksums of shape {checksums.shape} in the answer"
+            )
         for consumed in checksums:
             if wrong := segments.differing(manifest, publication.checksums, consumed):
                 raise SidecarBroken(
-                    f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived changed"
+                    f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived "
+                    "changed"
                 )
         if header.get("policy_version") != version:
-            raise SidecarBroken(f"weights of version {version}: the sidecar says {header.get('policy_version')}")
+            raise SidecarBroken(
+                f"weights of version {version}: the sidecar says {header.get('policy_version')}"
+            )
 
     def _probe(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float:
         rows = list(self.weights.probe_ids)
-        scored = _score(sidecar, calls, rows, [1] * len(rows), {"temperature": 1.0, "sleep_level": 0})
+        scored = _score(
+            sidecar, calls, rows, [1] * len(rows), {"temperature": 1.0, "sleep_level": 0}
+        )
         own = np.asarray(publication.probe)
         if not np.isfinite(own).all():
             raise EngineError(
-                f"weights of version {publication.policy_version}: the trainer's own log-probs of the probe are not "
-                "finite; its parameters are broken"
+                f"weights of version {publication.policy_version}: the trainer's own log-probs of "
+                "the probe are not finite; its parameters are broken"
             )
         difference = float(np.mean(np.abs(np.stack(scored) - own)))
         if not difference <= self.probe_tolerance:
             raise SidecarBroken(
-                f"weights of version {publication.policy_version}: the engine's log-probs of the probe are "
-                f"{difference:.3g} nats from the trainer's on average, allowed are {self.probe_tolerance:g} "
-                "(`probe_tolerance`)"
+                f"weights of version {publication.policy_version}: the engine's log-probs of the "
+                f"probe are {difference:.3g} nats from the trainer's on average, allowed are "
+                f"{self.probe_tolerance:g} (`probe_tolerance`)"
             )
         return difference
 
     def _run(self, calls: Calls, publication: Publication, call: Callable[[EngineProcess], T]) -> T:
-        """Return what `call` returns on a sidecar with the published weights, loaded where they are not in use."""
+        """Return what `call` returns on a sidecar with the published weights, loaded where they are
+        not in use.
+        """
 
         def whole(sidecar: EngineProcess) -> T:
             self._load(sidecar, calls, publication)
@@ -122,17 +141,19 @@ class Replica:
         step: int,
         first_prompt: int = 0,
     ) -> Callable[[Calls], None]:
-        """A call that samples `group_size` completions for each prompt; it puts the groups that are complete.
+        """A call that samples `group_size` completions for each prompt; it puts the groups that are
+        complete.
 
-        Log-probs depend on batch composition by rounding, so a sidecar that breaks on the way samples all of these
-        prompts again, which gives the same bits; what was put is not put again.
+        Log-probs depend on batch composition by rounding, so a sidecar that breaks on the way
+        samples all of these prompts again, which gives the same bits; what was put is not put
+        again.
 
         Args:
             publication: weights to sample with.
             prompts: group -> checked token ids.
             sampling: the distribution.
-            seed, step: 0 .. 2^32 - 1; with the row `(first_prompt + group) * group_size + member` they determine a
-                request's seed.
+            seed, step: 0 .. 2^32 - 1; with the row `(first_prompt + group) * group_size + member`
+                they determine a request's seed.
             first_prompt: number of group 0, see `Engine.generate`.
 
         Raises:
@@ -153,13 +174,21 @@ class Replica:
             "top_logprobs": (top := self.top_logprobs if sampling.temperature else 0),
         }
         expected: dict[str, Shape] = {TOP_IDS: (top,), TOP_LOGPROBS: (top,)} if top else {}
-        expected |= {"routed_experts": self.weights.config.routing[:2]} if self.routed_experts else {}
+        expected |= (
+            {"routed_experts": self.weights.config.routing[:2]} if self.routed_experts else {}
+        )
         arrays = {
             "prompt_ids": np.concatenate(list(prompts.values())),
             "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
             "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
             "seeds": self.request_seeds(
-                seed, step, [(first_prompt + g) * group_size + member for g in groups for member in range(group_size)]
+                seed,
+                step,
+                [
+                    (first_prompt + g) * group_size + member
+                    for g in groups
+                    for member in range(group_size)
+                ],
             ),
         }
         version = publication.policy_version
@@ -167,12 +196,20 @@ class Replica:
         delivered: set[int] = set()
 
         def take(
-            sidecar: EngineProcess, calls: Calls, waiting: OpenGroups, rows: set[int], frame: wire.Message
+            sidecar: EngineProcess,
+            calls: Calls,
+            waiting: OpenGroups,
+            rows: set[int],
+            frame: wire.Message,
         ) -> None:
             """Check the completions of a frame and put the groups that they complete."""
-            completions = checked_completions(frame.arrays, count, sampling, self.weights.config.vocab_size)
+            completions = checked_completions(
+                frame.arrays, count, sampling, self.weights.config.vocab_size
+            )
             if frame.header.get("policy_version") != version:
-                raise SidecarBroken(f"generate: sampled with version {frame.header.get('policy_version')}")
+                raise SidecarBroken(
+                    f"generate: sampled with version {frame.header.get('policy_version')}"
+                )
             trust.check([completion.logprobs for completion in completions])
             sidecar.work["tokens"] += sum(completion.token_ids.size for completion in completions)
             if again := [completion.row for completion in completions if completion.row in rows]:
@@ -195,7 +232,9 @@ class Replica:
                     finish_reason=reason,
                     **further,
                 )
-                for (row, tokens, logprobs, reason), further in zip(completions, columns, strict=True)
+                for (row, tokens, logprobs, reason), further in zip(
+                    completions, columns, strict=True
+                )
             )
             fresh = [episode for episode in episodes if episode.group not in delivered]
             delivered.update(episode.group for episode in fresh)
@@ -220,7 +259,8 @@ class Replica:
         *,
         temperature: float,
     ) -> list[np.ndarray]:
-        """Return the engine's own log-probs of rows, float32 nats: of their tokens from `starts` on.
+        """Return the engine's own log-probs of rows, float32 nats: of their tokens from `starts`
+        on.
 
         Raises:
             EngineError: if the sidecar fails again and again.
@@ -235,13 +275,21 @@ class Replica:
         return self._run(calls, publication, score)
 
     def observe(
-        self, calls: Calls, publication: Publication, rows: Sequence[np.ndarray], modules: Sequence[str]
+        self,
+        calls: Calls,
+        publication: Publication,
+        rows: Sequence[np.ndarray],
+        modules: Sequence[str],
     ) -> dict[str, np.ndarray]:
-        """Return what modules of the engine's network read and gave for the tokens of the rows, as they came."""
+        """Return what modules of the engine's network read and gave for the tokens of the rows, as
+        they came.
+        """
         asked = {"modules": list(modules), "sleep_level": self.sleep_level}
 
         def observe(sidecar: EngineProcess) -> dict[str, np.ndarray]:
-            return sidecar.request("observe", asked, _rows(rows), answer="observed", stopped=calls.stopped).arrays
+            return sidecar.request(
+                "observe", asked, _rows(rows), answer="observed", stopped=calls.stopped
+            ).arrays
 
         return self._run(calls, publication, observe)
 
@@ -254,7 +302,11 @@ def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _score(
-    sidecar: EngineProcess, calls: Calls, rows: Sequence[np.ndarray], starts: Sequence[int], header: Mapping[str, Any]
+    sidecar: EngineProcess,
+    calls: Calls,
+    rows: Sequence[np.ndarray],
+    starts: Sequence[int],
+    header: Mapping[str, Any],
 ) -> list[np.ndarray]:
     arrays = _rows(rows) | {"starts": np.array(starts, np.int32)}
     reply = sidecar.request("score", header, arrays, answer="scored", stopped=calls.stopped)
@@ -268,8 +320,8 @@ def _score(
 class _Trust:
     """Doubts the first log-probs of a call that are not finite, once.
 
-    A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what becomes
-    of those is the trainer's to decide (`protocol.unusable_completions`).
+    A process gone wrong gives other numbers when it is started again. The weights' own NaN come
+    back, and what becomes of those is the trainer's to decide (`protocol.unusable_completions`).
     """
 
     _doubted = False
@@ -298,12 +350,16 @@ class SampledRow(NamedTuple):
 
 
 def split_columns(
-    arrays: Mapping[str, np.ndarray], prompts: Sequence[int], completions: Sequence[int], expected: Mapping[str, Shape]
+    arrays: Mapping[str, np.ndarray],
+    prompts: Sequence[int],
+    completions: Sequence[int],
+    expected: Mapping[str, Shape],
 ) -> list[dict[str, np.ndarray]]:
     """The further columns of `data.episode.COLUMNS` in a frame, for each completion.
 
-    A column that given tokens have comes for a prompt's tokens and the completion's own but the last, which is not
-    read; another for the completion's tokens. Completions follow each other on the first axis.
+    A column that given tokens have comes for a prompt's tokens and the completion's own but the
+    last, which is not read; another for the completion's tokens. Completions follow each other on
+    the first axis.
 
     Args:
         arrays: arrays of the frame.
@@ -311,7 +367,8 @@ def split_columns(
         expected: shape of an entry of the columns that must be there. Others may be.
 
     Raises:
-        SidecarBroken: if a column is not there, or of another shape. `protocol` looks at the values.
+        SidecarBroken: if a column is not there, or of another shape. `protocol` looks at the
+            values.
     """
     found: list[dict[str, np.ndarray]] = [{} for _ in completions]
     for name, column in COLUMNS.items():
@@ -332,7 +389,8 @@ def split_columns(
 def checked_completions(
     arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
 ) -> list[SampledRow]:
-    """The completions of one frame, after everything about them that can be known was checked; none without arrays.
+    """The completions of one frame, after everything about them that can be known was checked; none
+    without arrays.
 
     Raises:
         SidecarBroken: saying what can't be right.
@@ -346,18 +404,27 @@ def checked_completions(
     except KeyError as error:
         raise SidecarBroken(f"generate: no {error} in the answer") from None
     if not rows.shape == lengths.shape == stopped.shape == (rows.size,) or not rows.size:
-        raise SidecarBroken(f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} rows")
+        raise SidecarBroken(
+            f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} "
+            "rows"
+        )
     if rows.min() < 0 or rows.max() >= count or np.unique(rows).size < rows.size:
-        raise SidecarBroken(f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {count} requests")
+        raise SidecarBroken(
+            f"generate: {rows.size} rows from {rows.min()} to {rows.max()}, not of {count} requests"
+        )
     if lengths.min() < 1 or lengths.max() > sampling.max_completion_tokens:
         raise SidecarBroken(
             f"generate: completions of {lengths.min()} to {lengths.max()} tokens, the limit is "
             f"{sampling.max_completion_tokens}"
         )
     if not tokens.shape == logprobs.shape == (lengths.sum(),):
-        raise SidecarBroken(f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}")
+        raise SidecarBroken(
+            f"generate: {tokens.size} tokens and {logprobs.size} log-probs, not {lengths.sum()}"
+        )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise SidecarBroken(f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer")
+        raise SidecarBroken(
+            f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer"
+        )
     ends = np.cumsum(lengths)
     last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
     if not np.array_equal(last_is_stop, stopped.astype(bool)):

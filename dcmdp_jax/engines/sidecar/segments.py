@@ -1,4 +1,6 @@
-"""Weight segments, on both sides: anonymous shared memory, the layout of the tensors in it, and their checksums."""
+"""Weight segments, on both sides: anonymous shared memory, the layout of the tensors in it, and
+their checksums.
+"""
 
 import math
 import os
@@ -52,7 +54,10 @@ def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
     end, before = 0, "the segment's start"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end or tensor.offset % ITEM_SIZES[tensor.dtype]:
-            raise ValueError(f"manifest: {tensor.name} at byte {tensor.offset} overlaps {before} or is not aligned")
+            raise ValueError(
+                f"manifest: {tensor.name} at byte {tensor.offset} overlaps {before} or is not "
+                "aligned"
+            )
         end, before = tensor.offset + tensor.num_bytes, tensor.name
     if end > size:
         raise ValueError(f"manifest: {before} ends at byte {end}, the segment has {size}")
@@ -64,9 +69,10 @@ def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
 def checksum(data: np.ndarray, policy_version: int) -> int:
     """CRC-32 of a tensor's bytes; of a sixteenth of a large one.
 
-    Blocks of 64 KiB are counted off; of a tensor over 64 KiB the first, the last and every 16th block go in, beginning
-    with block `policy_version` mod 16. So whatever is misplaced, transposed, stale or cut shows at once, and every byte
-    is looked at once in 16 pushes; reading all of it would cost more than the copy.
+    Blocks of 64 KiB are counted off; of a tensor over 64 KiB the first, the last and every 16th
+    block go in, beginning with block `policy_version` mod 16. So whatever is misplaced, transposed,
+    stale or cut shows at once, and every byte is looked at once in 16 pushes; reading all of it
+    would cost more than the copy.
 
     Args:
         data: [bytes] uint8.
@@ -86,8 +92,9 @@ def differing(tensors: Sequence[Tensor], sent: np.ndarray, consumed: np.ndarray)
 
 
 class Segment:
-    """Shared memory of a fixed size, mapped writable: no name in any file system, gone with its last holder. The
-    descriptor is inherited by children that are started with it."""
+    """Shared memory of a fixed size, mapped writable: no name in any file system, gone with its
+    last holder. The descriptor is inherited by children that are started with it.
+    """
 
     def __init__(self, name: str, size: int) -> None:
         """Allocate every page now, so that no write fails later.
@@ -96,9 +103,11 @@ class Segment:
             MemoryError: in one line, if there is no room.
         """
         if size > (available := available_bytes()):
-            # Asked for more than there is, Linux (6.18) hands out page after page until it kills a process.
+            # Asked for more than there is, Linux (6.18) hands out page after page until it kills a
+            # process.
             raise MemoryError(
-                f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({available / 2**30:.2f} GiB free)"
+                f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated "
+                f"({available / 2**30:.2f} GiB free)"
             )
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -106,7 +115,9 @@ class Segment:
             self.bytes: np.ndarray | None = attach(f"/proc/self/fd/{self.descriptor}", size)
         except OSError as error:
             os.close(self.descriptor)
-            raise MemoryError(f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({error})") from error
+            raise MemoryError(
+                f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({error})"
+            ) from error
 
     def close(self) -> None:
         """Free the memory once no array points into it. Safe to call twice."""
@@ -121,8 +132,13 @@ def attach(path: str, size: int) -> np.ndarray:
 
 
 def available_bytes() -> int:
-    """Memory that can still be allocated: the machine's, or the control group's where that is less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    """Memory that can still be allocated: the machine's, or the control group's where that is
+    less.
+    """
+    fields = dict(
+        line.split(":", 1)
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()

@@ -1,4 +1,6 @@
-"""Sidecars that are restarted when they break, and calls of several of them at the same time, a thread each."""
+"""Sidecars that are restarted when they break, and calls of several of them at the same time, a
+thread each.
+"""
 
 import collections
 import contextlib
@@ -32,7 +34,9 @@ class Calls:
     """
 
     def __init__(self, calls: "Sequence[Callable[[Calls], Any]]") -> None:
-        """Store the calls; `begin`, `values` or `results` starts them. Each is given this object."""
+        """Store the calls; `begin`, `values` or `results` starts them. Each is given this
+        object.
+        """
         self.stopped, self.failed = threading.Event(), False
         self._results: dict[int, Any] = {}
         self._arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -74,7 +78,11 @@ class Calls:
                     yield None
                     continue
                 if kind == "error":
-                    raise EngineError("ended by a later request to the sidecar") if type(value) is Stopped else value
+                    raise (
+                        EngineError("ended by a later request to the sidecar")
+                        if type(value) is Stopped
+                        else value
+                    )
                 if kind == "end":
                     left -= 1
                 else:
@@ -97,13 +105,15 @@ class Calls:
 
 
 class Supervisor:
-    """Keeps a sidecar running. A failed request is repeated with a new sidecar, up to a limit. One thread at a time.
+    """Keeps a sidecar running. A failed request is repeated with a new sidecar, up to a limit. One
+    thread at a time.
 
     Attributes:
         name: name of its engine, in errors and logs.
         sidecar: the one that works; None before it is ready, and while a new one is started.
         max_restarts: Restarts in a row without success, after which the run ends.
-        work: restarts, and tokens and seconds of the sidecars that broke, since the last `take_work`.
+        work: restarts, and tokens and seconds of the sidecars that broke, since the last
+            `take_work`.
     """
 
     max_restarts = 5
@@ -140,11 +150,12 @@ class Supervisor:
 
         Args:
             calls: stop the wait for a restart.
-            call: everything that must be asked of one sidecar. Made again, whole, for the next one if it breaks on the
-                way; it must not repeat what it `put`.
+            call: everything that must be asked of one sidecar. Made again, whole, for the next one
+                if it breaks on the way; it must not repeat what it `put`.
 
         Raises:
-            EngineError: after `max_restarts` restarts in a row without success, with the reason and the end of the log.
+            EngineError: after `max_restarts` restarts in a row without success, with the reason and
+                the end of the log.
         """
         while True:
             worker = self
@@ -158,14 +169,17 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _working(self, calls: Calls) -> "Iterator[Supervisor]":
-        """Whose sidecar makes a call: this one's. A new one is started, after a moment, where there is none."""
+        """Whose sidecar makes a call: this one's. A new one is started, after a moment, where there
+        is none.
+        """
         if self.sidecar is None:
             if calls.stopped.wait(max(0.0, self._not_before - time.monotonic())):
                 raise Stopped
             try:
                 self._begin(calls)
             except EngineError as error:
-                # An engine that once stood and is refused now lacks memory or a device: that may pass.
+                # An engine that once stood and is refused now lacks memory or a device: that may
+                # pass.
                 raise SidecarBroken(str(error)) from error
         yield self
 
@@ -190,7 +204,9 @@ class Supervisor:
         self._not_before = time.monotonic() + pause
 
     def take_work(self) -> dict[str, float]:
-        """Count what the sidecars did since the last such call, also those that broke, and the restarts."""
+        """Count what the sidecars did since the last such call, also those that broke, and the
+        restarts.
+        """
         done, self.work = self.work, collections.Counter()
         if one := self.sidecar:
             done, one.work = done + one.work, collections.Counter()
@@ -239,7 +255,9 @@ class Fleet:
         least = self.least if self._stood else len(self.members)
         self._below = 0.0 if there >= least else self._below or now
         if self._below and now - self._below > self.limit_s:
-            said = f"{there} of at least {least} replicas for {self.limit_s:g} s (`start_timeout_s`)"
+            said = (
+                f"{there} of at least {least} replicas for {self.limit_s:g} s (`start_timeout_s`)"
+            )
             raise EngineError(f"{said}: Ray has no room for more, or they don't start")
         if calls.stopped.wait(seconds):
             raise Stopped
@@ -249,8 +267,8 @@ class Fleet:
 class Member(Supervisor):
     """One of a fleet, whose sidecars start while the others work.
 
-    A call whose own sidecar is not there goes to the first one that is free, whole: log-probs depend on what is sampled
-    together, not on where.
+    A call whose own sidecar is not there goes to the first one that is free, whole: log-probs
+    depend on what is sampled together, not on where.
     """
 
     def __init__(self, name: str, start: Callable[[threading.Event], Any], fleet: Fleet) -> None:

@@ -3,8 +3,8 @@
     frame = magic "DCM2" | bytes, uint64 | map       little-endian
     map   = "op", further fields, and "arrays": name -> [dtype, shape, bytes]
 
-No pickle. Weights do not travel in frames, see `segments`. Both sides import this module, so it knows numpy and msgpack
-only.
+No pickle. Weights do not travel in frames, see `segments`. Both sides import this module, so it
+knows numpy and msgpack only.
 """
 
 import contextlib
@@ -43,7 +43,9 @@ class Message(NamedTuple):
 
 
 class Connection:
-    """One end of a Unix socket pair. After any WireError or TimeoutError it is closed: frames have no way to resume."""
+    """One end of a Unix socket pair. After any WireError or TimeoutError it is closed: frames have
+    no way to resume.
+    """
 
     def __init__(self, sock: socket.socket, *, max_bytes: int = 1 << 32) -> None:
         """Take over the socket.
@@ -59,7 +61,9 @@ class Connection:
         return self._socket.fileno()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to receive within so long, the end of the connection included."""
+        """Whether there is something to receive within so long, the end of the connection
+        included.
+        """
         poll = select.poll()
         poll.register(self, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
@@ -85,7 +89,8 @@ class Connection:
             timeout_s: limit for the whole frame; None waits without a limit.
 
         Raises:
-            ValueError: for an array that does not travel, or a frame over the limit; nothing is sent.
+            ValueError: for an array that does not travel, or a frame over the limit; nothing is
+                sent.
             TimeoutError: if the other side does not take it in time.
             WireError: if the other side is gone.
         """
@@ -93,7 +98,9 @@ class Connection:
         for name, value in (arrays or {}).items():
             # Not the name alone: big-endian int32 is called int32 too.
             if value.dtype not in _DTYPES:
-                raise ValueError(f"frame {op!r}: array {name} is {value.dtype}, allowed are {', '.join(_DTYPES)}")
+                raise ValueError(
+                    f"frame {op!r}: array {name} is {value.dtype}, allowed are {', '.join(_DTYPES)}"
+                )
             listed[name] = value.dtype.name, value.shape, value.tobytes()
         packed = msgpack.packb({**(header or {}), "op": op, "arrays": listed})
         if len(packed) > self._max_bytes:
@@ -109,7 +116,8 @@ class Connection:
 
         Raises:
             TimeoutError: if it is not there, whole, in time.
-            WireError: if the other side is gone, or sent something else than a frame within the limit.
+            WireError: if the other side is gone, or sent something else than a frame within the
+                limit.
         """
         with self._closing_on_failure("waiting for a frame", timeout_s) as end:
             magic, size = _PREFIX.unpack(self._receive_all(_PREFIX.size, end))
@@ -138,7 +146,11 @@ class Connection:
             self.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"{doing}: nothing for {timeout_s:g} s") from None
-            raise error if isinstance(error, WireError) else WireError(f"{doing}: {error.strerror or error}") from error
+            raise (
+                error
+                if isinstance(error, WireError)
+                else WireError(f"{doing}: {error.strerror or error}")
+            ) from error
 
 
 def _left(end: float | None) -> float | None:

@@ -31,25 +31,39 @@ class VllmKind(EngineKind):
     routes, most_top_logprobs = True, math.inf
 
     def check(self, arguments: EngineArguments) -> None:
-        precision, dtype, settings = arguments.precision, arguments.compute_dtype, arguments.settings
+        precision, dtype, settings = (
+            arguments.precision,
+            arguments.compute_dtype,
+            arguments.settings,
+        )
         if dtype != (needed := precision if precision in _DTYPES else "bfloat16"):
             raise ArgumentError(
-                "compute_dtype", f"got {dtype!r} with `precision`={precision!r}; vLLM computes it in {needed}, set that"
+                "compute_dtype",
+                f"got {dtype!r} with `precision`={precision!r}; vLLM computes it in {needed}, set "
+                "that",
             )
         if arguments.lag and settings.sleep:
             raise ArgumentError(
                 "sleep",
-                f"got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains can't sample "
-                "then, set `sleep`=0 or `lag`=0",
+                f"got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains "
+                "can't sample then, set `sleep`=0 or `lag`=0",
             )
         other = "visible_devices" if settings.placement == "ray" else "address"
         if value := getattr(settings, other):
-            raise ArgumentError(other, f"got {value!r} with `placement`={settings.placement}; leave it empty")
-        if settings.address not in ("", "auto") and not is_address(settings.address.removeprefix("ray://")):
-            allowed = "must be auto, HOST:PORT or ray://HOST:PORT (1 to 65535; an IPv6 host in brackets)"
+            raise ArgumentError(
+                other, f"got {value!r} with `placement`={settings.placement}; leave it empty"
+            )
+        if settings.address not in ("", "auto") and not is_address(
+            settings.address.removeprefix("ray://")
+        ):
+            allowed = (
+                "must be auto, HOST:PORT or ray://HOST:PORT (1 to 65535; an IPv6 host in brackets)"
+            )
             raise ArgumentError("address", f"got {settings.address!r}, {allowed}")
         if settings.min_replicas > max(1, settings.replicas):
-            raise ArgumentError("min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`")
+            raise ArgumentError(
+                "min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`"
+            )
         if arguments.model is not None and arguments.platform:
             from dcmdp_jax.engines.vllm.launch import check_planned
 
@@ -71,22 +85,26 @@ class VllmKind(EngineKind):
     def check_start(self, engine: "Engine") -> None:
         engine.check_start()
 
-    def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
+    def scheme(
+        self, arguments: EngineArguments, precision: str, cache: str, platform: str
+    ) -> Scheme:
         """vLLM's roundings in the build for the trainer's platform.
 
-        The CPU build leaves activations alone in fp8_per_block (on processors without AMX-FP8), and stores an FP8 cache
-        rounded towards zero.
+        The CPU build leaves activations alone in fp8_per_block (on processors without AMX-FP8), and
+        stores an FP8 cache rounded towards zero.
         """
         products = "" if precision == "full" else precision
         model, parts = arguments.model, arguments.settings.tensor_parallel_size
         if products and (parts > 1 or (model is not None and model.num_experts)):
             raise ArgumentError(
                 "forward_precision",
-                f"got {precision!r}; the trainer repeats vLLM's roundings of dense layers alone, with "
-                "`tensor_parallel_size`=1; set 'full'",
+                f"got {precision!r}; the trainer repeats vLLM's roundings of dense layers alone, "
+                "with `tensor_parallel_size`=1; set 'full'",
             )
         # Of fused q, k and v with biases: see `launch.engine_arguments`.
-        biased = bool(products) and model is not None and model.attention_bias and products != "int8"
+        biased = (
+            bool(products) and model is not None and model.attention_bias and products != "int8"
+        )
         if platform == "cpu" and products == "fp8_per_block":
             products = "fp8_weights_per_block"
         return Scheme(products=products, skip_qkv=biased, cache=cache_rounding(cache, platform))
@@ -101,7 +119,9 @@ class VllmKind(EngineKind):
 
         return device_share(arguments.settings)
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int) -> "list[MemoryPart]":
+    def memory(
+        self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int
+    ) -> "list[MemoryPart]":
         from dcmdp_jax.engines.vllm.memory import memory_parts
 
         return memory_parts(arguments, machine)
@@ -110,7 +130,10 @@ class VllmKind(EngineKind):
         if arguments.platform == "cpu":
             return ""
         asleep = ", while it samples" * (arguments.settings.sleep > 0)
-        return f"besides: vLLM takes {arguments.settings.memory_share:g} of each of its GPUs (`memory_share`){asleep}"
+        return (
+            f"besides: vLLM takes {arguments.settings.memory_share:g} of each of its GPUs "
+            f"(`memory_share`){asleep}"
+        )
 
 
 ENGINE = VllmKind()

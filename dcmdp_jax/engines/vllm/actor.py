@@ -1,6 +1,8 @@
-"""The Ray actor that holds vLLM, in the class that the sidecar's process serves: requests are calls, not frames.
+"""The Ray actor that holds vLLM, in the class that the sidecar's process serves: requests are
+calls, not frames.
 
-Runs under the actor's own interpreter, which needs Ray, vLLM and msgpack, and imports neither JAX nor the trainer.
+Runs under the actor's own interpreter, which needs Ray, vLLM and msgpack, and imports neither JAX
+nor the trainer.
 """
 
 import os
@@ -18,8 +20,9 @@ from dcmdp_jax.engines.sidecar import wire
 
 
 class VllmActor:
-    """One engine. Its calls come one at a time, in order: `ask` what the sidecar is asked, then `more` while it says
-    "progress"."""
+    """One engine. Its calls come one at a time, in order: `ask` what the sidecar is asked, then
+    `more` while it says "progress".
+    """
 
     def __init__(self) -> None:
         """Take a place; the request "start" builds the engine."""
@@ -27,7 +30,9 @@ class VllmActor:
         self._parts: Generator[Any, None, None] = (part for part in ())
 
     def ask(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
-        """Give up what was asked before; return the first part of the answer, or why there is none."""
+        """Give up what was asked before; return the first part of the answer, or why there is
+        none.
+        """
         self._parts.close()
         self._parts = self._answers(header, arrays)
         return self.more()
@@ -38,28 +43,44 @@ class VllmActor:
             return next(self._parts)
         except Exception as error:  # reported to the trainer, which ends this process
             traceback.print_exc()
-            return "failed", {"message": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}, {}
+            return (
+                "failed",
+                {"message": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"},
+                {},
+            )
 
-    def _answers(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Generator[Any, None, None]:
-        # Here: it takes this file's directory off the path, and `start` sets what vLLM reads when it is imported.
+    def _answers(
+        self, header: dict[str, Any], arrays: dict[str, np.ndarray]
+    ) -> Generator[Any, None, None]:
+        # Here: it takes this file's directory off the path, and `start` sets what vLLM reads when
+        # it is imported.
         from dcmdp_jax.engines.vllm import sidecar
 
         if header["op"] == "push":
             # The node's own shared memory, read only.
             header["segment"] = ray.get(header["segment"])
         start = header["op"] == "start"
-        yield from [self._start(header, sidecar)] if start else sidecar.answers(self._host, header, arrays)
+        yield from (
+            [self._start(header, sidecar)] if start else sidecar.answers(self._host, header, arrays)
+        )
 
     def _start(self, header: dict[str, Any], sidecar: Any) -> Any:
         if header["protocol"] != wire.PROTOCOL:
-            raise ValueError(f"protocol {header['protocol']!r}, the package here speaks {wire.PROTOCOL}")
+            raise ValueError(
+                f"protocol {header['protocol']!r}, the package here speaks {wire.PROTOCOL}"
+            )
         directory = Path(tempfile.mkdtemp(prefix="dcmdp-"))
         # Nothing is left of it, whatever ends this process: not a child that Ray ends too.
-        script, apart = 'exec 3<&0; { read _ <&3; rm -r "$0"; } &', {"env": {}, "start_new_session": True}
+        script, apart = (
+            'exec 3<&0; { read _ <&3; rm -r "$0"; } &',
+            {"env": {}, "start_new_session": True},
+        )
         removal = subprocess.Popen(["sh", "-c", script, directory], stdin=subprocess.PIPE, **apart)
         tempfile.tempdir = os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
         (directory / "config.json").write_text(header["config"], encoding="utf-8")
-        self._host = sidecar.EngineHost({**header, "engine": {**header["engine"], "model": str(directory)}})
+        self._host = sidecar.EngineHost(
+            {**header, "engine": {**header["engine"], "model": str(directory)}}
+        )
         sidecar.clear_names()
         removal.communicate()
         tempfile.tempdir = os.environ.pop("TMPDIR") and None

@@ -12,15 +12,16 @@ _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 _UNUSED = 0.1
 # JAX's name for what allocates a GPU's memory; empty: a pool, from which nothing goes back.
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
-# JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with neither if both are set.
+# JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with
+# neither if both are set.
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -> list[str]:
     """The GPUs of each replica: `tensor_parallel_size`, the next ones for the next replica.
 
-    Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs without
-    `visible_devices`.
+    Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs
+    without `visible_devices`.
 
     Args:
         settings: the sidecars'.
@@ -31,7 +32,9 @@ def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -
         UserError: if the replicas take more than there are, or it can't be said which there are.
     """
     each = settings.tensor_parallel_size
-    named = settings.visible_devices or ("" if there else os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    named = settings.visible_devices or (
+        "" if there else os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    )
     visible = [name.strip() for name in named.split(",") if name.strip()]
     visible = visible or [str(number) for number in range(there)] or present_gpus()
     held = 1 if platform == "cpu" else len(visible) // each
@@ -39,13 +42,15 @@ def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -
     if platform == "cpu" or (count == 1 and not visible):
         return [""] * count
     if not visible:
-        raise ArgumentError("replicas", f"got {count}, and no GPU is seen here; name theirs in `visible_devices`")
+        raise ArgumentError(
+            "replicas", f"got {count}, and no GPU is seen here; name theirs in `visible_devices`"
+        )
     if count * each > len(visible):
         raise ArgumentError(
             "replicas",
-            f"got {count} of `tensor_parallel_size`={each} devices each, and "
-            f"there are {len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or name more "
-            "in `visible_devices`",
+            f"got {count} of `tensor_parallel_size`={each} devices each, and there are "
+            f"{len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or "
+            "name more in `visible_devices`",
         )
     if count == 1:
         return [settings.visible_devices]
@@ -53,7 +58,8 @@ def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -
 
 
 def memory_fraction() -> tuple[str, str]:
-    """The environment variable of the share of a GPU's memory that JAX takes, and its value, "" if none is set.
+    """The environment variable of the share of a GPU's memory that JAX takes, and its value, "" if
+    none is set.
 
     Raises:
         UserError: if both of the names that JAX knows are set. JAX would go on without its GPUs.
@@ -65,19 +71,29 @@ def memory_fraction() -> tuple[str, str]:
 
 
 def reserve_device_share(settings: VllmSettings) -> None:
-    """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
+    """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its
+    backend.
 
-    JAX takes its share when it starts. Where the user says nothing (`memory_fraction`) it gets what the sidecar leaves,
-    less a tenth for both their contexts. Where the sidecar sleeps, JAX has its memory meanwhile: it then takes from the
-    GPU what it needs and gives it back (XLA_PYTHON_CLIENT_ALLOCATOR=platform).
+    JAX takes its share when it starts. Where the user says nothing (`memory_fraction`) it gets what
+    the sidecar leaves, less a tenth for both their contexts. Where the sidecar sleeps, JAX has its
+    memory meanwhile: it then takes from the GPU what it needs and gives it back
+    (XLA_PYTHON_CLIENT_ALLOCATOR=platform).
 
     Raises:
         ValueError: if the two shares don't fit, or the user's is not a number.
     """
-    if settings.address or os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda_plugin():
+    if (
+        settings.address
+        or os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+        or not has_cuda_plugin()
+    ):
         return
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
+    if (
+        settings.visible_devices
+        and ours
+        and not set(ours.split(",")) & set(settings.visible_devices.split(","))
+    ):
         return
     if settings.sleep:
         os.environ.setdefault(_ALLOCATOR, "platform")
@@ -94,7 +110,8 @@ def reserve_device_share(settings: VllmSettings) -> None:
 def may_start_beside_trainer(platform: str) -> bool:
     """Whether vLLM may start while the trainer computes.
 
-    On a GPU it measures free memory, and fails where more gets free: a trainer with JAX's own pool frees none.
+    On a GPU it measures free memory, and fails where more gets free: a trainer with JAX's own pool
+    frees none.
     """
     return platform == "cpu" or not os.environ.get(_ALLOCATOR)
 

@@ -14,7 +14,13 @@ import numpy as np
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines import engine_kind, vllm_common
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_finite, checked_sequences, scored_rows
+from dcmdp_jax.engines.protocol import (
+    EngineError,
+    SamplingParams,
+    check_finite,
+    checked_sequences,
+    scored_rows,
+)
 from dcmdp_jax.engines.sidecar import process, weights, wire
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Supervisor
@@ -31,31 +37,36 @@ SCRIPT = Path(__file__).with_name("sidecar.py")
 
 
 class VllmEngine:
-    """Keeps the `Engine` protocol with stock vLLM in processes of its own: `rollout.vllm.replicas` sidecars.
+    """Keeps the `Engine` protocol with stock vLLM in processes of its own: `rollout.vllm.replicas`
+    sidecars.
 
     Sampling is a function of (seed, step, row): each completion is a request with its own seed
-    (`vllm_common.request_seeds`). Log-probs depend on batch composition too, by rounding. So the same prompts go to the
-    same replica each time, the prefix cache is emptied before each call, and an interrupted replica samples its whole
-    part of the call again: the same call gives the same bits, whichever sidecar was restarted during it.
+    (`vllm_common.request_seeds`). Log-probs depend on batch composition too, by rounding. So the
+    same prompts go to the same replica each time, the prefix cache is emptied before each call, and
+    an interrupted replica samples its whole part of the call again: the same call gives the same
+    bits, whichever sidecar was restarted during it.
 
-    All replicas load from one copy of the weights. A sidecar that fails is restarted alone (`replica.Replica`), while
-    the others go on.
+    All replicas load from one copy of the weights. A sidecar that fails is restarted alone
+    (`replica.Replica`), while the others go on.
 
     For one thread.
     """
 
     def __init__(self, arguments: engine_kind.EngineArguments, *, script: Path = SCRIPT) -> None:
-        """Start vLLM (seconds on CPU, a minute on a GPU) and wait until it is ready; with `prepare`, at its first use.
+        """Start vLLM (seconds on CPU, a minute on a GPU) and wait until it is ready; with
+        `prepare`, at its first use.
 
         Args:
-            arguments: `directory` gets config.json, log, temporary files; with several replicas each has its log in a
-                directory of its own in there, named by its number. `max_rows` counts all replicas together; more
-                wait in vLLM's queues. Without a `platform` the machine and the model are checked here.
+            arguments: `directory` gets config.json, log, temporary files; with several replicas
+                each has its log in a directory of its own in there, named by its number. `max_rows`
+                counts all replicas together; more wait in vLLM's queues. Without a `platform` the
+                machine and the model are checked here.
             script: the sidecar.
 
         Raises:
             UserError: see `VllmKind.check_machine` and `check`; before anything is started.
-            MemoryError: if shared memory for the copies of the weights can't be allocated; it says how much is free.
+            MemoryError: if shared memory for the copies of the weights can't be allocated; it says
+                how much is free.
             EngineError: if vLLM does not start.
         """
         if not arguments.platform:
@@ -67,15 +78,25 @@ class VllmEngine:
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
         self._by_ray = settings.placement == "ray"
-        of_each = [""] * max(1, settings.replicas) if self._by_ray else devices.devices_of_replicas(settings, platform)
+        of_each = (
+            [""] * max(1, settings.replicas)
+            if self._by_ray
+            else devices.devices_of_replicas(settings, platform)
+        )
         arguments = dataclasses.replace(
             arguments,
             directory=arguments.directory.resolve(),
             settings=(settings := dataclasses.replace(settings, replicas=len(of_each))),
         )
-        self.weights = weights.SharedWeights(arguments, launch.ray_modules()[0].ray.put if self._by_ray else None)
+        self.weights = weights.SharedWeights(
+            arguments, launch.ray_modules()[0].ray.put if self._by_ray else None
+        )
         manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
-        shared = {"protocol": wire.PROTOCOL, "manifest": manifest, "segment_bytes": self.weights.num_bytes}
+        shared = {
+            "protocol": wire.PROTOCOL,
+            "manifest": manifest,
+            "segment_bytes": self.weights.num_bytes,
+        }
         self.replicas: list[Replica] = []
         self._calls, self._starting, self._open = Calls([]), None, contextlib.ExitStack()
         try:
@@ -120,7 +141,9 @@ class VllmEngine:
     def _actors(
         self, arguments: engine_kind.EngineArguments, shared: dict[str, Any]
     ) -> Callable[[process.Launch], Supervisor]:
-        """Connect to the Ray cluster, or start one; return what makes the supervisor of an actor, not started yet."""
+        """Connect to the Ray cluster, or start one; return what makes the supervisor of an actor,
+        not started yet.
+        """
         settings, (name, amount) = arguments.settings, launch.resource(arguments)
         cluster, ray_actors, actor = launch.ray_modules()
         store = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
@@ -136,7 +159,9 @@ class VllmEngine:
             options |= {"num_gpus": amount} if name == "GPU" else {"resources": {name: amount}}
             fields = shared | {"engine": dict(one.engine), "segments": [], "config": config}
             # The run's report reads it.
-            return ray_actors.ActorProcess(one.name, actor.VllmActor, options, fields, one.directory / "nodes.txt")
+            return ray_actors.ActorProcess(
+                one.name, actor.VllmActor, options, fields, one.directory / "nodes.txt"
+            )
 
         return lambda one: Member(one.name, functools.partial(start, one), fleet)
 
@@ -148,30 +173,39 @@ class VllmEngine:
         return self._calls
 
     def check_start(self, *, wait: bool = False) -> None:
-        """Raise the EngineError of a start that goes on beside the trainer, if it has failed; or wait for its end."""
+        """Raise the EngineError of a start that goes on beside the trainer, if it has failed; or
+        wait for its end.
+        """
         if self._starting is not None and (wait or self._starting.failed):
             starting, self._starting = self._starting, None
             with activity("waiting for vLLM to start"):
                 starting.results()
 
     def push_weights(self, params: Params | Adapted, policy_version: int) -> dict[str, float]:
-        """Publish the parameters and have each replica load them; return when they are proven to be in use.
+        """Publish the parameters and have each replica load them; return when they are proven to be
+        in use.
 
-        With `EngineArguments.lora` they are `Adapted`: a sidecar that has the base gets A and B alone.
+        With `EngineArguments.lora` they are `Adapted`: a sidecar that has the base gets A and B
+        alone.
 
-        The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the prefix cache was
-        emptied, and the engine's log-probs of fixed sequences are near the trainer's own. A sidecar that fails it is
-        never used half-updated: it is started again and gets the weights again.
+        The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the
+        prefix cache was emptied, and the engine's log-probs of fixed sequences are near the
+        trainer's own. A sidecar that fails it is never used half-updated: it is started again and
+        gets the weights again.
 
         Returns:
-            "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats; of the replica with the largest.
+            "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats; of the replica
+                with the largest.
 
         Raises:
             ValueError: for parameters that do not fit the model.
-            EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
+            EngineError: if it fails again and again, or if the trainer's own log-probs are not
+                finite.
         """
         publication = self.weights.publish(params, policy_version)
-        loads = [functools.partial(replica.load, publication=publication) for replica in self.replicas]
+        loads = [
+            functools.partial(replica.load, publication=publication) for replica in self.replicas
+        ]
         differences = [found for found in self._begin(loads).results() if found is not None]
         measured = {} if publication.probe is None else {"mismatch/probe": max(differences)}
         for number, replica in enumerate(self.replicas if self._by_ray else ()):
@@ -185,12 +219,18 @@ class VllmEngine:
         return self.weights.published
 
     def generate(
-        self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
         """See `Engine.generate`; prompt `p` is sampled by replica `p` mod their number.
 
-        A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
-        what was yielded is not yielded again. An empty list comes every half second.
+        A sidecar that breaks on the way is started again and samples its prompts again, which gives
+        the same bits; what was yielded is not yielded again. An empty list comes every half second.
         """
         publication = self._published("generate")
         engine_kind.check_temperature("vllm", sampling.temperature, vllm_common.VLLM_TEMPERATURES)
@@ -198,7 +238,9 @@ class VllmEngine:
         numbered = list(enumerate(prompts))
         place = {"seed": seed, "step": step, "first_prompt": first_prompt}
         parts = [
-            replica.sample(publication, dict(numbered[first :: len(self.replicas)]), sampling, **place)
+            replica.sample(
+                publication, dict(numbered[first :: len(self.replicas)]), sampling, **place
+            )
             for first, replica in enumerate(self.replicas[: len(prompts)])
         ]
 
@@ -213,7 +255,11 @@ class VllmEngine:
         return groups()
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> list[np.ndarray]:
         """See `Engine.score`; each row in one pass as a prompt."""
         publication = self._published("score")
@@ -222,7 +268,9 @@ class VllmEngine:
         count = len(self.replicas)
         asked = {"publication": publication, "temperature": temperature or 1.0}
         scores = [
-            functools.partial(replica.score, rows=rows[first::count], starts=starts[first::count], **asked)
+            functools.partial(
+                replica.score, rows=rows[first::count], starts=starts[first::count], **asked
+            )
             for first, replica in enumerate(self.replicas[: len(rows)])
         ]
         dealt = self._begin(scores).results()
@@ -233,22 +281,26 @@ class VllmEngine:
     def observe(
         self, rows: Sequence[np.ndarray], modules: Sequence[str]
     ) -> dict[str, tuple[np.ndarray | None, np.ndarray]]:
-        """Inputs and outputs of modules of vLLM's network while rows are scored in one pass each, by forward hooks.
+        """Inputs and outputs of modules of vLLM's network while rows are scored in one pass each,
+        by forward hooks.
 
         Args:
             rows: token ids.
             modules: names in vLLM's network, "model.layers.0.mlp".
 
         Returns:
-            Name -> what it read, None where that is token ids, and what it gave, [tokens, width] float32 each, the
-            tokens of all rows one after the other.
+            Name -> what it read, None where that is token ids, and what it gave, [tokens, width]
+            float32 each, the tokens of all rows one after the other.
 
         Raises:
-            EngineError: if a module was not called, which compiled or captured networks do not, or the engine breaks.
+            EngineError: if a module was not called, which compiled or captured networks do not, or
+                the engine breaks.
         """
         publication = self._published("observe")
         rows = checked_sequences(self, rows, "row")
-        ask = functools.partial(self.replicas[0].observe, publication=publication, rows=rows, modules=modules)
+        ask = functools.partial(
+            self.replicas[0].observe, publication=publication, rows=rows, modules=modules
+        )
         [kept] = self._begin([ask]).results()
         tokens, found = sum(row.size for row in rows), {}
         for name in modules:
@@ -259,7 +311,9 @@ class VllmEngine:
         return found
 
     def release_weights(self) -> None:
-        """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between calls."""
+        """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between
+        calls.
+        """
 
     def close(self) -> None:
         """Stop the sidecars and free the shared memory. Safe to call twice."""

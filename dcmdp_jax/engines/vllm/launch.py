@@ -1,4 +1,6 @@
-"""vLLM's arguments and environment from a run's settings: fixed ones, and further ones that a user may add."""
+"""vLLM's arguments and environment from a run's settings: fixed ones, and further ones that a user
+may add.
+"""
 
 import dataclasses
 import inspect
@@ -27,19 +29,22 @@ _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=l
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
 _LEAST_CACHE, _SMALL_CACHE = 1 << 26, 1 << 30
-# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
-# random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
+# Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each
+# precision on small random models (docs/vllm.md), and well below what a layer left out or put in
+# the wrong place makes.
 _PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
 _PROBE_TOLERANCE_8_BIT = 4.0
 
-# vLLM's quantization while weights are loaded, W8A8 both: one scale for each matrix and, measured at each product, for
-# each token (its `--quantization fp8` of before 0.32); or one for each block of 128 x 128 weights and 128 activations.
+# vLLM's quantization while weights are loaded, W8A8 both: one scale for each matrix and, measured
+# at each product, for each token (its `--quantization fp8` of before 0.32); or one for each block
+# of 128 x 128 weights and 128 activations.
 _ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
 
 # torch, which vLLM asks, counts no processor with fewer of them.
 _AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
-# Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead, or why.
+# Set by us, or of no use here, or making probabilities incomparable; each with where it is set
+# instead, or why.
 _OURS = {
     "model": "it is the model whose weights are pushed",
     "tokenizer": "`tokenizer`",
@@ -82,25 +87,42 @@ def check_machine(arguments: EngineArguments) -> str:
     """
     settings = arguments.settings
     if sys.platform != "linux":
-        raise ArgumentError("engine", f"the vLLM sidecar needs Linux, this is {sys.platform}; use local")
-    version, platform = installed_in_cluster(settings) if settings.address else installed_vllm(settings.python)
+        raise ArgumentError(
+            "engine", f"the vLLM sidecar needs Linux, this is {sys.platform}; use local"
+        )
+    version, platform = (
+        installed_in_cluster(settings) if settings.address else installed_vllm(settings.python)
+    )
     if known := unsupported_version(version):
         raise ArgumentError(
             "engine",
             f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
             "of those, or name an interpreter that has one in `python`",
         )
-    precision = platform == "cpu" and arguments.precision in ("int8", "fp8_per_block") and arguments.precision
+    precision = (
+        platform == "cpu"
+        and arguments.precision in ("int8", "fp8_per_block")
+        and arguments.precision
+    )
     # What fails in 0.22, or was not tried there.
-    lacking = {"routed_experts": arguments.routed_experts, "adapters": settings.adapters, "precision": precision}
+    lacking = {
+        "routed_experts": arguments.routed_experts,
+        "adapters": settings.adapters,
+        "precision": precision,
+    }
     for name, value in lacking.items():
         if value and version.startswith("0.22."):
-            raise ArgumentError(name, f"got {value!r}, which the bridge does not do with vLLM {version}; install 0.32")
+            raise ArgumentError(
+                name,
+                f"got {value!r}, which the bridge does not do with vLLM {version}; install 0.32",
+            )
     extra_arguments(settings.engine_args)
     # Of an address the nodes' own is not asked: a cluster's CPUs are taken for this machine's.
     check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
     if settings.address:
-        ray_modules()[1].check_room(settings.replicas, *resource(dataclasses.replace(arguments, platform=platform)))
+        ray_modules()[1].check_room(
+            settings.replicas, *resource(dataclasses.replace(arguments, platform=platform))
+        )
         return platform
     devices.devices_of_replicas(settings, platform)
     if settings.placement == "ray":
@@ -121,17 +143,24 @@ def ray_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
         from dcmdp_jax.engines.sidecar import ray_actors
         from dcmdp_jax.engines.vllm import actor
     except ImportError as error:
-        raise ArgumentError("placement", f"got 'ray', which needs Ray ({error}): pip install '.[ray]'") from None
+        raise ArgumentError(
+            "placement", f"got 'ray', which needs Ray ({error}): pip install '.[ray]'"
+        ) from None
     return ray_cluster, ray_actors, actor
 
 
 def resource(arguments: EngineArguments) -> tuple[str, float]:
     """Ray's resource that a replica takes, and how much of it."""
-    return ("GPU", arguments.settings.tensor_parallel_size) if arguments.platform == "cuda" else ("vllm", 1)
+    return (
+        ("GPU", arguments.settings.tensor_parallel_size)
+        if arguments.platform == "cuda"
+        else ("vllm", 1)
+    )
 
 
 def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
-    """As `installed_vllm`, of the nodes of the Ray cluster at `address` that take replicas; the oldest version.
+    """As `installed_vllm`, of the nodes of the Ray cluster at `address` that take replicas; the
+    oldest version.
 
     Raises:
         UserError: naming the node.
@@ -140,18 +169,22 @@ def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
     cluster.connect(settings.address)
     nodes = ray_actors.ask_nodes(installed, settings.python, {"GPU", "vllm"})
     if not nodes:
-        raise ArgumentError("address", f"got {settings.address!r}, no node of which has a GPU or the resource vllm")
+        raise ArgumentError(
+            "address", f"got {settings.address!r}, no node of which has a GPU or the resource vllm"
+        )
     found = [vllm_of(packages, label) for label, packages in nodes.items()]
     return min(found, key=lambda one: [int(part) for part in re.findall(r"\d+", one[0])])
 
 
 def check_planned(arguments: EngineArguments) -> None:
-    """Refuse a platform, a model, or settings with them, that vLLM could not do, before anything is loaded.
+    """Refuse a platform, a model, or settings with them, that vLLM could not do, before anything is
+    loaded.
 
     Raises:
-        UserError: see `engine_arguments`; for vLLM on a TPU; for recurrent layers on a CPU, where vLLM's module imports
-            torchvision, which the package index has for CUDA alone; for a Qwen2 model whose heads don't divide its
-            width, or a tensor parallelism that vLLM refuses when it loads the model.
+        UserError: see `engine_arguments`; for vLLM on a TPU; for recurrent layers on a CPU, where
+            vLLM's module imports torchvision, which the package index has for CUDA alone; for a
+            Qwen2 model whose heads don't divide its width, or a tensor parallelism that vLLM
+            refuses when it loads the model.
     """
     config, settings = arguments.model, arguments.settings
     if arguments.platform == "tpu":
@@ -163,10 +196,12 @@ def check_planned(arguments: EngineArguments) -> None:
     if not config.family.own_head_dim and config.head_dim * heads != config.hidden_size:
         raise ArgumentError(
             "model",
-            f"head_dim={config.head_dim} with {heads} heads and hidden_size="
-            f"{config.hidden_size}; vLLM's {config.model_type} takes hidden_size / heads whatever config.json says",
+            f"head_dim={config.head_dim} with {heads} heads and hidden_size={config.hidden_size}; "
+            f"vLLM's {config.model_type} takes hidden_size / heads whatever config.json says",
         )
-    allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+    allowed = [
+        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
+    ]
     allowed = [n for n in allowed if not config.linear_num_key_heads % n]
     if parts not in allowed:
         raise ArgumentError(
@@ -180,7 +215,8 @@ def check_planned(arguments: EngineArguments) -> None:
 
 
 def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
-    """Divide the memory of GPUs between this process and sidecars that it will start. Must run before JAX does.
+    """Divide the memory of GPUs between this process and sidecars that it will start. Must run
+    before JAX does.
 
     Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
 
@@ -196,11 +232,14 @@ def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
     except UserError:
         return
     if platform == "cuda" and sidecars:
-        devices.reserve_device_share(dataclasses.replace(settings, memory_share=sidecars * settings.memory_share))
+        devices.reserve_device_share(
+            dataclasses.replace(settings, memory_share=sidecars * settings.memory_share)
+        )
 
 
 def installed_vllm(python: str) -> tuple[str, str]:
-    """Version of the vLLM that an interpreter has, and its platform: "cpu" or "cuda". Does not import it.
+    """Version of the vLLM that an interpreter has, and its platform: "cpu" or "cuda". Does not
+    import it.
 
     Raises:
         UserError: if the interpreter can't be run, or see `vllm_of`.
@@ -217,7 +256,9 @@ def installed_vllm(python: str) -> tuple[str, str]:
         )
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ArgumentError("python", f"{python!r} does not run as a Python interpreter ({error})") from None
+        raise ArgumentError(
+            "python", f"{python!r} does not run as a Python interpreter ({error})"
+        ) from None
     return vllm_of(found, python or "this environment")
 
 
@@ -239,9 +280,13 @@ def vllm_of(found: dict[str, str], where: str) -> tuple[str, str]:
             "or name an interpreter that has it in `python`",
         )
     if len(found) > 1:
-        raise ArgumentError("engine", f"both {' and '.join(found)} are installed in {where}; uninstall one")
+        raise ArgumentError(
+            "engine", f"both {' and '.join(found)} are installed in {where}; uninstall one"
+        )
     if codec is None:
-        raise ArgumentError("python", f"{where} has no msgpack, which the sidecar speaks; install it there")
+        raise ArgumentError(
+            "python", f"{where} has no msgpack, which the sidecar speaks; install it there"
+        )
     [(name, version)] = found.items()
     if name == "vllm-tpu":
         raise ArgumentError(*_NO_TPU)
@@ -249,7 +294,9 @@ def vllm_of(found: dict[str, str], where: str) -> tuple[str, str]:
 
 
 def interpreter(python: str) -> str:
-    """The path of the sidecar's interpreter, found from here: the sidecar has a working directory of its own."""
+    """The path of the sidecar's interpreter, found from here: the sidecar has a working directory
+    of its own.
+    """
     # Not resolved: an environment's python is a link, and its place identifies the environment.
     return os.path.abspath(shutil.which(python) or python) if python else sys.executable
 
@@ -269,11 +316,12 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
 
 
 def check_processor(precision: str, kv_cache_dtype: str, platform: str) -> None:
-    """Refuse a precision or a cache that vLLM's CPU build can't compute on this machine's processor.
+    """Refuse a precision or a cache that vLLM's CPU build can't compute on this machine's
+    processor.
 
     Raises:
-        UserError: in the CPU build for "fp8" weights; for other quantized ones without AMX; for an FP8 cache without
-            AVX-512 and AMX.
+        UserError: in the CPU build for "fp8" weights; for other quantized ones without AMX; for an
+            FP8 cache without AVX-512 and AMX.
     """
     if platform != "cpu":
         return
@@ -294,8 +342,8 @@ def check_processor(precision: str, kv_cache_dtype: str, platform: str) -> None:
     if kv_cache_dtype.startswith("fp8") and not features >= _AVX_512:
         raise ArgumentError(
             "kv_cache_dtype",
-            f"got {kv_cache_dtype!r}, which vLLM's CPU build computes with AVX-512 or AMX instructions; this "
-            "processor has neither: choose auto",
+            f"got {kv_cache_dtype!r}, which vLLM's CPU build computes with AVX-512 or AMX "
+            "instructions; this processor has neither: choose auto",
         )
 
 
@@ -303,20 +351,22 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
     """Arguments of `vllm.LLM`, the same for each replica.
 
     Args:
-        engine: the engine's arguments; `directory` holds the model's config.json, 0 `replicas` count as 1.
+        engine: the engine's arguments; `directory` holds the model's config.json, 0 `replicas`
+            count as 1.
         available: bytes of memory that the CPU build may count on, all replicas together.
 
     Raises:
-        UserError: see `extra_arguments`; or for "int8" with a mixture of experts, for `top_logprobs` beyond the
-            max_logprobs of `engine_args`, or a prefix cache that does not fit
-            `routed_experts`, which the sidecar records itself in the CPU build.
+        UserError: see `extra_arguments`; or for "int8" with a mixture of experts, for
+            `top_logprobs` beyond the max_logprobs of `engine_args`, or a prefix cache that does not
+            fit `routed_experts`, which the sidecar records itself in the CPU build.
     """
     config, settings, precision = engine.model, engine.settings, engine.precision
     cpu, replicas = engine.platform == "cpu", max(1, settings.replicas)
     if precision == "int8" and config.num_experts:
         raise ArgumentError(
             "precision",
-            "got 'int8', which the bridge has no mixture of experts in; choose bfloat16, float32 or fp8_per_block",
+            "got 'int8', which the bridge has no mixture of experts in; choose bfloat16, float32 "
+            "or fp8_per_block",
         )
     max_rows = -(-engine.max_rows // replicas)
     length = engine.max_total_tokens + 1  # scoring a whole row samples one token more
@@ -334,7 +384,8 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         "seed": 0,
     }
     if scheme := _ONLINE.get(precision):
-        # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build it.
+        # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build
+        # it.
         ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if config.attention_bias else []
         layers = {"linear": scheme}
         if config.num_experts:
@@ -343,22 +394,34 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         arguments["quantization_config"] = {**layers, "ignore": ignored}
     if settings.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
-    item = 1 if engine.kv_cache_dtype.startswith("fp8") else 4 if engine.compute_dtype == "float32" else 2
+    item = (
+        1
+        if engine.kv_cache_dtype.startswith("fp8")
+        else 4
+        if engine.compute_dtype == "float32"
+        else 2
+    )
     row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
-    needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
+    needed = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
+    )
     if cpu:
-        arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * replicas))))
+        arguments.setdefault(
+            "kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * replicas)))
+        )
         arguments |= {
             "enforce_eager": True,
             "block_size": _BLOCK_SIZE,
-            # A seeded request whose prompt is cut in two crashes the CPU engine (0.32): its generator has no offset.
+            # A seeded request whose prompt is cut in two crashes the CPU engine (0.32): its
+            # generator has no offset.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_PREFILL_TOKENS, length),
         }
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
         if needed <= _SMALL_CACHE:
-            # A reset of the prefix cache goes through all blocks: in half a second where a small model's fill a GPU.
+            # A reset of the prefix cache goes through all blocks: in half a second where a small
+            # model's fill a GPU.
             arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, 2 * needed))
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
@@ -367,9 +430,12 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
     if (top := engine.top_logprobs) > _MAX_LOGPROBS:
         arguments["max_logprobs"] = top
     if -1 != (most := extra.get("max_logprobs", -1)) < top:
-        raise ArgumentError("top_logprobs", f"got {top}, `engine_args` has max_logprobs={most}; leave that out")
+        raise ArgumentError(
+            "top_logprobs", f"got {top}, `engine_args` has max_logprobs={most}; leave that out"
+        )
     if engine.routed_experts:
-        # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
+        # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that
+        # are computed.
         needed = not cpu
         if extra.get("enable_prefix_caching", needed) != needed:
             raise ArgumentError(
@@ -382,18 +448,30 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
 
 
 def _adapter_arguments(engine: EngineArguments) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for adapters that are pushed apart from their base; refuses those that it can't hold."""
+    """Arguments of `vllm.LLM` for adapters that are pushed apart from their base; refuses those
+    that it can't hold.
+    """
     model, lora, highest = engine.model, engine.lora, _RANKS[-1]
     for refused, what in (
         (lora.rank > highest, f"a rank of {lora.rank}; vLLM takes at most {highest}"),
-        (engine.platform == "cuda" and engine.compute_dtype == "float32", "float32; vLLM's CUDA build takes 16 bits"),
-        (engine.platform == "cpu" and model.num_experts, "experts; vLLM's CPU build takes dense models"),
+        (
+            engine.platform == "cuda" and engine.compute_dtype == "float32",
+            "float32; vLLM's CUDA build takes 16 bits",
+        ),
+        (
+            engine.platform == "cpu" and model.num_experts,
+            "experts; vLLM's CPU build takes dense models",
+        ),
     ):
         if refused:
             raise ArgumentError("adapters", f"got True with {what}: set False")
     most = next(most for most in _RANKS if most >= lora.rank)
     # Not the output layer: vLLM (0.32) takes the tokens of a prompt for sampled ones there.
-    return {"enable_lora": True, "max_lora_rank": most, "lora_target_modules": target_modules(model, lora)}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": most,
+        "lora_target_modules": target_modules(model, lora),
+    }
 
 
 def probe_tolerance(arguments: EngineArguments) -> float:
@@ -403,13 +481,16 @@ def probe_tolerance(arguments: EngineArguments) -> float:
 
 
 def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
-    """Variables of a sidecar's process, on top of the trainer's; `names` of `devices.devices_of_replicas`."""
+    """Variables of a sidecar's process, on top of the trainer's; `names` of
+    `devices.devices_of_replicas`.
+    """
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # What takes an address (gloo, NCCL's bootstrap) listens on this machine only; torch's TCPStore takes none.
+        # What takes an address (gloo, NCCL's bootstrap) listens on this machine only; torch's
+        # TCPStore takes none.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -418,7 +499,8 @@ def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
     if names:
         variables["CUDA_VISIBLE_DEVICES"] = names
     if arguments.platform == "cuda":
-        # A forked worker would have our extension imported already, which asks the kernel to end it with its parent.
+        # A forked worker would have our extension imported already, which asks the kernel to end it
+        # with its parent.
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if arguments.routed_experts:
             # Only this runner of vLLM 0.32 returns them.
@@ -431,26 +513,48 @@ def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
             # Threads that spin while others work made two of them forty times slower than one.
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Huge pages where the kernel has them: loading weights maps memory again, and page by page that is half
-            # its time.
+            # Huge pages where the kernel has them: loading weights maps memory again, and page by
+            # page that is half its time.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return variables
 
 
 def write_model_config(arguments: EngineArguments) -> None:
-    """Write the config.json that the engine is built from, atomically. Weights are pushed, none are written."""
+    """Write the config.json that the engine is built from, atomically. Weights are pushed, none are
+    written.
+    """
     config, directory = arguments.model, arguments.directory
     fields = to_hf(config, dtype=arguments.compute_dtype)
     # Room for the token that scoring a whole row samples; nothing is computed with it.
-    fields["max_position_embeddings"] = max(config.max_position_embeddings, arguments.max_total_tokens + 1)
+    fields["max_position_embeddings"] = max(
+        config.max_position_embeddings, arguments.max_total_tokens + 1
+    )
     if arguments.precision == "int8":
-        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        weights = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        }
+        activations = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
         fields["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": weights,
+                    "input_activations": activations,
+                }
+            },
             "ignore": ["lm_head"],
         }
     directory.mkdir(parents=True, exist_ok=True)

@@ -22,5 +22,9 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     return [
         *found,
         exact("vLLM's weights", host=count * bridge.num_bytes, lower=fewer + lower),
-        exact("vLLM's key-value cache", host=count * cache, lower=f"{fewer}`kv_cache_gib` or `max_rows`"),
+        exact(
+            "vLLM's key-value cache",
+            host=count * cache,
+            lower=f"{fewer}`kv_cache_gib` or `max_rows`",
+        ),
     ]

@@ -2,9 +2,10 @@
 
     python sidecar.py DESCRIPTOR PARENT
 
-DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; `engines/sidecar/__init__.py` lists the requests. This file, start_checks.py and worker.py
-alone import torch or vllm; they run under the sidecar's own interpreter.
+DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame
+says how to build the engine; `engines/sidecar/__init__.py` lists the requests. This file,
+start_checks.py and worker.py alone import torch or vllm; they run under the sidecar's own
+interpreter.
 """
 
 import contextlib
@@ -28,8 +29,8 @@ _PROGRESS_S = 0.5
 def _find_package() -> None:
     """Make this package importable from where this file lies, and nothing else from there.
 
-    The interpreter may be another one than the trainer's: its own packages must win, ours need not be installed in it.
-    Runs again in worker processes that vLLM spawns.
+    The interpreter may be another one than the trainer's: its own packages must win, ours need not
+    be installed in it. Runs again in worker processes that vLLM spawns.
     """
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
@@ -68,8 +69,8 @@ class EngineHost:
         """Import vLLM and build the engine; weights are random until the first push.
 
         Args:
-            fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors; none
-                where a push brings the bytes), segment_bytes.
+            fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments
+                (descriptors; none where a push brings the bytes), segment_bytes.
         """
         check_torch_builds()
         import vllm
@@ -79,10 +80,14 @@ class EngineHost:
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
-        check_received_tensors(fields["engine"]["model"], segments.parse(self._manifest, self._size))
+        check_received_tensors(
+            fields["engine"]["model"], segments.parse(self._manifest, self._size)
+        )
         engine = dict(fields["engine"])
         self._routing = Routing(engine)
-        self.llm = vllm.LLM(**engine, worker_extension_cls="dcmdp_jax.engines.vllm.worker.WeightReceiver")
+        self.llm = vllm.LLM(
+            **engine, worker_extension_cls="dcmdp_jax.engines.vllm.worker.WeightReceiver"
+        )
         self.engine = self.llm.llm_engine
         self.version: int | None = None
         self._lora: Any = None
@@ -93,10 +98,14 @@ class EngineHost:
         self._try_out()
 
     def _try_out(self) -> None:
-        """Sample and score one token with random weights, so that an engine that can't run fails at its start."""
+        """Sample and score one token with random weights, so that an engine that can't run fails at
+        its start.
+        """
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
         self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -104,7 +113,8 @@ class EngineHost:
     def push(self, fields: dict[str, Any]) -> np.ndarray:
         """Load a segment in every worker; return checksums, [workers, tensors] uint64.
 
-        Adapters take the place of those before, of which no request is left, as each is answered before the next.
+        Adapters take the place of those before, of which no request is left, as each is answered
+        before the next.
         """
         from vllm.lora.request import LoRARequest
 
@@ -115,23 +125,29 @@ class EngineHost:
         if not isinstance(source, np.ndarray):
             source = f"/proc/{os.getpid()}/fd/{self._segments[source]}"
         size, manifest, lora = fields.get("adapters", (self._size, self._manifest, None))
-        sums = self.llm.collective_rpc("dcmdp_receive", args=(source, size, manifest, version, lora))
+        sums = self.llm.collective_rpc(
+            "dcmdp_receive", args=(source, size, manifest, version, lora)
+        )
         self._lora = LoRARequest(str(version), version + 1, "pushed, no file") if lora else None
         self._reset_prefix_cache()
         self.version = version
         return np.array(sums, np.uint64)
 
     def _reset_prefix_cache(self) -> None:
-        """Blocks of other weights must not be found; and a call must not depend on the calls before it.
+        """Blocks of other weights must not be found; and a call must not depend on the calls before
+        it.
 
-        vLLM goes through all blocks, a microsecond for 20 of them: not again where nothing ran since.
+        vLLM goes through all blocks, a microsecond for 20 of them: not again where nothing ran
+        since.
         """
         if not self._empty and self.llm.reset_prefix_cache() is not True:
             raise RuntimeError("the prefix cache could not be reset")
         self._empty = True
 
     def _sleep(self, level: int) -> None:
-        """Free the memory of weights and cache before a request is answered; the weights of level 2 are gone."""
+        """Free the memory of weights and cache before a request is answered; the weights of level 2
+        are gone.
+        """
         if level:
             self.llm.sleep(level)
             self._asleep = {"weights", "kv_cache"}
@@ -139,7 +155,9 @@ class EngineHost:
                 self.version = None
 
     def _wake_up(self, *tags: str) -> None:
-        """Allocate the memory of these again, weights before the cache: they are loaded without a cache."""
+        """Allocate the memory of these again, weights before the cache: they are loaded without a
+        cache.
+        """
         for tag in tags:
             if tag in self._asleep:
                 self.llm.wake_up(tags=[tag])
@@ -152,11 +170,15 @@ class EngineHost:
         """
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
         params = [
-            _params(**fields["sampling"], seed=seed, logprobs=fields["top_logprobs"], ignore_eos=True)
+            _params(
+                **fields["sampling"], seed=seed, logprobs=fields["top_logprobs"], ignore_eos=True
+            )
             for seed in arrays["seeds"].tolist()
         ]
         with self._routing.recorded(self.llm):
-            for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
+            for ended in self._run(
+                [prompts[index] for index in arrays["prompt_of_row"].tolist()], params
+            ):
                 found = _completions(ended, fields["top_logprobs"])
                 yield found | self._routing.arrays(self.llm, list(ended.values()))
         self._sleep(fields["sleep_level"])
@@ -180,30 +202,38 @@ class EngineHost:
         scored = []
         for place, (row, start) in enumerate(zip(rows, arrays["starts"].tolist(), strict=True)):
             listed = outputs[place].prompt_logprobs
-            scored.append(np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32))
+            scored.append(
+                np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32)
+            )
         self._sleep(fields["sleep_level"])
         return {"logprobs": np.concatenate(scored)}
 
     def observe(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
-        """What `modules` read and give while each row is scored, alone, so that tokens come in the order of the rows.
+        """What `modules` read and give while each row is scored, alone, so that tokens come in the
+        order of the rows.
 
-        "NAME read" and "NAME gave", [tokens, width] float32, of the modules that the forward pass calls: none in a
-        compiled one.
+        "NAME read" and "NAME gave", [tokens, width] float32, of the modules that the forward pass
+        calls: none in a compiled one.
         """
         one = {"temperature": 1.0, "sleep_level": 0}
         self.llm.collective_rpc("dcmdp_observe", args=(fields["modules"],))
         try:
             for row in _split(arrays["row_ids"], arrays["row_lengths"]):
                 ids, length = np.array(row, np.int32), np.array([len(row)], np.int32)
-                yield from self.score(one, {"row_ids": ids, "row_lengths": length, "starts": np.ones(1, np.int32)})
+                yield from self.score(
+                    one, {"row_ids": ids, "row_lengths": length, "starts": np.ones(1, np.int32)}
+                )
         finally:
             # Each worker of several has the whole residual stream; the first has the logits.
             kept = self.llm.collective_rpc("dcmdp_observe", args=([],))[0]
         self._sleep(fields["sleep_level"])
         return kept
 
-    def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
-        """Run all requests; yield, twice a second and at the end, the outputs that have ended, by place.
+    def _run(
+        self, prompts: list[list[int]], params: list[Any]
+    ) -> Generator[dict[int, Any], None, None]:
+        """Run all requests; yield, twice a second and at the end, the outputs that have ended, by
+        place.
 
         Closed, it aborts the others. A refused one leaves none of the others behind.
         """
@@ -217,8 +247,12 @@ class EngineHost:
             for place, (ids, asked) in enumerate(zip(prompts, params, strict=True)):
                 self._requests += 1
                 places[str(self._requests)] = place
-                self.engine.add_request(str(self._requests), {"prompt_token_ids": ids}, asked, lora_request=self._lora)
-        except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
+                self.engine.add_request(
+                    str(self._requests), {"prompt_token_ids": ids}, asked, lora_request=self._lora
+                )
+        except (
+            Exception
+        ) as error:  # of any class: nothing was computed yet, so the engine is as it was
             self.engine.abort_request(list(places))
             raise Refused(f"request {len(places) - 1}: {one_line(error)}") from error
         reported = time.monotonic()
@@ -239,17 +273,22 @@ class EngineHost:
 
 
 def _params(**options: Any) -> Any:
-    """vLLM's parameters of a request that gives token ids and arrays of log-probs, once, when it has ended."""
+    """vLLM's parameters of a request that gives token ids and arrays of log-probs, once, when it
+    has ended.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(**options, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(
+        **options, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
 
 
 def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
     """The arrays of completions that have ended, by row; none where there are none.
 
-    Of each token vLLM lists the sampled one first and then its `top` likeliest, whichever the first is: `top` + 1.
+    Of each token vLLM lists the sampled one first and then its `top` likeliest, whichever the first
+    is: `top` + 1.
     """
     if not outputs:
         return {}
@@ -257,9 +296,14 @@ def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
     listed = [np.asarray(c.logprobs.logprobs, np.float32).reshape(-1, top + 1) for c in completions]
     logprobs, columns = np.concatenate(listed), {}
     if top:
-        ids = np.concatenate([np.asarray(c.logprobs.token_ids, np.int32).reshape(-1, top + 1) for c in completions])
+        ids = np.concatenate(
+            [np.asarray(c.logprobs.token_ids, np.int32).reshape(-1, top + 1) for c in completions]
+        )
         cut = logprobs[:, 1:] == -np.inf
-        columns = {"top_ids": np.where(cut, -1, ids[:, 1:]), "top_logprobs": np.where(cut, 0, logprobs[:, 1:])}
+        columns = {
+            "top_ids": np.where(cut, -1, ids[:, 1:]),
+            "top_logprobs": np.where(cut, 0, logprobs[:, 1:]),
+        }
     return columns | {
         "rows": np.array(list(outputs), np.int32),
         "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
@@ -280,11 +324,12 @@ def one_line(error: BaseException) -> str:
 
 
 def clear_names() -> None:
-    """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
+    """Unlink what vLLM shares between processes, once the engine is built and all of them have it
+    open.
 
-    The rendezvous file, and with worker processes sockets, shared memory and semaphores: whatever ends this process,
-    they end with the last one that has them open. And empty directories, which torch's compiler makes when it is
-    imported, and again when it needs them.
+    The rendezvous file, and with worker processes sockets, shared memory and semaphores: whatever
+    ends this process, they end with the last one that has them open. And empty directories, which
+    torch's compiler makes when it is imported, and again when it needs them.
     """
     for path in Path(os.environ["TMPDIR"]).iterdir():
         if not path.is_dir():
@@ -307,8 +352,12 @@ def clear_names() -> None:
 Answer = tuple[str, dict[str, Any], dict[str, np.ndarray]]
 
 
-def answers(host: EngineHost, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Generator[Answer, None, None]:
-    """Do what a request asks and yield its progress, then its answer. Closed on the way, it gives the request up."""
+def answers(
+    host: EngineHost, header: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> Generator[Answer, None, None]:
+    """Do what a request asks and yield its progress, then its answer. Closed on the way, it gives
+    the request up.
+    """
     op = header["op"]
     try:
         if op == "push":
@@ -369,10 +418,14 @@ def main() -> None:
     try:
         header = connection.receive(timeout_s=60).header
         if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
-            raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
+            raise ValueError(
+                f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}"
+            )
         host = EngineHost(header)
         clear_names()
-        connection.send("ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()})
+        connection.send(
+            "ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()}
+        )
         _serve(connection, host)
         status = 0
     except wire.WireError as error:

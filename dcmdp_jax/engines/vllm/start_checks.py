@@ -1,4 +1,6 @@
-"""Checks under the sidecar's interpreter before vLLM starts: torch's companions, the manifest against the model."""
+"""Checks under the sidecar's interpreter before vLLM starts: torch's companions, the manifest
+against the model.
+"""
 
 import importlib.metadata
 import sys
@@ -13,11 +15,12 @@ _CUDA_LIBRARY = "libtorch_cuda.so"
 def check_torch_builds() -> None:
     """Refuse CUDA builds of torch's companions with a torch without CUDA.
 
-    vLLM's CPU build depends on torchvision, torchaudio and torchcodec, and the package index has CUDA builds of them,
-    which fail on import with the CPU build of torch, in every process that vLLM starts. Imports none of them.
+    vLLM's CPU build depends on torchvision, torchaudio and torchcodec, and the package index has
+    CUDA builds of them, which fail on import with the CPU build of torch, in every process that
+    vLLM starts. Imports none of them.
 
-    Version numbers don't tell: the index's wheels have no `+cuNNN`, and on other platforms the same number is a CPU
-    build. What tells is the library their extension modules are linked to.
+    Version numbers don't tell: the index's wheels have no `+cuNNN`, and on other platforms the same
+    number is a CPU build. What tells is the library their extension modules are linked to.
 
     Raises:
         RuntimeError: naming the packages, and the command that removes them.
@@ -30,8 +33,9 @@ def check_torch_builds() -> None:
         return
     if broken := [said for name in _COMPANIONS if (said := _cuda_build(name))]:
         raise RuntimeError(
-            f"{', '.join(broken)}: CUDA builds, which can't be imported beside the CPU build of torch "
-            f"{torch.version}; vLLM runs without them: {sys.executable} -m pip uninstall -y {' '.join(_COMPANIONS)}"
+            f"{', '.join(broken)}: CUDA builds, which can't be imported beside the CPU build of "
+            f"torch {torch.version}; vLLM runs without them: {sys.executable} -m pip uninstall -y "
+            f"{' '.join(_COMPANIONS)}"
         )
 
 
@@ -49,7 +53,8 @@ def _cuda_build(name: str) -> str:
 
 
 def check_received_tensors(directory: str, tensors: list[segments.Tensor]) -> None:
-    """Compare the manifest with the model that transformers builds from the same config.json, on no device.
+    """Compare the manifest with the model that transformers builds from the same config.json, on no
+    device.
 
     A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.
 
@@ -77,17 +82,23 @@ def check_received_tensors(directory: str, tensors: list[segments.Tensor]) -> No
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
             raise ValueError(
-                f"manifest: {name} has shape {given.get(name, 'missing')}, the model of {directory}/config.json has "
-                f"{expected.get(name, 'no such')}"
+                f"manifest: {name} has shape {given.get(name, 'missing')}, the model of "
+                f"{directory}/config.json has {expected.get(name, 'no such')}"
             )
 
 
 def _separate_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused, experts first."""
+    """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused,
+    experts first.
+    """
     module, _, part = name.rpartition(".experts.")
     kernels = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
     if kernels is None:
         return {name: shape}
     count, rows, columns = shape
     own = (rows // len(kernels), columns)
-    return {f"{module}.experts.{expert}.{kernel}.weight": own for expert in range(count) for kernel in kernels}
+    return {
+        f"{module}.experts.{expert}.{kernel}.weight": own
+        for expert in range(count)
+        for kernel in kernels
+    }

@@ -1,7 +1,8 @@
-"""Extension of vLLM's workers: loads weights from shared memory, in place, and records the experts of each token.
+"""Extension of vLLM's workers: loads weights from shared memory, in place, and records the experts
+of each token.
 
-vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in every process that holds a part of the
-model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
+vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in every process that
+holds a part of the model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
 """
 
 import collections
@@ -18,7 +19,9 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
@@ -30,7 +33,8 @@ _PR_SET_PDEATHSIG = 1
 # A worker process of its own must not outlive the sidecar, whatever kills that.
 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-# Linux lets a process use AMX tiles only after it asked; vLLM's kernels don't ask and die of SIGILL (0.32).
+# Linux lets a process use AMX tiles only after it asked; vLLM's kernels don't ask and die of SIGILL
+# (0.32).
 if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
     raise RuntimeError("the kernel refuses AMX to this process")
 
@@ -45,14 +49,18 @@ class WeightReceiver:
         self._dcmdp_recorder.restart(on)
 
     def dcmdp_take_routing(self, requests: list[str]) -> list[np.ndarray]:
-        """Return [tokens, layers, k] int16 for each of these requests, see `RoutingRecorder.take`."""
+        """Return [tokens, layers, k] int16 for each of these requests, see
+        `RoutingRecorder.take`.
+        """
         return self._dcmdp_recorder.take(requests)
 
     def dcmdp_observe(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Keep what these modules read and give from now on, none ends it; return what was kept before, and forget it.
+        """Keep what these modules read and give from now on, none ends it; return what was kept
+        before, and forget it.
 
         Returns:
-            "NAME read" and "NAME gave", [tokens, width] float32 each, of the modules that were called.
+            "NAME read" and "NAME gave", [tokens, width] float32 each, of the modules that were
+            called.
         """
         for handle in self.__dict__.pop("_dcmdp_handles", ()):
             handle.remove()
@@ -69,11 +77,15 @@ class WeightReceiver:
     def _dcmdp_recorder(self) -> "RoutingRecorder":
         return RoutingRecorder(self.model_runner)
 
-    def dcmdp_receive(self, source: Any, size: int, listed: list[Any], policy_version: int, lora: Any) -> list[int]:
-        """Load every tensor of a weight segment and return the checksums of what was handed to the model.
+    def dcmdp_receive(
+        self, source: Any, size: int, listed: list[Any], policy_version: int, lora: Any
+    ) -> list[int]:
+        """Load every tensor of a weight segment and return the checksums of what was handed to the
+        model.
 
         Args:
-            source: /proc path of the segment, `size` bytes; or those bytes, an array, kept until the next call.
+            source: /proc path of the segment, `size` bytes; or those bytes, an array, kept until
+                the next call.
             listed: the manifest.
             policy_version: version that the checksums depend on.
             lora: rank and alpha of adapters; None for a model, or their base.
@@ -81,16 +93,20 @@ class WeightReceiver:
         tensors = segments.parse(listed, size)
         memory = _attached(source, size) if isinstance(source, str) else source
         sums: dict[str, int] = {}
-        # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
+        # The order of the manifest is not that of consumption: layers are loaded as the iterator
+        # yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
         if lora:
             manager = self.model_runner.lora_manager._adapter_manager
             _replace_adapters(manager, weights, policy_version + 1, PEFTHelper(*lora, []))
             return [sums[tensor.name] for tensor in tensors]
         if current_platform.is_cpu():
-            # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old ones.
+            # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old
+            # ones.
             for module in self.model_runner.get_model().modules():
-                if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+                if isinstance(
+                    method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod
+                ):
                     method.moe_kernel = None
         plan, start = self.__dict__.get("_dcmdp_plan", ([], 0))
         if plan:
@@ -105,28 +121,35 @@ class WeightReceiver:
             plan = plan if _covers(plan, memory, tensors) else []
         self._dcmdp_plan = plan, memory.ctypes.data
         if current_platform.is_cpu():
-            # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form when it reloads.
+            # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form
+            # when it reloads.
             for module in self.model_runner.get_model().modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
         if missing := [tensor.name for tensor in tensors if tensor.name not in sums]:
-            raise RuntimeError(f"the engine did not take {missing[0]} and {len(missing) - 1} more tensors")
+            raise RuntimeError(
+                f"the engine did not take {missing[0]} and {len(missing) - 1} more tensors"
+            )
         return [sums[tensor.name] for tensor in tensors]
 
     def dcmdp_scale_logits(self, temperature: float) -> None:
         """Divide all logits by `temperature` from now on; 1 ends it.
 
-        vLLM's prompt log-probs know no temperature. Division in float32 and log-softmax after it are what its sampler
-        does with the logits of a sampled token.
+        vLLM's prompt log-probs know no temperature. Division in float32 and log-softmax after it
+        are what its sampler does with the logits of a sampled token.
         """
         model = self.model_runner.get_model()
         model.__dict__.pop("compute_logits", None)
         if temperature != 1.0:
             plain = model.compute_logits
-            model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
+            model.__dict__["compute_logits"] = lambda *a, **k: (
+                plain(*a, **k).to(torch.float32).div_(temperature)
+            )
 
 
-def _replace_adapters(manager: Any, weights: Iterator[tuple[str, torch.Tensor]], name: int, shape: PEFTHelper) -> None:
+def _replace_adapters(
+    manager: Any, weights: Iterator[tuple[str, torch.Tensor]], name: int, shape: PEFTHelper
+) -> None:
     """Give vLLM the adapters of every layer, in place of those that it has.
 
     Args:
@@ -142,19 +165,30 @@ def _replace_adapters(manager: Any, weights: Iterator[tuple[str, torch.Tensor]],
     manager.add_adapter(adapters)
     manager.activate_adapter(name)
     if unused := sorted(adapters.loras.keys() - manager.modules.keys()):
-        raise RuntimeError(f"the engine did not take the adapter of {unused[0]} and {len(unused) - 1} more layers")
+        raise RuntimeError(
+            f"the engine did not take the adapter of {unused[0]} and {len(unused) - 1} more layers"
+        )
 
 
-def _keep(kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """A forward hook. Copies: later kernels write in place. A norm that adds first gives the sum that it read, too."""
+def _keep(
+    kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwargs: Any, output: Any
+) -> None:
+    """A forward hook. Copies: later kernels write in place. A norm that adds first gives the sum
+    that it read, too.
+    """
     gave, *added = output if isinstance(output, tuple) else (output,)
-    given = [x for x in (*added, *args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    given = [
+        x
+        for x in (*added, *args, *kwargs.values())
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
     for side, value in (("gave", gave), *(("read", x) for x in given[:1])):
         copy = value.detach().to("cpu", torch.float32, copy=True)
         kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
 
 
-# A layer, and of each tensor that it was given its parameter's name and the arguments of vLLM's loader.
+# A layer, and of each tensor that it was given its parameter's name and the arguments of vLLM's
+# loader.
 _Load = tuple[torch.nn.Module, list[tuple[str, inspect.BoundArguments]]]
 
 
@@ -162,8 +196,9 @@ _Load = tuple[torch.nn.Module, list[tuple[str, inspect.BoundArguments]]]
 def _recorded() -> Iterator[list[_Load]]:
     """What vLLM's reload gives to each layer, in order.
 
-    vLLM finds each tensor's layer, counts what the layer was given on a copy without memory, and processes the layer
-    once all is there. A layer with nothing to load has no part in it, and attention without scales of its own neither.
+    vLLM finds each tensor's layer, counts what the layer was given on a copy without memory, and
+    processes the layer once all is there. A layer with nothing to load has no part in it, and
+    attention without scales of its own neither.
     """
     process, plan = layerwise._layerwise_process, []
 
@@ -180,7 +215,9 @@ def _recorded() -> Iterator[list[_Load]]:
 
 
 def _forget(loads: list[tuple[str, inspect.BoundArguments]]) -> None:
-    """Drop the parameters that were loaded into: each layer's are made again and are copied from."""
+    """Drop the parameters that were loaded into: each layer's are made again and are copied
+    from.
+    """
     for _, arguments in loads:
         arguments.arguments["param"] = None
 
@@ -199,12 +236,17 @@ def _move(plan: list[_Load], start: int, memory: np.ndarray) -> None:
 def _covers(plan: list[_Load], memory: np.ndarray, tensors: list[segments.Tensor]) -> bool:
     """Whether what the layers were given are views of the segment, and together all of it.
 
-    A model that computes something from a tensor before it is loaded, or keeps it for later, is loaded by vLLM's own
-    reload each time.
+    A model that computes something from a tensor before it is loaded, or keeps it for later, is
+    loaded by vLLM's own reload each time.
     """
     starts = np.array([tensor.offset for tensor in tensors])
     left = np.array([tensor.num_bytes for tensor in tensors])
-    given = [value for _, loads in plan for _, arguments in loads for value in arguments.arguments.values()]
+    given = [
+        value
+        for _, loads in plan
+        for _, arguments in loads
+        for value in arguments.arguments.values()
+    ]
     for value in [value for value in given if isinstance(value, torch.Tensor)]:
         if not 0 <= (start := value.data_ptr() - memory.ctypes.data) < memory.size:
             return False
@@ -238,18 +280,27 @@ def _attached(path: str, size: int) -> np.ndarray:
 def _handed_over(
     memory: np.ndarray, tensors: list[segments.Tensor], policy_version: int, sums: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each tensor of a segment, as a view of it. Its checksum is added to `sums` as it is taken."""
+    """Name and value of each tensor of a segment, as a view of it. Its checksum is added to `sums`
+    as it is taken.
+    """
     for tensor in tensors:
         data = memory[tensor.offset : tensor.offset + tensor.num_bytes]
         sums[tensor.name] = segments.checksum(data, policy_version)
-        yield tensor.name, torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape)
+        yield (
+            tensor.name,
+            torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape),
+        )
 
 
 class Routing:
-    """The sidecar's side: asks vLLM, or the workers' recorders, for the experts of completions that have ended."""
+    """The sidecar's side: asks vLLM, or the workers' recorders, for the experts of completions that
+    have ended.
+    """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Read, and in the CPU build take out, `enable_return_routed_experts` of vLLM's arguments."""
+        """Read, and in the CPU build take out, `enable_return_routed_experts` of vLLM's
+        arguments.
+        """
         self._asked = arguments.get("enable_return_routed_experts", False)
         self._recorded = self._asked and current_platform.is_cpu()
         if self._recorded:
@@ -268,15 +319,19 @@ class Routing:
             llm.collective_rpc("dcmdp_record_routing", args=(False,))
 
     def arrays(self, llm: Any, outputs: Sequence[Any]) -> dict[str, np.ndarray]:
-        """ "routed_experts" [tokens, layers, k] int16 of completions that have ended, one after the other.
+        """ "routed_experts" [tokens, layers, k] int16 of completions that have ended, one after the
+        other.
 
-        Of each its prompt's tokens and its own but the last. Nothing without completions, or if nobody asked.
+        Of each its prompt's tokens and its own but the last. Nothing without completions, or if
+        nobody asked.
         """
         if not self._asked or not outputs:
             return {}
         if self._recorded:
             # All workers route alike.
-            routed = llm.collective_rpc("dcmdp_take_routing", args=([output.request_id for output in outputs],))[0]
+            routed = llm.collective_rpc(
+                "dcmdp_take_routing", args=([output.request_id for output in outputs],)
+            )[0]
         else:
             routed = [output.outputs[0].routed_experts for output in outputs]
         return {"routed_experts": np.concatenate(routed).astype(np.int16)}
@@ -285,8 +340,8 @@ class Routing:
 class RoutingRecorder:
     """Follows a model runner's forward passes and records what its routers choose.
 
-    vLLM's own switch (`enable_return_routed_experts`, 0.32) needs a model runner that its CPU build does not have. The
-    prefix cache must be off: cached tokens are not computed.
+    vLLM's own switch (`enable_return_routed_experts`, 0.32) needs a model runner that its CPU build
+    does not have. The prefix cache must be off: cached tokens are not computed.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -304,7 +359,9 @@ class RoutingRecorder:
         self._passes: dict[str, list[tuple[int, np.ndarray]]] = {}
         for module in model_runner.get_model().modules():
             if isinstance(module, MoERunner):
-                module.router.set_capture_fn(lambda experts, layer=module.layer_id: self._note(layer, experts))
+                module.router.set_capture_fn(
+                    lambda experts, layer=module.layer_id: self._note(layer, experts)
+                )
         self._execute = model_runner.execute_model
         model_runner.execute_model = self._execute_model
 
@@ -330,24 +387,35 @@ class RoutingRecorder:
             self._layers[layer] = experts.to(torch.int16)
 
     def _execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        starts = {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs}
+        starts = {
+            request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs
+        }
         cached = scheduled.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         output = self._execute(scheduled, *args, **options)
         if self._on and scheduled.total_num_scheduled_tokens:
-            experts = torch.stack([self._layers[layer] for layer in sorted(self._layers)], dim=1).numpy()
+            experts = torch.stack(
+                [self._layers[layer] for layer in sorted(self._layers)], dim=1
+            ).numpy()
             begin = 0
             for request in self._runner.input_batch.req_ids:
                 if count := scheduled.num_scheduled_tokens.get(request, 0):
-                    self._passes.setdefault(request, []).append((starts[request], experts[begin : begin + count]))
+                    self._passes.setdefault(request, []).append(
+                        (starts[request], experts[begin : begin + count])
+                    )
                     begin += count
             if begin != scheduled.total_num_scheduled_tokens:
-                raise RuntimeError(f"experts of {begin} tokens, {scheduled.total_num_scheduled_tokens} were computed")
+                raise RuntimeError(
+                    f"experts of {begin} tokens, {scheduled.total_num_scheduled_tokens} were "
+                    "computed"
+                )
         return output
 
 
 def _joined(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """One array of all passes. Where a preempted request is computed again, what its tokens were sampled with stays."""
+    """One array of all passes. Where a preempted request is computed again, what its tokens were
+    sampled with stays.
+    """
     size = max(start + len(experts) for start, experts in passes)
     joined = np.full((size, *passes[0][1].shape[1:]), -1, np.int16)
     for start, experts in reversed(passes):

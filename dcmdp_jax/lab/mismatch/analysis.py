@@ -1,4 +1,6 @@
-"""Everything that is said about one pair of engines, gathered for the table, the JSON file and the page."""
+"""Everything that is said about one pair of engines, gathered for the table, the JSON file and the
+page.
+"""
 
 import dataclasses
 import itertools
@@ -11,7 +13,14 @@ import numpy as np
 from dcmdp_jax.lab.mismatch import causes, diagnosis
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Known, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import STATE_MEASURES, Recommendation, Statistics, TokenPairs, measure, recommend
+from dcmdp_jax.lab.mismatch.pairs import (
+    STATE_MEASURES,
+    Recommendation,
+    Statistics,
+    TokenPairs,
+    measure,
+    recommend,
+)
 from dcmdp_jax.observe.jsonl import json_values
 from dcmdp_jax.observe.legs import legs_of
 
@@ -67,7 +76,10 @@ class WorstToken(NamedTuple):
 def by_probability(pairs: TokenPairs) -> list[Group]:
     """Groups by q, the probability the engine sampled the token with."""
     q = np.exp(pairs.rollout_logprobs.astype(np.float64))
-    labels = [f"{low:g} - {high:g}" for low, high in zip(PROBABILITY_EDGES, PROBABILITY_EDGES[1:], strict=False)]
+    labels = [
+        f"{low:g} - {high:g}"
+        for low, high in zip(PROBABILITY_EDGES, PROBABILITY_EDGES[1:], strict=False)
+    ]
     return _groups(pairs, np.digitize(q, PROBABILITY_EDGES[1:-1]), labels)
 
 
@@ -84,8 +96,14 @@ def by_entropy(pairs: TokenPairs) -> list[Group]:
     """Groups by the entropy of the training stack's distribution; empty if it is not known."""
     if pairs.entropies is None:
         return []
-    labels = [f"{low:g} - {high:g}" for low, high in zip(ENTROPY_EDGES, ENTROPY_EDGES[1:], strict=False)]
-    return _groups(pairs, np.digitize(pairs.entropies, ENTROPY_EDGES[1:]), [*labels, f"over {ENTROPY_EDGES[-1]:g}"])
+    labels = [
+        f"{low:g} - {high:g}" for low, high in zip(ENTROPY_EDGES, ENTROPY_EDGES[1:], strict=False)
+    ]
+    return _groups(
+        pairs,
+        np.digitize(pairs.entropies, ENTROPY_EDGES[1:]),
+        [*labels, f"over {ENTROPY_EDGES[-1]:g}"],
+    )
 
 
 def by_token(pairs: TokenPairs, text: TokenText | None) -> list[Group]:
@@ -105,7 +123,8 @@ def by_lag(pairs: TokenPairs) -> list[Group]:
 
 
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
-    """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after it.
+    """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after
+    it.
 
     Completions of one prompt are often the same up to a token, which is then shown once.
     """
@@ -117,10 +136,18 @@ def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
         if same in found or len(found) == _WORST_SHOWN:
             continue
         begin, end = int(starts[row]), int(starts[row] + pairs.lengths[row])
-        bounds = (max(begin, index - _CONTEXT_BEFORE), index, index + 1, min(end, index + 1 + _CONTEXT_AFTER))
+        bounds = (
+            max(begin, index - _CONTEXT_BEFORE),
+            index,
+            index + 1,
+            min(end, index + 1 + _CONTEXT_AFTER),
+        )
         spans = [pairs.token_ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
         texts = ["" if text is None else "".join(map(text, span)) for span in spans]
-        p, q = (float(np.exp(np.float64(x[index]))) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+        p, q = (
+            float(np.exp(np.float64(x[index])))
+            for x in (pairs.train_logprobs, pairs.rollout_logprobs)
+        )
         found[same] = WorstToken(row, index - begin, int(pairs.token_ids[index]), p, q, *texts)
     return list(found.values())
 
@@ -128,17 +155,22 @@ def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
 def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:
     """Groups by number, in order, without the empty ones."""
     delta, d = pairs.discrepancy, np.abs(pairs.log_ratio)
-    counts, sums, ratios = (np.bincount(group, weights, len(labels)) for weights in (None, delta, d))
+    counts, sums, ratios = (
+        np.bincount(group, weights, len(labels)) for weights in (None, delta, d)
+    )
     total = delta.sum()
     return [
         Group(label, int(n), s / n, s / total if total else 0.0, r / n)
-        for label, n, s, r in zip(labels, counts.tolist(), sums.tolist(), ratios.tolist(), strict=True)
+        for label, n, s, r in zip(
+            labels, counts.tolist(), sums.tolist(), ratios.tolist(), strict=True
+        )
         if n
     ]
 
 
 class StateMeasure(NamedTuple):
-    """A measure of whole states and its estimate from sampled tokens; of the head's mass the exact value alone.
+    """A measure of whole states and its estimate from sampled tokens; of the head's mass the exact
+    value alone.
 
     Attributes:
         title: for people.
@@ -156,10 +188,11 @@ class StateMeasure(NamedTuple):
 
 
 def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
-    """How far two engines are apart in whole states, and how noisily the sampled tokens say so; see `state_measures`.
+    """How far two engines are apart in whole states, and how noisily the sampled tokens say so; see
+    `state_measures`.
 
-    The engine's k likeliest tokens give the exact value of a state, within its bound. Everybody's metric has the
-    sampled token alone, whose term has that value as its mean under q:
+    The engine's k likeliest tokens give the exact value of a state, within its bound. Everybody's
+    metric has the sampled token alone, whose term has that value as its mean under q:
 
         total variation        |r - 1| / 2        r = p / q of the sampled token
         KL(q || p)             -log r             (k1)
@@ -167,7 +200,8 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         expected |p - q|       |p - q|
 
     Returns:
-        Each measure over the states of sampled tokens, with its estimate; empty without likeliest tokens.
+        Each measure over the states of sampled tokens, with its estimate; empty without likeliest
+        tokens.
     """
     if pairs.states is None:
         return ()
@@ -178,9 +212,14 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     for place, (title, term) in enumerate(zip(STATE_MEASURES.values(), terms, strict=True)):
         exact, bound = states[:, 2 * place], states[:, 2 * place + 1]
         noise = float(np.sqrt(np.sum((term - exact) ** 2)) / len(term))
-        found.append(StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise))
+        found.append(
+            StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise)
+        )
     mass, count = states[:, -2:].mean(axis=0)
-    return (*found, StateMeasure(f"mass of the engine's {count:g} likeliest", float(mass), *(math.nan,) * 3))
+    return (
+        *found,
+        StateMeasure(f"mass of the engine's {count:g} likeliest", float(mass), *(math.nan,) * 3),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +232,10 @@ class Measured(Known):
         pairs: the tokens.
         text: id -> text; None without a tokenizer.
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
-        scored: [n] float32 nats, the first engine's own log-probs of the tokens in one pass; None if it does not score.
-        over_training: mismatch by step, rank and source; None unless the pair was recorded over training.
+        scored: [n] float32 nats, the first engine's own log-probs of the tokens in one pass; None
+            if it does not score.
+        over_training: mismatch by step, rank and source; None unless the pair was recorded over
+            training.
     """
 
     name: str
@@ -215,7 +256,8 @@ class Analysis:
         statistics: in numbers; completions over c for the recommended c.
         findings: causes, the likeliest first.
         recommendation: the budget c.
-        states: whole states and the sampled tokens' estimates of them; empty without likeliest tokens.
+        states: whole states and the sampled tokens' estimates of them; empty without likeliest
+            tokens.
         groups: heading -> groups.
         worst: tokens in context.
         evidence: measurements behind the findings.
@@ -236,7 +278,9 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is not finite is None."""
-        findings = [each._asdict() | {"title": each.title, "remedy": each.remedy} for each in self.findings]
+        findings = [
+            each._asdict() | {"title": each.title, "remedy": each.remedy} for each in self.findings
+        ]
         return json_values(dataclasses.asdict(self) | {"findings": findings})
 
 
@@ -250,14 +294,26 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
     known = {field.name: getattr(measured, field.name) for field in dataclasses.fields(Known)}
-    legs = [] if measured.scored is None else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
+    legs = (
+        []
+        if measured.scored is None
+        else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
+    )
     over = measured.over_training
-    course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""
+    course = (
+        next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "")
+        if over
+        else ""
+    )
     evidence = collect(pairs, floor=floor, legs=legs, course=course, **known)
     findings = tuple(diagnosis.diagnose(evidence))
     verdict = findings[0]
     odd_rank = over.odd_rank if over else ""
-    defect = verdict.title if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few" else odd_rank or None
+    defect = (
+        verdict.title
+        if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few"
+        else odd_rank or None
+    )
     recommendation = recommend(evidence.mean, floor, defect)
     if tolerance is None and not math.isnan(recommendation.tolerance):
         tolerance = recommendation.tolerance

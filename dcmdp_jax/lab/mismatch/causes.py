@@ -1,4 +1,6 @@
-"""The kinds of mismatch: a title and a remedy for each, with the framework's own setting where it is known."""
+"""The kinds of mismatch: a title and a remedy for each, with the framework's own setting where it
+is known.
+"""
 
 from typing import NamedTuple
 
@@ -9,7 +11,8 @@ class Cause(NamedTuple):
     Attributes:
         title: one noun phrase.
         remedy: advice, one line.
-        defect: to be repaired. The others are the price of a fast engine, which a budget c can bound.
+        defect: to be repaired. The others are the price of a fast engine, which a budget c can
+            bound.
     """
 
     title: str
@@ -21,19 +24,24 @@ CAUSES = {
     "clean": Cause("no mismatch above the noise floor", "Nothing to do.", False),
     "rounding": Cause(
         "rounding noise of the compute dtype",
-        "Bound it by c, or compute both sides in float32 or with the same kernels.", False,
+        "Bound it by c, or compute both sides in float32 or with the same kernels.",
+        False,
     ),
     "quantized_weights": Cause(
         "quantized weights of the engine",
-        "Bound it by c, correct it by importance weights, or train through the same quantization.", False,
+        "Bound it by c, correct it by importance weights, or train through the same quantization.",
+        False,
     ),
     "quantized_cache": Cause(
         "quantized key-value cache of the engine",
-        "Bound it by c, calibrate the cache's scales, or keep the cache in the compute dtype.", False,
+        "Bound it by c, calibrate the cache's scales, or keep the cache in the compute dtype.",
+        False,
     ),
     "merge": Cause(
         "rounding of adapters where they are merged into the weights",
-        "Bound it by c, or hold the engine's weights in more bits; it falls as the adapters' change grows.", False,
+        "Bound it by c, or hold the engine's weights in more bits; it falls as the adapters' "
+        "change grows.",
+        False,
     ),
     "temperature": Cause(
         "sampling temperature not accounted for",
@@ -41,7 +49,8 @@ CAUSES = {
     ),
     "support": Cause(
         "truncated support (top-p, top-k, min-p) not accounted for",
-        "Sample with top_p=1 and no top_k, or mask the training stack's logits to the engine's support.",
+        "Sample with top_p=1 and no top_k, or mask the training stack's logits to the engine's "
+        "support.",
     ),
     "raw_logprobs": Cause(
         "raw log-probs reported in place of those sampled from",
@@ -57,35 +66,43 @@ CAUSES = {
     ),
     "misaligned": Cause(
         "columns that are not aligned token by token",
-        "A log-prob stands at the token that it describes, in the row of its completion: look at the recorder.",
+        "A log-prob stands at the token that it describes, in the row of its completion: look at "
+        "the recorder.",
     ),
     "unrelated": Cause(
         "columns that are not of the same tokens",
-        "Compare the recorder's rows with the engine's: order of completions and tokens, mask, length of the prompt.",
+        "Compare the recorder's rows with the engine's: order of completions and tokens, mask, "
+        "length of the prompt.",
     ),
     "random_weights": Cause(
         "random weights of the engine, or columns that are not of the same tokens",
-        "Check that the engine loaded the checkpoint and got the push; then compare the recorder's rows with its own.",
+        "Check that the engine loaded the checkpoint and got the push; then compare the "
+        "recorder's rows with its own.",
     ),
     "unsampled": Cause(
         "engine log-probs that did not sample the tokens",
-        "Record what the engine reported while sampling (vLLM: logprobs_mode=processed_logprobs), in its order.",
+        "Record what the engine reported while sampling (vLLM: logprobs_mode=processed_logprobs), "
+        "in its order.",
     ),
     "stale_weights": Cause(
         "stale weights in the engine",
-        "Push the weights before each step and prove the push by checksums; a lag that is meant needs a correction.",
+        "Push the weights before each step and prove the push by checksums; a lag that is meant "
+        "needs a correction.",
     ),
     "unseen_updates": Cause(
         "updates that do not reach the engine",
-        "Compare the engine's weights from push to push: none arrives, or its dtype rounds the updates away.",
+        "Compare the engine's weights from push to push: none arrives, or its dtype rounds the "
+        "updates away.",
     ),
     "identical": Cause(
         "identical completions: samples that are not independent",
-        "Seed each completion of a group differently; with equal log-probs too, rows may be recorded twice.",
+        "Seed each completion of a group differently; with equal log-probs too, rows may be "
+        "recorded twice.",
     ),
     "unsynchronized_tensor": Cause(
         "a tensor that was not synchronized",
-        "Look at that tensor's name, fusion and shape in the weight transfer; then compare checksums.",
+        "Look at that tensor's name, fusion and shape in the weight transfer; then compare "
+        "checksums.",
     ),
     "retokenization": Cause(
         "completions re-tokenized between the engines",
@@ -97,37 +114,52 @@ CAUSES = {
     ),
     "sharper": Cause(
         "tokens from a sharper distribution than the training stack's",
-        "Compare temperature, top-p and top-k of both sides; then probe with the model: weights can be sharper too.",
+        "Compare temperature, top-p and top-k of both sides; then probe with the model: weights "
+        "can be sharper too.",
     ),
     "decoding": Cause(
         "the engine while it decodes",
-        "It differs from its own scores of the same tokens: look at cache writes, positions, decoding kernels.",
+        "It differs from its own scores of the same tokens: look at cache writes, positions, "
+        "decoding kernels.",
     ),
     "recurrent": Cause(
         "recurrent state while decoding",
-        "Bound it by c: an engine sums token by token, a trainer in chunks. In float32 keep its state so too.", False,
+        "Bound it by c: an engine sums token by token, a trainer in chunks. In float32 keep its "
+        "state so too.",
+        False,
     ),
     **{
-        operator: Cause(f"the engine's {title}", "Compare its weights, dtype and kernel with the training stack's.")
+        operator: Cause(
+            f"the engine's {title}",
+            "Compare its weights, dtype and kernel with the training stack's.",
+        )
         for operator, title in (
-            ("embedding", "embedding"), ("norm", "norms"), ("attention", "attention"), ("mlp", "MLP"),
-            ("cache", "key-value cache"), ("head", "output head"),
+            ("embedding", "embedding"),
+            ("norm", "norms"),
+            ("attention", "attention"),
+            ("mlp", "MLP"),
+            ("cache", "key-value cache"),
+            ("head", "output head"),
         )
     },
     "undetermined": Cause(
         "other weights or another precision",
-        "Probe the two engines with the model (and with --earlier weights): re-scoring tells these causes apart.",
+        "Probe the two engines with the model (and with --earlier weights): re-scoring tells "
+        "these causes apart.",
         False,
     ),
     "unchecked": Cause(
         "no mismatch between the two columns; whether the tokens come from them was not checked",
-        "Record entropies, or score with the training stack: then raw log-probs on both sides show.", False,
+        "Record entropies, or score with the training stack: then raw log-probs on both sides "
+        "show.",
+        False,
     ),
     "too_few": Cause(
         "too few tokens for a verdict",
-        "Record more completions, or probe the two engines with the model.", False,
+        "Record more completions, or probe the two engines with the model.",
+        False,
     ),
-}  # fmt: skip
+}
 
 
 class Finding(NamedTuple):
@@ -158,12 +190,20 @@ class Finding(NamedTuple):
 
 
 _SAMPLING = {
-    "trl": "GRPOConfig.", "verl": "actor_rollout_ref.rollout.", "skyrl": "generator.sampling_params.",
-    "nemo-rl": "policy.generation.", "prime-rl": "orchestrator.train.sampling.", "slime": "--rollout-",
+    "trl": "GRPOConfig.",
+    "verl": "actor_rollout_ref.rollout.",
+    "skyrl": "generator.sampling_params.",
+    "nemo-rl": "policy.generation.",
+    "prime-rl": "orchestrator.train.sampling.",
+    "slime": "--rollout-",
     "dcmdp": "rollout.",
-}  # fmt: skip
+}
 """Framework -> where its settings of sampling are."""
-_SETTINGS = {"temperature": ("temperature",), "sharper": ("temperature", "top_p"), "support": ("top_p", "top_k")}
+_SETTINGS = {
+    "temperature": ("temperature",),
+    "sharper": ("temperature", "top_p"),
+    "support": ("top_p", "top_k"),
+}
 """Cause -> names of those settings."""
 
 

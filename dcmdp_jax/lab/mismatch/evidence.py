@@ -1,8 +1,8 @@
 """Evidence for why two columns of log-probs differ, measured without any model.
 
-p is the training stack's probability of a sampled token, q the engine's, d = log p - log q. H is the entropy of the
-training stack's distribution at the token, where it was recorded. Standard errors take completions, not tokens, as
-independent.
+p is the training stack's probability of a sampled token, q the engine's, d = log p - log q. H is
+the entropy of the training stack's distribution at the token, where it was recorded. Standard
+errors take completions, not tokens, as independent.
 """
 
 import dataclasses
@@ -15,7 +15,9 @@ from dcmdp_jax.lab.mismatch.pairs import TokenPairs, mean_of
 from dcmdp_jax.observe.legs import Leg
 
 LARGE_LOG_RATIO = 0.3
-"""Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below it."""
+"""Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below
+it.
+"""
 INNER_LOG_RATIO = 1.5
 _UNCERTAIN, _FEWEST_UNCERTAIN = 0.9, 16
 _SHORTEST_PART, _TIMES_BEFORE = 4, 5.0
@@ -37,8 +39,8 @@ class Explanation(NamedTuple):
     Attributes:
         name: the change.
         cause: key of `causes.CAUSES`.
-        share: 1 - sum |q - h| / sum |q - p|, h the probability after the change: 1 reproduces the engine, 0 is as
-            far from it as the training stack, below 0 is farther.
+        share: 1 - sum |q - h| / sum |q - p|, h the probability after the change: 1 reproduces the
+            engine, 0 is as far from it as the training stack, below 0 is farther.
     """
 
     name: str
@@ -52,8 +54,8 @@ class Lifted(NamedTuple):
     Attributes:
         engine: its name without the setting.
         cause: key of `causes.CAUSES`, the price of the setting.
-        share: 1 - sum |h - p| / sum |q - p|, h the probability without the setting: 1 if nothing of the mismatch is
-            left, 0 if all of it is.
+        share: 1 - sum |h - p| / sum |q - p|, h the probability without the setting: 1 if nothing of
+            the mismatch is left, 0 if all of it is.
     """
 
     engine: str
@@ -65,7 +67,8 @@ class OperatorDifference(NamedTuple):
     """An operator of the engine compared with the training stack's, on the same input.
 
     Attributes:
-        operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of `causes.CAUSES`.
+        operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of
+            `causes.CAUSES`.
         layer: number of the layer, 0 is the first; None before the first and after the last.
         relative: ||y - f(x)|| / ||f(x)||; x and y are what the engine's operator read and gave.
     """
@@ -83,17 +86,23 @@ _IN_A_LAYER = ("norm", "attention", "cache", "mlp", "head")
 
 def in_order(sizes: Mapping[str, Any], layer: int | None) -> list[OperatorDifference]:
     """Differences of a layer, or of what comes after the last, in the order of the forward pass."""
-    return [OperatorDifference(name, layer, float(sizes[name])) for name in _IN_A_LAYER if name in sizes]
+    return [
+        OperatorDifference(name, layer, float(sizes[name])) for name in _IN_A_LAYER if name in sizes
+    ]
 
 
 _TIMES_MEDIAN, _LEAST_RELATIVE = 10.0, 1e-4
 
 
 def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference]:
-    """Operators that differ by ten times the median of all, and by 1e-4; none if that is not the smaller half."""
+    """Operators that differ by ten times the median of all, and by 1e-4; none if that is not the
+    smaller half.
+    """
     if not operators:
         return []
-    least = max(_TIMES_MEDIAN * float(np.median([each.relative for each in operators])), _LEAST_RELATIVE)
+    least = max(
+        _TIMES_MEDIAN * float(np.median([each.relative for each in operators])), _LEAST_RELATIVE
+    )
     found = [each for each in operators if each.relative > least]
     return found if 2 * len(found) < len(operators) else []
 
@@ -119,11 +128,12 @@ class Alignment(NamedTuple):
     """Correlations of log p with log q of other tokens.
 
     Attributes:
-        correlations: shift s -> correlation of log p of a token with log q of the s-th one after it, in the shifted
-            completions; in all where none is.
+        correlations: shift s -> correlation of log p of a token with log q of the s-th one after
+            it, in the shifted completions; in all where none is.
         shifts: shift -> completions whose log p fits log q so.
         exchanged: completions found whose log p belongs to the log q of another completion.
-        unrelated: other completions whose columns have nothing in common and whose tokens q did not sample.
+        unrelated: other completions whose columns have nothing in common and whose tokens q did not
+            sample.
     """
 
     correlations: Mapping[int, float]
@@ -133,7 +143,8 @@ class Alignment(NamedTuple):
 
 
 class TokenMean(NamedTuple):
-    """A mean over tokens and its standard error, clustered by completion; NaN if it was not measured.
+    """A mean over tokens and its standard error, clustered by completion; NaN if it was not
+    measured.
 
     Attributes:
         mean: the estimate.
@@ -147,7 +158,9 @@ class TokenMean(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """3.5 standard errors; for few completions the quantile of Student's t that is as rare (1 in 4,300)."""
+        """3.5 standard errors; for few completions the quantile of Student's t that is as rare (1
+        in 4,300).
+        """
         z, df = CERTAIN, max(self.completions - 1, 1)
         first, second = (z**2 + 1) / 4, (5 * z**4 + 16 * z**2 + 3) / 96
         third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
@@ -174,9 +187,11 @@ class Known:
 
     Attributes:
         framework: who recorded the columns; "" for two engines, or if it is not known.
-        rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
+        rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if
+            not measured.
         explanations: controlled re-scorings; empty without a model.
-        settings: cause -> setting of the engine that has it as its price; empty for a recording without them.
+        settings: cause -> setting of the engine that has it as its price; empty for a recording
+            without them.
         lifted: re-scorings without each of these settings; empty if not measured.
         recurrent: whether the model has recurrent layers.
         operators: differences of the engine's operators, embedded or vLLM; empty for others.
@@ -195,52 +210,61 @@ class Known:
 class Evidence(Known):
     """Measurements from which `diagnosis.diagnose` names the cause.
 
-    What is sampled from q has E[p / q] = 1, whatever p is; E[p / q] = p(S) if q is cut to a set S of tokens; what is
-    sampled from p has E[q / p] = 1 and E[-log p - H] = 0. If q is a power of p, renormalized, q = p^(1 + b) / Z, then
-    log q - log p is b (log p + H) up to terms in b^2, and -log p - H is about -b times the variance of log p. Noise
-    of any kind, on either side, makes tokens more surprising, never less.
+    What is sampled from q has E[p / q] = 1, whatever p is; E[p / q] = p(S) if q is cut to a set S
+    of tokens; what is sampled from p has E[q / p] = 1 and E[-log p - H] = 0. If q is a power of p,
+    renormalized, q = p^(1 + b) / Z, then log q - log p is b (log p + H) up to terms in b^2, and
+    -log p - H is about -b times the variance of log p. Noise of any kind, on either side, makes
+    tokens more surprising, never less.
 
     Attributes:
         tokens, completions: how many.
         mean: mean |p - q|.
-        median_log_ratio: median |d|, nats, of the tokens with p or q below 0.9; of all if those are fewer than 16. Near
-            1 a probability can't differ much.
+        median_log_ratio: median |d|, nats, of the tokens with p or q below 0.9; of all if those are
+            fewer than 16. Near 1 a probability can't differ much.
         square: mean of d^2.
         ratio: mean of p / q.
-        inner_ratio: 1 + (p / q - 1), the tokens with |d| above 1.5 counted as 0: a few tokens that one side finds
-            impossible do not move it.
-        capped_ratio: mean of min(p / q, 4): like that of p / q at most 1 for tokens sampled from q, but no few tokens
-            move it.
+        inner_ratio: 1 + (p / q - 1), the tokens with |d| above 1.5 counted as 0: a few tokens that
+            one side finds impossible do not move it.
+        capped_ratio: mean of min(p / q, 4): like that of p / q at most 1 for tokens sampled from q,
+            but no few tokens move it.
         inverse_ratio: mean of q / p.
         sample_size: effective number of tokens under weights p / q, of `ratio_tokens`.
         surprise: mean of -log p - H; NaN without entropies, as are the next four.
-        weighted_surprise: mean of p / q (-log p - H): 0 for tokens sampled from q, whatever p is, unless q is cut.
+        weighted_surprise: mean of p / q (-log p - H): 0 for tokens sampled from q, whatever p is,
+            unless q is cut.
         variance: mean of (log p + H)^2.
         power: b, the slope of log q - log p over log p + H.
-        power_margin: two standard errors of b, and what the line leaves unexplained: |b| sqrt(1 - alignment^2).
-        alignment: their correlation; 1 or -1 for a power, in (-0.7, 0.3) for noise, other weights, other prompts.
+        power_margin: two standard errors of b, and what the line leaves unexplained: |b| sqrt(1 -
+            alignment^2).
+        alignment: their correlation; 1 or -1 for a power, in (-0.7, 0.3) for noise, other weights,
+            other prompts.
         spread: log of the standard deviation of log q over that of log p.
         correlation: Pearson's, of log p and log q.
-        penalty: mean d of tokens that the completion already had, less that of new ones with the same q.
+        penalty: mean d of tokens that the completion already had, less that of new ones with the
+            same q.
         penalty_share: the part of mean d^2 that this difference is.
         uncertain: tokens with p and q below 0.9, the only ones that show a temperature.
-        broken: share of the completions whose columns agree up to a token and are unrelated from there on.
+        broken: share of the completions whose columns agree up to a token and are unrelated from
+            there on.
         broken_correlation: the same after these tokens; `whole_correlation` over all others.
         start: mean |d| of the first 4 tokens of a completion.
-        start_expected: the same for tokens from the 17th on with the same q; NaN if there are too few.
+        start_expected: the same for tokens from the 17th on with the same q; NaN if there are too
+            few.
         start_excess: mean of |d| less 3 times the expected, over the first 4.
         lowered: share of the tokens that q finds less likely than p by 0.02 nats.
         lag_means: age of the weights in steps -> mean of |p - q|; empty if not known.
         filled: None if no column has such values. Those tokens are left out of all but `mean`.
         columns: whether they are aligned.
-        identical: completions that equal another one, by ids and about by log q, both of a probability below
-            1 / (1000 N^2) on both sides: of N independent ones fewer than one in 1,000 recordings has such a pair.
+        identical: completions that equal another one, by ids and about by log q, both of a
+            probability below 1 / (1000 N^2) on both sides: of N independent ones fewer than one in
+            1,000 recordings has such a pair.
         course: evidence over the steps that updates do not reach the engine; "" if none.
         floor: the larger of both engines' noise floors; None if not measured.
         legs: the gap's two legs; empty if the engine does not score.
 
-    From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
-    token on where the first ones stand apart, so that a second cause shows.
+    From `median_log_ratio` to `correlation` all is over the other completions where some are
+    broken, and from the 17th token on where the first ones stand apart, so that a second cause
+    shows.
     """
 
     tokens: int
@@ -282,8 +306,14 @@ class Evidence(Known):
 
 
 def collect(pairs: TokenPairs, **known: Any) -> Evidence:
-    """Measure everything that the columns alone show, and add what only engines can: fields from `floor` on."""
-    size = {"tokens": len(pairs.token_ids), "completions": len(pairs.lengths), "mean": float(pairs.discrepancy.mean())}
+    """Measure everything that the columns alone show, and add what only engines can: fields from
+    `floor` on.
+    """
+    size = {
+        "tokens": len(pairs.token_ids),
+        "completions": len(pairs.lengths),
+        "mean": float(pairs.discrepancy.mean()),
+    }
     lags, identical = _lag_means(pairs), _identical(pairs)
     filled, pairs = _filled(pairs)
     misplaced, alignment = _alignment(pairs)
@@ -309,53 +339,79 @@ def collect(pairs: TokenPairs, **known: Any) -> Evidence:
 
 
 def _identical(pairs: TokenPairs) -> int:
-    """See `Evidence.identical`. A pair of rare ones has a chance of sum_y q_i(y) q_j(y) <= 1 / (1000 N^2)."""
+    """See `Evidence.identical`. A pair of rare ones has a chance of sum_y q_i(y) q_j(y) <= 1 /
+    (1000 N^2).
+    """
     columns, spans = (pairs.train_logprobs, pairs.rollout_logprobs), {}
     likeliest = np.maximum(*(np.add.reduceat(x, pairs.starts, dtype=np.float64) for x in columns))
     for row in np.flatnonzero(likeliest < -np.log(1000.0) - 2 * np.log(len(pairs.lengths))):
         span = slice(pairs.starts[row], pairs.starts[row] + pairs.lengths[row])
         spans.setdefault(pairs.token_ids[span].tobytes(), []).append(pairs.rollout_logprobs[span])
     # Equal ids of which the engine's log-probs differ are of other prompts, or were not recorded.
-    found = ([np.median(np.abs(x - twins[0])) < LARGE_LOG_RATIO for x in twins] for twins in spans.values())
+    found = (
+        [np.median(np.abs(x - twins[0])) < LARGE_LOG_RATIO for x in twins]
+        for twins in spans.values()
+    )
     return sum(sum(alike) for alike in found if sum(alike) > 1)
 
 
 def _lag_means(pairs: TokenPairs) -> dict[int, TokenMean]:
     delta, rows = pairs.discrepancy, pairs.completion
-    chosen = {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
+    chosen = (
+        {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
+    )
     return {lag: _estimate(delta[own], rows[own]) for lag, own in chosen.items()}
 
 
 def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
     """Measure which distribution the kept tokens were sampled from."""
     d, rows = pairs.log_ratio[kept], pairs.completion[kept]
-    log_p, log_q = (x[kept].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    log_p, log_q = (
+        x[kept].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs)
+    )
     weight, inner = np.exp(d), np.abs(d) <= INNER_LOG_RATIO
     uncertain = np.minimum(log_p, log_q) < np.log(_UNCERTAIN)
     found: dict[str, float | TokenMean] = {
-        "median_log_ratio": float(np.median(np.abs(d[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else d))),
+        "median_log_ratio": float(
+            np.median(np.abs(d[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else d))
+        ),
         "square": float(np.mean(d**2)),
         "ratio": _estimate(weight, rows),
         "inner_ratio": _estimate(1 + (weight - 1) * inner, rows),
         "capped_ratio": _estimate(np.minimum(weight, _RATIO_CAP), rows),
         "inverse_ratio": _estimate(np.exp(-d), rows),
-        "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)), "ratio_tokens": len(d),
-        "surprise": UNKNOWN, "weighted_surprise": UNKNOWN,
-        "variance": np.nan, "power": np.nan, "power_margin": np.nan, "alignment": np.nan,
-        "spread": TokenMean(0.0, np.inf), "correlation": _correlation(log_p, log_q),
+        "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)),
+        "ratio_tokens": len(d),
+        "surprise": UNKNOWN,
+        "weighted_surprise": UNKNOWN,
+        "variance": np.nan,
+        "power": np.nan,
+        "power_margin": np.nan,
+        "alignment": np.nan,
+        "spread": TokenMean(0.0, np.inf),
+        "correlation": _correlation(log_p, log_q),
         "lowered": float(np.mean(d > _LOWERED)),
         "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
-    }  # fmt: skip
+    }
     if pairs.entropies is not None:
         x = log_p + pairs.entropies[kept]
-        found |= {"surprise": _estimate(-x, rows), "weighted_surprise": _estimate(-x * weight, rows)}
+        found |= {
+            "surprise": _estimate(-x, rows),
+            "weighted_surprise": _estimate(-x * weight, rows),
+        }
         found["variance"] = float(np.mean(x**2))
         slope, aligned = _slope(x, -d, rows), _correlation(-d, x)
         unexplained = abs(slope.mean) * np.sqrt(max(1 - aligned**2, 0.0))
-        found |= {"power": slope.mean, "power_margin": 2 * slope.error + unexplained, "alignment": aligned}
+        found |= {
+            "power": slope.mean,
+            "power_margin": 2 * slope.error + unexplained,
+            "alignment": aligned,
+        }
     had = _less_group_means(_had_before(pairs)[kept].astype(np.float64), log_q)
     found["penalty"] = _slope(had, _less_group_means(d, log_q), rows)
-    found["penalty_share"] = float(found["penalty"].mean ** 2 * np.mean(had**2) / max(np.mean(d**2), 1e-300))
+    found["penalty_share"] = float(
+        found["penalty"].mean ** 2 * np.mean(had**2) / max(np.mean(d**2), 1e-300)
+    )
     if log_p.std() and log_q.std():
         change = [(((x - x.mean()) / x.std()) ** 2 - 1) / 2 for x in (log_q, log_p)]
         spread = _estimate(change[0] - change[1], rows)
@@ -386,11 +442,13 @@ def _less_group_means(values: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 
 def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
-    """Values that are not measured, such as 0 or -9999 at the end of completions, and all other tokens.
+    """Values that are not measured, such as 0 or -9999 at the end of completions, and all other
+    tokens.
 
-    Where a column is far from the other one, its values are spread out; even rounded ones have neighbors as frequent.
-    A value that 8 tokens of 4 completions there share, five times as many as there are within 5% of it, was filled in.
-    Near temperature 0 most values are zeros; where a cut leaves one token, so is that token's, see `_left_by_a_cut`.
+    Where a column is far from the other one, its values are spread out; even rounded ones have
+    neighbors as frequent. A value that 8 tokens of 4 completions there share, five times as many as
+    there are within 5% of it, was filled in. Near temperature 0 most values are zeros; where a cut
+    leaves one token, so is that token's, see `_left_by_a_cut`.
     """
     columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
     far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
@@ -400,38 +458,52 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         same = column == value
         exact = far & same
         near = far & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
-        spread_out = len(np.unique(pairs.completion[exact])) >= _FEWEST_FILLED_ROWS and same.mean() <= 0.5
+        spread_out = (
+            len(np.unique(pairs.completion[exact])) >= _FEWEST_FILLED_ROWS and same.mean() <= 0.5
+        )
         enough = exact.sum() >= max(_FEWEST_FILLED, _TIMES_NEAR * near.sum())
         if spread_out and enough and not (value == 0 and _left_by_a_cut(pairs, same, column)):
             last, first = exact[pairs.starts + pairs.lengths - 1].sum(), exact[pairs.starts].sum()
-            return Filled(name, float(value), int(exact.sum()), int(last), int(first)), pairs.where(~exact)
+            return Filled(name, float(value), int(exact.sum()), int(last), int(first)), pairs.where(
+                ~exact
+            )
     return None, pairs
 
 
 def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, column: np.ndarray) -> bool:
-    """Whether log-probs of exactly 0 are those of tokens that a cut (min-p, top-k of 1) leaves alone.
+    """Whether log-probs of exactly 0 are those of tokens that a cut (min-p, top-k of 1) leaves
+    alone.
 
-    The engine was all but sure of such a token, so the other column finds it likelier than the average token: by its
-    entropy, or without entropies by the share of tokens below one half. What was filled in stands on any token, or in
-    a row at the beginning or the end of completions.
+    The engine was all but sure of such a token, so the other column finds it likelier than the
+    average token: by its entropy, or without entropies by the share of tokens below one half. What
+    was filled in stands on any token, or in a row at the beginning or the end of completions.
     """
     other = pairs.train_logprobs if column is pairs.rollout_logprobs else pairs.rollout_logprobs
     if pairs.entropies is not None:
-        surprise = _estimate(-(pairs.train_logprobs + pairs.entropies)[zeros], pairs.completion[zeros])
+        surprise = _estimate(
+            -(pairs.train_logprobs + pairs.entropies)[zeros], pairs.completion[zeros]
+        )
         return surprise.below(0, _CUT_SURPRISE)
     at_edges = 0
     for row in np.split(zeros, pairs.starts[1:]):
         if not row.all():
             at_edges += int(np.argmin(row)) + int(np.argmin(row[::-1]))
     far = other < -_FAR
-    return at_edges < _AT_EDGES * zeros.sum() and mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
+    return at_edges < _AT_EDGES * zeros.sum() and mean_of(far[zeros]) < _CUT_FAR * mean_of(
+        far[~zeros]
+    )
 
 
 def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
-    """[N] bool, completions whose columns are not of the same tokens; and how the columns are aligned."""
+    """[N] bool, completions whose columns are not of the same tokens; and how the columns are
+    aligned.
+    """
     shifts = _shifts(pairs)
     shifted = shifts != 0
-    counts = {int(by): int(count) for by, count in zip(*np.unique(shifts[shifted], return_counts=True), strict=True)}
+    counts = {
+        int(by): int(count)
+        for by, count in zip(*np.unique(shifts[shifted], return_counts=True), strict=True)
+    }
     own = shifted[pairs.completion] if shifted.any() else np.ones(len(pairs.token_ids), bool)
     correlations = {0: _correlation(pairs.train_logprobs[own], pairs.rollout_logprobs[own])}
     for by in _SHIFTS:
@@ -441,7 +513,8 @@ def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
     if shifted.mean() > ALL_SHIFTED:
         return shifted, Alignment(correlations, counts, exchanged=0, unrelated=0)
     exchanged, unrelated = _exchanged(pairs, shifted), _unrelated(pairs, shifted)
-    # A few of many unrelated ones resemble another completion by chance; of exchanged ones most are found.
+    # A few of many unrelated ones resemble another completion by chance; of exchanged ones most are
+    # found.
     if 2 * exchanged.sum() < unrelated.sum():
         exchanged = np.zeros_like(exchanged)
     else:
@@ -451,7 +524,9 @@ def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
 
 
 def _lagged(pairs: TokenPairs, own: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the tokens of `own`, [n] bool, that have one `by` places later in their completion, and of these."""
+    """Indices of the tokens of `own`, [n] bool, that have one `by` places later in their
+    completion, and of these.
+    """
     position, length = pairs.position, pairs.lengths[pairs.completion]
     early = np.flatnonzero(own & (position + by >= 0) & (position + by < length))
     return early, early + by
@@ -460,10 +535,10 @@ def _lagged(pairs: TokenPairs, own: np.ndarray, by: int) -> tuple[np.ndarray, np
 def _shifts(pairs: TokenPairs) -> np.ndarray:
     """[N] int, the places by which log p of a completion is shifted against its log q; 0 for none.
 
-    A completion is a candidate for a shift that brings its first 8 tokens nearer to each other. Over the other tokens
-    of the candidates, which had no part in the choice, the shift must take 30% of the mean |d|, significantly. A
-    completion that was re-tokenized is shifted too, from its break on: at least half of the completions whose later
-    tokens are nearer must be candidates.
+    A completion is a candidate for a shift that brings its first 8 tokens nearer to each other.
+    Over the other tokens of the candidates, which had no part in the choice, the shift must take
+    30% of the mean |d|, significantly. A completion that was re-tokenized is shifted too, from its
+    break on: at least half of the completions whose later tokens are nearer must be candidates.
     """
     rows, count = pairs.completion, len(pairs.lengths)
     everything = np.ones(len(rows), bool)
@@ -472,7 +547,9 @@ def _shifts(pairs: TokenPairs) -> np.ndarray:
         early, late = _lagged(pairs, everything, by)
         if len(early) < _FEWEST_LAGGED:
             continue
-        shifted_ratio = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(np.float64)
+        shifted_ratio = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(
+            np.float64
+        )
         gap, before = np.abs(shifted_ratio), np.abs(pairs.log_ratio[early])
         gain, row = before - gap, rows[early]
         place = pairs.position[early] - max(-by, 0)
@@ -481,9 +558,14 @@ def _shifts(pairs: TokenPairs) -> np.ndarray:
         candidates = np.bincount(row[first], gain[first], count) > 0
         nearer = np.bincount(row[~first], gain[~first], count) > 0
         tested = ~first & candidates[row]
-        if candidates.sum() < 2 or not tested.any() or 2 * (candidates & nearer).sum() < nearer.sum():
+        if (
+            candidates.sum() < 2
+            or not tested.any()
+            or 2 * (candidates & nearer).sum() < nearer.sum()
+        ):
             continue
-        # Tokens as independent: few completions may be shifted, and neighbors' gains hardly depend on each other.
+        # Tokens as independent: few completions may be shifted, and neighbors' gains hardly depend
+        # on each other.
         relative = gain / np.maximum(gap + before, 1e-9)
         estimate = _estimate(relative[tested], np.arange(tested.sum()))
         if estimate.above(0, _LEAST_GAIN) and gap[tested].mean() < _NEARER * before[tested].mean():
@@ -494,10 +576,12 @@ def _shifts(pairs: TokenPairs) -> np.ndarray:
 
 
 def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
-    """[N] bool, completions whose columns have nothing in common, though q did not sample their tokens either.
+    """[N] bool, completions whose columns have nothing in common, though q did not sample their
+    tokens either.
 
-    Other weights lower the correlation too, but what q samples has a mean min(p / q, 4) of at most 1. Either all
-    completions that are not shifted are unrelated, or some whose correlation is far below that of the others. Those
+    Other weights lower the correlation too, but what q samples has a mean min(p / q, 4) of at most
+    1. Either all completions that are not shifted are unrelated, or some whose correlation is far
+        below that of the others. Those
     that were re-tokenized agree in their 5th to 8th token: the unrelated ones must not.
     """
     log_p, log_q = pairs.train_logprobs, pairs.rollout_logprobs
@@ -519,8 +603,12 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
             return none
         size = np.abs(pairs.log_ratio)
         later = position >= _FIRST_TOKENS
-        start_mean = np.bincount(rows[first], size[first], len(chosen)) / (_FIRST_TOKENS - _START_TOKENS)
-        later_mean = np.bincount(rows[later], size[later], len(chosen)) / np.maximum(pairs.lengths - _FIRST_TOKENS, 1)
+        start_mean = np.bincount(rows[first], size[first], len(chosen)) / (
+            _FIRST_TOKENS - _START_TOKENS
+        )
+        later_mean = np.bincount(rows[later], size[later], len(chosen)) / np.maximum(
+            pairs.lengths - _FIRST_TOKENS, 1
+        )
         if (start_mean > later_mean / 2)[chosen].mean() < 0.5 or related(chosen[rows]):
             return none
     elif related(chosen[rows] & first):
@@ -531,32 +619,44 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
 
 
 def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
-    """[N] bool, completions whose log p is related to the log q of another one and not to their own.
+    """[N] bool, completions whose log p is related to the log q of another one and not to their
+    own.
 
-    The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with all that are as
-    long, and so are their probabilities, in which a few very unlikely tokens weigh less. The best counts if no chance
-    among so many gives it (Fisher's z).
+    The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with all
+    that are as long, and so are their probabilities, in which a few very unlikely tokens weigh
+    less. The best counts if no chance among so many gives it (Fisher's z).
     """
-    log_p, log_q = (np.split(x, pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    log_p, log_q = (
+        np.split(x, pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs)
+    )
     wild = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths > LARGE_LOG_RATIO
     wild &= ~shifted
     found, chance = np.zeros(len(wild), bool), CERTAIN**2 + 2 * np.log(len(wild))
-    suspects = [row for row in np.flatnonzero(wild) if _correlation(log_p[row], log_q[row]) < _UNRELATED]
+    suspects = [
+        row for row in np.flatnonzero(wild) if _correlation(log_p[row], log_q[row]) < _UNRELATED
+    ]
     for row in suspects[:_MOST_SUSPECTS]:
         n = min(len(log_p[row]), _COMPARED)
         ours = log_p[row][:n]
         likely = [x[:n] for x in log_q if len(x) >= n and _correlation(ours, x[:n]) > RELATED]
-        best = max((min(_correlation(ours, x), _correlation(np.exp(ours), np.exp(x))) for x in likely), default=0.0)
-        found[row] = n > 3 and best > RELATED and np.arctanh(min(best, 0.999)) ** 2 * (n - 3) > chance
-    found[suspects[_MOST_SUSPECTS:]] = 2 * found.sum() > _MOST_SUSPECTS  # where most are, so are the others
+        best = max(
+            (min(_correlation(ours, x), _correlation(np.exp(ours), np.exp(x))) for x in likely),
+            default=0.0,
+        )
+        found[row] = (
+            n > 3 and best > RELATED and np.arctanh(min(best, 0.999)) ** 2 * (n - 3) > chance
+        )
+    found[suspects[_MOST_SUSPECTS:]] = (
+        2 * found.sum() > _MOST_SUSPECTS
+    )  # where most are, so are the others
     return found if found.sum() > 1 else np.zeros(len(found), bool)
 
 
 def break_at(log_ratio: np.ndarray) -> int | None:
     """Where a completion's engines may part: the first token of its wild part, or None.
 
-    The split that fits log |d| best by two levels, at least 4 tokens each. It counts if the median |d| after it is
-    above 0.3 nats and five times that before it.
+    The split that fits log |d| best by two levels, at least 4 tokens each. It counts if the median
+    |d| after it is above 0.3 nats and five times that before it.
 
     Args:
         log_ratio: [T] float, d of one completion.
@@ -575,43 +675,66 @@ def break_at(log_ratio: np.ndarray) -> int | None:
 
 def least_unrelated(correlation: float) -> int:
     """Tokens without any correlation that stand out where the others have this one (Fisher's z)."""
-    return max(_FEWEST_UNRELATED, 3 + int(np.ceil((CERTAIN / np.arctanh(min(correlation, 0.999))) ** 2)))
+    return max(
+        _FEWEST_UNRELATED, 3 + int(np.ceil((CERTAIN / np.arctanh(min(correlation, 0.999))) ** 2))
+    )
 
 
 def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
     """[N] bool, broken completions; and the columns' correlation after their breaks and elsewhere.
 
-    A copied beginning followed by free text looks like a break where weights differ: there the columns go on to agree
-    about which tokens are likely. After a real break they have nothing to do with each other.
+    A copied beginning followed by free text looks like a break where weights differ: there the
+    columns go on to agree about which tokens are likely. After a real break they have nothing to do
+    with each other.
     """
     d, starts = pairs.log_ratio, pairs.starts
     # A break needs a token above the level; most recordings are done here.
     wild = (np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO) & ~misplaced
-    places = [break_at(d[at : at + n]) if w else None for at, n, w in zip(starts, pairs.lengths, wild, strict=True)]
+    places = [
+        break_at(d[at : at + n]) if w else None
+        for at, n, w in zip(starts, pairs.lengths, wild, strict=True)
+    ]
     after = np.zeros(len(d), bool)
     for place, at, n in zip(places, starts, pairs.lengths, strict=True):
         if place is not None:
             after[at + place : at + n] = True
     broken = np.array([place is not None for place in places])
-    log_p, log_q = pairs.train_logprobs.astype(np.float64), pairs.rollout_logprobs.astype(np.float64)
+    log_p, log_q = (
+        pairs.train_logprobs.astype(np.float64),
+        pairs.rollout_logprobs.astype(np.float64),
+    )
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
     before = ~after & (pairs.position >= _START_TOKENS) & ~misplaced[pairs.completion]
-    correlations = _correlation(log_p[after], log_q[after]), _correlation(log_p[before], log_q[before])
-    if after.sum() >= _FEWEST_UNRELATED and correlations[0] < _UNRELATED and correlations[1] > RELATED:
+    correlations = (
+        _correlation(log_p[after], log_q[after]),
+        _correlation(log_p[before], log_q[before]),
+    )
+    if (
+        after.sum() >= _FEWEST_UNRELATED
+        and correlations[0] < _UNRELATED
+        and correlations[1] > RELATED
+    ):
         low, high = (np.arctanh(np.clip(each, -0.999, 0.999)) for each in correlations)
         if high - low > CERTAIN / np.sqrt(after.sum() - 3):
             # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
-            tails = [slice(at + n // 2, at + n) for at, n in zip(starts, pairs.lengths, strict=True)]
+            tails = [
+                slice(at + n // 2, at + n) for at, n in zip(starts, pairs.lengths, strict=True)
+            ]
             unrelated = [
-                bool(w) and tail.stop - tail.start >= _SHORTEST_PART and np.median(np.abs(d[tail])) > LARGE_LOG_RATIO
-                and _correlation(log_p[tail], log_q[tail]) < _UNRELATED for tail, w in zip(tails, wild, strict=True)
-            ]  # fmt: skip
+                bool(w)
+                and tail.stop - tail.start >= _SHORTEST_PART
+                and np.median(np.abs(d[tail])) > LARGE_LOG_RATIO
+                and _correlation(log_p[tail], log_q[tail]) < _UNRELATED
+                for tail, w in zip(tails, wild, strict=True)
+            ]
             return broken | np.array(unrelated), correlations
     return np.zeros(len(broken), bool), (np.nan, _correlation(log_p, log_q))
 
 
 def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
-    """The first tokens against later ones of the same q: uncertain tokens differ more, wherever they are."""
+    """The first tokens against later ones of the same q: uncertain tokens differ more, wherever
+    they are.
+    """
     size, position, rows = np.abs(pairs.log_ratio), pairs.position, pairs.completion
     group = np.digitize(pairs.rollout_logprobs, _LOG_Q_EDGES)
     first, later = kept & (position < _START_TOKENS), kept & (position >= _SETTLED_FROM)
@@ -634,7 +757,9 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:
-    """Mean over tokens, its error by the sums of each completion; `rows` has each token's completion."""
+    """Mean over tokens, its error by the sums of each completion; `rows` has each token's
+    completion.
+    """
     mean = float(values.mean())
     sums = np.bincount(rows, values - mean)
     count = len(np.unique(rows))

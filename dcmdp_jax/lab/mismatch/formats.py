@@ -1,4 +1,5 @@
-"""Recording formats of the frameworks: file patterns, identifying keys, and the meaning of each column.
+"""Recording formats of the frameworks: file patterns, identifying keys, and the meaning of each
+column.
 
 To add a format, add an entry to `FORMATS`.
 """
@@ -15,7 +16,13 @@ import numpy as np
 from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.errors import UserError, shorten_name
 from dcmdp_jax.lab.mismatch.recording import Columns
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, column_names, read_rows, suffix_of
+from dcmdp_jax.lab.mismatch.recording_files import (
+    LeftOut,
+    UnreadableError,
+    column_names,
+    read_rows,
+    suffix_of,
+)
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 
@@ -32,10 +39,12 @@ class Format:
     """A framework's recording.
 
     Attributes:
-        patterns: globs of its files, at any depth below a directory; JSON lines may also be compressed.
+        patterns: globs of its files, at any depth below a directory; JSON lines may also be
+            compressed.
         keys: columns that tell it from the others; each row has them.
         columns: names of the columns that it always has.
-        named: regular expression of the step, or of step and rank, in a path; by default none is found.
+        named: regular expression of the step, or of step and rank, in a path; by default none is
+            found.
         numbered: columns of step and rank in each row, of a file whose path does not say them.
         writer: who writes it, for people.
         optional: kind of column -> name, used where a row has it.
@@ -58,7 +67,12 @@ class Format:
         if named := re.search(self.named, path.as_posix()):
             return Place(*map(int, named.groups()))
         values = (row.get(name) for name in self.numbered)
-        return Place(*(value if isinstance(value, int) and not isinstance(value, bool) else None for value in values))
+        return Place(
+            *(
+                value if isinstance(value, int) and not isinstance(value, bool) else None
+                for value in values
+            )
+        )
 
 
 class RecordedFile(NamedTuple):
@@ -73,7 +87,8 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     """The framework that wrote a file, by the names of its columns; None for a file without rows.
 
     Raises:
-        UserError: with the keys found and the formats tried, if none knows them, or the file is not readable.
+        UserError: with the keys found and the formats tried, if none knows them, or the file is not
+            readable.
     """
     if not (found := _keys(path, left_out)):
         return None
@@ -89,13 +104,15 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
         if logprobs:
             more = f" and --token-column={ids[0]}" if ids else ""
             raise UserError(
-                f"{path}: no format knows it. {shorten_name(', '.join(logprobs))} hold log-probs: name the training "
-                f"stack's by --train-column, the engine's by --rollout-column{more}. Keys found: {keys}"
+                f"{path}: no format knows it. {shorten_name(', '.join(logprobs))} hold log-probs: "
+                "name the training stack's by --train-column, the engine's by "
+                f"--rollout-column{more}. Keys found: {keys}"
             )
         if not ids:
             raise UserError(
-                f"{path}: text without log-probs. Keys found: {keys}. verl, TRL and SkyRL write none by themselves: "
-                "record both with dcmdp_jax.record in the trainer's process (docs/probe.md), then probe that recording"
+                f"{path}: text without log-probs. Keys found: {keys}. verl, TRL and SkyRL write "
+                "none by themselves: record both with dcmdp_jax.record in the trainer's process "
+                "(docs/probe.md), then probe that recording"
             )
     tried = "; ".join(f"{name} ({', '.join(sorted(each.keys))})" for name, each in FORMATS.items())
     raise UserError(
@@ -110,7 +127,14 @@ def _numbers_of(path: Path, names: list[str], left_out: LeftOut) -> tuple[list[s
     for name in names:
         cell = row.get(name)
         values = [x for x in cell if x is not None] if isinstance(cell, list | np.ndarray) else []
-        if values and {type(x) for x in values} <= {int, float, np.float32, np.float64, np.int32, np.int64}:
+        if values and {type(x) for x in values} <= {
+            int,
+            float,
+            np.float32,
+            np.float64,
+            np.int32,
+            np.int64,
+        }:
             column = np.array(values)
             logprobs += [name] * bool(column.max() <= 0 > column.min())
             ids += [name] * bool(column.min() >= 0 and (column % 1 == 0).all())
@@ -122,8 +146,12 @@ def format_of(framework: str) -> Format:
     return FORMATS.get(framework, FORMATS["recorder"])
 
 
-def rows_of(file: RecordedFile, left_out: LeftOut) -> Iterator[tuple[Place, str | None, Columns, dict[str, Any]]]:
-    """Place, source, columns and cells of each row of a file; the columns name what this row has."""
+def rows_of(
+    file: RecordedFile, left_out: LeftOut
+) -> Iterator[tuple[Place, str | None, Columns, dict[str, Any]]]:
+    """Place, source, columns and cells of each row of a file; the columns name what this row
+    has.
+    """
     each = format_of(file.framework)
     for row in _file_rows(file.path, each, left_out):
         place, source = each.place(file.path, row), row.get(each.source) if each.source else None
@@ -133,11 +161,15 @@ def rows_of(file: RecordedFile, left_out: LeftOut) -> Iterator[tuple[Place, str 
 
 
 def files_below(directory: Path) -> list[Path]:
-    """Return the files at any depth that a format's pattern matches, or else all of a known suffix."""
+    """Return the files at any depth that a format's pattern matches, or else all of a known
+    suffix.
+    """
     known = [pattern for each in FORMATS.values() for pattern in each.patterns]
     known += [f"{pattern}.gz" for pattern in known if pattern.endswith(".jsonl")]
     for patterns in (known, [f"*{suffix}" for suffix in _SUFFIXES]):
-        if found := {path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()}:
+        if found := {
+            path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()
+        }:
             return sorted(found)
     return []
 
@@ -155,10 +187,16 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
         samples = payload.get("samples") if isinstance(payload, dict) else None
-        inner = list(samples[0]) if isinstance(samples, list) and samples and isinstance(samples[0], dict) else []
+        inner = (
+            list(samples[0])
+            if isinstance(samples, list) and samples and isinstance(samples[0], dict)
+            else []
+        )
         return [*payload, *inner] if isinstance(payload, dict) else [type(payload).__name__]
     if suffix_of(path) not in _SUFFIXES:
-        raise UserError(f"{path}: a recording is a {', '.join(_SUFFIXES)} file, a directory, or a glob of these")
+        raise UserError(
+            f"{path}: a recording is a {', '.join(_SUFFIXES)} file, a directory, or a glob of these"
+        )
     return column_names(path, left_out)
 
 
@@ -174,17 +212,23 @@ def _file_rows(path: Path, each: Format, left_out: LeftOut) -> Iterator[dict[str
 
 @functools.lru_cache(maxsize=1)
 def _load_torch(path: Path) -> Any:
-    """The content of a torch file; a file is asked for its keys, its first row and all rows in turn."""
+    """The content of a torch file; a file is asked for its keys, its first row and all rows in
+    turn.
+    """
     show_torch()
     try:
         import torch
     except ImportError:
-        raise UserError(f"{path}: slime's dumps are torch files; reading them needs torch: pip install torch") from None
+        raise UserError(
+            f"{path}: slime's dumps are torch files; reading them needs torch: pip install torch"
+        ) from None
     try:
         # Tensors and plain values alone: nothing in the file is executed.
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler does
-        raise UnreadableError(f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})") from None
+        raise UnreadableError(
+            f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})"
+        ) from None
 
 
 _PLACE = ("step", "rank", "framework", "export_step")
@@ -194,7 +238,13 @@ _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 
 def _nemo_row(row: dict[str, Any]) -> None:
     """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
-    for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs", "advantages"):
+    for name in (
+        "token_ids",
+        "token_loss_mask",
+        "generation_logprobs",
+        "prev_logprobs",
+        "advantages",
+    ):
         cell = row.get(name)
         if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
             row[name] = cell[0]
@@ -210,7 +260,9 @@ def _slime_sample(row: dict[str, Any]) -> None:
 
 
 def _own_row(row: dict[str, Any]) -> None:
-    """The age of a token's weights; a token of step k was sampled for the update of version k - 1."""
+    """The age of a token's weights; a token of step k was sampled for the update of version k -
+    1.
+    """
     versions = np.asarray(row["policy_versions"])
     row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
 
@@ -237,7 +289,9 @@ FORMATS = {
     ),
     "slime": Format(
         patterns=("train_*.pt", "train_data/*.pt"),
-        keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
+        keys=frozenset(
+            {"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}
+        ),
         columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
         numbered=("rollout_id", "data_parallel_rank"),
         prepare=_slime_sample,
@@ -245,8 +299,19 @@ FORMATS = {
     ),
     "dcmdp": Format(
         patterns=("rollouts/step_*.parquet",),
-        keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs", "mask", "policy_versions", "prompt_id"}),
-        columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"),
+        keys=frozenset(
+            {
+                "token_ids",
+                "train_logprobs",
+                "rollout_logprobs",
+                "mask",
+                "policy_versions",
+                "prompt_id",
+            }
+        ),
+        columns=Columns(
+            "token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"
+        ),
         optional={"lag": "lag", "top": "top"},
         source="source",
         named=r"step_(\d+)\.parquet$",
@@ -261,7 +326,10 @@ FORMATS = {
         optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
         source="source",
         named=r"step_(\d+)/rank_(\d+)\.jsonl",
-        writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
+        writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other "
+        "trainer",
     ),
 }
-"""Framework -> format. TRL, verl and SkyRL record by `dcmdp_jax.record`, which writes the framework's name."""
+"""Framework -> format. TRL, verl and SkyRL record by `dcmdp_jax.record`, which writes the
+framework's name.
+"""

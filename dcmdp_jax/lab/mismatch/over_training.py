@@ -1,4 +1,6 @@
-"""What recordings hold: one file by its columns; many files of a run, measured over its steps, ranks and sources."""
+"""What recordings hold: one file by its columns; many files of a run, measured over its steps,
+ranks and sources.
+"""
 
 import collections
 import glob
@@ -11,8 +13,21 @@ from typing import NamedTuple
 import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
-from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
-from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, probability_difference, recommend
+from dcmdp_jax.lab.mismatch.formats import (
+    Place,
+    RecordedFile,
+    files_below,
+    format_of,
+    identify,
+    rows_of,
+)
+from dcmdp_jax.lab.mismatch.pairs import (
+    Statistics,
+    TokenPairs,
+    measure,
+    probability_difference,
+    recommend,
+)
 from dcmdp_jax.lab.mismatch.recording import Columns, KeptRows, Row, checked_row, pairs_of
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, read_rows
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
@@ -20,7 +35,8 @@ from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 
 _SHOWN = 5
 _FIRST_STEPS = 5
-# A rank or source stands out where its mean is this many times the others' median, and not within float32's rounding.
+# A rank or source stands out where its mean is this many times the others' median, and not within
+# float32's rounding.
 _STANDS_OUT, _ROUNDING = 3.0, 1e-5
 
 
@@ -57,7 +73,8 @@ class OverTraining(NamedTuple):
     Attributes:
         steps: in order.
         ranks, sources: empty where there is only one or none is recorded.
-        odd_rank: the first rank that stands out, in words: no budget bounds other weights on one rank; "" without one.
+        odd_rank: the first rank that stands out, in words: no budget bounds other weights on one
+            rank; "" without one.
         notes: sentences about outliers among ranks and sources.
         alarms: alarms over the steps; see `observe.alarms`.
         tolerance: c that the alarms compare with; NaN if there is none.
@@ -104,22 +121,27 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
 
     Args:
         paths: files, directories, which are searched at any depth, and globs.
-        left_out: is told of the newest file of several if it is not readable: it may still be written.
+        left_out: is told of the newest file of several if it is not readable: it may still be
+            written.
 
     Raises:
-        UserError: in one line, if there is none, no format knows one of them (with its keys and the formats tried), or
-            they are of several frameworks.
+        UserError: in one line, if there is none, no format knows one of them (with its keys and the
+            formats tried), or they are of several frameworks.
     """
     found: dict[Path, RecordedFile] = {}
     for text in paths:
         path = Path(text)
-        if (path / METRICS_FILE).is_file() and not any(path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")):
+        if (path / METRICS_FILE).is_file() and not any(
+            path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")
+        ):
             raise UserError(
-                f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
-                f"model by --model={text}, or record by observe.rollouts_every_steps"
+                f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample "
+                f"anew with its model by --model={text}, or record by observe.rollouts_every_steps"
             )
         roots = [path] if path.exists() else sorted(map(Path, glob.glob(text, recursive=True)))
-        files = [each for root in roots for each in (files_below(root) if root.is_dir() else [root])]
+        files = [
+            each for root in roots for each in (files_below(root) if root.is_dir() else [root])
+        ]
         if not files and roots == [path]:
             raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
         if not files:
@@ -134,9 +156,14 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
                     raise
                 left_out.unfinished.append(str(each))
     if not found:
-        raise UserError(f"{shorten_name(', '.join(paths))}: no row in any file{left_out.after('; left out: ')}")
+        raise UserError(
+            f"{shorten_name(', '.join(paths))}: no row in any file{left_out.after('; left out: ')}"
+        )
     _refuse_mixed(list(found.values()))
-    return sorted(found.values(), key=lambda each: ([-1 if at is None else at for at in each.place], each.path))
+    return sorted(
+        found.values(),
+        key=lambda each: ([-1 if at is None else at for at in each.place], each.path),
+    )
 
 
 def read_run(
@@ -155,11 +182,13 @@ def read_run(
         left_out: is told what is not read. Ranks that the last step still lacks are.
         max_tokens: tokens to keep at most.
         allow_gaps: go on where steps or ranks are missing in the middle.
-        tolerance: c for the alarms; None: the run's own, else the one recommended for the first steps.
+        tolerance: c for the alarms; None: the run's own, else the one recommended for the first
+            steps.
         metrics: the run's own, if known: the alarms look at them.
 
     Raises:
-        UserError: in one line, if a step or rank is missing in the middle or comes twice, or a row is wrong.
+        UserError: in one line, if a step or rank is missing in the middle or comes twice, or a row
+            is wrong.
     """
     if not allow_gaps:
         left_out.unfinished += _refuse_gaps([file.place for file in files])
@@ -185,7 +214,9 @@ def read_run(
         if step is None:
             collections.deque(group, maxlen=0)
         elif step in steps:
-            raise UserError(f"step {step}: its rows are not together; probe the files of one run alone")
+            raise UserError(
+                f"step {step}: its rows are not together; probe the files of one run alone"
+            )
         else:
             steps[step] = _step_mismatch(step, [row for _, row in group])
     if not allow_gaps:
@@ -193,7 +224,11 @@ def read_run(
     where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
     pairs = kept.pairs(where, format_of(files[0].framework).columns, left_out)
     slices = _slices(ranks, "rank {}"), _slices(sources, "{}")
-    over = _over_training([steps[step] for step in sorted(steps)], *slices, tolerance, metrics) if steps else None
+    over = (
+        _over_training([steps[step] for step in sorted(steps)], *slices, tolerance, metrics)
+        if steps
+        else None
+    )
     return Recording(pairs, kept.rows, kept.every, left_out, over)
 
 
@@ -206,16 +241,19 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
         max_tokens: tokens to keep at most, except that one row is always kept.
 
     Raises:
-        UserError: one line naming file, row, column and what is wrong: a column that is not there (with the ones that
-            are), there twice or given for two things, text that is not UTF-8, cells of different lengths, a value
-            that the column cannot have, log-probs in base 2 or 10 or never filled in.
+        UserError: one line naming file, row, column and what is wrong: a column that is not there
+            (with the ones that are), there twice or given for two things, text that is not UTF-8,
+            cells of different lengths, a value that the column cannot have, log-probs in base 2 or
+            10 or never filled in.
         FileNotFoundError: if the file is missing.
     """
     path = Path(path)
     options: dict[str, str] = {}
     for option, name in columns.options().items():
         if (other := options.setdefault(name, option)) != option:
-            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
+            raise UserError(
+                f"{other} and {option}: both are {shorten(name)}; name a column of its own for each"
+            )
     kept, left_out = KeptRows(max_tokens), LeftOut()
     for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
         kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
@@ -226,17 +264,26 @@ def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
     pairs = pairs_of(rows)
     entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
     lag = np.nan if pairs.lags is None else float(pairs.lags.max())
-    return StepMismatch(step, measure(pairs), entropy, lag, -float(pairs.rollout_logprobs.mean(dtype=np.float64)))
+    return StepMismatch(
+        step, measure(pairs), entropy, lag, -float(pairs.rollout_logprobs.mean(dtype=np.float64))
+    )
 
 
 def _slices(sums: Mapping[int | str, np.ndarray], title: str) -> list[Slice]:
     """Rows, tokens and sum of |p - q| of each part as its `Slice`, in order."""
     parts = ((part, *sums[part].tolist()) for part in sorted(sums))
-    return [Slice(title.format(part), int(rows), int(tokens), total / tokens) for part, rows, tokens, total in parts]
+    return [
+        Slice(title.format(part), int(rows), int(tokens), total / tokens)
+        for part, rows, tokens, total in parts
+    ]
 
 
 def _over_training(
-    steps: list[StepMismatch], ranks: list[Slice], sources: list[Slice], tolerance: float | None, metrics: Series | None
+    steps: list[StepMismatch],
+    ranks: list[Slice],
+    sources: list[Slice],
+    tolerance: float | None,
+    metrics: Series | None,
 ) -> OverTraining:
     odd = _standing_out(ranks)
     notes = [*odd, *_standing_out(sources)]
@@ -248,14 +295,23 @@ def _over_training(
         first = steps[:_FIRST_STEPS]
         tokens = np.array([step.statistics.tokens for step in first], np.float64)
         mean = float(np.average([step.statistics.mean for step in first], weights=tokens))
-        tolerance, said = recommend(mean, None, None).tolerance, f"recommended for the first {len(first)} steps"
+        tolerance, said = (
+            recommend(mean, None, None).tolerance,
+            f"recommended for the first {len(first)} steps",
+        )
     numbers = np.array([step.step for step in steps])
     if said != "the run's own" and np.isfinite(tolerance):
         series["dual/tolerance"] = (numbers, np.full(len(numbers), tolerance))
     return OverTraining(
-        tuple(steps), tuple(ranks if len(ranks) > 1 else ()), tuple(sources if len(sources) > 1 else ()),
-        odd[0].partition(":")[0] if odd else "", tuple(notes), tuple(alarms(series)), tolerance, said,
-    )  # fmt: skip
+        tuple(steps),
+        tuple(ranks if len(ranks) > 1 else ()),
+        tuple(sources if len(sources) > 1 else ()),
+        odd[0].partition(":")[0] if odd else "",
+        tuple(notes),
+        tuple(alarms(series)),
+        tolerance,
+        said,
+    )
 
 
 def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -271,17 +327,26 @@ def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray
         "mismatch/median_log_ratio": [step.statistics.median_log_ratio for step in steps],
         "rollout/staleness_max": [step.lag for step in steps],
     }
-    return {name: (numbers, np.array(x, np.float64)) for name, x in values.items() if np.isfinite(x).all()}
+    return {
+        name: (numbers, np.array(x, np.float64))
+        for name, x in values.items()
+        if np.isfinite(x).all()
+    }
 
 
 def _standing_out(parts: list[Slice]) -> list[str]:
-    """A line for each part that differs far more than the others: a rank with other weights, a broken environment."""
+    """A line for each part that differs far more than the others: a rank with other weights, a
+    broken environment.
+    """
     lines = []
     for part in parts:
         others = [each.mean for each in parts if each is not part]
         usual = float(np.median(others)) if others else np.inf
         if part.mean > max(_STANDS_OUT * usual, _ROUNDING):
-            lines.append(f"{part.name} stands out: mean |dp| {part.mean:.2g}, the others' median is {usual:.2g}.")
+            lines.append(
+                f"{part.name} stands out: mean |dp| {part.mean:.2g}, the others' median is "
+                f"{usual:.2g}."
+            )
     return lines
 
 
@@ -297,23 +362,33 @@ def _refuse_mixed(files: list[RecordedFile]) -> None:
 def _refuse_doubles(files: Sequence[RecordedFile]) -> None:
     seen: dict[Place, Path] = {}
     for file in files:
-        if file.place.step is not None and (other := seen.setdefault(file.place, file.path)) != file.path:
+        if (
+            file.place.step is not None
+            and (other := seen.setdefault(file.place, file.path)) != file.path
+        ):
             rank = "" if file.place.rank is None else f", rank {file.place.rank}"
-            raise UserError(f"step {file.place.step}{rank} is in {other} and in {file.path}; probe one run at a time")
+            raise UserError(
+                f"step {file.place.step}{rank} is in {other} and in {file.path}; probe one run at "
+                "a time"
+            )
 
 
 def _refuse_gaps(places: Iterable[Place]) -> list[str]:
-    """One line for a step that is missing between others, and for a rank that is; what the last step lacks."""
+    """One line for a step that is missing between others, and for a rank that is; what the last
+    step lacks.
+    """
     ranks: dict[int, set[int]] = {}
     for place in places:
         if place.step is not None:
             ranks.setdefault(place.step, set()).update(() if place.rank is None else (place.rank,))
     steps = sorted(ranks)
     spacing = min((b - a for a, b in itertools.pairwise(steps)), default=1)
-    if missing := [step for a, b in itertools.pairwise(steps) for step in range(a + spacing, b, spacing)]:
+    if missing := [
+        step for a, b in itertools.pairwise(steps) for step in range(a + spacing, b, spacing)
+    ]:
         raise UserError(
-            f"{_listed('step', missing)} between steps {steps[0]} and {steps[-1]}, {spacing} apart elsewhere; "
-            "add the files, or read on without them by --allow-gaps"
+            f"{_listed('step', missing)} between steps {steps[0]} and {steps[-1]}, {spacing} "
+            "apart elsewhere; add the files, or read on without them by --allow-gaps"
         )
     all_of_them = set(range(max(set().union(*ranks.values()), default=-1) + 1))
     for step in steps:
@@ -321,12 +396,15 @@ def _refuse_gaps(places: Iterable[Place]) -> list[str]:
             if step == steps[-1] and len(steps) > 1:
                 return [f"{_listed('rank', lacking)} in step {step}, the last one"]
             raise UserError(
-                f"{_listed('rank', lacking)} in step {step}, of 0 to {max(all_of_them)}; add the files, or read on "
-                "without them by --allow-gaps (prime-rl writes for the first rank of each context-parallel group alone)"
+                f"{_listed('rank', lacking)} in step {step}, of 0 to {max(all_of_them)}; add the "
+                "files, or read on without them by --allow-gaps (prime-rl writes for the first "
+                "rank of each context-parallel group alone)"
             )
     return []
 
 
 def _listed(kind: str, numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN])) + (f" and {len(numbers) - _SHOWN} more" * (len(numbers) > _SHOWN))
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (
+        f" and {len(numbers) - _SHOWN} more" * (len(numbers) > _SHOWN)
+    )
     return f"{kind} {shown} is missing" if len(numbers) == 1 else f"{kind}s {shown} are missing"

@@ -1,4 +1,6 @@
-"""Sampled tokens with two log-probs each, statistics of their disagreement, and the budget c recommended for it."""
+"""Sampled tokens with two log-probs each, statistics of their disagreement, and the budget c
+recommended for it.
+"""
 
 import dataclasses
 import functools
@@ -23,9 +25,12 @@ class TokenPairs:
         train_logprobs: [n] float32 nats, training stack.
         rollout_logprobs: [n] float32 nats, the engine that sampled.
         lengths: [N] int64, tokens of each completion; none is 0.
-        entropies: [n] float32 nats, of the training stack's distribution at each token; None if not known.
-        lags: [n] int32, how many training steps old the weights were that sampled the token; None if not known.
-        states: [n, 10] float32, measures of each token's whole state (`measure_states`); None if not known.
+        entropies: [n] float32 nats, of the training stack's distribution at each token; None if not
+            known.
+        lags: [n] int32, how many training steps old the weights were that sampled the token; None
+            if not known.
+        states: [n, 10] float32, measures of each token's whole state (`measure_states`); None if
+            not known.
     """
 
     token_ids: np.ndarray
@@ -39,8 +44,14 @@ class TokenPairs:
     def where(self, kept: np.ndarray) -> "TokenPairs":
         """The tokens of `kept`, [n] bool; a completion without any is dropped."""
         lengths = np.add.reduceat(kept, self.starts, dtype=np.int64)
-        columns = {name: column for name, column in vars(self).items() if name != "lengths" and column is not None}
-        return TokenPairs(lengths=lengths[lengths > 0], **{name: column[kept] for name, column in columns.items()})
+        columns = {
+            name: column
+            for name, column in vars(self).items()
+            if name != "lengths" and column is not None
+        }
+        return TokenPairs(
+            lengths=lengths[lengths > 0], **{name: column[kept] for name, column in columns.items()}
+        )
 
     @property
     def completion(self) -> np.ndarray:
@@ -59,7 +70,9 @@ class TokenPairs:
 
     @property
     def log_ratio(self) -> np.ndarray:
-        """[n] float64, log p_train - log p_rollout, clamped to [-20, 20] as `algorithm/stats.py` clamps it."""
+        """[n] float64, log p_train - log p_rollout, clamped to [-20, 20] as `algorithm/stats.py`
+        clamps it.
+        """
         return np.clip(self.train_logprobs.astype(np.float64) - self.rollout_logprobs, -20.0, 20.0)
 
     @property
@@ -92,12 +105,16 @@ def make_pairs(
         if [len(array) for array in arrays] != lengths.tolist():
             raise ValueError(f"{name}: lengths differ from token_ids")
     dtypes = {"lags": np.int32}
-    flat = {name: np.concatenate(arrays).astype(dtypes.get(name, np.float32)) for name, arrays in given.items()}
+    flat = {
+        name: np.concatenate(arrays).astype(dtypes.get(name, np.float32))
+        for name, arrays in given.items()
+    }
     return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)
 
 
 class Statistics(NamedTuple):
-    """Mismatch over all tokens, p = training stack, q = engine, d = log p - log q clamped to [-20, 20].
+    """Mismatch over all tokens, p = training stack, q = engine, d = log p - log q clamped to [-20,
+    20].
 
     Attributes:
         tokens, completions: how many.
@@ -107,9 +124,11 @@ class Statistics(NamedTuple):
         median_log_ratio: median of |d|, nats.
         pearson: correlation of p and q; 0 where either is constant.
         effective_sample_size: (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1].
-        displacement_mean: mean of eps = logit p - logit q. displacement_abs_mean and the quantiles are of |eps|.
-            |p - q| is p (1 - p) |eps| to first order, so confidence shrinks it and not eps.
-        completions_over: share of completions whose own mean |p - q| exceeds `tolerance`; NaN without one.
+        displacement_mean: mean of eps = logit p - logit q. displacement_abs_mean and the quantiles
+            are of |eps|. |p - q| is p (1 - p) |eps| to first order, so confidence shrinks it and
+            not eps.
+        completions_over: share of completions whose own mean |p - q| exceeds `tolerance`; NaN
+            without one.
         tolerance: c, or NaN.
     """
 
@@ -144,7 +163,8 @@ def means_by_completion(pairs: TokenPairs) -> np.ndarray:
 
 
 def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
-    """Compute the statistics as `algorithm.discrepancy` defines them (`mismatch_statistics`, ...), in float64.
+    """Compute the statistics as `algorithm.discrepancy` defines them (`mismatch_statistics`, ...),
+    in float64.
 
     Args:
         pairs: the tokens.
@@ -155,7 +175,9 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
     eps = _log_odds(pairs.train_logprobs) - _log_odds(pairs.rollout_logprobs)
     eps_p50, eps_p95, eps_p99 = np.quantile(np.abs(eps), (0.5, 0.95, 0.99))
     weights = np.exp(d - d.max())
-    over = float(np.mean(means_by_completion(pairs) > tolerance)) if tolerance is not None else np.nan
+    over = (
+        float(np.mean(means_by_completion(pairs) > tolerance)) if tolerance is not None else np.nan
+    )
     return Statistics(
         tokens=len(delta),
         completions=len(pairs.lengths),
@@ -166,7 +188,9 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
         k1=float(-d.mean()),
         k3=float(np.mean(np.expm1(d) - d)),
         median_log_ratio=float(np.median(np.abs(d))),
-        pearson=_pearson(*(np.exp(x, dtype=np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))),
+        pearson=_pearson(
+            *(np.exp(x, dtype=np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+        ),
         effective_sample_size=float(weights.sum() ** 2 / (len(d) * (weights**2).sum())),
         displacement_mean=float(eps.mean()),
         displacement_abs_mean=float(np.abs(eps).mean()),
@@ -179,7 +203,9 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
 
 
 def _log_odds(logprobs: np.ndarray) -> np.ndarray:
-    """[n] float64, log p - log(1 - p); p is at most 1 - 2^-24, the largest float32 below 1, so it stays finite."""
+    """[n] float64, log p - log(1 - p); p is at most 1 - 2^-24, the largest float32 below 1, so it
+    stays finite.
+    """
     x = np.clip(logprobs.astype(np.float64), -1e4, -(2.0**-24))
     return x - np.log(-np.expm1(x))
 
@@ -210,8 +236,9 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
 
         c = max(BUDGET_ROOM mean, 2 floor), rounded up to two digits
 
-    Ours. The paper tunes c and gives no rule. Just above today's mean the multiplier rests while the mismatch stays as
-    it is, and rises when it grows by a quarter. A mean within the noise floor can't be lowered by any policy.
+    Ours. The paper tunes c and gives no rule. Just above today's mean the multiplier rests while
+    the mismatch stays as it is, and rises when it grows by a quarter. A mean within the noise floor
+    can't be lowered by any policy.
 
     Args:
         mean: mean |p - q| of the pair.
@@ -223,18 +250,24 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
 
     if defect is not None:
         return Recommendation(
-            math.nan, f"No tolerance c is recommended until this is fixed: {defect}. Fix it and measure again."
+            math.nan,
+            f"No tolerance c is recommended until this is fixed: {defect}. Fix it and measure "
+            "again.",
         )
     if mean == 0 and not floor:
-        return Recommendation(math.nan, "None: the two agree to the last bit, there is nothing to bound.")
+        return Recommendation(
+            math.nan, "None: the two agree to the last bit, there is nothing to bound."
+        )
     wanted, least = BUDGET_ROOM * mean, _FLOORS * (floor or 0.0)
     value = max(wanted, least)
     scale = 10.0 ** (math.floor(math.log10(value)) - 1)
     value = math.ceil(value / scale - 1e-9) * scale
     said = "not measured" if floor is None else f"{floor:.3g}"
     why = (
-        f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the mismatch stays as it is, and "
-        "rises when it grows by a quarter"
+        (
+            f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the "
+            "mismatch stays as it is, and rises when it grows by a quarter"
+        )
         if wanted >= least
         else f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
     )
@@ -247,11 +280,15 @@ STATE_MEASURES = {
     "kl_trainer": "KL(p || q), nats",
     "expected_discrepancy": "expected |p - q|",
 }
-"""Name in `state_measures` without `distribution/` -> title. `TokenPairs.states` has these, each before its bound."""
+"""Name in `state_measures` without `distribution/` -> title. `TokenPairs.states` has these, each
+before its bound.
+"""
 _ENTRIES = 1 << 16
 
 
-def measure_states(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
+def measure_states(
+    ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray
+) -> np.ndarray:
     """`state_measures` of T states, a few at a time in one shape.
 
     Args:
@@ -267,7 +304,9 @@ def measure_states(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs
         parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
         train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)
         values = _program()(train, rollout, part >= 0)
-        found.append(np.stack([values[f"distribution/{name}"] for name in names], axis=1)[: len(parts[0])])
+        found.append(
+            np.stack([values[f"distribution/{name}"] for name in names], axis=1)[: len(parts[0])]
+        )
     return np.pad(np.concatenate(found), ((0, 0), (0, 1)), constant_values=ids.shape[1])
 
 

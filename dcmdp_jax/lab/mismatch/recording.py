@@ -1,4 +1,6 @@
-"""Recorded token ids with two log-prob columns, of any framework: each cell checked, kept in bounded memory."""
+"""Recorded token ids with two log-prob columns, of any framework: each cell checked, kept in
+bounded memory.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,9 @@ _ROUNDING = 1e-3
 _HALF_PRECISION = 0.02
 _LARGEST = np.iinfo(np.int32).max
 LISTS = ("top_ids", "top_train", "top_rollout")
-"""Of a row with likeliest tokens: ids, -1 for none, and log-probs of the training stack and of the engine."""
+"""Of a row with likeliest tokens: ids, -1 for none, and log-probs of the training stack and of the
+engine.
+"""
 _BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
 _OTHER_BASE_TOKENS = 16
 
@@ -35,9 +39,10 @@ class Columns:
         train, rollout: log-probs in nats, training stack's and engine's.
         mask: 1 on sampled tokens, 0 on prompt and padding; "" if every token was sampled.
         entropy: the training stack's entropy, nats, at least 0; "" if there is none.
-        lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list or one number; ""
-            if there is none.
-        top: the engine's likeliest tokens as `record.packed_top` has them, or that as JSON; "" if there is none.
+        lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list
+            or one number; "" if there is none.
+        top: the engine's likeliest tokens as `record.packed_top` has them, or that as JSON; "" if
+            there is none.
     """
 
     token: str
@@ -50,16 +55,24 @@ class Columns:
 
     def options(self) -> dict[str, str]:
         """Option of `dcmdp probe` -> column, of the given ones."""
-        return {f"--{name}-column": value for name, value in dataclasses.asdict(self).items() if value}
+        return {
+            f"--{name}-column": value for name, value in dataclasses.asdict(self).items() if value
+        }
 
 
 def checked_row(
-    where: str, cells: dict[str, Any], columns: Columns, left_out: LeftOut, *, keep_lists: bool = False
+    where: str,
+    cells: dict[str, Any],
+    columns: Columns,
+    left_out: LeftOut,
+    *,
+    keep_lists: bool = False,
 ) -> dict[str, np.ndarray]:
     """The sampled tokens of a row as arrays, each cell checked.
 
-    A token without a finite log-prob on either side is left out: an engine reports none for some tokens, and writers
-    of JSON make null of NaN. So is one without an entropy, unless the row has none at all.
+    A token without a finite log-prob on either side is left out: an engine reports none for some
+    tokens, and writers of JSON make null of NaN. So is one without an entropy, unless the row has
+    none at all.
 
     Args:
         where: file and row, for errors.
@@ -78,18 +91,27 @@ def checked_row(
     sampled = np.ones(len(row["token"]), bool)
     if "mask" in row:
         mask = row.pop("mask")
-        _refuse(f"{where}: {columns.mask}", mask, (mask != 0) & (mask != 1), "a mask is 1 on sampled tokens, else 0")
+        _refuse(
+            f"{where}: {columns.mask}",
+            mask,
+            (mask != 0) & (mask != 1),
+            "a mask is 1 on sampled tokens, else 0",
+        )
         sampled = mask == 1
     if "entropy" in row and np.isnan(row["entropy"][sampled]).all():
         del row["entropy"]
-    finite = np.all([np.isfinite(row[kind]) for kind in ("train", "rollout", "entropy") if kind in row], axis=0)
+    finite = np.all(
+        [np.isfinite(row[kind]) for kind in ("train", "rollout", "entropy") if kind in row], axis=0
+    )
     left_out.tokens += int((sampled & ~finite).sum())
     sampled &= finite
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     if columns.top:
         lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row)
-        row |= {"states": measure_states(*lists)} | (dict(zip(LISTS, lists, strict=True)) if keep_lists else {})
+        row |= {"states": measure_states(*lists)} | (
+            dict(zip(LISTS, lists, strict=True)) if keep_lists else {}
+        )
     return row
 
 
@@ -106,8 +128,9 @@ def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, n
         row[kind] = _numbers(where, name, cell, truths=kind == "mask")
         if len(row[kind]) != length:
             raise UserError(
-                f"{where}: {name} has {len(row[kind])} entries, {columns.token} has {length}; they must be aligned "
-                "token by token (--mask-column takes out prompts and padding)"
+                f"{where}: {name} has {len(row[kind])} entries, {columns.token} has {length}; "
+                "they must be aligned token by token (--mask-column takes out prompts and "
+                "padding)"
             )
     return row
 
@@ -141,7 +164,11 @@ def _logprobs(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     hint = ""
     if (found >= 0).all():
         probabilities = found.max(initial=0.0) <= 1
-        hint = "; they look like probabilities: take the logarithm" if probabilities else "; they look negated"
+        hint = (
+            "; they look like probabilities: take the logarithm"
+            if probabilities
+            else "; they look negated"
+        )
     _refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
     return np.minimum(found, np.float32(0))
 
@@ -153,10 +180,18 @@ def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray
 
 
 # Kind of column -> check of its values on sampled tokens, which it returns.
-_VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
+_VALUES = {
+    "token": _whole,
+    "train": _logprobs,
+    "rollout": _logprobs,
+    "entropy": _entropies,
+    "lag": _whole,
+}
 
 
-def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+def _likeliest(
+    where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.ndarray]
+) -> tuple[np.ndarray, ...]:
     """The lists of the sampled tokens, in the order of `LISTS`."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
@@ -170,11 +205,15 @@ def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.nda
     mass = np.where(ids >= 0, np.exp(np.stack([train, rollout])), 0).sum(axis=-1)
     if not (mass <= 1 + _HALF_PRECISION).all():
         raise UserError(
-            f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 is possible"
+            f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 "
+            "is possible"
         )
-    # A run with precision=exact has the trainer's values in the engine's place, whose order may be another.
+    # A run with precision=exact has the trainer's values in the engine's place, whose order may be
+    # another.
     tolerance = math.inf if np.array_equal(row["train"], row["rollout"]) else _HALF_PRECISION
-    for said, places in list_problems(ids, rollout, row["token"], row["rollout"], _LARGEST, tolerance):
+    for said, places in list_problems(
+        ids, rollout, row["token"], row["rollout"], _LARGEST, tolerance
+    ):
         if places.any():
             place = np.flatnonzero(sampled)[np.argmax(places)]
             raise UserError(f"{where}, token {place}: {said}; record what the engine gave")
@@ -182,13 +221,23 @@ def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.nda
 
 
 def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
-    """[n] float64; null, which is how JSON may have NaN, is NaN. `truths` lets true and false be 1 and 0."""
-    if isinstance(cell, np.ndarray) and cell.ndim == 1 and cell.dtype.kind in ("iuf" if not truths else "iufb"):
+    """[n] float64; null, which is how JSON may have NaN, is NaN. `truths` lets true and false be 1
+    and 0.
+    """
+    if (
+        isinstance(cell, np.ndarray)
+        and cell.ndim == 1
+        and cell.dtype.kind in ("iuf" if not truths else "iufb")
+    ):
         return cell.astype(np.float64)
     try:
         # NumPy would take "1" and true for numbers.
         kinds = {type(each) for each in cell} & {str, bytes, *(() if truths else (bool,))}
-        values = None if kinds else np.array([np.nan if each is None else each for each in cell], np.float64)
+        values = (
+            None
+            if kinds
+            else np.array([np.nan if each is None else each for each in cell], np.float64)
+        )
     except (TypeError, ValueError, OverflowError):
         values = None
     if values is None or values.ndim != 1 or isinstance(cell, str | bytes | dict):
@@ -201,7 +250,9 @@ def _check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
     values = {columns.train: pairs.train_logprobs, columns.rollout: pairs.rollout_logprobs}
     for name, column in values.items():
         if not column.any() and any(each.any() for each in values.values()):
-            raise UserError(f"{path}: {name} is 0 on every token; it looks like it was never filled in")
+            raise UserError(
+                f"{path}: {name} is 0 on every token; it looks like it was never filled in"
+            )
     low = (pairs.train_logprobs < -0.1) & (pairs.rollout_logprobs < -0.1)
     if low.sum() < _OTHER_BASE_TOKENS:
         return
@@ -211,8 +262,9 @@ def _check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
         for name, expected in ((columns.rollout, factor), (columns.train, 1 / factor)):
             if abs(middle / expected - 1) < 0.02 and third - first < 0.1 * middle:
                 raise UserError(
-                    f"{path}: {name} looks like logarithms in base {base}: its values are {factor:.4g} times "
-                    f"the other column's; multiply them by ln {base} = {1 / factor:.4g}"
+                    f"{path}: {name} looks like logarithms in base {base}: its values are "
+                    f"{factor:.4g} times the other column's; multiply them by ln {base} = "
+                    f"{1 / factor:.4g}"
                 )
 
 
@@ -223,8 +275,8 @@ Row = dict[str, np.ndarray]
 class KeptRows:
     """Rows in bounded memory, spread evenly over all that come.
 
-    While more than `max_tokens` tokens are held, every second row held is dropped and half as many are taken from
-    there on. One row is always kept.
+    While more than `max_tokens` tokens are held, every second row held is dropped and half as many
+    are taken from there on. One row is always kept.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -241,21 +293,32 @@ class KeptRows:
         self._held += len(row["token"])
         while self._held > self._max_tokens and len(self._kept) > 1:
             self.every *= 2
-            self._kept = [each for each in self._kept if each[0] % self.every == 0] or self._kept[:1]
+            self._kept = [each for each in self._kept if each[0] % self.every == 0] or self._kept[
+                :1
+            ]
             self._held = sum(len(row["token"]) for _, row in self._kept)
 
     def pairs(self, source: str | Path, columns: Columns, left_out: LeftOut) -> TokenPairs:
         """The tokens kept.
 
         Raises:
-            UserError: naming `source`: there is none, with what was left out, or they show that a column is wrong.
+            UserError: naming `source`: there is none, with what was left out, or they show that a
+                column is wrong.
         """
         if not self._kept:
-            raise UserError(f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}")
+            raise UserError(
+                f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}"
+            )
         pairs = pairs_of([row for _, row in self._kept])
-        if pairs.states is not None and (counts := np.unique(pairs.states[:, -1]).astype(int).tolist())[1:]:
+        if (
+            pairs.states is not None
+            and (counts := np.unique(pairs.states[:, -1]).astype(int).tolist())[1:]
+        ):
             said = " and ".join(map(str, counts))
-            raise UserError(f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each alone")
+            raise UserError(
+                f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each "
+                "alone"
+            )
         _check_whole(source, pairs, columns)
         return pairs
 
@@ -263,5 +326,11 @@ class KeptRows:
 def pairs_of(rows: list[Row]) -> TokenPairs:
     """Concatenate the tokens of rows."""
     optional = {"entropies": "entropy", "lags": "lag", "states": "states"}
-    given = {key: [row[name] for row in rows] for key, name in optional.items() if all(name in row for row in rows)}
-    return make_pairs(*([row[name] for row in rows] for name in ("token", "train", "rollout")), **given)
+    given = {
+        key: [row[name] for row in rows]
+        for key, name in optional.items()
+        if all(name in row for row in rows)
+    }
+    return make_pairs(
+        *([row[name] for row in rows] for name in ("token", "train", "rollout")), **given
+    )

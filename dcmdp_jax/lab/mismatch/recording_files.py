@@ -1,4 +1,6 @@
-"""Rows of .parquet, .jsonl and .jsonl.gz files, with what a job that is still writing has not finished left out."""
+"""Rows of .parquet, .jsonl and .jsonl.gz files, with what a job that is still writing has not
+finished left out.
+"""
 
 import contextlib
 import dataclasses
@@ -18,7 +20,9 @@ _CUT_CHARACTER = "unexpected end of data"
 
 
 class UnreadableError(UserError):
-    """A file of a known kind that its reader does not take: damaged, or not yet written to its end."""
+    """A file of a known kind that its reader does not take: damaged, or not yet written to its
+    end.
+    """
 
 
 @dataclasses.dataclass
@@ -34,10 +38,17 @@ class LeftOut:
     unfinished: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        said = [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"] if self.tokens else []
+        said = (
+            [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"]
+            if self.tokens
+            else []
+        )
         if self.unfinished:
             more = f" and {len(self.unfinished) - 1} more" * (len(self.unfinished) > 1)
-            said.append(f"what is cut or incomplete, as by a job that is still writing: {self.unfinished[0]}{more}")
+            said.append(
+                "what is cut or incomplete, as by a job that is still writing: "
+                f"{self.unfinished[0]}{more}"
+            )
         return "; ".join(said)
 
     def after(self, words: str) -> str:
@@ -50,11 +61,13 @@ def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> N
     for option, name in wanted.items():
         if found.count(name) > 1:
             raise UserError(
-                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); rename all but one"
+                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); "
+                "rename all but one"
             )
         if name not in found:
             raise UserError(
-                f"{where}: no column {shorten(name)} ({option}); found are {shorten_name(', '.join(map(str, found)))}"
+                f"{where}: no column {shorten(name)} ({option}); found are "
+                f"{shorten_name(', '.join(map(str, found)))}"
             )
 
 
@@ -87,7 +100,9 @@ def read_rows(
         read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(read)):
             columns = {name: _cells(batch.column(name)) for name in batch.schema.names}
-            yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+            yield from (
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            )
 
 
 def column_names(path: Path, left_out: LeftOut) -> list[str]:
@@ -116,11 +131,15 @@ def _parquet(path: Path) -> Iterator[Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
+        raise UnreadableError(
+            f"{path}: not readable as parquet ({shorten_name(str(error))})"
+        ) from None
 
 
 def _cells(column: Any) -> list[Any]:
-    """The cells of a parquet column: arrays where it holds lists of numbers, which is much faster than Python's."""
+    """The cells of a parquet column: arrays where it holds lists of numbers, which is much faster
+    than Python's.
+    """
     import pyarrow
 
     if pyarrow.types.is_list(column.type) and not column.null_count:
@@ -144,7 +163,11 @@ def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut) -> "Ite
             if unfinished and (not no_text or error.reason == _CUT_CHARACTER):
                 left_out.unfinished.append(where)
                 return
-            said = f"UTF-8 ({error}); save the file in UTF-8" if no_text else f"valid JSON ({shorten_name(str(error))})"
+            said = (
+                f"UTF-8 ({error}); save the file in UTF-8"
+                if no_text
+                else f"valid JSON ({shorten_name(str(error))})"
+            )
             raise UserError(f"{where}: not {said}") from None
         if not isinstance(row, _Object):
             raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
@@ -166,7 +189,9 @@ def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:
 
 
 class _Object(dict):
-    """A JSON object that keeps all its names; a dict would drop the first value of a name that comes twice."""
+    """A JSON object that keeps all its names; a dict would drop the first value of a name that
+    comes twice.
+    """
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)

@@ -1,6 +1,7 @@
 """Sample with one engine, score with another, and measure what `mismatch` needs to name the cause.
 
-Controlled re-scorings among it: the tokens scored again with one thing changed, to see what explains the mismatch.
+Controlled re-scorings among it: the tokens scored again with one thing changed, to see what
+explains the mismatch.
 """
 
 import dataclasses
@@ -19,7 +20,12 @@ from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, samp
 from dcmdp_jax.lab.mismatch.analysis import Measured, TokenText
 from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import Explanation
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs, measure_states, probability_difference
+from dcmdp_jax.lab.mismatch.pairs import (
+    TokenPairs,
+    make_pairs,
+    measure_states,
+    probability_difference,
+)
 from dcmdp_jax.lab.probe.engines import LOGPROB_CHUNK, Sampled, Scorer, TrainingStack, in_rows
 from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.models.config import ModelConfig
@@ -28,7 +34,12 @@ from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
-from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through, with_rounded_inputs
+from dcmdp_jax.models.quantize import (
+    QuantizedKernel,
+    quantize_tree,
+    straight_through,
+    with_rounded_inputs,
+)
 from dcmdp_jax.models.scheme import GROUPED, Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
 from dcmdp_jax.types import Array, Params, Rows
@@ -56,9 +67,11 @@ class Setup:
         compute: dtype that the first engine computes in.
         settings: cause -> setting of the first engine that has it as its price.
         sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
-        as_rounded: weights with their adapters merged as the first engine rounds them; None without adapters.
+        as_rounded: weights with their adapters merged as the first engine rounds them; None without
+            adapters.
         cache: how the first engine's fp8 cache rounds, of `scheme.CACHES`, where it has one or not.
-        precision: precision of the first engine; a format in groups, of `scheme.GROUPED`, is tried too.
+        precision: precision of the first engine; a format in groups, of `scheme.GROUPED`, is tried
+            too.
     """
 
     config: ModelConfig
@@ -119,7 +132,9 @@ def compare(
                 floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
             except EngineError as error:
                 logger.warning("no noise floor: %s", error)
-    pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies, states=states)
+    pairs = make_pairs(
+        sampled.completion_ids, train, sampled.logprobs, entropies=entropies, states=states
+    )
     try:
         operators = operator_differences(sampler, setup.params, setup.config, *asked)
     except EngineError as error:
@@ -128,9 +143,17 @@ def compare(
     # Until it is measured: `explained`.
     rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
     return Measured(
-        name, source, pairs, setup.text, floors, rounding=rounding, settings=setup.settings, operators=operators,
-        scored=None if scored is None else np.concatenate(scored), recurrent=bool(setup.config.recurrent_layers),
-    )  # fmt: skip
+        name,
+        source,
+        pairs,
+        setup.text,
+        floors,
+        rounding=rounding,
+        settings=setup.settings,
+        operators=operators,
+        scored=None if scored is None else np.concatenate(scored),
+        recurrent=bool(setup.config.recurrent_layers),
+    )
 
 
 def explained(
@@ -156,7 +179,10 @@ def explained(
     rescoring = Rescoring(setup, measured.pairs, prompt_index)
     measured = dataclasses.replace(measured, rounding=rescoring.rounding())
     for explanation in rescoring.explanations():
-        show(f"{measured.name}: scoring with {explanation.name} explains {max(explanation.share, 0):.0%}")
+        show(
+            f"{measured.name}: scoring with {explanation.name} explains "
+            f"{max(explanation.share, 0):.0%}"
+        )
         measured = dataclasses.replace(measured, explanations=[*measured.explanations, explanation])
         keep(measured)
         if agrees or is_settled(measured):
@@ -169,8 +195,11 @@ def is_settled(measured: Measured) -> bool:
     return any(each.share >= _ENOUGH for each in measured.explanations)
 
 
-def sampling_floor(engine: Engine, episodes: Sequence[Episode], sampling: SamplingParams, *, seed: int) -> float | None:
-    """Mean |q - q'| of the first completions' beginnings, sampled among the others and each alone (`sample_alone`).
+def sampling_floor(
+    engine: Engine, episodes: Sequence[Episode], sampling: SamplingParams, *, seed: int
+) -> float | None:
+    """Mean |q - q'| of the first completions' beginnings, sampled among the others and each alone
+    (`sample_alone`).
 
     Args:
         engine: the engine that sampled.
@@ -182,15 +211,24 @@ def sampling_floor(engine: Engine, episodes: Sequence[Episode], sampling: Sampli
     """
     if len(episodes) < 2:
         return None
-    short = dataclasses.replace(sampling, max_completion_tokens=min(_TOKENS_AGAIN, sampling.max_completion_tokens))
-    together, alone = sample_alone(engine, dict(enumerate(episodes[:_SAMPLED_AGAIN])), short, seed=seed, step=0)
+    short = dataclasses.replace(
+        sampling, max_completion_tokens=min(_TOKENS_AGAIN, sampling.max_completion_tokens)
+    )
+    together, alone = sample_alone(
+        engine, dict(enumerate(episodes[:_SAMPLED_AGAIN])), short, seed=seed, step=0
+    )
     return float(probability_difference(together, alone).mean()) if together.size else None
 
 
 def noise_floor(
-    engine: Scorer, asked: Sequence[Sequence[np.ndarray]], together: Sequence[np.ndarray], *, temperature: float
+    engine: Scorer,
+    asked: Sequence[Sequence[np.ndarray]],
+    together: Sequence[np.ndarray],
+    *,
+    temperature: float,
 ) -> float:
-    """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all together.
+    """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all
+    together.
 
     Args:
         engine: the engine.
@@ -202,7 +240,9 @@ def noise_floor(
         engine.score([prompt], [completion], temperature=temperature)[0]
         for prompt, completion in list(zip(*asked, strict=True))[:_SCORED_AGAIN]
     ]
-    return float(probability_difference(*map(np.concatenate, (together[: len(alone)], alone))).mean())
+    return float(
+        probability_difference(*map(np.concatenate, (together[: len(alone)], alone))).mean()
+    )
 
 
 class _Change(NamedTuple):
@@ -225,9 +265,14 @@ class _Change(NamedTuple):
     prompts: Sequence[np.ndarray] | None = None
 
 
-_CHANNELS, _BLOCKS = (f"weights, a scale for each {part}" for part in ("output channel", "block of 128 x 128"))
+_CHANNELS, _BLOCKS = (
+    f"weights, a scale for each {part}" for part in ("output channel", "block of 128 x 128")
+)
 _EMULATED = (
-    *(_Change(f"{each} {_CHANNELS}", "quantized_weights", precision=each) for each in ("int8", "int4", "fp8")),
+    *(
+        _Change(f"{each} {_CHANNELS}", "quantized_weights", precision=each)
+        for each in ("int8", "int4", "fp8")
+    ),
     _Change("an fp8 key-value cache", "quantized_cache", fp8_cache=True),
 )
 
@@ -235,8 +280,8 @@ _EMULATED = (
 class Rescoring:
     """Second scoring of one set of completions, about 4,096 tokens of them.
 
-    The layers of the training stack, scanned, are one program for a dtype and a shape of rows: weights, temperatures
-    and the rounding of the cache are its arguments.
+    The layers of the training stack, scanned, are one program for a dtype and a shape of rows:
+    weights, temperatures and the rounding of the cache are its arguments.
     """
 
     def __init__(self, setup: Setup, pairs: TokenPairs, prompt_index: np.ndarray) -> None:
@@ -265,11 +310,20 @@ class Rescoring:
         """Every re-scoring, the likeliest and cheapest first."""
         setup, compute = self._setup, self._setup.compute
         if setup.as_rounded is not None:
-            yield self._tried(_Change("the adapters merged as the engine rounds", "merge", params=setup.as_rounded))
+            yield self._tried(
+                _Change(
+                    "the adapters merged as the engine rounds", "merge", params=setup.as_rounded
+                )
+            )
         yield Explanation(f"the model in {compute}", "rounding", self._share(self._plain))
         emulated = sorted(_EMULATED, key=lambda change: change.cause not in setup.settings)
         if (own := setup.precision) in GROUPED:
-            emulated.insert(0, _Change(f"{own} weights, a scale for each group", "quantized_weights", precision=own))
+            emulated.insert(
+                0,
+                _Change(
+                    f"{own} weights, a scale for each group", "quantized_weights", precision=own
+                ),
+            )
         for change in emulated:
             yield self._tried(change._replace(dtype=compute))
         blocks = _in_blocks(setup.params, setup.config)
@@ -279,7 +333,9 @@ class Rescoring:
             yield self._tried(_Change("the model in float32", "rounding"))
         yield self._temperature()
         for name, prompts in setup.prompt_variants.items():
-            yield self._tried(_Change(f"the prompt rendered as {name}", "chat_template", prompts=prompts))
+            yield self._tried(
+                _Change(f"the prompt rendered as {name}", "chat_template", prompts=prompts)
+            )
         for name, earlier in setup.earlier.items():
             yield self._tried(_Change(f"the weights of {name}", "stale_weights", params=earlier))
             yield from self._unsynchronized(name, earlier)
@@ -291,7 +347,11 @@ class Rescoring:
 
     def _share(self, logprobs: np.ndarray) -> float:
         whole = probability_difference(self._train, self._rollout).sum()
-        return float(1 - probability_difference(logprobs, self._rollout).sum() / whole) if whole else 0.0
+        return (
+            float(1 - probability_difference(logprobs, self._rollout).sum() / whole)
+            if whole
+            else 0.0
+        )
 
     def _ask(self, change: _Change, factors: Sequence[float] = (1.0,)) -> np.ndarray:
         """Log-probs [K, tokens] at the temperature times each of K factors."""
@@ -300,31 +360,46 @@ class Rescoring:
         inverse[: len(factors)] = 1 / (np.asarray(factors) * setup.temperature)
         params = setup.params if change.params is None else change.params
         weights = _as_multiplied(params, setup.config, change.precision)
-        static = {"config": setup.config, "compute": Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK)}
-        run = functools.partial(_logprobs_at, weights, inverse, change.fp8_cache, cache=setup.cache, **static)
+        static = {
+            "config": setup.config,
+            "compute": Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK),
+        }
+        run = functools.partial(
+            _logprobs_at, weights, inverse, change.fp8_cache, cache=setup.cache, **static
+        )
         prompts = setup.prompts if change.prompts is None else change.prompts
         found = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
         return np.concatenate(found, axis=1)[: len(factors)]
 
     def _temperature(self) -> Explanation:
-        """The best temperature but the one scored at: grids, each between the neighbors of the best of the last."""
+        """The best temperature but the one scored at: grids, each between the neighbors of the best
+        of the last.
+        """
         factors, shares = _TEMPERATURES, {}
         for _ in range(_GRIDS):
-            shares |= zip(factors, map(self._share, self._ask(_Change("", ""), factors)), strict=True)
+            shares |= zip(
+                factors, map(self._share, self._ask(_Change("", ""), factors)), strict=True
+            )
             best, known = max(shares, key=shares.get), sorted(shares)
             if shares[best] < _PROMISING:
                 break
             place = known.index(best)
             low, high = known[max(place - 1, 0)], known[min(place + 1, len(known) - 1)]
             # Never near 1, where nothing is changed.
-            low, high = (max(low, 1 + _LEAST_CHANGE), high) if best > 1 else (low, min(high, 1 - _LEAST_CHANGE))
+            low, high = (
+                (max(low, 1 + _LEAST_CHANGE), high)
+                if best > 1
+                else (low, min(high, 1 - _LEAST_CHANGE))
+            )
             factors = np.linspace(low, high, len(_TEMPERATURES)).tolist()
         temperature = best * self._setup.temperature
         name = f"temperature {temperature:.2f} in place of {self._setup.temperature:.2f}"
         return Explanation(name, "temperature", shares[best])
 
     def _unsynchronized(self, name: str, earlier: Params) -> Iterator[Explanation]:
-        """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is shown."""
+        """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is
+        shown.
+        """
         now = self._setup.params
         tensors, layers = {}, {}
         for tensor, place in hf_tensors(self._setup.config).items():
@@ -335,16 +410,27 @@ class Rescoring:
         for candidates in (tensors, layers):
             if len(tensors) > 1 and candidates:
                 shares = {
-                    each: self._share(self._ask(_Change("", "", params=_swapped(now, earlier, places))))
+                    each: self._share(
+                        self._ask(_Change("", "", params=_swapped(now, earlier, places)))
+                    )
                     for each, places in candidates.items()
                 }
                 best = max(shares, key=shares.get)
-                yield Explanation(f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best])
+                yield Explanation(
+                    f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best]
+                )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute", "cache"))
 def _logprobs_at(
-    weights: Params, inverse: Array, fp8_cache: Array, rows: Rows, *, config: ModelConfig, compute: Compute, cache: str
+    weights: Params,
+    inverse: Array,
+    fp8_cache: Array,
+    rows: Rows,
+    *,
+    config: ModelConfig,
+    compute: Compute,
+    cache: str,
 ) -> jax.Array:
     """Log-probs of rows at several temperatures, from one pass through the layers.
 
@@ -360,32 +446,52 @@ def _logprobs_at(
         [K, R, L] float32 nats; 0 where none is wanted.
     """
     place = rows.input_ids, rows.position_ids, rows.segment_ids
-    how = {"temperature": 1.0, "chunk": compute.logprob_chunk, "ops": choose_ops(jax.default_backend())}
+    how = {
+        "temperature": 1.0,
+        "chunk": compute.logprob_chunk,
+        "ops": choose_ops(jax.default_backend()),
+    }
     hidden = functools.partial(hidden_states, weights, config, *place, compute)
 
     def at(k: jax.Array, found: jax.Array) -> jax.Array:
         scaled = (states * inverse[k]).astype(states.dtype)
-        logprobs = token_logprobs(scaled, weights["output"], rows.input_ids, rows.completion_mask, **how)[0]
+        logprobs = token_logprobs(
+            scaled, weights["output"], rows.input_ids, rows.completion_mask, **how
+        )[0]
         return found.at[k].set(logprobs)
 
     with products_in(compute.dtype):
-        states = jax.lax.cond(fp8_cache, functools.partial(hidden, scheme=Scheme(cache=cache)), hidden)
+        states = jax.lax.cond(
+            fp8_cache, functools.partial(hidden, scheme=Scheme(cache=cache)), hidden
+        )
         found = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
         return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, found)
 
 
 def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Params:
-    """Weights as an engine of this precision multiplies by them: values and scales of 1 for "", all in float32."""
+    """Weights as an engine of this precision multiplies by them: values and scales of 1 for "", all
+    in float32.
+    """
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array | QuantizedKernel:
         return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if chosen else x
 
-    layers, output, chosen = params["layers"], output_kernel(params), quantized_leaves(config)["layers"]
+    layers, output, chosen = (
+        params["layers"],
+        output_kernel(params),
+        quantized_leaves(config)["layers"],
+    )
     if precision in GROUPED:
-        layers, output = straight_through(layers, chosen, precision), straight_through(output, True, precision)
+        layers, output = (
+            straight_through(layers, chosen, precision),
+            straight_through(output, True, precision),
+        )
     elif precision:
         return params | _quantized(params, config=config, precision=precision)
-    return params | {"layers": with_rounded_inputs(jax.tree.map(leaf, layers, chosen), precision), "output": output}
+    return params | {
+        "layers": with_rounded_inputs(jax.tree.map(leaf, layers, chosen), precision),
+        "output": output,
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision"))
@@ -397,7 +503,9 @@ def _quantized(params: Params, *, config: ModelConfig, precision: str) -> Params
 
 
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
-    """The matrices that engines quantize, rounded as vLLM does with a scale for each block of 128 x 128."""
+    """The matrices that engines quantize, rounded as vLLM does with a scale for each block of 128 x
+    128.
+    """
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:
         # One after another: the temporary memory of each is several times its own.

@@ -1,4 +1,5 @@
-"""What a probe compares: engines by name, as the command line gives them, and the training stack, as things that score.
+"""What a probe compares: engines by name, as the command line gives them, and the training stack,
+as things that score.
 
 A name is `vllm:bfloat16,cache=fp8,model=DIR`.
 """
@@ -41,12 +42,14 @@ class ProbeSpec(NamedTuple):
     """An engine to build.
 
     Attributes:
-        kind: a name in `SCORERS` or `SAMPLING_KINDS`, or an engine by path, `module:NAME` or `file.py:NAME`.
+        kind: a name in `SCORERS` or `SAMPLING_KINDS`, or an engine by path, `module:NAME` or
+            `file.py:NAME`.
         precision: precision of the weights; for `trainer` the compute dtype.
         compute: dtype of activations.
         cache: dtype of the key-value cache; "auto" is the compute dtype.
         model: directory of its own model; "" for the one that is probed.
-        like: with `trainer`, the engine whose roundings of weights, activations and `cache` it repeats, KIND:PRECISION.
+        like: with `trainer`, the engine whose roundings of weights, activations and `cache` it
+            repeats, KIND:PRECISION.
     """
 
     kind: str
@@ -77,23 +80,36 @@ class ProbeSpec(NamedTuple):
         return self._replace(**other)
 
     def __str__(self) -> str:
-        usual = {"compute": (self.precision, _default_compute(self.kind, self.precision)), "cache": ("auto",)}
+        usual = {
+            "compute": (self.precision, _default_compute(self.kind, self.precision)),
+            "cache": ("auto",),
+        }
         options = {name: getattr(self, name) for name in ("compute", "like", "cache", "model")}
-        given = [f"{name}={value}" for name, value in options.items() if value not in usual.get(name, ("",))]
+        given = [
+            f"{name}={value}"
+            for name, value in options.items()
+            if value not in usual.get(name, ("",))
+        ]
         return ",".join([f"{self.kind}:{self.precision}", *given])
 
 
 def parse_spec(text: str) -> ProbeSpec:
-    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`; KIND may be `file.py:NAME` or `module:NAME`.
+    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`; KIND may be `file.py:NAME`
+    or `module:NAME`.
 
-    The trainer takes `like=KIND:PRECISION`, and with it `cache=DTYPE`, of an engine whose roundings it repeats.
+    The trainer takes `like=KIND:PRECISION`, and with it `cache=DTYPE`, of an engine whose roundings
+    it repeats.
 
     Raises:
         UserError: naming what is not known and what is allowed.
     """
     head, *options = text.split(",")
     kind, _, precision = head.partition(":")
-    if precision and kind not in (*SCORERS, *SAMPLING_KINDS) and ("." in kind or (kind and find_spec(kind))):
+    if (
+        precision
+        and kind not in (*SCORERS, *SAMPLING_KINDS)
+        and ("." in kind or (kind and find_spec(kind)))
+    ):
         name, _, precision = precision.partition(":")
         kind = f"{kind}:{name}"
         record = find_engine(kind)
@@ -103,11 +119,18 @@ def parse_spec(text: str) -> ProbeSpec:
     precisions = SCORERS[kind] if record is None else record.precisions or _DTYPES
     precision = precision or precisions[0]
     _one_of("precision", precision, precisions, text)
-    values = {"compute": _default_compute(kind, precision), "cache": "auto", "model": "", "like": ""}
+    values = {
+        "compute": _default_compute(kind, precision),
+        "cache": "auto",
+        "model": "",
+        "like": "",
+    }
     allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes} if record else {}
     if kind == "trainer":
         repeated = [one for one in TRAINABLE.values() if one.emulated]
-        allowed["like"] = tuple(f"{one.name}:{each}" for one in repeated for each in one.precisions if each != "exact")
+        allowed["like"] = tuple(
+            f"{one.name}:{each}" for one in repeated for each in one.precisions if each != "exact"
+        )
     for option in options:
         name, _, value = option.partition("=")
         if name == "like" and value in allowed.get("like", ()):
@@ -130,7 +153,10 @@ def _default_compute(kind: str, precision: str) -> str:
 def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:
     if value not in allowed:
         near = suggestion(value, allowed)
-        raise UserError(f"engine {shorten(text)}: {what} {shorten(value)}, allowed are {', '.join(allowed)}{near}")
+        raise UserError(
+            f"engine {shorten(text)}: {what} {shorten(value)}, allowed are "
+            f"{', '.join(allowed)}{near}"
+        )
 
 
 LOGPROB_CHUNK = 256
@@ -142,7 +168,14 @@ _SHORTEST = 16
 class TrainingStack:
     """Scores completions with the forward pass of the training step, on one device."""
 
-    def __init__(self, config: ModelConfig, params: Params, *, compute: decoder.Compute, scheme: Scheme = FULL) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        *,
+        compute: decoder.Compute,
+        scheme: Scheme = FULL,
+    ) -> None:
         """Keep the parameters; nothing is compiled yet.
 
         Args:
@@ -154,25 +187,47 @@ class TrainingStack:
         self._config, self._params, self._compute, self._scheme = config, params, compute, scheme
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> Sequence[np.ndarray]:
         """Log-probs, float32 nats, one array for each completion."""
         return self.score_with_entropies(prompts, completions, temperature=temperature)[0]
 
     def score_with_entropies(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
         program = _program(self._config, self._compute, self._scheme, temperature)
-        return tuple(zip(*in_rows(functools.partial(program, self._params), prompts, completions), strict=True))
+        return tuple(
+            zip(
+                *in_rows(functools.partial(program, self._params), prompts, completions),
+                strict=True,
+            )
+        )
 
     def score_listed(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], listed: Sequence[np.ndarray], *,
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        listed: Sequence[np.ndarray],
+        *,
         temperature: float,
-    ) -> list[np.ndarray]:  # fmt: skip
+    ) -> list[np.ndarray]:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
         program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
-        return [one[0] for one in in_rows(functools.partial(program, self._params), prompts, completions, listed)]
+        return [
+            one[0]
+            for one in in_rows(
+                functools.partial(program, self._params), prompts, completions, listed
+            )
+        ]
 
     def close(self) -> None:
         """Nothing to free: the parameters are the caller's."""
@@ -180,9 +235,16 @@ class TrainingStack:
 
 @functools.lru_cache(maxsize=16)
 def _program(
-    config: ModelConfig, compute: decoder.Compute, scheme: Scheme, temperature: float, *, listed: bool = False
+    config: ModelConfig,
+    compute: decoder.Compute,
+    scheme: Scheme,
+    temperature: float,
+    *,
+    listed: bool = False,
 ) -> Callable[[Params, Rows], jax.Array]:
-    row_logprobs = make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme)
+    row_logprobs = make_row_logprobs(
+        config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme
+    )
 
     def scored(params: Params, rows: Rows) -> jax.Array:
         found = row_logprobs(params, rows)
@@ -192,13 +254,16 @@ def _program(
 
 
 def in_rows(
-    run: Callable[[Rows], jax.Array], prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray],
+    run: Callable[[Rows], jax.Array],
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
     listed: Sequence[np.ndarray] | None = None,
-) -> list[np.ndarray]:  # fmt: skip
-    """Run a program on completions, one a row, and cut its results [K, R, L, ...] to their tokens: [K, T_i, ...] each.
+) -> list[np.ndarray]:
+    """Run a program on completions, one a row, and cut its results [K, R, L, ...] to their tokens:
+    [K, T_i, ...] each.
 
-    Rows are at most 32 a call, of one length for each power of two, so few shapes compile. With `listed`, ids [T_i, k],
-    they have the column `top_ids`.
+    Rows are at most 32 a call, of one length for each power of two, so few shapes compile. With
+    `listed`, ids [T_i, k], they have the column `top_ids`.
     """
     totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     buckets = [max(_SHORTEST, 1 << (total - 1).bit_length()) for total in totals]
@@ -206,12 +271,20 @@ def in_rows(
     for bucket in sorted(set(buckets)):
         members = [index for index, other in enumerate(buckets) if other == bucket]
         length = -(-max(totals[index] for index in members) // _SHORTEST) * _SHORTEST
-        count = len(members) if len(members) < _ROWS else min(_MOST_ROWS, -(-len(members) // _ROWS) * _ROWS)
+        count = (
+            len(members)
+            if len(members) < _ROWS
+            else min(_MOST_ROWS, -(-len(members) // _ROWS) * _ROWS)
+        )
         for start in range(0, len(members), count):
             part = members[start : start + count]
-            rows = one_a_row([prompts[i] for i in part], [completions[i] for i in part], length, count)
+            rows = one_a_row(
+                [prompts[i] for i in part], [completions[i] for i in part], length, count
+            )
             if listed is not None:
-                rows = rows.with_columns(**{TOP_IDS: in_places(rows, np.concatenate([listed[i] for i in part]))})
+                rows = rows.with_columns(
+                    **{TOP_IDS: in_places(rows, np.concatenate([listed[i] for i in part]))}
+                )
             results = np.asarray(run(rows))
             for place, index in enumerate(part):
                 found[index] = results[:, place, len(prompts[index]) : totals[index]].copy()
@@ -219,7 +292,9 @@ def in_rows(
 
 
 def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
-    """A column [R, L, ...] of rows, from values [n, ...] of all sampled tokens in order; 0 elsewhere."""
+    """A column [R, L, ...] of rows, from values [n, ...] of all sampled tokens in order; 0
+    elsewhere.
+    """
     column = np.zeros((*rows.input_ids.shape, *values.shape[1:]), values.dtype)
     column[rows.completion_mask] = values
     return column
@@ -232,7 +307,11 @@ class Scorer(Protocol):
     """An engine that returns the log-probs of given tokens."""
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> list[np.ndarray]:
         """Log-probs, float32 nats, one array for each completion."""
 
@@ -248,8 +327,8 @@ class Sampled:
         prompt_index: [N] int, the prompt that each answers.
         completion_ids: [T_i] int32 each.
         logprobs: [T_i] float32 each, as the engine reported them while sampling.
-        top_ids, top_logprobs: [T_i, k] int32 and float32 each, the engine's likeliest tokens; None without
-            `rollout.top_logprobs`.
+        top_ids, top_logprobs: [T_i, k] int32 and float32 each, the engine's likeliest tokens; None
+            without `rollout.top_logprobs`.
         episodes: the engine's own, of which these are.
     """
 
@@ -262,13 +341,19 @@ class Sampled:
 
 
 def sample(
-    engine: protocol.Engine, prompts: Sequence[np.ndarray], sampling: protocol.SamplingParams, *, seed: int
+    engine: protocol.Engine,
+    prompts: Sequence[np.ndarray],
+    sampling: protocol.SamplingParams,
+    *,
+    seed: int,
 ) -> Sampled:
     """Sample from an engine; the one place that reads what `Engine.generate` gives."""
     episodes = collect(engine.generate(prompts, sampling, seed=seed, step=0))
     lists = [name for name in (TOP_IDS, TOP_LOGPROBS) if name in episodes[0].columns]
     if lists:
-        protocol.check_top_logprobs(episodes, episodes[0].columns[TOP_IDS].shape[-1], engine.config.vocab_size)
+        protocol.check_top_logprobs(
+            episodes, episodes[0].columns[TOP_IDS].shape[-1], engine.config.vocab_size
+        )
     return Sampled(
         np.array([episode.group for episode in episodes]),
         [episode.completion_ids for episode in episodes],
@@ -321,7 +406,9 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
 
 
 def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
-    """The settings of an engine that samples, from its spec; `engine_args` for one by path alone."""
+    """The settings of an engine that samples, from its spec; `engine_args` for one by path
+    alone.
+    """
     return dataclasses.replace(
         rollout,
         engine=spec.kind,
@@ -333,11 +420,15 @@ def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
 
 
 def cache_rounding(spec: ProbeSpec) -> str:
-    """How the fp8 cache of an engine rounds here, of `scheme.CACHES`: its own cache, or the one it could have."""
+    """How the fp8 cache of an engine rounds here, of `scheme.CACHES`: its own cache, or the one it
+    could have.
+    """
     if spec.kind not in TRAINABLE:
         return "fp8"
     cache = spec.cache if spec.cache in spec.record.emulated_caches else "fp8"
-    return _scheme(ProbeSpec("trainer", "float32", "float32", cache, like=f"{spec.kind}:full"), None).cache
+    return _scheme(
+        ProbeSpec("trainer", "float32", "float32", cache, like=f"{spec.kind}:full"), None
+    ).cache
 
 
 def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
@@ -347,9 +438,15 @@ def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
     name, _, precision = spec.like.partition(":")
     kind = find_engine(name)
     arguments = engine_kind.EngineArguments(
-        model=config, precision=precision, compute_dtype=kind.quantized_compute, kv_cache_dtype=spec.cache,
-        max_total_tokens=0, max_rows=0, min_rows=0, settings=kind.settings(),
-    )  # fmt: skip
+        model=config,
+        precision=precision,
+        compute_dtype=kind.quantized_compute,
+        kv_cache_dtype=spec.cache,
+        max_total_tokens=0,
+        max_rows=0,
+        min_rows=0,
+        settings=kind.settings(),
+    )
     precision, cache = (
         chosen if chosen in repeated else "full"
         for chosen, repeated in ((precision, kind.emulated), (spec.cache, kind.emulated_caches))
@@ -357,7 +454,9 @@ def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
     return kind.scheme(arguments, precision, cache, jax.default_backend())
 
 
-def check_same_tokens(first: dict[str, int], second: dict[str, int], names: tuple[str, str]) -> None:
+def check_same_tokens(
+    first: dict[str, int], second: dict[str, int], names: tuple[str, str]
+) -> None:
     """Refuse two engines that do not mean the same by a token id.
 
     Args:
@@ -369,17 +468,25 @@ def check_same_tokens(first: dict[str, int], second: dict[str, int], names: tupl
     """
     if first == second:
         return
-    texts = [{number: text for text, number in vocabulary.items()} for vocabulary in (first, second)]
-    differing = [n for n in sorted(texts[0].keys() | texts[1].keys()) if texts[0].get(n) != texts[1].get(n)]
-    said = " and ".join(f"{side.get(differing[0])!r} for {name}" for side, name in zip(texts, names, strict=True))
+    texts = [
+        {number: text for text, number in vocabulary.items()} for vocabulary in (first, second)
+    ]
+    differing = [
+        n for n in sorted(texts[0].keys() | texts[1].keys()) if texts[0].get(n) != texts[1].get(n)
+    ]
+    said = " and ".join(
+        f"{side.get(differing[0])!r} for {name}" for side, name in zip(texts, names, strict=True)
+    )
     raise UserError(
-        f"the engines' vocabularies differ in {len(differing)} tokens: token {differing[0]} is {said}; log-probs of "
-        "token ids can't be compared, give both the same tokenizer"
+        f"the engines' vocabularies differ in {len(differing)} tokens: token {differing[0]} is "
+        f"{said}; log-probs of token ids can't be compared, give both the same tokenizer"
     )
 
 
 class HuggingFace:
-    """The model as transformers computes it in float32 on the CPU, which shares no code with ours; unpadded."""
+    """The model as transformers computes it in float32 on the CPU, which shares no code with ours;
+    unpadded.
+    """
 
     def __init__(self, config: ModelConfig, params: Params, directory: Path) -> None:
         """Write the parameters to `directory` in float32 and load them with transformers.
@@ -392,20 +499,32 @@ class HuggingFace:
             import torch
             from transformers import AutoModelForCausalLM
         except ImportError:
-            raise UserError("engine hf: torch is not installed (BUILD.md tells how to get its CPU build)") from None
+            raise UserError(
+                "engine hf: torch is not installed (BUILD.md tells how to get its CPU build)"
+            ) from None
         self._torch = torch
-        hf_weights.save_params(params, config, directory, dtype="float32", tokenizer_dir=None, overwrite=True)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+        hf_weights.save_params(
+            params, config, directory, dtype="float32", tokenizer_dir=None, overwrite=True
+        )
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True
+        ).eval()
 
     def score(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        temperature: float,
     ) -> list[np.ndarray]:
         """Log-probs, float32 nats, one array for each completion."""
         torch, found = self._torch, []
         with torch.no_grad():
             for prompt, completion in zip(prompts, completions, strict=True):
                 ids = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long)
-                logits = self._model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+                logits = (
+                    self._model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+                )
                 logprobs = torch.log_softmax(logits, dim=-1)
                 found.append(logprobs.gather(1, ids[len(prompt) :, None])[:, 0].numpy())
         return found

@@ -64,9 +64,12 @@ class Session:
         """The problems as token ids, by a model's tokenizer."""
         task = self.run.config.task
         return encode_prompts(
-            self.problems, run.tokenizer, prompt_suffix=task.prompt_suffix, max_prompt_tokens=2**31 - 1,
+            self.problems,
+            run.tokenizer,
+            prompt_suffix=task.prompt_suffix,
+            max_prompt_tokens=2**31 - 1,
             chat_template_kwargs=task.chat_template_kwargs,
-        ).token_ids  # fmt: skip
+        ).token_ids
 
     def total_tokens(self, prompts: Sequence[np.ndarray], runs: Sequence[Policy]) -> int:
         """Tokens of the longest prompt with its completion.
@@ -75,10 +78,12 @@ class Session:
             UserError: in one line, if a model has no room for them.
         """
         limit, longest = self.sampling.max_completion_tokens, max(map(len, prompts))
-        if (total := longest + limit) > (room := min(run.model.max_position_embeddings for run in runs)):
+        if (total := longest + limit) > (
+            room := min(run.model.max_position_embeddings for run in runs)
+        ):
             raise UserError(
-                f"config.rollout.max_completion_tokens: {limit} and the longest prompt of {longest} make {total} "
-                f"tokens, the model has max_position_embeddings={room}"
+                f"config.rollout.max_completion_tokens: {limit} and the longest prompt of "
+                f"{longest} make {total} tokens, the model has max_position_embeddings={room}"
             )
         return total
 
@@ -91,20 +96,31 @@ def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
     """
     for spec in first:
         if spec.record is None:
-            raise UserError(f"--a: {spec} only scores; engines that sample are {', '.join(SAMPLING_KINDS)}")
+            raise UserError(
+                f"--a: {spec} only scores; engines that sample are {', '.join(SAMPLING_KINDS)}"
+            )
         if not (spec.record.pushes or spec.record.scores):
-            raise UserError(f"--a: {spec} holds weights of its own and can't score; a server of `http` can")
+            raise UserError(
+                f"--a: {spec} holds weights of its own and can't score; a server of `http` can"
+            )
     if second.record is not None and not (second.record.scores and second.record.pushes):
-        raise UserError(f"--b: {second} can't score pushed weights; trainer, hf and {', '.join(SAMPLING_KINDS)} can")
+        raise UserError(
+            f"--b: {second} can't score pushed weights; trainer, hf and "
+            f"{', '.join(SAMPLING_KINDS)} can"
+        )
     if second.kind == "trainer" and second.model:
-        raise UserError("--b: trainer is of the probed model (--model); it takes no model of its own")
+        raise UserError(
+            "--b: trainer is of the probed model (--model); it takes no model of its own"
+        )
 
 
 def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec) -> list[Measured]:
-    """Measure each engine of `first` against `second`. One that this machine can't run is left out with a line.
+    """Measure each engine of `first` against `second`. One that this machine can't run is left out
+    with a line.
 
     Raises:
-        UserError: if the engines' vocabularies differ, a prompt leaves no room, or no pair could be measured.
+        UserError: if the engines' vocabularies differ, a prompt leaves no room, or no pair could be
+            measured.
     """
     measured: list[Measured] = []
     for spec in first:
@@ -116,9 +132,13 @@ def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec)
     return measured
 
 
-def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]) -> Measured | None:
+def _probe(
+    session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]
+) -> Measured | None:
     """A pair; None, with a line, where an engine does not start here."""
-    models = [session.load(Path(each.model)) if each.model else session.run for each in (spec, other)]
+    models = [
+        session.load(Path(each.model)) if each.model else session.run for each in (spec, other)
+    ]
     # Both may be of one kind.
     names = (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
     engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
@@ -127,8 +147,14 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
     total = session.total_tokens([*prompts[0], *prompts[1]], models)
     config, limit = session.run.config, session.sampling.max_completion_tokens
     room = min(model.model.max_position_embeddings for model in models)
-    variants = prompt_variants(session.problems, models[1].tokenizer, config.task) if session.rescore else {}
-    variants = {name: side for name, side in variants.items() if max(map(len, side)) + limit <= room}
+    variants = (
+        prompt_variants(session.problems, models[1].tokenizer, config.task)
+        if session.rescore
+        else {}
+    )
+    variants = {
+        name: side for name, side in variants.items() if max(map(len, side)) + limit <= room
+    }
     with contextlib.ExitStack() as stack:
         built = []
         for place, (each, model) in enumerate(zip((spec, other), models, strict=True)):
@@ -144,19 +170,29 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
         session.show(f"{names[0]}: sampling {len(prompts[0]) * sampling.group_size} completions")
         sampled = engines.sample(built[0], prompts[0], sampling, seed=session.seed)
         setup = Setup(
-            session.run.model, session.run.params, prompts[1], session.score_temperature,
-            {saved.name: saved.load("float32") for saved in session.earlier}, variants,
-            token_text(models[1].tokenizer), spec.compute, spec.costs,
+            session.run.model,
+            session.run.params,
+            prompts[1],
+            session.score_temperature,
+            {saved.name: saved.load("float32") for saved in session.earlier},
+            variants,
+            token_text(models[1].tokenizer),
+            spec.compute,
+            spec.costs,
             sampling_floor(built[0], sampled.episodes, sampling, seed=session.seed),
             session.run.saved.load_as_rounded(spec.precision) if session.rescore else None,
-            engines.cache_rounding(spec), spec.precision,
-        )  # fmt: skip
+            engines.cache_rounding(spec),
+            spec.precision,
+        )
         source = {
-            "model": session.run.saved.name, "family": session.run.model.model_type,
-            "sampled by": names[0], "scored by": names[1],
-            "temperature": f"{sampling.temperature:g} sampled, {session.score_temperature:g} scored",
+            "model": session.run.saved.name,
+            "family": session.run.model.model_type,
+            "sampled by": names[0],
+            "scored by": names[1],
+            "temperature": f"{sampling.temperature:g} sampled, {session.score_temperature:g} "
+            "scored",
             "top-p": f"{sampling.top_p:g}",
-        }  # fmt: skip
+        }
         pair = dict(zip(names, built, strict=True))
         release_freed_memory()
         measured = compare(f"{spec} - {other}", source, sampled, pair, setup, show=session.show)
@@ -167,24 +203,44 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
     measured = explained(measured, sampled.prompt_index, setup, show=session.show, keep=keep)
     if is_settled(measured):
         return measured
-    return dataclasses.replace(measured, lifted=_lifted(session, spec, models[0], prompts[0], sampled, measured, total))
+    return dataclasses.replace(
+        measured, lifted=_lifted(session, spec, models[0], prompts[0], sampled, measured, total)
+    )
 
 
 def _lifted(
-    session: Session, spec: ProbeSpec, run: Policy, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
-    measured: Measured, total: int,
-) -> list[Lifted]:  # fmt: skip
-    """Price of each quantization, by the engine without it; empty if that engine does not run here."""
+    session: Session,
+    spec: ProbeSpec,
+    run: Policy,
+    prompts: Sequence[np.ndarray],
+    sampled: engines.Sampled,
+    measured: Measured,
+    total: int,
+) -> list[Lifted]:
+    """Price of each quantization, by the engine without it; empty if that engine does not run
+    here.
+    """
     with tempfile.TemporaryDirectory() as directory:
 
         def build(other: ProbeSpec) -> engines.Scorer:
             session.show(f"{measured.name}: scoring with {other}")
-            return engines.build(other, run, directory=Path(directory) / other.cache, max_total_tokens=total)
+            return engines.build(
+                other, run, directory=Path(directory) / other.cache, max_total_tokens=total
+            )
 
         try:
-            return lift(spec, build, prompts, sampled, measured.pairs, temperature=session.sampling.temperature)
+            return lift(
+                spec,
+                build,
+                prompts,
+                sampled,
+                measured.pairs,
+                temperature=session.sampling.temperature,
+            )
         except (UserError, EngineError, MemoryError) as error:
-            session.show(f"{measured.name}: not scored without its settings: {' '.join(str(error).split())}")
+            session.show(
+                f"{measured.name}: not scored without its settings: {' '.join(str(error).split())}"
+            )
             return []
 
 
@@ -199,8 +255,9 @@ def lift(
 ) -> list[Lifted]:
     """Measure the mismatch that is left without each setting that has a price (`ProbeSpec.costs`).
 
-    An emulation tells a quantized cache or weights only where it rounds as the engine does. The engine itself, built
-    once more without the setting, needs no emulation: the rest of it, kernels included, stays as it is.
+    An emulation tells a quantized cache or weights only where it rounds as the engine does. The
+    engine itself, built once more without the setting, needs no emulation: the rest of it, kernels
+    included, stays as it is.
 
     Args:
         spec: the engine that sampled.
@@ -216,12 +273,17 @@ def lift(
     count = min(_MOST_LIFTED, len(pairs.lengths))
     tokens = int(pairs.lengths[:count].sum())
     train, whole = pairs.train_logprobs[:tokens], pairs.discrepancy[:tokens].sum()
-    asked = [prompts[index] for index in sampled.prompt_index[:count]], sampled.completion_ids[:count]
+    asked = (
+        [prompts[index] for index in sampled.prompt_index[:count]],
+        sampled.completion_ids[:count],
+    )
     found = []
     for cause in spec.costs:
         other = spec.without(cause)
         with contextlib.closing(build(other)) as engine:
-            left = probability_difference(np.concatenate(engine.score(*asked, temperature=temperature)), train).sum()
+            left = probability_difference(
+                np.concatenate(engine.score(*asked, temperature=temperature)), train
+            ).sum()
         found.append(Lifted(str(other), cause, float(1 - left / whole) if whole else 0.0))
     return found
 
@@ -229,28 +291,44 @@ def lift(
 def prompt_variants(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, task: TaskSettings
 ) -> dict[str, list[np.ndarray]]:
-    """The prompts as a wrong pipeline would render them: name -> token ids; those equal to the right ones are left out.
+    """The prompts as a wrong pipeline would render them: name -> token ids; those equal to the
+    right ones are left out.
 
-    Without the chat template, without the start of the assistant's turn, with a system message, without the suffix,
-    with the beginning-of-sequence token in front.
+    Without the chat template, without the start of the assistant's turn, with a system message,
+    without the suffix, with the beginning-of-sequence token in front.
     """
 
     variables, suffix = template_variables(task.chat_template_kwargs, tokenizer), task.prompt_suffix
 
-    def chat(problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True) -> str:
-        messages = [*([{"role": "system", "content": _SYSTEM}] if system else []), *chat_messages(problem, ending)]
+    def chat(
+        problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True
+    ) -> str:
+        messages = [
+            *([{"role": "system", "content": _SYSTEM}] if system else []),
+            *chat_messages(problem, ending),
+        ]
         return render_chat(tokenizer, messages, problem.tools, generation=generation, **variables)
 
     right = [chat(problem) for problem in problems]
     texts = {"text without a chat template": [with_suffix(problem, suffix) for problem in problems]}
-    texts["a chat without the start of the assistant's turn"] = [chat(each, generation=False) for each in problems]
-    with contextlib.suppress(Exception):  # templates raise what they like at a role they do not have
-        texts["a chat with a system message in front"] = [chat(each, system=True) for each in problems]
+    texts["a chat without the start of the assistant's turn"] = [
+        chat(each, generation=False) for each in problems
+    ]
+    with contextlib.suppress(
+        Exception
+    ):  # templates raise what they like at a role they do not have
+        texts["a chat with a system message in front"] = [
+            chat(each, system=True) for each in problems
+        ]
     texts["a chat without the prompt suffix"] = [chat(each, ending="") for each in problems]
     if tokenizer.bos_token:
-        texts["a chat with the beginning-of-sequence token in front"] = [tokenizer.bos_token + text for text in right]
+        texts["a chat with the beginning-of-sequence token in front"] = [
+            tokenizer.bos_token + text for text in right
+        ]
     return {
-        name: [np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, rendered, "the prompts")]
+        name: [
+            np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, rendered, "the prompts")
+        ]
         for name, rendered in texts.items()
         if rendered != right and all(rendered)
     }

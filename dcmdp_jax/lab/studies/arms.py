@@ -1,4 +1,6 @@
-"""What each arm of a study is after everything that it inherits: its row in a table, and what is refused."""
+"""What each arm of a study is after everything that it inherits: its row in a table, and what is
+refused.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -18,21 +20,51 @@ _TUNED = ("algorithm.", "optimizer.", "training.prompts_per_")
 _OF_THE_ENGINE = "rollout.kv_cache_dtype", "rollout.lag", "rollout.engine_args"
 _OF_THE_ENGINE += "model.forward_precision", "model.forward_cache"
 _HEADING = (
-    "arm", "method", "lambda_0", "c", "eta", "cap", "measure", "level", "aggregation", "A / std", "updates a push",
-    "engine", "steps", "else", "not the paper's",
-)  # fmt: skip
+    "arm",
+    "method",
+    "lambda_0",
+    "c",
+    "eta",
+    "cap",
+    "measure",
+    "level",
+    "aggregation",
+    "A / std",
+    "updates a push",
+    "engine",
+    "steps",
+    "else",
+    "not the paper's",
+)
 _IN_COLUMNS = {
-    "method", "multiplier", "tolerance", "tolerance_steps", "tolerance_factor", "budget", "dual_learning_rate",
-    "multiplier_max", "measure", "sided", "level", "aggregation", "normalize_std",
-}  # fmt: skip
+    "method",
+    "multiplier",
+    "tolerance",
+    "tolerance_steps",
+    "tolerance_factor",
+    "budget",
+    "dual_learning_rate",
+    "multiplier_max",
+    "measure",
+    "sided",
+    "level",
+    "aggregation",
+    "normalize_std",
+}
 
 
 def algorithm_of(values: Values) -> dict[str, Any]:
     """The settings of the algorithm, without the section's name."""
-    return {name.partition(".")[2]: value for name, value in values.items() if name.startswith("algorithm.")}
+    return {
+        name.partition(".")[2]: value
+        for name, value in values.items()
+        if name.startswith("algorithm.")
+    }
 
 
-def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base: Values, paper: Values) -> None:
+def check_arm(
+    label: str, arm: Arm, values: Values, given: Collection[str], base: Values, paper: Values
+) -> None:
     """Refuse an arm that differs from its name or its settings.
 
     Args:
@@ -44,18 +76,23 @@ def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base
         paper: the resolved settings of the paper's main config.
 
     Raises:
-        UserError: in one line, for a setting of the algorithm or the optimizer that its config changes and the arm does
-            not say; for one that the arm names and another of its settings overrides; for an arm with the paper's name
-            that differs from the paper in what `differs` does not say, or says and does not.
+        UserError: in one line, for a setting of the algorithm or the optimizer that its config
+            changes and the arm does not say; for one that the arm names and another of its settings
+            overrides; for an arm with the paper's name that differs from the paper in what
+            `differs` does not say, or says and does not.
     """
     algorithm, default = algorithm_of(values), algorithm_of(base)
     idle = {f"algorithm.{name}" for name in unused(algorithm)}
     for name, value in values.items():
         if name.startswith(_TUNED) and value != base.get(name) and not {name} & {*given, *idle}:
-            raise UserError(f"arm {label!r} inherits {name}={value} from {arm.config}; say it in the arm")
+            raise UserError(
+                f"arm {label!r} inherits {name}={value} from {arm.config}; say it in the arm"
+            )
     for name in arm.settings:
         if name in idle and values[name] != base[name]:
-            raise UserError(f"arm {label!r} names {name}, which its other settings override; leave it out")
+            raise UserError(
+                f"arm {label!r} names {name}, which its other settings override; leave it out"
+            )
     differs = []
     if _PAPERS in label:
         theirs = algorithm_of(paper)
@@ -63,11 +100,15 @@ def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base
         for name in differs:
             if name not in arm.differs:
                 raise UserError(
-                    f"arm {label!r} has the paper's name and algorithm.{name}={algorithm.get(name)}, the paper's is "
-                    f"{theirs[name]}; rename it, or name the setting in `differs`"
+                    f"arm {label!r} has the paper's name and "
+                    f"algorithm.{name}={algorithm.get(name)}, the paper's is {theirs[name]}; "
+                    "rename it, or name the setting in `differs`"
                 )
     if said := sorted(set(arm.differs) - set(differs)):
-        raise UserError(f"arm {label!r} says that it differs from the paper in {said[0]!r}, and does not; leave it out")
+        raise UserError(
+            f"arm {label!r} says that it differs from the paper in {said[0]!r}, and does not; "
+            "leave it out"
+        )
 
 
 def arm_table(arms: Mapping[str, tuple[Arm, Values]], base: Values) -> str:
@@ -77,7 +118,12 @@ def arm_table(arms: Mapping[str, tuple[Arm, Values]], base: Values) -> str:
         arms: label -> the arm and its settings.
         base: the defaults; `else` has what differs from them and has no column.
     """
-    return "\n".join(markdown_table(_HEADING, [_row(label, *one, base) for label, one in arms.items()])) + "\n"
+    return (
+        "\n".join(
+            markdown_table(_HEADING, [_row(label, *one, base) for label, one in arms.items()])
+        )
+        + "\n"
+    )
 
 
 def _row(label: str, arm: Arm, values: Values, base: Values) -> list[str]:
@@ -91,17 +137,33 @@ def _row(label: str, arm: Arm, values: Values, base: Values) -> list[str]:
     if algorithm["tolerance_steps"] and "tolerance_steps" not in idle:
         c = f"{algorithm['tolerance_factor']:g} x first {algorithm['tolerance_steps']} steps"
     default = algorithm_of(base)
-    further = [f"{name}={x}" for name, x in algorithm.items() if name not in _IN_COLUMNS and x != default[name]]
+    further = [
+        f"{name}={x}"
+        for name, x in algorithm.items()
+        if name not in _IN_COLUMNS and x != default[name]
+    ]
     # What else makes the engine differ from the trainer.
     engine = [values["rollout.engine"].rpartition("/")[2], values["rollout.precision"]]
-    engine += [f"{name.partition('.')[2]}={values[name]}" for name in _OF_THE_ENGINE if values[name] != base[name]]
+    engine += [
+        f"{name.partition('.')[2]}={values[name]}"
+        for name in _OF_THE_ENGINE
+        if values[name] != base[name]
+    ]
     updates = values["training.prompts_per_step"] // values["training.prompts_per_mini_batch"]
     return [
-        f"`{label}`", algorithm["method"].rpartition("/")[2],
-        f"{first:g}", c, shown("dual_learning_rate"), shown("multiplier_max"),
+        f"`{label}`",
+        algorithm["method"].rpartition("/")[2],
+        f"{first:g}",
+        c,
+        shown("dual_learning_rate"),
+        shown("multiplier_max"),
         algorithm["measure"] + ", one-sided" * (algorithm["sided"] == "one"),
-        "-" if "level" in idle else algorithm["level"], algorithm["aggregation"],
-        "yes" if algorithm["normalize_std"] else "no", str(updates), " ".join(engine),
+        "-" if "level" in idle else algorithm["level"],
+        algorithm["aggregation"],
+        "yes" if algorithm["normalize_std"] else "no",
+        str(updates),
+        " ".join(engine),
         str(values["training.steps"]),
-        " ".join(further) or "-", ", ".join(arm.differs) or "-",
-    ]  # fmt: skip
+        " ".join(further) or "-",
+        ", ".join(arm.differs) or "-",
+    ]

@@ -1,9 +1,10 @@
-"""A study's results: one number per run, mean and interval per arm, paired differences to the baseline.
+"""A study's results: one number per run, mean and interval per arm, paired differences to the
+baseline.
 
-In tables, in figures of each arm's mean curve with the baseline's, and in one small file of kept metrics, from which
-tables and figures are drawn again without the runs. That file is gzipped JSON lines, one of each run and step:
-{"arm": "grpo", "seed": 0, "step": 3, "reward/mean": 0.41, ...}, with the metrics that a study compares and nine
-significant digits, which hold a float32 exactly.
+In tables, in figures of each arm's mean curve with the baseline's, and in one small file of kept
+metrics, from which tables and figures are drawn again without the runs. That file is gzipped JSON
+lines, one of each run and step: {"arm": "grpo", "seed": 0, "step": 3, "reward/mean": 0.41, ...},
+with the metrics that a study compares and nine significant digits, which hold a float32 exactly.
 """
 
 import functools
@@ -63,7 +64,9 @@ class Estimate(NamedTuple):
 
 def held_out(series: Series) -> tuple[np.ndarray, np.ndarray]:
     """Steps and held-out avg@K, the mean over tasks at the steps that have all."""
-    scores = [points for name, points in series.items() if name.startswith("eval/") and "/avg@" in name]
+    scores = [
+        points for name, points in series.items() if name.startswith("eval/") and "/avg@" in name
+    ]
     found = _at_common_steps(scores)
     return np.array(list(found), np.int64), np.array([np.mean(values) for values in found.values()])
 
@@ -88,7 +91,9 @@ def _last_held_out(series: Series) -> float:
 def _last_tenth(name: str) -> Callable[[Series], float]:
     def value(series: Series) -> float:
         values = recorded(series, name)[1]
-        return float(values[-max(1, len(values) // _LAST_SHARE) :].mean()) if len(values) else math.nan
+        return (
+            float(values[-max(1, len(values) // _LAST_SHARE) :].mean()) if len(values) else math.nan
+        )
 
     return value
 
@@ -115,10 +120,13 @@ MEASURES = {
     "multiplier": Measure("lambda, last tenth", _last_tenth("dual/multiplier")),
     "entropy": Measure("entropy, last tenth, nats", _last_tenth("policy/entropy")),
     "mismatch": Measure("mismatch, last tenth, nats", _last_tenth("mismatch/log_ratio_abs_mean")),
-    "staleness": Measure("staleness, last tenth, nats", _last_tenth("staleness/log_ratio_abs_mean")),
+    "staleness": Measure(
+        "staleness, last tenth, nats", _last_tenth("staleness/log_ratio_abs_mean")
+    ),
 }
-"""Columns of a study's table; one whose metric no run has is left out. The held-out score is the inference engine's
-policy after the last step."""
+"""Columns of a study's table; one whose metric no run has is left out. The held-out score is the
+inference engine's policy after the last step.
+"""
 
 
 def estimate(values: Mapping[int, float]) -> Estimate:
@@ -126,58 +134,81 @@ def estimate(values: Mapping[int, float]) -> Estimate:
     finite = {seed: value for seed, value in values.items() if math.isfinite(value)}
     if not finite:
         return Estimate(math.nan, math.nan, {})
-    return Estimate(math.fsum(finite.values()) / len(finite), t_half_width(list(finite.values())), finite)
+    return Estimate(
+        math.fsum(finite.values()) / len(finite), t_half_width(list(finite.values())), finite
+    )
 
 
 def measure_arms(runs: Table, measure: Measure) -> dict[str, Estimate]:
     """A measure of each arm."""
     return {
-        arm: estimate({seed: measure.value(series) for seed, series in seeds.items()}) for arm, seeds in runs.items()
+        arm: estimate({seed: measure.value(series) for seed, series in seeds.items()})
+        for arm, seeds in runs.items()
     }
 
 
 def paired_differences(arms: Mapping[str, Estimate], baseline: str) -> dict[str, Estimate]:
     """Each other arm minus the baseline, seed by seed, over the seeds that both have.
 
-    A seed fixes the initial weights and the order of problems, so the spread between seeds cancels in part.
+    A seed fixes the initial weights and the order of problems, so the spread between seeds cancels
+    in part.
     """
     base = arms[baseline].values
     return {
-        arm: estimate({seed: value - base[seed] for seed, value in found.values.items() if seed in base})
+        arm: estimate(
+            {seed: value - base[seed] for seed, value in found.values.items() if seed in base}
+        )
         for arm, found in arms.items()
         if arm != baseline
     }
 
 
-def curves(runs: Table, read: Callable[[Series], tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Mean curve of each arm with its pointwise 95% t interval, at the steps that all its seeds have.
+def curves(
+    runs: Table, read: Callable[[Series], tuple[np.ndarray, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Mean curve of each arm with its pointwise 95% t interval, at the steps that all its seeds
+    have.
 
     Returns:
-        Arm -> [n, 3] float64: step, mean, half width (NaN with one seed). An arm without values is left out.
+        Arm -> [n, 3] float64: step, mean, half width (NaN with one seed). An arm without values is
+        left out.
     """
     found = {}
     for arm, seeds in runs.items():
         if columns := _at_common_steps([read(run) for run in seeds.values()]):
-            found[arm] = np.array([[step, np.mean(values), t_half_width(values)] for step, values in columns.items()])
+            found[arm] = np.array(
+                [[step, np.mean(values), t_half_width(values)] for step, values in columns.items()]
+            )
     return found
 
 
 def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
-    """The study's tables in Markdown: every measure of every arm, and the paired differences to the baseline."""
+    """The study's tables in Markdown: every measure of every arm, and the paired differences to the
+    baseline.
+    """
     columns = {name: measure_arms(runs, measure) for name, measure in MEASURES.items()}
-    columns = {name: arms for name, arms in columns.items() if any(found.values for found in arms.values())}
+    columns = {
+        name: arms for name, arms in columns.items() if any(found.values for found in arms.values())
+    }
     headings = [MEASURES[name].title for name in columns]
     lines = [f"# {title}", "", "Mean over seeds ± half of the 95% t interval.", ""]
     lines += markdown_table(
         ["arm", "seeds", *headings],
-        [[arm, str(len(runs[arm])), *(_cell(arms[arm]) for arms in columns.values())] for arm in runs],
+        [
+            [arm, str(len(runs[arm])), *(_cell(arms[arm]) for arms in columns.values())]
+            for arm in runs
+        ],
     )
     differences = {name: paired_differences(arms, baseline) for name, arms in columns.items()}
     if len(runs) > 1 and runs.get(baseline):
         lines += ["", f"Paired difference to {baseline}, seed by seed.", ""]
         lines += markdown_table(
             ["arm", *headings],
-            [[arm, *(_cell(found[arm], "+") for found in differences.values())] for arm in runs if arm != baseline],
+            [
+                [arm, *(_cell(found[arm], "+") for found in differences.values())]
+                for arm in runs
+                if arm != baseline
+            ],
         )
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
@@ -194,15 +225,30 @@ DPI = 130
 _MOST_COLUMNS = 4
 _FAMILY = re.compile(r"^ascent_|(_one)?(_(eta)?[0-9.]+)?$")
 _COLORS = {
-    "grpo": BASELINE_COLOR, "grpo_perturbed": "#000000", "dc_grpo": "#0072B2", "dual_grpo": "#56B4E9",
-    "threshold_grpo": "#009E73", "tis": "#D55E00", "icepop": "#E69F00", "dppo": "#CC79A7", "exact": "#000000",
-    "matched": "#7a5195", "token": "#0072B2", "sequence": "#D55E00", "reward": "#009E73", "state": "#CC79A7",
-}  # fmt: skip
+    "grpo": BASELINE_COLOR,
+    "grpo_perturbed": "#000000",
+    "dc_grpo": "#0072B2",
+    "dual_grpo": "#56B4E9",
+    "threshold_grpo": "#009E73",
+    "tis": "#D55E00",
+    "icepop": "#E69F00",
+    "dppo": "#CC79A7",
+    "exact": "#000000",
+    "matched": "#7a5195",
+    "token": "#0072B2",
+    "sequence": "#D55E00",
+    "reward": "#009E73",
+    "state": "#CC79A7",
+}
 """Arms that several studies have."""
 _CURVES = {
     "held_out": ("held-out score", "avg@K", ""),
     "reward": ("Reward", "mean reward", "reward/mean"),
-    "discrepancy": ("Discrepancy between the engines (dashed: the budget c)", "discrepancy", "discrepancy/mean"),
+    "discrepancy": (
+        "Discrepancy between the engines (dashed: the budget c)",
+        "discrepancy",
+        "discrepancy/mean",
+    ),
     "multiplier": ("Lagrange multiplier", "lambda", "dual/multiplier"),
     "entropy": ("Policy entropy", "nats", "policy/entropy"),
 }
@@ -212,16 +258,23 @@ _CURVES = {
 def color_of(name: str) -> str:
     """The color of an arm, by its name alone: the same in every panel, figure and study.
 
-    An arm that is named after a charge and its strength has the charge's, `token_10` that of `token`.
+    An arm that is named after a charge and its strength has the charge's, `token_10` that of
+    `token`.
     """
     family = _FAMILY.sub("", name)
     return _COLORS.get(family) or COLORS[zlib.crc32(family.encode()) % len(COLORS)]
 
 
 def draw_curves(
-    title: str, unit: str, arms: Mapping[str, np.ndarray], level: Mapping[str, float] | None = None, *, baseline: str
+    title: str,
+    unit: str,
+    arms: Mapping[str, np.ndarray],
+    level: Mapping[str, float] | None = None,
+    *,
+    baseline: str,
 ) -> Figure:
-    """Plot mean and 95% interval over seeds by training step: a panel for each arm, the baseline in gray in each.
+    """Plot mean and 95% interval over seeds by training step: a panel for each arm, the baseline in
+    gray in each.
 
     Args:
         title: heading.
@@ -234,9 +287,14 @@ def draw_curves(
     columns = min(_MOST_COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
     figure, panels = make_figure(
-        2.9 * columns + 0.4, 2.1 * rows + 0.7, f"{title} (gray: {baseline})",
-        rows=rows, columns=columns, sharex=True, sharey=True,
-    )  # fmt: skip
+        2.9 * columns + 0.4,
+        2.1 * rows + 0.7,
+        f"{title} (gray: {baseline})",
+        rows=rows,
+        columns=columns,
+        sharex=True,
+        sharey=True,
+    )
     for spare in panels[len(shown) :]:
         spare.set_visible(False)
     for axes, label in zip(panels, shown, strict=False):
@@ -272,8 +330,22 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
     axes.axvline(0, color=INK, linewidth=1)
     for place, (label, (mean, half, values)) in enumerate(arms.items()):
         color = color_of(label)
-        axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=color, alpha=0.45, markersize=5)
-        axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=color, capsize=4)
+        axes.plot(
+            list(values.values()),
+            [place + 0.18] * len(values),
+            "o",
+            color=color,
+            alpha=0.45,
+            markersize=5,
+        )
+        axes.errorbar(
+            mean,
+            place - 0.12,
+            xerr=half if np.isfinite(half) else None,
+            fmt="D",
+            color=color,
+            capsize=4,
+        )
     axes.set_yticks(range(len(arms)), list(arms))
     axes.set_ylim(len(arms) - 0.4, -0.6)
     style_axes(axes, title, x=unit)
@@ -281,10 +353,16 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
 
 
 def save_figures(title: str, baseline: str, series: Table, directory: Path) -> None:
-    """Draw held-out score, reward, discrepancy, lambda, entropy, and differences by seed, as far as runs have them."""
+    """Draw held-out score, reward, discrepancy, lambda, entropy, and differences by seed, as far as
+    runs have them.
+    """
     directory.mkdir(exist_ok=True)
     first = {arm: next(iter(seeds.values())) for arm, seeds in series.items() if seeds}
-    budgets = {arm: float(run["dual/tolerance"][1][-1]) for arm, run in first.items() if "dual/tolerance" in run}
+    budgets = {
+        arm: float(run["dual/tolerance"][1][-1])
+        for arm, run in first.items()
+        if "dual/tolerance" in run
+    }
     for stem, (heading, unit, name) in _CURVES.items():
         if found := curves(series, functools.partial(recorded, name=name) if name else held_out):
             level = budgets if stem == "discrepancy" else None
@@ -293,7 +371,9 @@ def save_figures(title: str, baseline: str, series: Table, directory: Path) -> N
     for name in ("held_out", "discrepancy"):
         found = paired_differences(measure_arms(series, MEASURES[name]), baseline)
         if shown := {arm: one for arm, one in found.items() if one.values}:
-            figure = draw_differences(f"{title}: difference to {baseline} by seed", MEASURES[name].title, shown)
+            figure = draw_differences(
+                f"{title}: difference to {baseline} by seed", MEASURES[name].title, shown
+            )
             figure.savefig(directory / f"difference_{name}.png", dpi=DPI)
 
 
@@ -313,7 +393,10 @@ _DIGITS = 9
 def write_kept_metrics(path: Path, runs: Table) -> None:
     """Write the metrics of all runs, atomically. Equal metrics give equal bytes."""
     lines = [
-        line for arm, seeds in runs.items() for seed, series in seeds.items() for line in _lines(arm, seed, series)
+        line
+        for arm, seeds in runs.items()
+        for seed, series in seeds.items()
+        for line in _lines(arm, seed, series)
     ]
     atomic_write(path, gzip.compress("".join(lines).encode(), mtime=0))
 
@@ -324,7 +407,10 @@ def _lines(arm: str, seed: int, series: Series) -> list[str]:
         if name in _KEPT or (name.startswith(("eval/", "evaluation/")) and "/avg@" in name):
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
                 by_step[step][name] = float(f"{value:.{_DIGITS}g}")
-    return [jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]}) for step in sorted(by_step)]
+    return [
+        jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]})
+        for step in sorted(by_step)
+    ]
 
 
 def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
@@ -344,22 +430,31 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read as gzipped JSON lines ({error})") from error
-    points: dict[str, dict[int, dict[str, list[tuple[int, float]]]]] = {arm: {} for arm in arms or ()}
+    points: dict[str, dict[int, dict[str, list[tuple[int, float]]]]] = {
+        arm: {} for arm in arms or ()
+    }
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             arm, seed, step = row.pop("arm"), row.pop("seed"), row.pop("step")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}, line {number}: must be an object with arm, seed, step and metrics") from error
+            raise UserError(
+                f"{path}, line {number}: must be an object with arm, seed, step and metrics"
+            ) from error
         if arms is None:
             points.setdefault(arm, {})
         if arm not in points:
-            raise UserError(f"{path}, line {number}: arm {arm!r} is none of the study's: {', '.join(arms)}")
+            raise UserError(
+                f"{path}, line {number}: arm {arm!r} is none of the study's: {', '.join(arms)}"
+            )
         of_run = points[arm].setdefault(seed, {})
         for name, value in row.items():
             of_run.setdefault(name, []).append((step, float(value)))
     return {
-        arm: {seed: {name: _arrays(found) for name, found in series.items()} for seed, series in seeds.items()}
+        arm: {
+            seed: {name: _arrays(found) for name, found in series.items()}
+            for seed, series in seeds.items()
+        }
         for arm, seeds in points.items()
     }
 

@@ -33,15 +33,32 @@ class Arm:
     differs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        names = isinstance(self.settings, Mapping) and all(isinstance(name, str) for name in self.settings)
-        listed = not isinstance(self.differs, str) and all(isinstance(name, str) for name in self.differs)
-        _require(isinstance(self.config, str), "an arm's config is", self.config, "text as --config of train")
-        _require(names, "an arm's settings are", self.settings, "a mapping from a setting's name to its value")
+        names = isinstance(self.settings, Mapping) and all(
+            isinstance(name, str) for name in self.settings
+        )
+        listed = not isinstance(self.differs, str) and all(
+            isinstance(name, str) for name in self.differs
+        )
+        _require(
+            isinstance(self.config, str),
+            "an arm's config is",
+            self.config,
+            "text as --config of train",
+        )
+        _require(
+            names,
+            "an arm's settings are",
+            self.settings,
+            "a mapping from a setting's name to its value",
+        )
         _require(listed, "an arm's `differs` is", self.differs, "a tuple of names")
 
     def arguments(self) -> list[str]:
         """Arguments of `dcmdp train`."""
-        return [f"--config={self.config}", *(f"--config.{name}={_text(self.settings[name])}" for name in self.settings)]
+        return [
+            f"--config={self.config}",
+            *(f"--config.{name}={_text(self.settings[name])}" for name in self.settings),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +82,29 @@ class Study:
 
     def __post_init__(self) -> None:
         _require(isinstance(self.title, str), "the title is", self.title, "text")
-        _require(isinstance(self.arms, Mapping), "the arms are", self.arms, "a mapping from label to Arm")
+        _require(
+            isinstance(self.arms, Mapping), "the arms are", self.arms, "a mapping from label to Arm"
+        )
         for label, arm in self.arms.items():
-            _require(isinstance(label, str), "an arm's label is", label, "text, which names a directory")
+            _require(
+                isinstance(label, str), "an arm's label is", label, "text, which names a directory"
+            )
             _require(isinstance(arm, Arm), f"arm {label!r} is", arm, "an Arm")
         for name, kind, what in (("seeds", int, "whole numbers"), ("evaluation", str, "texts")):
             values = getattr(self, name)
             whole = isinstance(values, Sequence) and not isinstance(values, str)
-            _require(whole and all(type(value) is kind for value in values), f"{name} is", values, f"a tuple of {what}")
+            _require(
+                whole and all(type(value) is kind for value in values),
+                f"{name} is",
+                values,
+                f"a tuple of {what}",
+            )
         _check_grid(self)
         for word in self.evaluation:
             if word.partition("=")[0] in _SET_IN_EVALUATION:
-                raise UserError(f"evaluation has {word}, which the study gives for each run; leave it out")
+                raise UserError(
+                    f"evaluation has {word}, which the study gives for each run; leave it out"
+                )
 
 
 class StudyRun(NamedTuple):
@@ -100,7 +128,8 @@ class StudyRun(NamedTuple):
 
 
 def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> list[StudyRun]:
-    """The grid's runs, seed by seed, so that a study that is stopped has compared arms on some seeds.
+    """The grid's runs, seed by seed, so that a study that is stopped has compared arms on some
+    seeds.
 
     Args:
         study: the study.
@@ -112,7 +141,12 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
             arm,
             seed,
             path := directory / arm / f"seed{seed}",
-            (*one.arguments(), *overrides, f"--config.training.seed={seed}", f"--config.run_dir={path}"),
+            (
+                *one.arguments(),
+                *overrides,
+                f"--config.training.seed={seed}",
+                f"--config.run_dir={path}",
+            ),
         )
         for seed in study.seeds
         for arm, one in study.arms.items()
@@ -139,16 +173,24 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         contents.append({**config, "run_dir": "", "algorithm": used})
         if (other := runs[contents.index(contents[-1])]) is not run:
             raise UserError(
-                f"study: {other.label!r} and {run.label!r} are one config, every setting that is used is equal; "
-                "drop one or make them differ"
+                f"study: {other.label!r} and {run.label!r} are one config, every setting that is "
+                "used is equal; drop one or make them differ"
             )
 
 
-_OF_THE_ASCENT = {"multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_factor"}
+_OF_THE_ASCENT = {
+    "multiplier",
+    "dual_learning_rate",
+    "multiplier_max",
+    "tolerance_steps",
+    "tolerance_factor",
+}
 
 
 def unused(algorithm: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the settings of the algorithm that its other settings override, so that they change nothing learned."""
+    """Names of the settings of the algorithm that its other settings override, so that they change
+    nothing learned.
+    """
     method = algorithm["method"]
     moves = method not in FIXED_MULTIPLIERS and algorithm.get("dual_learning_rate", 1.0) > 0
     idle = {"level"} if method == "grpo" else set()
@@ -170,9 +212,13 @@ def _require(right: bool, name: str, value: object, what: str) -> None:
 
 def _check_grid(study: Study) -> None:
     if not study.arms or not study.seeds:
-        raise UserError(f"{len(study.arms)} arms and {len(study.seeds)} seeds, must have at least one of each")
+        raise UserError(
+            f"{len(study.arms)} arms and {len(study.seeds)} seeds, must have at least one of each"
+        )
     if study.baseline not in list(study.arms):
-        raise UserError(f"the baseline {shorten(study.baseline)} is none of its arms {', '.join(study.arms)}")
+        raise UserError(
+            f"the baseline {shorten(study.baseline)} is none of its arms {', '.join(study.arms)}"
+        )
     for place, seed in enumerate(study.seeds):
         if not 0 <= seed < 2**31:
             raise UserError(f"seed {shorten(seed)}: must be in [0, 2147483647]")
@@ -181,13 +227,17 @@ def _check_grid(study: Study) -> None:
     directories: dict[str, str] = {}
     for label, arm in study.arms.items():
         if not _NAME.fullmatch(label):
-            raise UserError(f"arm {shorten(label)} names a directory, must be letters, digits and any of _.=+-")
+            raise UserError(
+                f"arm {shorten(label)} names a directory, must be letters, digits and any of _.=+-"
+            )
         # Some file systems do not tell capitals apart.
         if (other := directories.setdefault(label.lower(), label)) != label:
             raise UserError(f"arms {other!r} and {label!r} would share a directory; rename one")
         for name in SET_BY_THE_STUDY:
             if name in arm.settings:
-                raise UserError(f"arm {label!r} sets {name}, which the study sets for each run; leave it out")
+                raise UserError(
+                    f"arm {label!r} sets {name}, which the study sets for each run; leave it out"
+                )
 
 
 def _text(value: Any) -> str:

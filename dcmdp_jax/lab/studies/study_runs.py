@@ -1,4 +1,6 @@
-"""The runs of a study as processes, one after another, and what they leave: tables, figures and kept metrics."""
+"""The runs of a study as processes, one after another, and what they leave: tables, figures and
+kept metrics.
+"""
 
 import json
 import os
@@ -48,7 +50,9 @@ def run_command(words: Sequence[str], log: Path) -> int:
     try:
         with log.open("a", encoding="utf-8") as file:
             env = os.environ | {"PYTHONPATH": path}
-            started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env))
+            started.append(
+                subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+            )
         if stopped:  # the signal came while it was started
             started[0].terminate()
         code = started[0].wait()
@@ -62,13 +66,16 @@ def run_command(words: Sequence[str], log: Path) -> int:
     return 128 - code if code < 0 else code
 
 
-def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str, show: Callable[[str], None]) -> int:
+def finish_run(
+    run: StudyRun, steps: int, evaluation: Sequence[str], label: str, show: Callable[[str], None]
+) -> int:
     """Train and evaluate a run as far as it is not done, and say so.
 
     Args:
         run: one run of a study.
         steps: training steps; a finished run may be told to go on.
-        evaluation: arguments of `dcmdp evaluate` after the run's directory; empty: it is not evaluated.
+        evaluation: arguments of `dcmdp evaluate` after the run's directory; empty: it is not
+            evaluated.
         label: the run's name for people.
         show: gets a line of what became of it.
 
@@ -96,7 +103,9 @@ def evaluation_words(study: Study, run: StudyRun) -> list[str]:
 
 def evaluate_run(run: StudyRun, words: Sequence[str], log: Path) -> int:
     """Score a trained run; the exit code."""
-    return run_command(["evaluate", str(run.directory), *words, "--out", str(run.directory / EVALUATION)], log)
+    return run_command(
+        ["evaluate", str(run.directory), *words, "--out", str(run.directory / EVALUATION)], log
+    )
 
 
 def _failed(code: int, label: str, log: Path, show: Callable[[str], None]) -> int:
@@ -113,7 +122,8 @@ def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], 
     if waiting := len(runs) - len(finished) - len(failed):
         notes.append(f"Not finished: {waiting} of {len(runs)} runs.")
     series: Table = {
-        arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm} for arm in study.arms
+        arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm}
+        for arm in study.arms
     }
     evaluated = [path for run in finished if (path := run.directory / EVALUATION).exists()]
     if finished:
@@ -122,7 +132,11 @@ def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], 
 
 
 def write_results(
-    study: Study, series: Table, out: Path, notes: Sequence[str] = (), evaluated: Sequence[Path] = ()
+    study: Study,
+    series: Table,
+    out: Path,
+    notes: Sequence[str] = (),
+    evaluated: Sequence[Path] = (),
 ) -> str:
     """Write results.md and figures/ into `out`; return the tables, and what was written.
 

@@ -1,4 +1,6 @@
-"""The multiplier at which the optimal policy spends a given mismatch budget, and what to say where there is none."""
+"""The multiplier at which the optimal policy spends a given mismatch budget, and what to say where
+there is none.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,7 +10,14 @@ import numpy as np
 from scipy.optimize import brentq
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.theory.policy import MEASURES, SIDES, Optimum, check_state, largest_mismatch, optimal_policy
+from dcmdp_jax.lab.theory.policy import (
+    MEASURES,
+    SIDES,
+    Optimum,
+    check_state,
+    largest_mismatch,
+    optimal_policy,
+)
 
 _MET = 1e-9
 """Relative distance from the budget up to which it counts as met."""
@@ -22,10 +31,12 @@ class BudgetResult(NamedTuple):
 
     Attributes:
         budget: C.
-        status: "met": the optimum at `optimum.multiplier` has mismatch C. "slack": the best policy of all costs less
-            than C, so the constraint does not bind and the multiplier is 0. "jump": no multiplier gives C, because the
-            optimum jumps over it; `optimum` is the one below C and `above` the one over it.
-        optimum: never above C. As near to it as the rounding of a policy's probabilities lets it be.
+        status: "met": the optimum at `optimum.multiplier` has mismatch C. "slack": the best policy
+            of all costs less than C, so the constraint does not bind and the multiplier is 0.
+            "jump": no multiplier gives C, because the optimum jumps over it; `optimum` is the one
+            below C and `above` the one over it.
+        optimum: never above C. As near to it as the rounding of a policy's probabilities lets it
+            be.
         above: the other side of a jump, else None.
     """
 
@@ -39,20 +50,28 @@ class BudgetResult(NamedTuple):
         if self.status == "met":
             return f"met at lambda = {self.optimum.multiplier:.4g}"
         if self.status == "slack":
-            return f"not reached: the best policy of all spends {self.optimum.mismatch:.4g}, so lambda = 0"
+            return (
+                f"not reached: the best policy of all spends {self.optimum.mismatch:.4g}, so "
+                "lambda = 0"
+            )
         return (
-            f"met by no lambda: at {self.optimum.multiplier:.4g} the optimum jumps from {self.optimum.mismatch:.4g} "
-            f"to {self.above.mismatch:.4g}"
+            f"met by no lambda: at {self.optimum.multiplier:.4g} the optimum jumps from "
+            f"{self.optimum.mismatch:.4g} to {self.above.mismatch:.4g}"
         )
 
 
 def policy_for_budget(
-    advantages: np.ndarray, inference_policy: np.ndarray, *, budget: float, measure: str, sided: str = "two"
+    advantages: np.ndarray,
+    inference_policy: np.ndarray,
+    *,
+    budget: float,
+    measure: str,
+    sided: str = "two",
 ) -> BudgetResult:
     """Find lambda with Omega(pi*(lambda), q) = C.
 
-    Omega(pi*(lambda)) never rises with lambda, so a bisection finds the multiplier wherever there is one. Where it
-    exists, the policy also solves: maximize <pi, A> subject to Omega(pi, q) <= C.
+    Omega(pi*(lambda)) never rises with lambda, so a bisection finds the multiplier wherever there
+    is one. Where it exists, the policy also solves: maximize <pi, A> subject to Omega(pi, q) <= C.
 
     Args:
         advantages, inference_policy: see `optimal_policy`.
@@ -65,11 +84,13 @@ def policy_for_budget(
     """
     a, q = check_state(advantages, inference_policy)
     if not (budget >= 0 and math.isfinite(budget)):
-        raise UserError(f"budget = {budget:g}: no policy has that mismatch; must be a number of at least 0")
+        raise UserError(
+            f"budget = {budget:g}: no policy has that mismatch; must be a number of at least 0"
+        )
     if budget > (largest := largest_mismatch(q, measure=measure, sided=sided)):
         raise UserError(
-            f"budget = {budget:g}: no policy has that mismatch; with the {SIDES[sided]} {MEASURES[measure]} the "
-            f"largest is {largest:.4g}"
+            f"budget = {budget:g}: no policy has that mismatch; with the {SIDES[sided]} "
+            f"{MEASURES[measure]} the largest is {largest:.4g}"
         )
 
     def optimum(multiplier: float) -> Optimum:
@@ -86,13 +107,15 @@ def policy_for_budget(
         return BudgetResult(budget, "met", found)
     if not budget < above.mismatch < math.inf:
         raise UserError(
-            f"budget = {budget:g}: the policy that spends it has probabilities too small for float64; must be at most "
-            f"{found.mismatch:.6g} here"
+            f"budget = {budget:g}: the policy that spends it has probabilities too small for "
+            f"float64; must be at most {found.mismatch:.6g} here"
         )
     return BudgetResult(budget, "jump", found, above)
 
 
-def _at_the_budget(optimum: Callable[[float], Optimum], spread: float, budget: float) -> tuple[Optimum, Optimum]:
+def _at_the_budget(
+    optimum: Callable[[float], Optimum], spread: float, budget: float
+) -> tuple[Optimum, Optimum]:
     """The optima of two neighboring multipliers: one spends at most the budget, the other more."""
 
     def excess(log_multiplier: float) -> float:
@@ -105,7 +128,11 @@ def _at_the_budget(optimum: Callable[[float], Optimum], spread: float, budget: f
         high += 4.0
     while excess(low) <= 0 and low > -_FARTHEST:
         low -= 4.0
-    root = low if excess(low) <= 0 else brentq(excess, low, high, xtol=1e-15, rtol=4 * _EPSILON, maxiter=500)
+    root = (
+        low
+        if excess(low) <= 0
+        else brentq(excess, low, high, xtol=1e-15, rtol=4 * _EPSILON, maxiter=500)
+    )
     multiplier = spread * math.exp(root)
     below = above = optimum(multiplier)
     step = 4 * _EPSILON

@@ -1,9 +1,10 @@
 """The penalized optimum under the log measure, whose mismatch is convex only up to pi = e q.
 
-Stationarity is A_a - nu = 2 lambda log(y_a) / y_a with y = pi / q. It has two solutions where 0 < (A_a - nu) / (2
-lambda) < 1/e: the W_0 branch of Lambert's function gives y < e, where the objective is concave, and the W_-1 branch
-y > e, where it is convex. Two actions in the convex range can always trade probability to their gain, so at a maximum
-at most one action is on the W_-1 branch. All maxima are therefore found by trying: no action, then each in turn.
+Stationarity is A_a - nu = 2 lambda log(y_a) / y_a with y = pi / q. It has two solutions where 0 <
+(A_a - nu) / (2 lambda) < 1/e: the W_0 branch of Lambert's function gives y < e, where the objective
+is concave, and the W_-1 branch y > e, where it is convex. Two actions in the convex range can
+always trade probability to their gain, so at a maximum at most one action is on the W_-1 branch.
+All maxima are therefore found by trying: no action, then each in turn.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +34,11 @@ def ratio(slope: np.ndarray | float, branch: int) -> np.ndarray:
     # Rounding may put a slope of 1/e beyond the branch point, where scipy's W is complex or NaN.
     at_branch_point = slope >= _BRANCH_POINT
     # exp(-W) is -W / slope without the division by 0 at slope 0.
-    return np.where(at_branch_point, np.e, np.exp(-lambertw(np.where(at_branch_point, 0.1, -slope), branch).real))
+    return np.where(
+        at_branch_point,
+        np.e,
+        np.exp(-lambertw(np.where(at_branch_point, 0.1, -slope), branch).real),
+    )
 
 
 def candidates(
@@ -49,25 +54,32 @@ def candidates(
     # Relative to the best advantage, nu keeps its digits where lambda is small.
     top = advantages.max()
     behind = advantages - top
-    found = list((_one_sided if sided == "one" else _two_sided)(behind, inference_policy, multiplier))
+    found = list(
+        (_one_sided if sided == "one" else _two_sided)(behind, inference_policy, multiplier)
+    )
     for action in np.flatnonzero(inference_policy < 1 / np.e):
         found += _with_one_convex(behind, inference_policy, multiplier, int(action), sided)
     for policy, nu in found:
         yield np.where(policy < np.finfo(float).tiny, 0.0, policy), float(top + nu)
 
 
-def _two_sided(a: np.ndarray, q: np.ndarray, multiplier: float) -> Iterator[tuple[np.ndarray, float]]:
+def _two_sided(
+    a: np.ndarray, q: np.ndarray, multiplier: float
+) -> Iterator[tuple[np.ndarray, float]]:
     def policy(nu: float) -> np.ndarray:
         return q * ratio((a - nu) / (2 * multiplier), 0)
 
-    # Below the first the best action has no W_0 solution; q sums to at most 1 but for rounding, so nu is at most 0.
+    # Below the first the best action has no W_0 solution; q sums to at most 1 but for rounding, so
+    # nu is at most 0.
     lowest, highest = -2 * multiplier / np.e, 2 * multiplier * _ROUNDING
     if policy(lowest).sum() >= 1:
         nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, **_BEST)
         yield policy(nu), nu
 
 
-def _one_sided(a: np.ndarray, q: np.ndarray, multiplier: float) -> Iterator[tuple[np.ndarray, float]]:
+def _one_sided(
+    a: np.ndarray, q: np.ndarray, multiplier: float
+) -> Iterator[tuple[np.ndarray, float]]:
     def policy(nu: float, active: np.ndarray) -> np.ndarray:
         return np.where(active, q * ratio(np.where(active, (a - nu) / (2 * multiplier), 0), 0), 0.0)
 
@@ -84,9 +96,9 @@ def _with_one_convex(
 ) -> Iterator[tuple[np.ndarray, float]]:
     """Local maxima with `action` on the W_-1 branch and every other action on W_0.
 
-    The unknown is log(pi / (1 - pi)) of the action, which keeps the digits of both. It gives pi / q, which gives nu,
-    which gives the others. A maximum is where the sum of probabilities grows through 1 with it: there the second-order
-    condition holds, where it falls through 1 it does not.
+    The unknown is log(pi / (1 - pi)) of the action, which keeps the digits of both. It gives pi /
+    q, which gives nu, which gives the others. A maximum is where the sum of probabilities grows
+    through 1 with it: there the second-order condition holds, where it falls through 1 it does not.
     """
     others = np.arange(len(a)) != action
     own_q = q[action]
@@ -107,18 +119,24 @@ def _with_one_convex(
     def excess(log_odds: np.ndarray) -> np.ndarray:
         return policy(np.asarray(log_odds))[..., others].sum(axis=-1) - expit(-np.asarray(log_odds))
 
-    # Where another action would leave W_0, and, one-sided, where one drops to 0: the sum jumps down there.
+    # Where another action would leave W_0, and, one-sided, where one drops to 0: the sum jumps down
+    # there.
     borders = []
     kinks = [1 / np.e, *([0.0] if sided == "one" else [])]
     for slope in [kink - other for other in behind[others] for kink in kinks]:
         if 0 < slope < 1 / np.e and np.e < (z := float(ratio(slope, -1))) < 1 / own_q:
-            borders += [float(logit(own_q * z * (1 - 1e-12))), float(logit(own_q * z * (1 + 1e-12)))]
+            borders += [
+                float(logit(own_q * z * (1 - 1e-12))),
+                float(logit(own_q * z * (1 + 1e-12))),
+            ]
     grid = np.unique([*np.linspace(logit(own_q * np.e), _ALONE, _GRID), *borders, np.inf])
     reachable = own_slope(grid) + behind[others].max(initial=-np.inf) <= 1 / np.e
     values = np.where(reachable, excess(grid), np.nan)
     for place in np.flatnonzero((values[:-1] < 0) & (values[1:] >= 0)):
         last = grid[place + 1]
-        log_odds = np.asarray(last if np.isinf(last) else brentq(excess, grid[place], last, xtol=1e-15, rtol=_RTOL))
+        log_odds = np.asarray(
+            last if np.isinf(last) else brentq(excess, grid[place], last, xtol=1e-15, rtol=_RTOL)
+        )
         yield policy(log_odds), float(a[action] - 2 * multiplier * own_slope(log_odds))
 
 
@@ -130,17 +148,20 @@ def fill_levels(
     *,
     lowest: float = -np.inf,
 ) -> tuple[np.ndarray, float] | None:
-    """The one-sided stationary policy and its nu, found by lowering nu from one advantage to the next.
+    """The one-sided stationary policy and its nu, found by lowering nu from one advantage to the
+    next.
 
-    An action above nu has the probability that `policy` says, at least q; one below nu has 0. An action whose advantage
-    is nu costs nothing up to q and takes what is left: a fraction that no closed form has. Actions of equal advantage
-    share it in proportion to q.
+    An action above nu has the probability that `policy` says, at least q; one below nu has 0. An
+    action whose advantage is nu costs nothing up to q and takes what is left: a fraction that no
+    closed form has. Actions of equal advantage share it in proportion to q.
 
     Args:
         a, q: [n] float64; q > 0.
         policy: (nu, [n] bool actions above nu) -> [n] probabilities, 0 elsewhere, falling in nu.
-        solve: (actions above nu, low, high) -> the policy and its nu in [low, high] at which they sum to 1.
-        lowest: `policy` has no value below it; None is returned if the probabilities don't sum to 1 there.
+        solve: (actions above nu, low, high) -> the policy and its nu in [low, high] at which they
+            sum to 1.
+        lowest: `policy` has no value below it; None is returned if the probabilities don't sum to 1
+            there.
     """
     active, upper, filled = np.zeros(len(a), bool), np.inf, np.zeros(len(a))
     for level in [*np.unique(a)[::-1], -np.inf]:

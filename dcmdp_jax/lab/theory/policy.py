@@ -1,4 +1,6 @@
-"""Optimal policies of one state under a penalty on their mismatch with the inference policy (paper, Appendix B)."""
+"""Optimal policies of one state under a penalty on their mismatch with the inference policy (paper,
+Appendix B).
+"""
 
 from typing import NamedTuple
 
@@ -7,16 +9,24 @@ import numpy as np
 from dcmdp_jax.lab.theory.log_measure import candidates, fill_levels
 
 _SUM_TOLERANCE = 1e-9
-MEASURES = {"diff": "probability difference", "ratio": "probability ratio", "log": "log-probability difference"}
+MEASURES = {
+    "diff": "probability difference",
+    "ratio": "probability ratio",
+    "log": "log-probability difference",
+}
 """The measure's name, as in `config.algorithm.measure`, and the paper's words for it."""
 SIDES = {"two": "two-sided", "one": "one-sided"}
 """two: every deviation is charged. one: only what lies above the inference policy."""
 
 LARGEST_ONE_SIDED_LOG = 4 / np.e**2
-"""No policy has a larger one-sided log mismatch: log(y)^2 <= (4 / e^2) y for y >= 1, and sum q y = sum pi = 1."""
+"""No policy has a larger one-sided log mismatch: log(y)^2 <= (4 / e^2) y for y >= 1, and sum q y =
+sum pi = 1.
+"""
 
 
-def mismatch(policy: np.ndarray, inference_policy: np.ndarray, *, measure: str, sided: str = "two") -> float:
+def mismatch(
+    policy: np.ndarray, inference_policy: np.ndarray, *, measure: str, sided: str = "two"
+) -> float:
     """Quadratic mismatch of a policy, the paper's Omega.
 
         diff    sum_a q_a (pi_a - q_a)^2
@@ -52,7 +62,8 @@ def mismatch(policy: np.ndarray, inference_policy: np.ndarray, *, measure: str, 
 def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str = "two") -> float:
     """A bound that no policy's mismatch exceeds: exact but for the one-sided log.
 
-    diff and ratio are convex, so their maximum is at a policy with a single action. The two-sided log has none.
+    diff and ratio are convex, so their maximum is at a policy with a single action. The two-sided
+    log has none.
 
     Args:
         inference_policy: [n] float64, q > 0.
@@ -62,7 +73,9 @@ def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str =
     if measure == "log":
         return LARGEST_ONE_SIDED_LOG if sided == "one" else np.inf
     single = np.eye(len(inference_policy))
-    return max(mismatch(policy, inference_policy, measure=measure, sided=sided) for policy in single)
+    return max(
+        mismatch(policy, inference_policy, measure=measure, sided=sided) for policy in single
+    )
 
 
 def check_names(measure: str, sided: str) -> None:
@@ -91,24 +104,32 @@ class Optimum(NamedTuple):
 
 
 def optimal_policy(
-    advantages: np.ndarray, inference_policy: np.ndarray, *, multiplier: float, measure: str, sided: str = "two"
+    advantages: np.ndarray,
+    inference_policy: np.ndarray,
+    *,
+    multiplier: float,
+    measure: str,
+    sided: str = "two",
 ) -> Optimum:
     """The global maximum of <pi, A> - lambda Omega(pi, q) over the simplex (Theorem B.1).
 
-    Where every action is charged and has a probability above 0 the policy is the theorem's closed form:
+    Where every action is charged and has a probability above 0 the policy is the theorem's closed
+    form:
 
         diff    pi = q + (A - nu) / (2 lambda q)
         ratio   pi = q + (A - nu) q / (2 lambda)
         log     pi = -q (2 lambda / (A - nu)) W(-(A - nu) / (2 lambda))
 
-    with nu such that pi sums to 1. diff and ratio are projected: actions whose form is negative get 0 and nu is found
-    for the rest. The log measure keeps every probability above 0, and its best action can lie on Lambert's W_-1 branch
-    (see `log_measure`). One-sided, actions below nu get 0 and one whose advantage is nu may have any share up to q.
+    with nu such that pi sums to 1. diff and ratio are projected: actions whose form is negative get
+    0 and nu is found for the rest. The log measure keeps every probability above 0, and its best
+    action can lie on Lambert's W_-1 branch (see `log_measure`). One-sided, actions below nu get 0
+    and one whose advantage is nu may have any share up to q.
 
-    Under the two-sided log a probability below float64's smallest normal number is 0 and its mismatch infinite.
+    Under the two-sided log a probability below float64's smallest normal number is 0 and its
+    mismatch infinite.
 
-    Differs from the paper: at multiplier 0, of all policies on the best actions, the one with the least mismatch, which
-    is the limit of small multipliers.
+    Differs from the paper: at multiplier 0, of all policies on the best actions, the one with the
+    least mismatch, which is the limit of small multipliers.
 
     Args:
         advantages: [n] float64, A, finite.
@@ -118,8 +139,8 @@ def optimal_policy(
         sided: "two" or "one".
 
     Raises:
-        ValueError: if an argument is outside these ranges, or for the two-sided log at multiplier 0, whose supremum no
-            policy reaches.
+        ValueError: if an argument is outside these ranges, or for the two-sided log at multiplier
+            0, whose supremum no policy reaches.
     """
     check_names(measure, sided)
     a, q = check_state(advantages, inference_policy)
@@ -134,31 +155,48 @@ def optimal_policy(
         for policy, nu in _stationary(a, q, multiplier, measure, sided)
     ]
     # What a policy loses keeps its digits where lambda is small; its advantage does not.
-    return max(found, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch)
+    return max(
+        found, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch
+    )
 
 
-def check_state(advantages: np.ndarray, inference_policy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def check_state(
+    advantages: np.ndarray, inference_policy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """A and q as float64.
 
     Raises:
-        ValueError: if they are not two finite vectors of one length, or q does not give every action a probability.
+        ValueError: if they are not two finite vectors of one length, or q does not give every
+            action a probability.
     """
     a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
     if a.ndim != 1 or a.shape != q.shape or not len(a):
-        raise ValueError(f"advantages {a.shape}, inference_policy {q.shape}: must be two vectors of one length")
+        raise ValueError(
+            f"advantages {a.shape}, inference_policy {q.shape}: must be two vectors of one length"
+        )
     if not np.all(np.isfinite(a)):
         raise ValueError("advantages: must be finite")
     if not (np.all(q > 0) and abs(q.sum() - 1) < _SUM_TOLERANCE):
-        raise ValueError(f"inference_policy: sums to {q.sum():g}, must be above 0 for every action and sum to 1")
+        raise ValueError(
+            f"inference_policy: sums to {q.sum():g}, must be above 0 for every action and sum to 1"
+        )
     return a, q
 
 
 def describe_policy(
-    policy: np.ndarray, a: np.ndarray, q: np.ndarray, multiplier: float, nu: float, measure: str, sided: str
+    policy: np.ndarray,
+    a: np.ndarray,
+    q: np.ndarray,
+    multiplier: float,
+    nu: float,
+    measure: str,
+    sided: str,
 ) -> Optimum:
     """The policy with what it costs and earns."""
     policy = policy / policy.sum()  # the rounding of nu's root
-    return Optimum(policy, multiplier, nu, mismatch(policy, q, measure=measure, sided=sided), float(policy @ a))
+    return Optimum(
+        policy, multiplier, nu, mismatch(policy, q, measure=measure, sided=sided), float(policy @ a)
+    )
 
 
 def _stationary(
@@ -185,8 +223,8 @@ def _with_active(
 ) -> tuple[np.ndarray, float]:
     """The closed form and its nu where the active actions share all probability.
 
-    A - nu is a sum of differences of advantages: subtracting a rounded nu would lose the digits of an action whose gain
-    is far above the others', as diff's is at q = 1e-14.
+    A - nu is a sum of differences of advantages: subtracting a rounded nu would lose the digits of
+    an action whose gain is far above the others', as diff's is at q = 1e-14.
     """
     share = np.where(active, gain / gain[active].sum(), 0.0)
     ahead = (a[:, None] - a) @ np.where(active, gain, 0.0) / (2 * multiplier)
@@ -195,18 +233,25 @@ def _with_active(
     return np.where(active, q + share * (ahead + left), 0.0), nu
 
 
-def _one_sided(a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float) -> tuple[np.ndarray, float]:
+def _one_sided(
+    a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float
+) -> tuple[np.ndarray, float]:
     def policy(nu: float, active: np.ndarray) -> np.ndarray:
         return np.where(active, q + (a - nu) * gain / (2 * multiplier), 0.0)
 
-    return fill_levels(a, q, policy, lambda active, low, high: _with_active(a, q, gain, multiplier, active))
+    return fill_levels(
+        a, q, policy, lambda active, low, high: _with_active(a, q, gain, multiplier, active)
+    )
 
 
 def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Optimum:
     best = a == a.max()
     if measure == "log" and sided == "two" and not best.all():
-        raise ValueError("multiplier = 0: under the two-sided log measure no policy is optimal; must be above 0")
-    # Among policies on the best actions <pi, A> is constant, and the penalty alone decides, at any multiplier.
+        raise ValueError(
+            "multiplier = 0: under the two-sided log measure no policy is optimal; must be above 0"
+        )
+    # Among policies on the best actions <pi, A> is constant, and the penalty alone decides, at any
+    # multiplier.
     choices = []
     for part, _ in _stationary(np.zeros(best.sum()), q[best], 1.0, measure, sided):
         policy = np.zeros(len(a))

@@ -1,4 +1,6 @@
-"""The paper's one-state toy: six actions, three measures, one column for each mismatch budget. Table and figures."""
+"""The paper's one-state toy: six actions, three measures, one column for each mismatch budget.
+Table and figures.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,17 +15,23 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
 ACTIONS = ("a1", "a2", "a3", "a4", "a5", "a6")
 INFERENCE_POLICY = np.array([0.30, 0.30, 0.15, 0.15, 0.05, 0.05])
 ADVANTAGES = np.array([-0.1, 0.1, -0.5, 0.5, -1.0, 1.0])
-"""The paper's Table 6: high, medium and low probability, each with a negative and a positive advantage."""
+"""The paper's Table 6: high, medium and low probability, each with a negative and a positive
+advantage.
+"""
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)
 """Ours: the paper does not state the budgets of its figures' columns."""
 CONCENTRATION = ("diff", "log", "ratio")
-"""The paper's takeaway: at equal budget a6, rare and good, gets most under diff and least under ratio."""
+"""The paper's takeaway: at equal budget a6, rare and good, gets most under diff and least under
+ratio.
+"""
 _NOTES = {"slack": "not reached, lambda = 0", "jump": "met by no lambda"}
 _UNMET = "#bbbbbb"
 
 
 class ToyRow(NamedTuple):
-    """One panel of a figure: a measure, its side, and the policy that spends the budget or comes nearest to it."""
+    """One panel of a figure: a measure, its side, and the policy that spends the budget or comes
+    nearest to it.
+    """
 
     measure: str
     sided: str
@@ -48,14 +56,24 @@ def solve_toy(sided: str, budgets: Sequence[float] = BUDGETS) -> list[ToyRow]:
     """
 
     def solve(measure: str, budget: float) -> BudgetResult:
-        return policy_for_budget(ADVANTAGES, INFERENCE_POLICY, budget=budget, measure=measure, sided=sided)
+        return policy_for_budget(
+            ADVANTAGES, INFERENCE_POLICY, budget=budget, measure=measure, sided=sided
+        )
 
-    return [ToyRow(measure, sided, solve(measure, budget)) for measure in MEASURES for budget in budgets]
+    return [
+        ToyRow(measure, sided, solve(measure, budget)) for measure in MEASURES for budget in budgets
+    ]
 
 
 def concentration(rows: Sequence[ToyRow], budget: float) -> dict[str, float] | None:
-    """Probability of a6 by measure, in the order of `CONCENTRATION`; None unless all three meet the budget."""
-    met = {row.measure: row.result for row in rows if row.result.budget == budget and row.result.status == "met"}
+    """Probability of a6 by measure, in the order of `CONCENTRATION`; None unless all three meet the
+    budget.
+    """
+    met = {
+        row.measure: row.result
+        for row in rows
+        if row.result.budget == budget and row.result.status == "met"
+    }
     if len(met) < len(CONCENTRATION):
         return None
     return {measure: float(met[measure].optimum.policy[-1]) for measure in CONCENTRATION}
@@ -68,21 +86,28 @@ def table(rows: Sequence[ToyRow]) -> list[str]:
     for row in rows:
         optimum = row.result.optimum
         policy = "  ".join(f"{share:6.4f}" for share in optimum.policy)
-        against = f"; against the sign of A: {', '.join(row.against_advantage)}" if row.against_advantage else ""
+        against = (
+            f"; against the sign of A: {', '.join(row.against_advantage)}"
+            if row.against_advantage
+            else ""
+        )
         lines.append(
-            f"{row.sided:5}  {row.result.budget:6g}  {row.measure:7}  {policy}  {optimum.advantage:7.4f}  "
-            f"{row.result.describe()}{against}"
+            f"{row.sided:5}  {row.result.budget:6g}  {row.measure:7}  {policy}  "
+            f"{optimum.advantage:7.4f}  {row.result.describe()}{against}"
         )
     return lines
 
 
 def draw(rows: Sequence[ToyRow]) -> Figure:
-    """Draw the rows of one side: bars of each policy over outlines of the inference policy; gray: budget not spent."""
+    """Draw the rows of one side: bars of each policy over outlines of the inference policy; gray:
+    budget not spent.
+    """
     budgets = list(dict.fromkeys(row.result.budget for row in rows))
     figure, panels = make_figure(
         2.5 * len(budgets) + 0.6,
         1.9 * len(MEASURES) + 0.9,
-        f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch (outline: the engine)",
+        f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch "
+        "(outline: the engine)",
         rows=len(MEASURES),
         columns=len(budgets),
         sharey=True,

@@ -1,7 +1,7 @@
 """The operations of a decoder that have a version for each platform, chosen here and nowhere else.
 
-Every version computes what `reference` computes, up to rounding. Other attention kernels (blockwise, cuDNN, splash) are
-a setting of their own: `attention.choose_kernel`.
+Every version computes what `reference` computes, up to rounding. Other attention kernels
+(blockwise, cuDNN, splash) are a setting of their own: `attention.choose_kernel`.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ class Ops(NamedTuple):
         split: (x, at, axis) -> the first `at` entries along an axis, and the rest.
         grouped_matmul: (x, kernels, group_sizes) -> each row by the matrix of its group.
         softmax_maximum: (x) -> what a softmax over the last axis subtracts. No gradient.
-        fuse_qkv: compute q, k and v of the training forward pass as one product with the three matrices concatenated.
+        fuse_qkv: compute q, k and v of the training forward pass as one product with the three
+            matrices concatenated.
     """
 
     attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -41,7 +42,10 @@ class Ops(NamedTuple):
 
 
 def _ops_of(module: ModuleType, *, fuse_qkv: bool) -> Ops:
-    return Ops(**{name: getattr(module, name) for name in Ops._fields if name != "fuse_qkv"}, fuse_qkv=fuse_qkv)
+    return Ops(
+        **{name: getattr(module, name) for name in Ops._fields if name != "fuse_qkv"},
+        fuse_qkv=fuse_qkv,
+    )
 
 
 REFERENCE = _ops_of(reference, fuse_qkv=False)
@@ -53,8 +57,9 @@ TPU = REFERENCE._replace(grouped_matmul=tpu.grouped_matmul)
 def choose_ops(platform: str) -> Ops:
     """The operations for "cpu", "gpu" or "tpu".
 
-    GPU and TPU run the reference, as nothing else was measured there; but XLA computes `ragged_dot` on GPU, and its
-    weight gradient on TPU, with all experts for each row (seen on an H200, compiled for TPUs: benchmarks/README.md).
-    So experts are computed block by block on GPU, by a kernel on TPU.
+    GPU and TPU run the reference, as nothing else was measured there; but XLA computes `ragged_dot`
+    on GPU, and its weight gradient on TPU, with all experts for each row (seen on an H200, compiled
+    for TPUs: benchmarks/README.md). So experts are computed block by block on GPU, by a kernel on
+    TPU.
     """
     return {"cpu": CPU, "gpu": GPU, "tpu": TPU}.get(platform, REFERENCE)

@@ -49,15 +49,19 @@ def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
 def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`reference.grouped_matmul` block by block.
 
-    XLA computes `ragged_dot` on CPU as the product of every row with every matrix: 4 to 60 times as long at 8 to 128
-    groups. On GPU too: 128 times the operations at 128 groups, and 32 GiB for 8,192 tokens of Qwen3-30B-A3B (compiled,
-    not run).
+    XLA computes `ragged_dot` on CPU as the product of every row with every matrix: 4 to 60 times as
+    long at 8 to 128 groups. On GPU too: 128 times the operations at 128 groups, and 32 GiB for
+    8,192 tokens of Qwen3-30B-A3B (compiled, not run).
     """
     return _by_blocks(x, kernels, group_sizes, 0)
 
 
-def _by_blocks(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, contracted: int) -> jax.Array:
-    """Each row times the matrix of its group, contracting the matrix's axis 0, or 1 for its transpose."""
+def _by_blocks(
+    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, contracted: int
+) -> jax.Array:
+    """Each row times the matrix of its group, contracting the matrix's axis 0, or 1 for its
+    transpose.
+    """
     blocks = _blocks(group_sizes, x.shape[0])
     # Blocks are written in order: what one writes beyond its group the next ones overwrite.
     padded = jnp.pad(x, ((0, blocks.size), (0, 0)))
@@ -87,9 +91,13 @@ def _grouped_backward(
     padded = tuple(jnp.pad(array, ((0, blocks.size), (0, 0))) for array in (x, cotangent))
 
     def body(i: jax.Array, grads: jax.Array) -> jax.Array:
-        block, bar = (jax.lax.dynamic_slice_in_dim(array, blocks.first[i], blocks.size) for array in padded)
+        block, bar = (
+            jax.lax.dynamic_slice_in_dim(array, blocks.first[i], blocks.size) for array in padded
+        )
         bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)
-        product = jax.lax.dot_general(block, bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        product = jax.lax.dot_general(
+            block, bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
         total = jax.lax.dynamic_index_in_dim(grads, blocks.owner[i], keepdims=False) + product
         return jax.lax.dynamic_update_index_in_dim(grads, total, blocks.owner[i], 0)
 

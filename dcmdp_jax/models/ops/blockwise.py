@@ -1,4 +1,5 @@
-"""Causal attention of packed rows that computes blocks of a row's own segments alone: flash attention in XLA loops.
+"""Causal attention of packed rows that computes blocks of a row's own segments alone: flash
+attention in XLA loops.
 
 For platforms without such a kernel of their own. Measured on CPU: benchmarks/README.md.
 """
@@ -13,8 +14,8 @@ from jax import lax
 
 from dcmdp_jax.models.ops.cpu import softmax_maximum
 
-# Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one segment: of all
-# queries, and of the keys of a row's last queries.
+# Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one
+# segment: of all queries, and of the keys of a row's last queries.
 QUERY_BLOCKS, KEY_BLOCKS = "attention_query_blocks", "attention_key_blocks"
 _HIDDEN = -1e30
 _LONG = 1024
@@ -36,19 +37,20 @@ def attention(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
 
-    A block of queries begins at the first token of a segment, or where the block before it ends; it holds the segments
-    that end within it, or a part of a longer one. Its keys are read block by block from the begin of its first
-    segment, so the products grow with the sum of the squares of the segments' lengths. The softmax is computed online,
-    in float32; the backward pass computes the weights again from their log-sum-exp. No array has two axes along the
-    row.
+    A block of queries begins at the first token of a segment, or where the block before it ends; it
+    holds the segments that end within it, or a part of a longer one. Its keys are read block by
+    block from the begin of its first segment, so the products grow with the sum of the squares of
+    the segments' lengths. The softmax is computed online, in float32; the backward pass computes
+    the weights again from their log-sum-exp. No array has two axes along the row.
 
     Args:
         query: [R, L, H, h].
         key, value: [R, L, K, h]; H is a multiple of K.
-        segment_ids: [R, L] integers. Tokens of a segment are consecutive. 0 is padding: its outputs and gradients are
-            zero, and no time is spent on it.
+        segment_ids: [R, L] integers. Tokens of a segment are consecutive. 0 is padding: its outputs
+            and gradients are zero, and no time is spent on it.
         block: queries and keys of a block; None: `block_size`.
-        window: tokens that a token sees, itself included; 0: all before it. Blocks of keys outside are skipped.
+        window: tokens that a token sees, itself included; 0: all before it. Blocks of keys outside
+            are skipped.
 
     Returns:
         [R, L, H, h], the dtype of `query`.
@@ -67,9 +69,11 @@ class _Segments(NamedTuple):
     """Where segments lie in the T tokens of all rows.
 
     Attributes:
-        first: [T] int32, the first token that a token sees, of its segment; padding counts as a segment.
+        first: [T] int32, the first token that a token sees, of its segment; padding counts as a
+            segment.
         after: [T] int32, the token after the block of queries that begins here.
-        real: [T + 1] int32, the first token at or after this one that is not padding; T if there is none.
+        real: [T + 1] int32, the first token at or after this one that is not padding; T if there is
+            none.
     """
 
     first: jax.Array
@@ -114,17 +118,28 @@ class _Queries(NamedTuple):
 
     @classmethod
     def of(cls, segments: _Segments, begin: jax.Array, size: int, group: int) -> "_Queries":
-        """The block that begins at a token; at the end of all tokens it holds earlier ones too, which are not valid."""
+        """The block that begins at a token; at the end of all tokens it holds earlier ones too,
+        which are not valid.
+        """
         at = jnp.minimum(begin, segments.first.shape[0] - size)
-        own, after, first = at + jnp.arange(size, dtype=jnp.int32), segments.after[begin], segments.first[begin]
+        own, after, first = (
+            at + jnp.arange(size, dtype=jnp.int32),
+            segments.after[begin],
+            segments.first[begin],
+        )
         valid = (own >= begin) & (own < after) & (_rows(segments.real, at, size) == own)
         seen = jnp.where(valid, _rows(segments.first, at, size), segments.first.shape[0])
-        # Computed once and not in every fusion, whose loops over the columns of a group would not be vectorized.
+        # Computed once and not in every fusion, whose loops over the columns of a group would not
+        # be vectorized.
         columns = lax.optimization_barrier((jnp.tile(seen, group), jnp.tile(own, group)))
-        return cls(at, valid, *columns, first, (begin - first + size - 1) // size + 1, segments.real[after])
+        return cls(
+            at, valid, *columns, first, (begin - first + size - 1) // size + 1, segments.real[after]
+        )
 
     def keys(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First key of a block, and [B, n] bool: which of its keys a query sees. The last block is the queries' own."""
+        """First key of a block, and [B, n] bool: which of its keys a query sees. The last block is
+        the queries' own.
+        """
         size = self.valid.shape[0]
         at = jnp.minimum(self.begin + block * size, self.at)
         last = jnp.where(block == self.count - 1, at + size, self.at - 1)
@@ -132,10 +147,16 @@ class _Queries(NamedTuple):
         return at, (index >= self.first) & (index <= jnp.minimum(self.own, last))
 
     def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
-        """`target` [T, K, G, ...] with the block's [K, ..., n] in the place of its valid queries."""
+        """`target` [T, K, G, ...] with the block's [K, ..., n] in the place of its valid
+        queries.
+        """
         size = self.valid.shape[0]
         block = columns.reshape(*columns.shape[:-1], -1, size)
-        block = jnp.moveaxis(block, (-1, -2), (0, 2)).reshape(size, *target.shape[1:]).astype(target.dtype)
+        block = (
+            jnp.moveaxis(block, (-1, -2), (0, 2))
+            .reshape(size, *target.shape[1:])
+            .astype(target.dtype)
+        )
         valid = self.valid.reshape(size, *(1,) * (target.ndim - 1))
         block = jnp.where(valid, block, _rows(target, self.at, size))
         return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
@@ -157,7 +178,9 @@ def _as_columns(x: jax.Array) -> jax.Array:
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
     """[K, a, b] [K, b, c] in float32: the order of axes that XLA's CPU products are fastest in."""
-    return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        left, right, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
 
 
 def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
@@ -169,8 +192,9 @@ def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
 def _attended(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
 ) -> jax.Array:
-    """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h]. Scores are [K, keys, n]: queries are
-    columns, so that reductions over keys are vectorized over queries."""
+    """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h]. Scores are [K,
+    keys, n]: queries are columns, so that reductions over keys are vectorized over queries.
+    """
     return _attended_forward(query, key, value, segments, size, length)[0]
 
 
@@ -190,15 +214,24 @@ def _attended_forward(
             at, visible = block.keys(index)
             scores = _product(_rows(key, at, size).transpose(1, 0, 2), columns)
             scores = jnp.where(visible, scores, _HIDDEN)
-            # A query that sees none of these keys gets weights of one, until its own key, the last, makes them zero.
+            # A query that sees none of these keys gets weights of one, until its own key, the last,
+            # makes them zero.
             larger = jnp.maximum(maximum, softmax_maximum(scores, 1))
             exponentials, before = jnp.exp(scores - larger), jnp.exp(maximum - larger)
             weight = weight * before + jnp.sum(exponentials, axis=1, keepdims=True)
             values = _rows(value, at, size).transpose(1, 2, 0)
-            return larger, weight, product * before + _product(values, exponentials.astype(value.dtype))
+            return (
+                larger,
+                weight,
+                product * before + _product(values, exponentials.astype(value.dtype)),
+            )
 
         hidden = jnp.full((kv_heads, 1, group * size), _HIDDEN, jnp.float32)
-        empty = hidden, jnp.zeros_like(hidden), jnp.zeros((kv_heads, width, group * size), jnp.float32)
+        empty = (
+            hidden,
+            jnp.zeros_like(hidden),
+            jnp.zeros((kv_heads, width, group * size), jnp.float32),
+        )
         with jax.named_scope(of_keys):
             maximum, weight, product = lax.fori_loop(0, block.count, keys, empty)
         attended = block.write(attended, product / weight)
@@ -223,7 +256,9 @@ def _attended_backward(
         block = _Queries.of(segments, begin, size, group)
         own = _rows(query, block.at, size)
         bar = jnp.where(block.valid[:, None, None, None], _rows(cotangent, block.at, size), 0)
-        along = jnp.sum(bar.astype(jnp.float32) * _rows(attended, block.at, size).astype(jnp.float32), axis=-1)
+        along = jnp.sum(
+            bar.astype(jnp.float32) * _rows(attended, block.at, size).astype(jnp.float32), axis=-1
+        )
         # Arrays of the inner loop, none of them computed in it.
         both = _as_rows(own), _as_columns(own), _as_rows(bar), _as_columns(bar)
         one = _as_columns(along[..., None]), _as_columns(_rows(log_sum, block.at, size)[..., None])
@@ -249,9 +284,15 @@ def _attended_backward(
             own_bar, *sums = lax.fori_loop(0, block.count, keys, (empty, *sums))
         return block.following, block.write(query_bar, own_bar), *sums
 
-    empty = segments.real[0], jnp.zeros_like(query), *(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+    empty = (
+        segments.real[0],
+        jnp.zeros_like(query),
+        *(jnp.zeros(x.shape, jnp.float32) for x in (key, value)),
+    )
     with jax.named_scope(of_queries):
-        _, query_bar, key_bar, value_bar = lax.while_loop(lambda carry: carry[0] != total, queries, empty)
+        _, query_bar, key_bar, value_bar = lax.while_loop(
+            lambda carry: carry[0] != total, queries, empty
+        )
     return query_bar, key_bar.astype(key.dtype), value_bar.astype(value.dtype), None
 
 

@@ -20,17 +20,21 @@ HIDDEN = -1e30
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
-    The backward pass computes the sigmoid again: kept from the forward pass it is one more array of the MLP's width to
-    write and to read, which costs more than the exponential.
+    The backward pass computes the sigmoid again: kept from the forward pass it is one more array of
+    the MLP's width to write and to read, which costs more than the exponential.
     """
     return jax.nn.silu(gate) * up
 
 
-def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _swiglu_forward(
+    gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return swiglu(gate, up), (gate, up)
 
 
-def _swiglu_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _swiglu_backward(
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     # The barrier keeps XLA from finding the forward pass's sigmoid equal and keeping it.
     gate, up = jax.lax.optimization_barrier(saved)
     gate32, cotangent32 = gate.astype(jnp.float32), cotangent.astype(jnp.float32)
@@ -44,15 +48,19 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
-    """max(x) over an axis, kept as an axis of size 1. Not differentiable; the axis may not be split over devices.
+    """max(x) over an axis, kept as an axis of size 1. Not differentiable; the axis may not be split
+    over devices.
 
-    A comparison that ignores NaN takes a third of the time of `jnp.max`. NaN stays NaN in the exponentials.
+    A comparison that ignores NaN takes a third of the time of `jnp.max`. NaN stays NaN in the
+    exponentials.
     """
 
     def larger(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.select(a > b, a, b)
 
-    return jnp.expand_dims(jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (axis % x.ndim,)), axis)
+    return jnp.expand_dims(
+        jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (axis % x.ndim,)), axis
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -68,7 +76,9 @@ def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, j
     return split(x, at, axis), None
 
 
-def _split_backward(at: int, axis: int, saved: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+def _split_backward(
+    at: int, axis: int, saved: None, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array]:
     return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
 
 
@@ -76,14 +86,18 @@ split.defvjp(_split_forward, _split_backward)
 
 
 def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """`reference.rotate` with a reversal for the exchange: XLA computes a concatenation one element at a time."""
+    """`reference.rotate` with a reversal for the exchange: XLA computes a concatenation one element
+    at a time.
+    """
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     return (halves * cos + jnp.flip(halves, -2) * sin).reshape(x.shape).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float) -> jax.Array:
+def norm_and_rotate(
+    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
+) -> jax.Array:
     """`reference.norm_and_rotate` with a backward pass that reads its inputs once."""
     return _norm_and_rotate_forward(x, scale, rotary, eps)[0]
 
@@ -97,7 +111,9 @@ def _norm_and_rotate_forward(
     return rotate(normed, rotary), (x, inverse, scale, rotary)
 
 
-def _norm_and_rotate_backward(eps: float, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+def _norm_and_rotate_backward(
+    eps: float, saved: tuple[Any, ...], cotangent: jax.Array
+) -> tuple[Any, ...]:
     x, inverse, scale, rotary = saved
     cos, sin = (table[:, :, None] for table in rotary)
     halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -116,26 +132,34 @@ norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
     """`reference.attention` in half its time, forward and backward.
 
-    The query heads that share a key head are laid along the query axis, [R, K, (H / K) L, h], so that both products are
-    plain batched matrix products.
+    The query heads that share a key head are laid along the query axis, [R, K, (H / K) L, h], so
+    that both products are plain batched matrix products.
     """
     rows, length, heads, width = query.shape
     group = heads // key.shape[2]
     # A factor on the query costs less than one on the scores.
-    query = (query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)).reshape(rows, length, -1, group, width)
+    query = (query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)).reshape(
+        rows, length, -1, group, width
+    )
     query = query.transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     bias = jnp.tile(jnp.where(visible, 0.0, HIDDEN), (1, group, 1))[:, None]
     attended = _attended(query, key, value, bias)
-    return attended.reshape(rows, -1, group, length, width).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
+    return (
+        attended.reshape(rows, -1, group, length, width)
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(rows, length, heads, width)
+    )
 
 
 @jax.custom_vjp
 def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
-    """softmax(q k^T + bias) v for query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
+    """softmax(q k^T + bias) v for query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1,
+    Q, S].
 
-    The sum of the exponentials divides the result, not the [Q, S] weights, and the backward pass takes
-    sum_s w_s dw_s as sum_h o_h do_h: four passes over [Q, S] fewer than autodiff. No gradient to `bias`.
+    The sum of the exponentials divides the result, not the [Q, S] weights, and the backward pass
+    takes sum_s w_s dw_s as sum_h o_h do_h: four passes over [Q, S] fewer than autodiff. No gradient
+    to `bias`.
     """
     return _attended_forward(query, key, value, bias)[0]
 

@@ -1,9 +1,11 @@
-"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory. Run on one H200 (cuDNN 9.19).
+"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory. Run on one
+H200 (cuDNN 9.19).
 
-It binds primitives that are private to JAX, as 0.10.2, 0.11.2 and 0.12.0 have them. Where a release moves them a run is
-refused with the way out, `training.segments_per_row=1`. Another, on Python 3.12: `tokamax.dot_product_attention` with
-`mask` = equal segments and `is_causal=True`, which has a boolean mask in memory. Its two XLA implementations (0.0.17)
-gave the plain version's values and gradients on a CPU to 1.5e-6; its GPU kernels were not tried.
+It binds primitives that are private to JAX, as 0.10.2, 0.11.2 and 0.12.0 have them. Where a release
+moves them a run is refused with the way out, `training.segments_per_row=1`. Another, on Python
+3.12: `tokamax.dot_product_attention` with `mask` = equal segments and `is_causal=True`, which has a
+boolean mask in memory. Its two XLA implementations (0.0.17) gave the plain version's values and
+gradients on a CPU to 1.5e-6; its GPU kernels were not tried.
 """
 
 import functools
@@ -22,8 +24,10 @@ class _Sequences(NamedTuple):
     """The segments of R rows as cuDNN's packed layout has them, R M at most.
 
     Attributes:
-        lengths: [R, M] int32, tokens of each segment of all rows in their order; 0 beyond the last segment.
-        query_offsets, key_offsets: [R, M + 1] int32, the first element of each segment in the array; then its end.
+        lengths: [R, M] int32, tokens of each segment of all rows in their order; 0 beyond the last
+            segment.
+        query_offsets, key_offsets: [R, M + 1] int32, the first element of each segment in the
+            array; then its end.
         real: [R, L] bool, the tokens of segments. cuDNN writes no others.
         excess: [] bool, whether there are more than R M.
     """
@@ -36,18 +40,26 @@ class _Sequences(NamedTuple):
 
 
 def packed_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, segments: int, window: int = 0
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    segments: int,
+    window: int = 0,
 ) -> jax.Array:
-    """Causal attention of packed rows within their segments, on one device; see `attention.row_attention`.
+    """Causal attention of packed rows within their segments, on one device; see
+    `attention.row_attention`.
 
-    cuDNN takes each segment as a sequence of its own, so it computes no scores between two of them and needs no mask.
-    For the backward pass it keeps R M H L float32 values.
+    cuDNN takes each segment as a sequence of its own, so it computes no scores between two of them
+    and needs no mask. For the backward pass it keeps R M H L float32 values.
 
     Args:
-        query, key, value, segment_ids: see `attention.row_attention`; tokens of a segment are consecutive. Padding's
-            outputs and gradients are zero.
+        query, key, value, segment_ids: see `attention.row_attention`; tokens of a segment are
+            consecutive. Padding's outputs and gradients are zero.
         window: tokens that a token sees, itself included; 0: all before it.
-        segments: M, segments of a row at most, at least 2. All outputs are NaN if the rows have more together.
+        segments: M, segments of a row at most, at least 2. All outputs are NaN if the rows have
+            more together.
 
     Raises:
         UserError: if the queries have 2^31 elements or more, which an int32 offset can't reach.
@@ -58,10 +70,14 @@ def packed_attention(
         raise UserError(f"micro-batch: got {rows * length} tokens on a device, {taken}")
     sequences = _sequences(segment_ids, segments, heads * width, key.shape[2] * width)
     attended = _attended(query, key, value, sequences, window or None)
-    return jnp.where(sequences.excess, jnp.nan, jnp.where(sequences.real[..., None, None], attended, 0))
+    return jnp.where(
+        sequences.excess, jnp.nan, jnp.where(sequences.real[..., None, None], attended, 0)
+    )
 
 
-def _sequences(segment_ids: jax.Array, segments: int, query_stride: int, key_stride: int) -> _Sequences:
+def _sequences(
+    segment_ids: jax.Array, segments: int, query_stride: int, key_stride: int
+) -> _Sequences:
     rows, length = segment_ids.shape
     total, ids = rows * length, segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
@@ -77,7 +93,8 @@ def _sequences(segment_ids: jax.Array, segments: int, query_stride: int, key_str
     lengths = jnp.where(used < total, following[jnp.minimum(used, total - 1)] - used, 0)
     starts = jnp.where(jnp.arange(starts.size) < used.size, starts, total).reshape(rows, -1)
     excess = jnp.sum(real, dtype=jnp.int32) > used.size
-    # JAX's own scaling of offsets takes the queries' heads for the keys too, before jax 0.12 (its PR 39521).
+    # JAX's own scaling of offsets takes the queries' heads for the keys too, before jax 0.12 (its
+    # PR 39521).
     lengths = lengths.reshape(rows, -1)
     return _Sequences(lengths, starts * query_stride, starts * key_stride, segment_ids != 0, excess)
 
@@ -92,7 +109,9 @@ def _attended(
 def _attended_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences, window: int | None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    attended, statistics = _bind("fwd", query, key, value, sequences, window=window, is_training=True)
+    attended, statistics = _bind(
+        "fwd", query, key, value, sequences, window=window, is_training=True
+    )
     return attended, (query, key, value, sequences, statistics, attended)
 
 
@@ -118,16 +137,23 @@ def _bind(
     window: int | None,
     **options: bool,
 ) -> list[jax.Array]:
-    """Bind JAX's primitive itself: its public function scales the offsets, and asks for the GPU while tracing."""
+    """Bind JAX's primitive itself: its public function scales the offsets, and asks for the GPU
+    while tracing.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     lowering = getattr(cudnn, f"_dot_product_attention_{direction}_cuda_lowering")
     known = inspect.signature(lowering).parameters
-    options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in known}  # of jax 0.12
+    options |= {
+        name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in known
+    }  # of jax 0.12
     unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
     options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
     options |= {"variadic_args": (False, False), "sliding_window_length": window}
-    options |= {"mask_type": cudnn.MaskType.PADDING_CAUSAL, "layout": cudnn.AttentionLayout.BTNH.value}
+    options |= {
+        "mask_type": cudnn.MaskType.PADDING_CAUSAL,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+    }
     where = lengths, lengths, sequences.query_offsets, sequences.key_offsets
     bind = getattr(cudnn, f"_dot_product_attention_{direction}_p").bind
     return bind(query, key, value, unused, *where, unused, unused, *saved, **options)

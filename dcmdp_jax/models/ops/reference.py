@@ -1,4 +1,6 @@
-"""The operations of a decoder in plain `jax.numpy`, differentiated by JAX: what tests compare other versions with."""
+"""The operations of a decoder in plain `jax.numpy`, differentiated by JAX: what tests compare other
+versions with.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,8 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 
     Args:
         x: [B, T, heads, h].
-        rotary: (cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no gradient.
+        rotary: (cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no
+            gradient.
     """
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -35,7 +38,9 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return (halves * cos + swapped * sin).reshape(x.shape).astype(x.dtype)
 
 
-def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float) -> jax.Array:
+def norm_and_rotate(
+    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
+) -> jax.Array:
     """RMS norm of each head, then `rotate`, applied by Qwen3 to queries and keys.
 
     Args:
@@ -58,7 +63,9 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
     Returns:
         [R, L, H, h], the dtype of `query`.
     """
-    return jax.nn.dot_product_attention(query, key, value, mask=visible[:, None], implementation="xla")
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=visible[:, None], implementation="xla"
+    )
 
 
 def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +74,9 @@ def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
 
 
 def softmax_maximum(x: jax.Array) -> jax.Array:
-    """max(x) over the last axis, kept as an axis of size 1; no gradient, as a softmax needs none."""
+    """max(x) over the last axis, kept as an axis of size 1; no gradient, as a softmax needs
+    none.
+    """
     return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
 
 
@@ -77,8 +86,9 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
     Args:
         x: [T, in]; the rows of group 0, then of group 1, and so on.
         kernels: [groups, in, out], the dtype of `x`.
-        group_sizes: [groups] int32, rows of each group, at most T together. Rows beyond them have an undefined result
-            and, where they have a cotangent, an undefined gradient. No gradient.
+        group_sizes: [groups] int32, rows of each group, at most T together. Rows beyond them have
+            an undefined result and, where they have a cotangent, an undefined gradient. No
+            gradient.
 
     Returns:
         [T, out], the dtype of `x`.
@@ -88,11 +98,15 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
 
 @jax.custom_vjp
 def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row by row."""
+    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row
+    by row.
+    """
     return x[order]
 
 
-def _permute_forward(x: jax.Array, order: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _permute_forward(
+    x: jax.Array, order: jax.Array, place: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return x[order], place
 
 

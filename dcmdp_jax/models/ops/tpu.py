@@ -1,4 +1,6 @@
-"""Kernels of TPUs: splash attention, which skips blocks of other segments, and the grouped product of megablox."""
+"""Kernels of TPUs: splash attention, which skips blocks of other segments, and the grouped product
+of megablox.
+"""
 
 import math
 
@@ -11,7 +13,8 @@ from dcmdp_jax.errors import UserError
 def splash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, window: int = 0
 ) -> jax.Array:
-    """Causal attention of packed rows within their segments, on one device; see `attention.row_attention`.
+    """Causal attention of packed rows within their segments, on one device; see
+    `attention.row_attention`.
 
     Raises:
         UserError: if the row length is not a multiple of 128.
@@ -32,15 +35,20 @@ def splash_attention(
     kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     # The multi-head kernel serves grouped queries too: query head i reads key head i // (H / K).
     swapped = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    return jnp.swapaxes(jax.vmap(kernel)(*swapped, splash.SegmentIds(segment_ids, segment_ids)), 1, 2)
+    return jnp.swapaxes(
+        jax.vmap(kernel)(*swapped, splash.SegmentIds(segment_ids, segment_ids)), 1, 2
+    )
 
 
 # Rows, in and out of a tile of the grouped product; as in MaxText for models of this width.
 _TILE = (512, 1024, 1024)
 
 
-def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """`reference.grouped_matmul` by megablox, which computes each row for its own group alone. Not run on a TPU yet.
+def grouped_matmul(
+    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """`reference.grouped_matmul` by megablox, which computes each row for its own group alone. Not
+    run on a TPU yet.
 
     Args:
         x, kernels, group_sizes: see `reference.grouped_matmul`.
@@ -49,6 +57,9 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, 
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     rows = x.shape[0]
-    tile = tuple(min(size, -(-dim // 128) * 128) for size, dim in zip(_TILE, (rows, *kernels.shape[1:]), strict=True))
+    tile = tuple(
+        min(size, -(-dim // 128) * 128)
+        for size, dim in zip(_TILE, (rows, *kernels.shape[1:]), strict=True)
+    )
     padded = jnp.pad(x, ((0, -rows % tile[0]), (0, 0)))
     return gmm(padded, kernels, group_sizes, x.dtype, tile, None, None, False, interpret)[:rows]

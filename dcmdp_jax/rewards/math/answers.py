@@ -1,12 +1,14 @@
 r"""Answers as text: extract one from a completion, and compare two as far as that needs no algebra.
 
-Only strings and exact rationals: nothing here imports an algebra system, and all of it takes time linear in the text's
-length, so the trainer's process can run it. `equivalence` decides, in a worker, where `compare_literals` returns None.
+Only strings and exact rationals: nothing here imports an algebra system, and all of it takes time
+linear in the text's length, so the trainer's process can run it. `equivalence` decides, in a
+worker, where `compare_literals` returns None.
 
-The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that ends in
-`\tolerance{d}` is matched by every number at most d away from it.
+The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that
+ends in `\tolerance{d}` is matched by every number at most d away from it.
 
-The rewards `last_number` and `math_verify` are simpler ways than `math` to compare with the reference answer.
+The rewards `last_number` and `math_verify` are simpler ways than `math` to compare with the
+reference answer.
 """
 
 import collections
@@ -34,30 +36,41 @@ MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is not graded."""
 
 _ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+[:：][\s*]{0,8}+([^\n]*+)", re.IGNORECASE)
-# What `flexible` reads besides: `#### 72` to the line's end, `The answer is: $72$.` to the sentence's.
+# What `flexible` reads besides: `#### 72` to the line's end, `The answer is: $72$.` to the
+# sentence's.
 _STATED = re.compile(
-    r"####[ \t]*+([^\n]*+)|\banswer\b(?: to [^\n.:]{1,80}?)? is\b[\s:*]{0,8}+((?:[^\n.]|\.(?=[0-9]))*+)", re.IGNORECASE
+    r"####[ \t]*+([^\n]*+)|\banswer\b(?: to [^\n.:]{1,80}?)? is\b[\s:*]{0,8}+((?:[^\n.]|\.(?=[0-9]))*+)",
+    re.IGNORECASE,
 )
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
 _PREFIXED = re.compile(r"([+-]?)0([xXbBoO])([0-9a-fA-F]++)")
 _INDICES = {"b": "_2", "o": "_8", "x": "_{16}"}
-_BASE_WORDS = {word: str(base) for base, word in enumerate("two three four five six seven eight nine ten".split(), 2)}
+_BASE_WORDS = {
+    word: str(base)
+    for base, word in enumerate("two three four five six seven eight nine ten".split(), 2)
+}
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
     r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
 )
-# `E: the square`; a word that may deny it or name another (`A: false`, `A. or B`) makes it no choice.
-_CHOICE_AND_WORDS = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):]) ?(?=[a-z0-9])((?:[a-z0-9,'\-]++ ?)++)", re.DOTALL)
+# `E: the square`; a word that may deny it or name another (`A: false`, `A. or B`) makes it no
+# choice.
+_CHOICE_AND_WORDS = re.compile(
+    r"(?:\(([A-Z])\)|([A-Z])[.):]) ?(?=[a-z0-9])((?:[a-z0-9,'\-]++ ?)++)", re.DOTALL
+)
 _DENIALS = vocabulary(
-    "b c d e f g h and or is are was not no nor neither either false wrong incorrect except but unless if never none"
+    "b c d e f g h and or is are was not no nor neither either false wrong incorrect except but "
+    "unless if never none"
 )
 _CHOICES = re.compile(r"\(?[A-H]\)?(?: ?[,;] ?\(?[A-H]\)?)++")
 _OPTION = re.compile(r"\A(?:option|choice|answer) ?:? ?(?=\(?[A-Z]\)?(?![a-zA-Z]))", re.IGNORECASE)
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
-_PREDICATE = re.compile(r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE)
+_PREDICATE = re.compile(
+    r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE
+)
 _CAPITALS = re.compile(r"[A-Z]{2,}+")
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _SERIES = re.compile(r"[0-9]++(?:-{1,2}[0-9]++)++|[0-9]++(?:/[0-9]++){2,}+|[0-9]++/0[0-9]++")
@@ -69,22 +82,29 @@ _LONGEST_READ = 100_000
 def extract_answer(completion: str, extraction: str = "strict") -> str | None:
     r"""The answer a completion commits to: its last `\boxed{...}`, else its last "Answer:" line.
 
-    The line may be written in any case and in bold, as in `**Answer:** 42`, and may put the answer on the line after.
-    Bare statements ("the answer is 42", a last number, an \fbox) are not answers. Where `extraction` is "flexible", the
-    last "#### 42" or "the answer is 42" counts if there is neither box nor line.
+    The line may be written in any case and in bold, as in `**Answer:** 42`, and may put the answer
+    on the line after. Bare statements ("the answer is 42", a last number, an \fbox) are not
+    answers. Where `extraction` is "flexible", the last "#### 42" or "the answer is 42" counts if
+    there is neither box nor line.
 
     Args:
         completion: decoded text of one completion, of any length.
         extraction: the setting `rewards.answer_extraction`.
 
     Returns:
-        The answer as written, stripped; None when there is none, when it is empty, has an unclosed box (a truncated
-        completion) or is longer than `MAX_ANSWER_CHARACTERS`.
+        The answer as written, stripped; None when there is none, when it is empty, has an unclosed
+        box (a truncated completion) or is longer than `MAX_ANSWER_CHARACTERS`.
     """
     answer = last_boxed(completion)
     if answer is None:
-        line = _last(_ANSWER_LINE, completion) or (_last(_STATED, completion) if extraction == "flexible" else None)
-        if has_box(completion) or line is None or "\\boxed" in (answer := line[1] or line[line.re.groups] or ""):
+        line = _last(_ANSWER_LINE, completion) or (
+            _last(_STATED, completion) if extraction == "flexible" else None
+        )
+        if (
+            has_box(completion)
+            or line is None
+            or "\\boxed" in (answer := line[1] or line[line.re.groups] or "")
+        ):
             return None
         answer = without_special_tokens(answer).strip().strip("*").strip()
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
@@ -108,17 +128,20 @@ def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
         return answer, None
     tolerance = parse_number(match.group(1))
     if tolerance is None or tolerance <= 0:
-        raise ValueError(f"tolerance of answer {answer!r}: {match.group(1)!r} is not a positive number")
+        raise ValueError(
+            f"tolerance of answer {answer!r}: {match.group(1)!r} is not a positive number"
+        )
     return answer[: match.start()], tolerance
 
 
 def compare_literals(prediction: str, gold: str) -> bool | None:
     r"""Compare two answers without algebra; None when only algebra can tell.
 
-    Decides equal strings, two literal numbers (integers as integers, whatever their size) with their units (a unit that
-    one answer alone has is dropped; two units must measure the same), percentages (25\% is matched by 25 and by 0.25),
-    words (`\text{east}`, `East`), choices (`(B)`, `B`), numerals in a stated base, which a prediction may leave out but
-    not change, and a numeric gold with a tolerance.
+    Decides equal strings, two literal numbers (integers as integers, whatever their size) with
+    their units (a unit that one answer alone has is dropped; two units must measure the same),
+    percentages (25\% is matched by 25 and by 0.25), words (`\text{east}`, `East`), choices (`(B)`,
+    `B`), numerals in a stated base, which a prediction may leave out but not change, and a numeric
+    gold with a tolerance.
 
     Args:
         prediction: an answer as `extract_answer` returns it.
@@ -164,10 +187,12 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
 
 
 def answer_defect(answer: str) -> str | None:
-    r"""Describe in a few words why nothing could match a reference answer; None when nothing is wrong.
+    r"""Describe in a few words why nothing could match a reference answer; None when nothing is
+    wrong.
 
-    Structural: empty, nothing but punctuation, braces or environments that do not balance, an ill-written tolerance,
-    over `MAX_ANSWER_CHARACTERS`. Fast enough for a whole dataset at start-up.
+    Structural: empty, nothing but punctuation, braces or environments that do not balance, an
+    ill-written tolerance, over `MAX_ANSWER_CHARACTERS`. Fast enough for a whole dataset at
+    start-up.
     """
     if not answer.strip():
         return "is empty"
@@ -186,7 +211,9 @@ def answer_defect(answer: str) -> str | None:
     if sorted(begins) != sorted(ends):
         return r"has \begin and \end that do not match"
     ending = answer.rstrip(" \t\n$")
-    if re.search(r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)", ending):
+    if re.search(
+        r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)", ending
+    ):
         return "breaks off in the middle of an expression"
     found = extract_answer(rf"\boxed{{{answer}}}")
     if found is None or compare_literals(found, answer) is False:
@@ -195,7 +222,9 @@ def answer_defect(answer: str) -> str | None:
 
 
 def is_sentence(answer: str) -> bool:
-    """Whether a reference answer says its value in a sentence, so that no answer but the same words matches it."""
+    """Whether a reference answer says its value in a sentence, so that no answer but the same words
+    matches it.
+    """
     plain = unwrap_text(answer)
     return len(_PLAIN_WORD.findall(plain)) > 2 and _PREDICATE.search(plain) is not None
 
@@ -206,9 +235,14 @@ def _canonical_integer(text: str) -> str:
 
 
 def _compare_clocks(left: str, right: str) -> bool | None:
-    """Times of day, `3:45 PM` and `15:45`; None unless one alone names the half and the other has no twelve hours."""
+    """Times of day, `3:45 PM` and `15:45`; None unless one alone names the half and the other has
+    no twelve hours.
+    """
     found = [_CLOCK.fullmatch(unwrap_text(text)) for text in (left, right)]
-    named, bare = [m for m in found if m and m[3]], [m for m in found if m and not m[3] and not 1 <= int(m[1]) <= 12]
+    named, bare = (
+        [m for m in found if m and m[3]],
+        [m for m in found if m and not m[3] and not 1 <= int(m[1]) <= 12],
+    )
     if not (named and bare):
         return None
     hour = int(named[0][1]) % 12 + 12 * (named[0][3].lower() == "p")
@@ -216,7 +250,9 @@ def _compare_clocks(left: str, right: str) -> bool | None:
 
 
 def _compare_series(left: str, right: str) -> bool | None:
-    """Dates, ranges and scores (`2019-05-01`, `5-7`, `3-0`) number by number: none is arithmetic in a reference."""
+    """Dates, ranges and scores (`2019-05-01`, `5-7`, `3-0`) number by number: none is arithmetic in
+    a reference.
+    """
     given, wanted = (without_spaces(unwrap_text(text)).replace("--", "-") for text in (left, right))
     if not _SERIES.fullmatch(wanted):
         return False if _SERIES.fullmatch(given) and _DATE.search(given) else None
@@ -225,14 +261,18 @@ def _compare_series(left: str, right: str) -> bool | None:
 
 
 def _compare_based(left: str, right: str) -> bool | None:
-    """Numerals with a base: the same digits in the same base; a prediction may leave out the reference's base.
+    """Numerals with a base: the same digits in the same base; a prediction may leave out the
+    reference's base.
 
     A prefix states the base as an index does (`0xff` is `FF_{16}`), and is never left out.
     """
     if _PREFIXED.fullmatch(left) or _PREFIXED.fullmatch(right):
         return _with_base_as_index(left) == _with_base_as_index(right)
     left_based, right_based = _BASED.fullmatch(left), _BASED.fullmatch(right)
-    bases = [match and (match[2] or _BASE_WORDS.get(match[3], match[3])) for match in (left_based, right_based)]
+    bases = [
+        match and (match[2] or _BASE_WORDS.get(match[3], match[3]))
+        for match in (left_based, right_based)
+    ]
     if right_based:
         if left_based:
             return left_based[1] == right_based[1] and bases[0] == bases[1]
@@ -252,16 +292,24 @@ def _with_base_as_index(text: str) -> str:
 def _compare_words(left: str, right: str) -> bool | None:
     left_words, right_words = unwrap_text(left).strip(), unwrap_text(right).strip()
     wrapped = (left_words, right_words) != (left, right)
-    left_words, right_words = _OPTION.sub("", left_words, count=1), _OPTION.sub("", right_words, count=1)
+    left_words, right_words = (
+        _OPTION.sub("", left_words, count=1),
+        _OPTION.sub("", right_words, count=1),
+    )
     if choice := _CHOICE.fullmatch(right_words):
         if picked := _CHOICE.fullmatch(left_words):
             in_any_case = wrapped or "(" in left_words + right_words
-            return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())
+            return picked[1] == choice[1] or (
+                in_any_case and picked[1].lower() == choice[1].lower()
+            )
         described = _CHOICE_AND_WORDS.fullmatch(left_words)
         denied = described and _DENIALS & set(re.findall("[a-z0-9']+", described[3]))
         picked = _CHOICE_AND_VALUE.fullmatch(left_words) or (None if denied else described)
         return None if picked is None else (picked[1] or picked[2]) == choice[1]
-    for listed, joined, least in ((left_words, right_words, 2), (right_words, left_words, 3)):  # `A, C, D` and `ACD`
+    for listed, joined, least in (
+        (left_words, right_words, 2),
+        (right_words, left_words, 3),
+    ):  # `A, C, D` and `ACD`
         if _CHOICES.fullmatch(listed) and _CAPITALS.fullmatch(joined) and len(joined) >= least:
             return re.findall("[A-H]", listed) == list(joined) == sorted(set(joined))
     if _CAPITALS.fullmatch(left_words) and _CAPITALS.fullmatch(right_words):
@@ -270,7 +318,10 @@ def _compare_words(left: str, right: str) -> bool | None:
         return None
     if "'" in left_words + right_words:
         return left_words.lower() == right_words.lower() if wrapped else None
-    left_split, right_split = left_words.replace("-", " ").split(), right_words.replace("-", " ").split()
+    left_split, right_split = (
+        left_words.replace("-", " ").split(),
+        right_words.replace("-", " ").split(),
+    )
     shortest, longest = (f(map(len, left_split + right_split)) for f in (min, max))
     if [word.lower() for word in left_split] == [word.lower() for word in right_split]:
         if left_words.count("-") != right_words.count("-"):  # `x-y` is not `x y`
@@ -280,7 +331,9 @@ def _compare_words(left: str, right: str) -> bool | None:
     return False if wrapped or longest > 2 else None
 
 
-def last_number(completions: Sequence[Any], reference_answer: Sequence[str], **columns: Any) -> list[float]:
+def last_number(
+    completions: Sequence[Any], reference_answer: Sequence[str], **columns: Any
+) -> list[float]:
     """1 where the last number of a completion is the reference answer, digit by digit; else 0.
 
     Args:
@@ -290,18 +343,21 @@ def last_number(completions: Sequence[Any], reference_answer: Sequence[str], **c
     """
     texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
     found = [_PLAIN_NUMBER.findall(text[-_LONGEST_READ:]) for text in texts]
-    return [float(numbers[-1:] == [right]) for numbers, right in zip(found, reference_answer, strict=True)]
+    return [
+        float(numbers[-1:] == [right])
+        for numbers, right in zip(found, reference_answer, strict=True)
+    ]
 
 
 def math_verify(
     completions: Sequence[Any], reference_answer: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
-    r"""1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer,
-    or there is none.
+    r"""1 where math-verify finds the reference answer in the completion, else 0; None where it
+    can't read the answer, or there is none.
 
-    The library reads the texts without our parsing of answers, but factors set upright lose their commands first, as it
-    takes `\mathrm{e}` in `3\mathrm{e}` for a unit and drops it. Its own time limits apply: 5 seconds to parse a text
-    and 5 to compare; an answer over them gets 0.
+    The library reads the texts without our parsing of answers, but factors set upright lose their
+    commands first, as it takes `\mathrm{e}` in `3\mathrm{e}` for a unit and drops it. Its own time
+    limits apply: 5 seconds to parse a text and 5 to compare; an answer over them gets 0.
 
     Args:
         completions: texts, or lists of messages.
@@ -310,9 +366,16 @@ def math_verify(
     """
     import math_verify as library
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about each time limit that it is given
-    golds = [None if text is None else library.parse(upright(rf"\boxed{{{text}}}")) for text in reference_answer]
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns about each time limit that it is given
+    golds = [
+        None if text is None else library.parse(upright(rf"\boxed{{{text}}}"))
+        for text in reference_answer
+    ]
     return [
-        float(library.verify(gold, library.parse(upright(completion_text(completion))))) if gold else None
+        float(library.verify(gold, library.parse(upright(completion_text(completion)))))
+        if gold
+        else None
         for gold, completion in zip(golds, completions, strict=True)
     ]

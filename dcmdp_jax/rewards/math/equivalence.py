@@ -1,10 +1,10 @@
 r"""Equivalence of two answers: literal comparison first, then structure, then `algebra`.
 
-Nothing here limits time or memory, and a hostile answer (`9^{9^{9^9}}`) never ends: training grades through
-`verifier.Verifier`, which runs this in processes that it can kill.
+Nothing here limits time or memory, and a hostile answer (`9^{9^{9^9}}`) never ends: training grades
+through `verifier.Verifier`, which runs this in processes that it can kill.
 
-A false reward is worse than a missed one, because the policy learns it. Answers that neither a rule nor algebra proves
-equal get no reward.
+A false reward is worse than a missed one, because the policy learns it. Answers that neither a rule
+nor algebra proves equal get no reward.
 """
 
 import re
@@ -22,23 +22,36 @@ from dcmdp_jax.rewards.math.notation import (
     without_spaces,
 )
 from dcmdp_jax.rewards.math.numbers import parse_number
-from dcmdp_jax.rewards.math.relations import SIGN, as_intervals, equation_parts, is_name, named_elements, split_label
+from dcmdp_jax.rewards.math.relations import (
+    SIGN,
+    as_intervals,
+    equation_parts,
+    is_name,
+    named_elements,
+    split_label,
+)
 from dcmdp_jax.rewards.math.units import factors, measures
 
 _INTERVAL_ENDS = re.compile(r"([\[(]).*([\])])", re.DOTALL)
-_MATRIX = re.compile(r"\\begin ?\{([bpB]?matrix)\}((?:(?!\\begin|\\end).)*+)\\end ?\{\1\}", re.DOTALL)
+_MATRIX = re.compile(
+    r"\\begin ?\{([bpB]?matrix)\}((?:(?!\\begin|\\end).)*+)\\end ?\{\1\}", re.DOTALL
+)
 _UNION = re.compile(r"\\cup(?![a-zA-Z])")
 _INTEGER_LIST = re.compile(r"(?:0|[1-9][0-9]*+)(?:,(?:0|[1-9][0-9]*+))*+")
 _OPERATION = re.compile(
     r"\\(?:operatorname ?\{ ?)?(i*+nt|lim|sum|prod|gcd|lcm|det|max|min|bmod)(?![a-zA-Z])|\\begin ?\{(vmatrix)\}"
     r"|\\frac ?\{ ?(d|\\partial) ?(?:\^ ?[0-9] ?)?+\} ?\{ ?(?:d|\\partial) ?[a-zA-Z]"
 )
-_MODULUS = re.compile(r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z])[ {]*+([1-9][0-9]*+|[a-zA-Z])[ })]*+\Z")
+_MODULUS = re.compile(
+    r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z])[ {]*+([1-9][0-9]*+|[a-zA-Z])[ })]*+\Z"
+)
 _CHOICE_AND_VALUE = re.compile(r"(?:\(([A-H])\)[.:]?|([A-H])[.):]) (.+)", re.DOTALL)
 _TO = re.compile(r":|(?<=[0-9]) ?(?:\\text ?\{ ?to ?\}|(?<= )to(?= )) ?(?=[0-9])")
 _QUOTIENT = re.compile(r"\\frac ?\{ ?([0-9]++) ?\} ?\{ ?([0-9]++) ?\}|([0-9]++) ?/ ?([0-9]++)")
 _CUT_DECIMAL = re.compile(r"([+-]?[0-9]*+\.([0-9]{3,15}+))\\ldots")
-_ABOUT = re.compile(r"\A\s*+(?:\\text ?\{)?\s*+(?:about|approximately|approx\.?)\s*+\}?\s*+(?=[0-9])")
+_ABOUT = re.compile(
+    r"\A\s*+(?:\\text ?\{)?\s*+(?:about|approximately|approx\.?)\s*+\}?\s*+(?=[0-9])"
+)
 _CLOCK = re.compile(r"[0-9]{1,2} ?: ?[0-9]{2}")
 _SMALL_INTEGER = re.compile(r"-?[0-9]{1,9}")
 _MAX_SPELLED_OUT = 1000
@@ -53,12 +66,14 @@ def load() -> Callable[[str, str], bool]:
 
 
 def equivalent(prediction: str, gold: str) -> bool:
-    """Whether two answers mean the same; `gold` may carry a tolerance, which only literal or numeric answers can meet.
+    """Whether two answers mean the same; `gold` may carry a tolerance, which only literal or
+    numeric answers can meet.
 
-    Lists compare as multisets, tuples, matrices and intervals in order with their brackets, everything else as numbers
-    (exact, to 1e-6 relative where one side is a decimal) or as functions. A name that only one answer has
-    (`y = 2x`, `V_1 : V_2 = 11 : 21`) and a unit that only one has are dropped. An integral, sum or limit left to
-    evaluate is no answer unless the reference leaves it too.
+    Lists compare as multisets, tuples, matrices and intervals in order with their brackets,
+    everything else as numbers (exact, to 1e-6 relative where one side is a decimal) or as
+    functions. A name that only one answer has (`y = 2x`, `V_1 : V_2 = 11 : 21`) and a unit that
+    only one has are dropped. An integral, sum or limit left to evaluate is no answer unless the
+    reference leaves it too.
     """
     if (decided := compare_literals(prediction, gold)) is not None:
         return decided
@@ -72,18 +87,25 @@ def equivalent(prediction: str, gold: str) -> bool:
         left_measure, right_measure = measures(left, right)
         if not any(a == b for a, b in factors(left_measure, right_measure)):
             return False
-        return algebra.within(split_label(left_measure.text)[1], right_measure.text, float(tolerance))
+        return algebra.within(
+            split_label(left_measure.text)[1], right_measure.text, float(tolerance)
+        )
     if cut := _CUT_DECIMAL.fullmatch(right):  # `3.14159\\ldots` is what begins so
         half = (-1 if cut[1].startswith("-") else 1) * Fraction(4995, 10 ** (len(cut[2]) + 4))
-        return algebra.within(left, str(float((parse_number(cut[1]) or 0) + half)), abs(float(half)) * 1.0001)
+        return algebra.within(
+            left, str(float((parse_number(cut[1]) or 0) + half)), abs(float(half)) * 1.0001
+        )
     return _same(*as_intervals(prediction, gold, left, right))
 
 
 def _leaves_work(left: str, right: str) -> bool:
-    r"""Whether a prediction ends in an operation (`\int`, `\lim`) that the reference lacks: it may be the problem."""
+    r"""Whether a prediction ends in an operation (`\int`, `\lim`) that the reference lacks: it may
+    be the problem.
+    """
     ends = [equation_parts(item)[-1] for item in _elements(left)]
     left_work, right_work = (
-        {match[match.lastindex or 0] for match in _OPERATION.finditer(text)} for text in (" ".join(ends), right)
+        {match[match.lastindex or 0] for match in _OPERATION.finditer(text)}
+        for text in (" ".join(ends), right)
     )
     return not left_work <= right_work
 
@@ -95,17 +117,35 @@ def _same(left: str, right: str) -> bool:
     for comparison in (_residues, _nested_sets):
         if (decided := comparison(left, right)) is not None:
             return decided
-    left_items, right_items = (_spelled_out(named_elements(_elements(text))) for text in (left, right))
+    left_items, right_items = (
+        _spelled_out(named_elements(_elements(text))) for text in (left, right)
+    )
     if len(left_items) > 1 or len(right_items) > 1:
         if len(left_items) == 1 and _INTEGER_LIST.fullmatch(left):
             left_items = left.split(",")  # `5,113` may be the list 5, 113
         return _same_lists(left_items, right_items)
     # a set of one is its element; a list in brackets is what it was
-    left, right = (items[0] if len(items) == 1 else text for items, text in ((left_items, left), (right_items, right)))
-    for comparison in (compare_literals, _choices, _measured, _ordered, _matrices, _equations, _ratios, _unions):
+    left, right = (
+        items[0] if len(items) == 1 else text
+        for items, text in ((left_items, left), (right_items, right))
+    )
+    for comparison in (
+        compare_literals,
+        _choices,
+        _measured,
+        _ordered,
+        _matrices,
+        _equations,
+        _ratios,
+        _unions,
+    ):
         if (decided := comparison(left, right)) is not None:
             return decided
-    if bool(SIGN.search(left)) != bool(SIGN.search(right)) and not _is_set(left) and not _is_set(right):
+    if (
+        bool(SIGN.search(left)) != bool(SIGN.search(right))
+        and not _is_set(left)
+        and not _is_set(right)
+    ):
         return False
     try:
         return algebra.same_value(left, right)
@@ -114,16 +154,27 @@ def _same(left: str, right: str) -> bool:
 
 
 def _residues(left: str, right: str) -> bool | None:
-    r"""Compare `3 \pmod{7}`, `x \equiv 10 (mod 7)` and the like as residues; None unless one answer has a modulus."""
+    r"""Compare `3 \pmod{7}`, `x \equiv 10 (mod 7)` and the like as residues; None unless one answer
+    has a modulus.
+    """
     if "mod" not in left + right:
         return None
     texts = unwrap_text(left), unwrap_text(right)
     found = [_MODULUS.search(text) for text in texts]
     if found[0] is None or found[1] is None:
         return None if found == [None, None] else False
-    parts = [text[: match.start()].split(r"\equiv") for text, match in zip(texts, found, strict=True) if match]
+    parts = [
+        text[: match.start()].split(r"\equiv")
+        for text, match in zip(texts, found, strict=True)
+        if match
+    ]
     names = {without_spaces(part[0]) for part in parts if len(part) > 1}
-    if found[0][1] != found[1][1] or len(names) > 1 or max(map(len, parts)) > 2 or not all(map(is_name, names)):
+    if (
+        found[0][1] != found[1][1]
+        or len(names) > 1
+        or max(map(len, parts)) > 2
+        or not all(map(is_name, names))
+    ):
         return False
     values = [part[-1].strip() for part in parts]
     if all(map(_SMALL_INTEGER.fullmatch, values)) and found[0][1].isdigit():
@@ -143,7 +194,9 @@ def _choices(left: str, right: str) -> bool | None:
 
 
 def _spelled_out(items: list[str]) -> list[str]:
-    r"""`1, 2, \ldots, 5` as its five numbers where they are integers in even steps; any other list as it is."""
+    r"""`1, 2, \ldots, 5` as its five numbers where they are integers in even steps; any other list
+    as it is.
+    """
     place = items.index(r"\ldots") if items.count(r"\ldots") == 1 else 0
     ends = [item for item in items if item != r"\ldots"]
     if place < 2 or place == len(ends) or not all(map(_SMALL_INTEGER.fullmatch, ends)):
@@ -163,14 +216,20 @@ def _pooled(text: str) -> str:
     finite = [part for part in parts if _inside_set(part) and not re.search(r"[|:]|\\mid", part)]
     if len(finite) < 2:
         return text
-    items = dict.fromkeys(item for part in finite for item in split_elements(_inside_set(part) or "", ","))
-    return r" \cup ".join([rf"\{{{', '.join(items)}\}}", *(part for part in parts if part not in finite)])
+    items = dict.fromkeys(
+        item for part in finite for item in split_elements(_inside_set(part) or "", ",")
+    )
+    return r" \cup ".join(
+        [rf"\{{{', '.join(items)}\}}", *(part for part in parts if part not in finite)]
+    )
 
 
 def _measured(left: str, right: str) -> bool | None:
     """Compare the values of answers with units; None when neither has any."""
     left_measure, right_measure = measures(left, right)
-    if not any(each.dimension or each.percent or each.scale != 1 for each in (left_measure, right_measure)):
+    if not any(
+        each.dimension or each.percent or each.scale != 1 for each in (left_measure, right_measure)
+    ):
         return None
     scales = factors(left_measure, right_measure)
     if any(a == b for a, b in scales) and _same(left_measure.text, right_measure.text):
@@ -180,7 +239,9 @@ def _measured(left: str, right: str) -> bool | None:
 
 
 def _without_approximation(text: str, *, trusted: bool = False) -> str | None:
-    r"""`\sqrt{2} \approx 1.41` gives `\sqrt{2}`, `x \approx 11` gives `11`; None if the two are far from equal."""
+    r"""`\sqrt{2} \approx 1.41` gives `\sqrt{2}`, `x \approx 11` gives `11`; None if the two are far
+    from equal.
+    """
     parts = [part.strip() for part in re.split(r"\\approx(?![a-zA-Z])", text)]
     if len(parts) > 1 and (not parts[0] or is_name(parts[0])):
         parts = parts[1:]
@@ -222,7 +283,9 @@ def _same_lists(left: list[str], right: list[str]) -> bool:
 def _out_of_order(names: list[str | None]) -> bool:
     """Whether the names are neighbors in the alphabet, each once, but not in its order."""
     codes = [ord(name) if name and len(name) == 1 else 0 for name in names]
-    return codes != sorted(codes) and sorted(codes) == list(range(min(codes), min(codes) + len(codes)))
+    return codes != sorted(codes) and sorted(codes) == list(
+        range(min(codes), min(codes) + len(codes))
+    )
 
 
 def _labels(items: list[str]) -> list[str | None]:
@@ -250,7 +313,11 @@ def _match_all(left: list[str], right: list[str]) -> bool:
     """Whether a one-to-one matching of equal elements exists, in any order."""
     remaining = list(left)
     for item in right:
-        alike = (index for index, other in enumerate(remaining) if _holds_a_set(other) == _holds_a_set(item))
+        alike = (
+            index
+            for index, other in enumerate(remaining)
+            if _holds_a_set(other) == _holds_a_set(item)
+        )
         match = next((index for index in alike if _same(remaining[index], item)), None)
         if match is None:
             return False
@@ -264,7 +331,8 @@ def _ordered(left: str, right: str) -> bool | None:
     if left_body is None or right_body is None:
         return None
     left_items, right_items = (
-        split_tuple(body, digit_groups=not _INTEGER_LIST.fullmatch(body)) for body in (left_body, right_body)
+        split_tuple(body, digit_groups=not _INTEGER_LIST.fullmatch(body))
+        for body in (left_body, right_body)
     )
     if max(len(left_items), len(right_items)) < 2:
         return None
@@ -298,7 +366,9 @@ def _rows(text: str) -> list[list[str]] | None:
 
 
 def _equations(left: str, right: str) -> bool | None:
-    """Compare equations; None where only algebra can decide, and when neither answer is an equation."""
+    """Compare equations; None where only algebra can decide, and when neither answer is an
+    equation.
+    """
     left_parts, right_parts = equation_parts(left), equation_parts(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
@@ -311,13 +381,19 @@ def _equations(left: str, right: str) -> bool | None:
         return all(_same(part, right) for part in left_parts[1 if left_named else 0 :])
     if len(left_parts) == 1:
         return right_named and _same(left, right_parts[-1])
-    if left_named and right_named and without_spaces(left_parts[0]) == without_spaces(right_parts[0]):
+    if (
+        left_named
+        and right_named
+        and without_spaces(left_parts[0]) == without_spaces(right_parts[0])
+    ):
         return all(_same(part, right_parts[-1]) for part in left_parts[1:])
     return None if len(left_parts) == len(right_parts) == 2 else False
 
 
 def _ratios(left: str, right: str) -> bool | None:
-    """Compare `11:21`, `11 to 21` and `11/21` part by part; ratios in other terms do not match, nor times of day."""
+    """Compare `11:21`, `11 to 21` and `11/21` part by part; ratios in other terms do not match, nor
+    times of day.
+    """
     left_parts, right_parts = _TO.split(left), _TO.split(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
@@ -330,20 +406,26 @@ def _ratios(left: str, right: str) -> bool | None:
             for match, parts in zip(quotients, (left_parts, right_parts), strict=True)
         )
     return len(left_parts) == len(right_parts) and all(
-        _same(a.strip(), b.strip()) for a, b in zip(left_parts, right_parts, strict=True) if (a or b)
+        _same(a.strip(), b.strip())
+        for a, b in zip(left_parts, right_parts, strict=True)
+        if (a or b)
     )
 
 
 def _unions(left: str, right: str) -> bool | None:
     """Compare unions of equally many sets, in any order; None when only algebra can decide."""
-    left_parts, right_parts = ([part.strip() for part in _UNION.split(text)] for text in (left, right))
+    left_parts, right_parts = (
+        [part.strip() for part in _UNION.split(text)] for text in (left, right)
+    )
     if len(left_parts) == 1 or len(left_parts) != len(right_parts):
         return None
     return _match_all(left_parts, right_parts) or None
 
 
 def _nested_sets(left: str, right: str) -> bool | None:
-    r"""Compare answers one of which is a set of one set, such as `\{\emptyset\}`; None if neither is."""
+    r"""Compare answers one of which is a set of one set, such as `\{\emptyset\}`; None if neither
+    is.
+    """
     insides = _inside_set(left), _inside_set(right)
     nested = [inside is not None and _holds_a_set(inside) for inside in insides]
     if not any(nested):
@@ -352,7 +434,9 @@ def _nested_sets(left: str, right: str) -> bool | None:
 
 
 def _holds_a_set(text: str) -> bool:
-    r"""Whether an element is a set itself. Braces without a backslash group in LaTeX: `{{5}}` is 5."""
+    r"""Whether an element is a set itself. Braces without a backslash group in LaTeX: `{{5}}` is
+    5.
+    """
     inside = _inside_set(text)
     if inside is None or text.strip().startswith("\\"):
         return inside is not None or text.strip() in _EMPTY_SETS
@@ -364,7 +448,11 @@ def _inside_set(text: str) -> str | None:
     text = text.strip()
     for start, end in ((r"\{", r"\}"), ("{", "}")):
         inside = text[len(start) : -len(end)]
-        if text.startswith(start) and text.endswith(end) and min(depths := [0, *nesting(inside)]) == depths[-1] == 0:
+        if (
+            text.startswith(start)
+            and text.endswith(end)
+            and min(depths := [0, *nesting(inside)]) == depths[-1] == 0
+        ):
             return inside.strip()
     return None
 
@@ -374,21 +462,28 @@ def _is_set(text: str) -> bool:
 
 
 def _bracketed(text: str) -> str | None:
-    """The inside of `(...)`, `[...)` and the like when the first bracket closes at the very end, else None."""
+    """The inside of `(...)`, `[...)` and the like when the first bracket closes at the very end,
+    else None.
+    """
     if _INTERVAL_ENDS.fullmatch(text) is None:
         return None
     return text[1:-1] if (depths := nesting(text))[-1] == 0 and 0 not in depths[:-1] else None
 
 
 def _elements(text: str) -> list[str]:
-    r"""The elements of a list or set, `a \pm b` counted as two; a single answer gives a list of one."""
+    r"""The elements of a list or set, `a \pm b` counted as two; a single answer gives a list of
+    one.
+    """
     inside = _inside_set(text)
     text = text.strip() if inside is None else inside
     items = [item for part in split_elements(text, ";") for item in split_elements(part, ",")]
     expanded: list[str] = []
     for item in items:
         if item.count(r"\pm") == 1 and r"\mp" not in item:
-            expanded += [item.replace(r"\pm", "+").strip().removeprefix("+"), item.replace(r"\pm", "-")]
+            expanded += [
+                item.replace(r"\pm", "+").strip().removeprefix("+"),
+                item.replace(r"\pm", "-"),
+            ]
         else:
             expanded.append(item)
     return expanded

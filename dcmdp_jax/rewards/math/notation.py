@@ -1,7 +1,8 @@
 r"""One notation for the many ways an answer is written in LaTeX, and its parts.
 
-The trainer's process runs this on arbitrary model output, so every function takes linear time: runs of spaces are
-reduced to one first, quantifiers are not nested, and possessive where they could backtrack.
+The trainer's process runs this on arbitrary model output, so every function takes linear time: runs
+of spaces are reduced to one first, quantifiers are not nested, and possessive where they could
+backtrack.
 """
 
 import itertools
@@ -9,10 +10,17 @@ import re
 
 from dcmdp_jax.rewards.math.numbers import join_digit_groups
 from dcmdp_jax.rewards.math.unicode import GREEK_NAMES, closing_brackets, to_latex
-from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, WRAPPED_TEXT, is_unit, unit_words, vocabulary
+from dcmdp_jax.rewards.math.units import (
+    TEXT_COMMANDS,
+    WRAPPED_TEXT,
+    is_unit,
+    unit_words,
+    vocabulary,
+)
 
 _BOXED = re.compile(r"\\boxed\s*+\{")
-# What brackets nothing or balances at once, then braces that matter. It matches wherever it is tried.
+# What brackets nothing or balances at once, then braces that matter. It matches wherever it is
+# tried.
 _BRACES = re.compile(
     r"(?:[^{}\\]++|\\(?!boxed\s*+\{).|\{[^{}\\]*+\})*+"
     r"(?:(?P<open>\{(?:\{(?![^{}\\]*+\}))*+)|(?P<close>\}++)|(?P<box>\\boxed\s*+\{)|\\?\Z)",
@@ -27,29 +35,33 @@ _CLOSES = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
 _JOINERS = re.compile(r"(?:[\s,;]|and(?![a-zA-Z])|or(?![a-zA-Z]))*+")
 _AFTER_A_VALUE = vocabulary("is are the our final answer answers solution solutions result")
 _STATES_A_VALUE = vocabulary(
-    "is are was be equal equals gives yields get obtain have find becomes exactly answer solution result value total "
-    "so thus hence therefore that"
+    "is are was be equal equals gives yields get obtain have find becomes exactly answer solution "
+    "result value total so thus hence therefore that"
 )
 _TURNS_A_VALUE = vocabulary(
-    "not no never neither nor none isn't isnt aren't arent or either less more greater fewer least most than below "
-    "above under over between except excluding without wrong incorrect false minus plus times twice thrice half double "
-    "triple negative square squared root cube cubed reciprocal inverse percent mod modulo base factorial divided if "
-    "unless but versus to exceeds exceed any other from"
+    "not no never neither nor none isn't isnt aren't arent or either less more greater fewer "
+    "least most than below above under over between except excluding without wrong incorrect "
+    "false minus plus times twice thrice half double triple negative square squared root cube "
+    "cubed reciprocal inverse percent mod modulo base factorial divided if unless but versus to "
+    "exceeds exceed any other from"
 )
 _WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
 _READ_COMMANDS = vocabulary(
-    "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot times div infty cup cap "
-    "binom lfloor rfloor lceil rceil begin end left right max min gcd lcm det sum prod int lim to mathrm operatorname "
-    "mathbf leq geq neq in emptyset varnothing mathbb setminus degree lvert rvert vert mid lbrace rbrace odot oplus "
-    "langle rangle notin subset parallel perp Vert ast star mod"
+    "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot "
+    "times div infty cup cap binom lfloor rfloor lceil rceil begin end left right max min gcd lcm "
+    "det sum prod int lim to mathrm operatorname mathbf leq geq neq in emptyset varnothing mathbb "
+    "setminus degree lvert rvert vert mid lbrace rbrace odot oplus langle rangle notin subset "
+    "parallel perp Vert ast star mod"
 )
 GREEK_COMMANDS = vocabulary("vartheta varpi varrho varsigma hbar ell").union(GREEK_NAMES)
 _CONJUNCTION = re.compile(
     r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
 )
-_INDEX = re.compile(rf"_ ?(?:\{{ ?{TEXT_COMMANDS} ?([^{{}}]*+)\}} ?\}}|{TEXT_COMMANDS} ?([^{{}}]*+)\}})")
+_INDEX = re.compile(
+    rf"_ ?(?:\{{ ?{TEXT_COMMANDS} ?([^{{}}]*+)\}} ?\}}|{TEXT_COMMANDS} ?([^{{}}]*+)\}})"
+)
 # A colour or a frame around a value; `{\\color{red} 5}` only sets the colour.
 _ORNAMENT = re.compile(
     r"\\(?:(?:textcolor|colorbox|fcolorbox ?\{[^{}]*+\})(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}|fbox|framebox) ?(?=\{)"
@@ -84,36 +96,70 @@ _RULES: tuple[tuple[str, str, str, str], ...] = (
     (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty ", "(0,inf)", r"(0,\infty )"),
     (r"\\sqrt ?([0-9])", r"\\sqrt{\1}", r"\sqrt2", r"\sqrt{2}"),
     (r"\\sqrt ?\(([^()]*+)\)", r"\\sqrt{\1}", r"\sqrt(x+1)", r"\sqrt{x+1}"),
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?= ?[\[\](){}|.\\])(?!\\[a-zA-Z]) ?(?:\.(?![0-9]))?", "", r"\left(5", "(5"),
-    (r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{)|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
-     r"(?![a-zA-Z])", "", r"\large 5", " 5"),
+    (
+        r"\\(?:left|right|[bB]igg?[lr]?)(?= ?[\[\](){}|.\\])(?!\\[a-zA-Z]) ?(?:\.(?![0-9]))?",
+        "",
+        r"\left(5",
+        "(5",
+    ),
+    (
+        r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{)|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
+        r"(?![a-zA-Z])",
+        "",
+        r"\large 5",
+        " 5",
+    ),
     (r"\\lt(?![a-zA-Z])", "<", r"x\lt 5", "x< 5"),
     (r"\\gt(?![a-zA-Z])", ">", r"x\gt 5", "x> 5"),
     (r"\\(?:leqslant|le)(?![a-zA-Z])|<=|≤", r"\\leq ", "x<=5", r"x\leq 5"),
     (r"\\(?:geqslant|ge)(?![a-zA-Z])|>=|≥", r"\\geq ", "x>=5", r"x\geq 5"),
     (r"\\ne(?![a-zA-Z])|!=|≠", r"\\neq ", "x!=5", r"x\neq 5"),
-    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°", r"\\degree ", r"5^\circ", r"5\degree "),
+    (
+        r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°",
+        r"\\degree ",
+        r"5^\circ",
+        r"5\degree ",
+    ),
     (r"\\pounds(?![a-zA-Z])|\\£", "£", r"\pounds 5", "£ 5"),
     (r"\\euro(?![a-zA-Z])|\\€", "€", r"\euro 5", "€ 5"),
-    (r"\\(?:dots[cbmio]?|cdots|hdots)(?![a-zA-Z])|(?<=,) ?\.\.\.", r"\\ldots ", "1,2,...,9", r"1,2,\ldots ,9"),
+    (
+        r"\\(?:dots[cbmio]?|cdots|hdots)(?![a-zA-Z])|(?<=,) ?\.\.\.",
+        r"\\ldots ",
+        "1,2,...,9",
+        r"1,2,\ldots ,9",
+    ),
     (r"(?<=[0-9a-zA-Z)}]) ?\.\.\.", r"\\ldots ", "1,2,3...", r"1,2,3\ldots "),
-    (r"(?<![0-9])([0-9]*+\.[0-9]++) ?(?:\.\.\.|\\ldots(?![a-zA-Z]))", r"\1\\ldots ", "0.33...", r"0.33\ldots "),
+    (
+        r"(?<![0-9])([0-9]*+\.[0-9]++) ?(?:\.\.\.|\\ldots(?![a-zA-Z]))",
+        r"\1\\ldots ",
+        "0.33...",
+        r"0.33\ldots ",
+    ),
     (r"(?<=[0-9])\.(?= ?[/*])", "", "5./2", "5/2"),
     (r"\b(?:np|math)\.(?=[a-z])", r"\\", "np.exp(5)", r"\exp(5)"),
     (r"\\varnothing(?![a-zA-Z])", r"\\emptyset ", r"\varnothing", r"\emptyset "),
-    (r"\\(?:operatorname|mathrm|textrm|text|rm) ?\{ ?(?!sec ?\}[ .]*+$)"
-     r"(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|ln|log|lg|exp) ?\}",
-     r"\\\1 ", r"\mathrm{ln}2", r"\ln 2"),
+    (
+        r"\\(?:operatorname|mathrm|textrm|text|rm) ?\{ ?(?!sec ?\}[ .]*+$)"
+        r"(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|ln|log|lg|exp) ?\}",
+        r"\\\1 ",
+        r"\mathrm{ln}2",
+        r"\ln 2",
+    ),
     (r"\\lg(?![a-zA-Z])", r"\\log_{10}", r"\lg 2", r"\log_{10} 2"),
-    (r"\\mathrm ?\{ ?C ?\} ?_ ?(?:\{([^{}]*+)\}|([0-9a-z])) ?\^ ?(?:\{([^{}]*+)\}|([0-9a-z]))", r"\\binom{\1\2}{\3\4}",
-     r"\mathrm{C}_{5}^2", r"\binom{5}{2}"),
+    (
+        r"\\mathrm ?\{ ?C ?\} ?_ ?(?:\{([^{}]*+)\}|([0-9a-z])) ?\^ ?(?:\{([^{}]*+)\}|([0-9a-z]))",
+        r"\\binom{\1\2}{\3\4}",
+        r"\mathrm{C}_{5}^2",
+        r"\binom{5}{2}",
+    ),
     (r"(^|\\cup ?|\\in ?|=) ?\](?=[^\[\](),;]*+[,;][^\[\]()]*+[\[\]])", r"\1(", "]0,1]", "(0,1]"),
     (r"(?<=[\[(])(?=[^\[\](),;]*+[,;])([^\[\]()]*+)\[(?= ?(?:$|\\cup))", r"\1)", "(0,1[", "(0,1)"),
     (r"\\(?:text)?per(?:mil|thousand)(?![a-zA-Z])", " permille ", r"5\permil", "5 permille "),
     (r"\\%", "%", r"5\%", "5%"),
-)  # fmt: skip
+)
 _REPLACEMENTS = tuple((re.compile(pattern), replacement) for pattern, replacement, _, _ in _RULES)
-# A factor set upright or bold: `2+3\mathrm{i}` is `2+3i`. What may be a unit (`5\mathrm{m}`) or a choice stays.
+# A factor set upright or bold: `2+3\mathrm{i}` is `2+3i`. What may be a unit (`5\mathrm{m}`) or a
+# choice stays.
 _UPRIGHT = re.compile(
     r"(?P<factor>(?<=[0-9})]) ?)?+"
     r"\\(?:(?P<bold>mathbf|bm|textbf)|(?P<text>text(?:rm|it)?)|mathrm|mathit|operatorname|rm) ?"
@@ -124,20 +170,26 @@ _QUOTES = {'"': '"', "'": "'", "`": "`'", "*": "*", "“": "”", "‘": "’", 
 _IN_TEXT = r"\A(\\(?:text|mathrm|textbf) ?\{)? ?"
 _VALUE_NEXT = r"(?=[0-9+\-.$\\(])"
 _LABEL = re.compile(rf"{_IN_TEXT}([A-Za-z]{{3,}}+(?: [A-Za-z]++)*+) ?:(?(1) ?\}}) ?{_VALUE_NEXT}")
-_EXACTLY = re.compile(rf"{_IN_TEXT}(?:exactly|precisely)(?(1) ?\}}| ) ?{_VALUE_NEXT}", re.IGNORECASE)
+_EXACTLY = re.compile(
+    rf"{_IN_TEXT}(?:exactly|precisely)(?(1) ?\}}| ) ?{_VALUE_NEXT}", re.IGNORECASE
+)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` without surrounding space; None when there is none, or one is not closed.
+    r"""Content of the last `\boxed{...}` without surrounding space; None when there is none, or one
+    is not closed.
 
-    A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take part in the balance.
+    A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take
+    part in the balance.
     """
     first = _BOXED.search(text)
     if first is None:
         return None
     # One pass: a looping completion may open ten thousand boxes and close none.
     depth = 0
-    boxes: list[tuple[int, int]] = []  # of those open now: depth inside and where the content starts
+    boxes: list[
+        tuple[int, int]
+    ] = []  # of those open now: depth inside and where the content starts
     start, end = -1, -1
     for token in _BRACES.finditer(text, first.start()):
         if token.lastgroup == "box":
@@ -171,11 +223,13 @@ def without_special_tokens(text: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    r"""One notation for the many ways an answer is written; idempotent for what models commonly write.
+    r"""One notation for the many ways an answer is written; idempotent for what models commonly
+    write.
 
-    Takes the content of a box and of math delimiters ("the distance is $5$" gives `5`, "$1$ and $2$" gives `1, 2`),
-    drops spacing and sizing commands and digit-group commands, rewrites `\dfrac` and its like, `\lt`, degree signs,
-    typographic minus, and "and"/"or" between values as commas. Units, degrees and currency signs stay: see `units`.
+    Takes the content of a box and of math delimiters ("the distance is $5$" gives `5`, "$1$ and
+    $2$" gives `1, 2`), drops spacing and sizing commands and digit-group commands, rewrites
+    `\dfrac` and its like, `\lt`, degree signs, typographic minus, and "and"/"or" between values as
+    commas. Units, degrees and currency signs stay: see `units`.
     """
     text = _SPACE.sub(" ", without_special_tokens(answer))
     if (boxed := last_boxed(text)) is not None:
@@ -185,7 +239,9 @@ def normalize_answer(answer: str) -> str:
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     text = join_digit_groups(_SPACE.sub(" ", upright(text)))
-    text = _ANGLES.sub(lambda m: r"\begin{pmatrix}" + m[1].replace(",", r"\\") + r"\end{pmatrix}", text)
+    text = _ANGLES.sub(
+        lambda m: r"\begin{pmatrix}" + m[1].replace(",", r"\\") + r"\end{pmatrix}", text
+    )
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
     text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = _POWER_BEFORE_INDEX.sub(r"\1\3\2", _BRACED_INDEX.sub(r"_\1", text))
@@ -197,7 +253,9 @@ def normalize_answer(answer: str) -> str:
 
 
 def upright(text: str) -> str:
-    r"""Variables and constants without their commands: `\mathrm{e}`, `\operatorname{i}`, `2\text{x}`, `5\text{k}`."""
+    r"""Variables and constants without their commands: `\mathrm{e}`, `\operatorname{i}`,
+    `2\text{x}`, `5\text{k}`.
+    """
     return _UPRIGHT.sub(lambda match: _plain(match, whole=len(text)), text)
 
 
@@ -205,23 +263,35 @@ def _plain(match: re.Match[str], whole: int) -> str:
     name, stands_alone = match["name"], match["factor"] is None and match["applied"] is None
     if len(name) > 1:
         return match[0] if match["bold"] else f"{name} "
-    keeps = (is_unit(name) and match["index"] is None) or (match["bold"] is not None and name != "e")
-    keeps |= stands_alone and (name.isupper() or (match["text"] is not None and len(match[0]) == whole))
+    keeps = (is_unit(name) and match["index"] is None) or (
+        match["bold"] is not None and name != "e"
+    )
+    keeps |= stands_alone and (
+        name.isupper() or (match["text"] is not None and len(match[0]) == whole)
+    )
     return match[0] if keeps else name
 
 
 def without_spaces(text: str) -> str:
-    """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and after commands."""
+    """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and
+    after commands.
+    """
     words, kept = text.split(), []
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        command = "\\" in word and word.rpartition("\\")[2].isalpha()  # `\pi r` is not the command `\pir`
-        apart = (command and following[:1].isalpha()) or (word[-1].isdigit() and following[:1].isdigit())
+        command = (
+            "\\" in word and word.rpartition("\\")[2].isalpha()
+        )  # `\pi r` is not the command `\pir`
+        apart = (command and following[:1].isalpha()) or (
+            word[-1].isdigit() and following[:1].isdigit()
+        )
         kept.append(f"{word} " if apart else word)
     return "".join(kept)
 
 
 def unwrap_text(text: str) -> str:
-    r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
+    r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the
+    whole by nothing.
+    """
     return _without_outer_braces(WRAPPED_TEXT.sub(r"\1", text))
 
 
@@ -260,18 +330,24 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
 
 
 def split_tuple(body: str, *, digit_groups: bool = True) -> list[str]:
-    """The elements of a tuple without its brackets, split at semicolons where it has some, else at commas."""
+    """The elements of a tuple without its brackets, split at semicolons where it has some, else at
+    commas.
+    """
     parts = split_elements(body, ";")
     return parts if len(parts) > 1 else split_elements(body, ",", digit_groups=digit_groups)
 
 
 def nesting(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
     """Number of brackets open after each character."""
-    return list(itertools.accumulate((character in opening) - (character in closing) for character in text))
+    return list(
+        itertools.accumulate((character in opening) - (character in closing) for character in text)
+    )
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace -> position of its closing brace; escaped braces are skipped."""
+    """Position of each opening brace -> position of its closing brace; escaped braces are
+    skipped.
+    """
     return closing_brackets(_ESCAPED.sub("  ", text), "{", "}")
 
 
@@ -284,12 +360,16 @@ def _unquoted(text: str) -> str:
 
 
 def _without_rows(text: str) -> str:
-    r"""`\begin{aligned} x &= 2 \\\\ y &= 3 \end{aligned}` as `x = 2, y = 3`; a row that begins with `=` goes on."""
+    r"""`\begin{aligned} x &= 2 \\\\ y &= 3 \end{aligned}` as `x = 2, y = 3`; a row that begins with
+    `=` goes on.
+    """
     plain = _ALIGNED.sub(" ", text)
     if plain == text or r"\begin" in plain:
         return text
     rows = [row.replace("&", "").strip(" ,;.") for row in plain.split(r"\\")]
-    return "".join(row if row.startswith("=") else f", {row}" for row in rows if row).removeprefix(", ")
+    return "".join(row if row.startswith("=") else f", {row}" for row in rows if row).removeprefix(
+        ", "
+    )
 
 
 def _unwrapped_value(text: str) -> str:
@@ -308,7 +388,9 @@ def _without_ornament(text: str) -> str:
 
 
 def _outside_delimiters(text: str) -> str:
-    """The content of math delimiters; the whole text where the words around them may change its meaning."""
+    """The content of math delimiters; the whole text where the words around them may change its
+    meaning.
+    """
     segments, around, start, opened = [], [], 0, ""
     bare = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
     for token in bare:
@@ -341,5 +423,7 @@ def _outside_delimiters(text: str) -> str:
             if not after or _AFTER_A_VALUE.issuperset(after.lower().split()):
                 return segments[0]
             if unit_words(after):
-                return rf"{segments[0]} \text{{{after}}}" if "%" not in after else segments[0] + after
+                return (
+                    rf"{segments[0]} \text{{{after}}}" if "%" not in after else segments[0] + after
+                )
     return blanked

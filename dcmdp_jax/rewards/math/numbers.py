@@ -13,7 +13,8 @@ _SPACED_DIGITS = re.compile(
     r"(?P<decimals>\.[0-9]++(?: [0-9]++)*+)?+(?: ?/ ?(?P<below>[0-9]++))?+"
 )
 _DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*+(?:\.[0-9]*+)?(?:[eE]([+-]?[0-9]++))?")
-# `0.1\overline{6}`, `0.1(6)`, `0.1\dot{6}`, `0.\dot{1}4\dot{2}`, and `0.1666\ldots` with its period thrice, or twice.
+# `0.1\overline{6}`, `0.1(6)`, `0.1\dot{6}`, `0.\dot{1}4\dot{2}`, and `0.1666\ldots` with its period
+# thrice, or twice.
 _REPEATING = re.compile(
     r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)\.(?P<fixed>[0-9]*+)"
     r"(?:\\(?:overline|bar) ?\{(?P<over>[0-9]++)\}|\((?P<round>[0-9]++)\)|(?P<dots>\\ldots)"
@@ -33,9 +34,10 @@ _SLASH = re.compile(r"([+-]?)(?:([0-9]++) )?([0-9]++) ?/ ?([0-9]++)")
 def parse_number(text: str) -> Fraction | None:
     r"""Read a literal number exactly; None for anything that is not one.
 
-    Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times 10^{b}`, `a/b`,
-    `\frac{a}{b}`, mixed numbers and repeating decimals. Never goes through a float:
-    `105263157894736842` is itself. Literals of more than 400 digits or exponents beyond 400 are not read.
+    Integers with leading zeros or digit groups (`1,000`, `1 000`), decimals, e-notation, `a \times
+    10^{b}`, `a/b`, `\frac{a}{b}`, mixed numbers and repeating decimals. Never goes through a float:
+    `105263157894736842` is itself. Literals of more than 400 digits or exponents beyond 400 are not
+    read.
     """
     if len(text) > 2 * _MAX_LITERAL_DIGITS:
         return None
@@ -44,7 +46,9 @@ def parse_number(text: str) -> Fraction | None:
         return None
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "")
-    values = (read(text) for read in (_read_decimal, _read_scientific, _read_fraction, _read_repeating))
+    values = (
+        read(text) for read in (_read_decimal, _read_scientific, _read_fraction, _read_repeating)
+    )
     return next((value for value in values if value is not None), None)
 
 
@@ -74,10 +78,11 @@ def _without_group_spaces(match: re.Match[str]) -> str:
 
 
 def same_number(prediction: Fraction, gold: Fraction) -> bool:
-    """Whether two literal numbers agree: exactly for an integer gold, to 1e-6 of the gold's size otherwise.
+    """Whether two literal numbers agree: exactly for an integer gold, to 1e-6 of the gold's size
+    otherwise.
 
-    The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written digit do not agree
-    unless they agree to a millionth.
+    The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written
+    digit do not agree unless they agree to a millionth.
     """
     near = abs(prediction - gold) <= _RELATIVE_TOLERANCE * abs(gold)
     return prediction == gold or (near and gold.denominator != 1)
@@ -113,11 +118,17 @@ def _read_repeating(text: str) -> Fraction | None:
     if (match := _REPEATING.fullmatch(text)) is None:
         return None
     fixed = match["fixed"]
-    period = match["over"] or match["round"] or "".join(match[name] or "" for name in ("first", "between", "last"))
+    period = (
+        match["over"]
+        or match["round"]
+        or "".join(match[name] or "" for name in ("first", "between", "last"))
+    )
     if match["dots"]:
         repeated = _PERIOD.fullmatch(fixed)
         if repeated is None or len(repeated["period"]) < 3:
             return None
         fixed, period = repeated["fixed"], repeated["one"]
     repeating = Fraction(int(period), 10 ** len(period) - 1)
-    return _sign(match["sign"]) * (int(match["whole"] or 0) + (int(fixed or 0) + repeating) / 10 ** len(fixed))
+    return _sign(match["sign"]) * (
+        int(match["whole"] or 0) + (int(fixed or 0) + repeating) / 10 ** len(fixed)
+    )

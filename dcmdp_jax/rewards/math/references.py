@@ -55,7 +55,8 @@ class NoAnswer(UserError):
 
 
 def answer_text(value: Any, field: str) -> str:
-    """The answer in a field, alone: of `["42"]`, `<answer>42</answer>`, `42&nbsp;`, `The answer is 42.`
+    """The answer in a field, alone: of `["42"]`, `<answer>42</answer>`, `42&nbsp;`, `The answer is
+    42.`
 
     Raises:
         NoAnswer: if it is neither text nor a finite number.
@@ -68,7 +69,9 @@ def answer_text(value: Any, field: str) -> str:
         inner = literal(text) if text[:1] in ("[", "{", '"', "'") else None
         texts = [isinstance(item, str) for item in inner] if isinstance(inner, list) else []
         if isinstance(inner, dict) or (len(texts) > 1 and any(texts)):
-            raise NoAnswer(f"field {field!r}: an answer must be one text or number, not {shorten(text)}")
+            raise NoAnswer(
+                f"field {field!r}: an answer must be one text or number, not {shorten(text)}"
+            )
         if isinstance(inner, str) or len(texts) == 1:
             return answer_text(inner, field)
         stated = _STATED.fullmatch(text)
@@ -77,7 +80,9 @@ def answer_text(value: Any, field: str) -> str:
         return str(int(value)) if value.is_integer() else repr(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise NoAnswer(f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}")
+    raise NoAnswer(
+        f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}"
+    )
 
 
 def reason_for_no_answer(answer: str, prompt: str) -> str | None:

@@ -1,7 +1,9 @@
-r"""Names in front of an answer (`x = 5`, `f(x) = ...`, `\angle ABC = 40`, `V_1 : V_2 = 11 : 21`), and inequalities.
+r"""Names in front of an answer (`x = 5`, `f(x) = ...`, `\angle ABC = 40`, `V_1 : V_2 = 11 : 21`),
+and inequalities.
 
-Only a name is dropped. `2x = 42` or `x^2 = 42` says something else than 42. Inequalities that are solved for a name
-are intervals: `x > 1` is `(1,\infty)`, `1 \leq x < 3` is `[1,3)`, `x < 1 or x > 3` is a union.
+Only a name is dropped. `2x = 42` or `x^2 = 42` says something else than 42. Inequalities that are
+solved for a name are intervals: `x > 1` is `(1,\infty)`, `1 \leq x < 3` is `[1,3)`, `x < 1 or x >
+3` is a union.
 """
 
 import re
@@ -13,10 +15,11 @@ from dcmdp_jax.rewards.math.notation import split_elements, split_tuple, unwrap_
 _EQUALS = re.compile(r"(?<![<>!\\:=])(?<!_\{[a-z])(?<!_\{[a-z] )=(?!=)|\\in(?![a-zA-Z])")
 _LETTERS = "|".join((*unicode.GREEK_NAMES, "vartheta", "Upsilon", "ell", "hbar"))
 _QUANTITIES = units.vocabulary(
-    "answer area length width height volume perimeter circumference radius diameter distance speed velocity rate time "
-    "probability cost price sum product difference ratio total number average mean median mode range max min maximum "
-    "minimum value result slope angle degree side base age weight mass gcd lcm det rank order period amplitude domain "
-    "solution solutions root roots the of is a an surface final ans"
+    "answer area length width height volume perimeter circumference radius diameter distance "
+    "speed velocity rate time probability cost price sum product difference ratio total number "
+    "average mean median mode range max min maximum minimum value result slope angle degree side "
+    "base age weight mass gcd lcm det rank order period amplitude domain solution solutions root "
+    "roots the of is a an surface final ans"
 )
 _INDEX = r"(?: ?_ ?(?:\{[^{}=<>]*+\}|\\[a-zA-Z]++|[a-zA-Z0-9]))?+"
 _NAME = re.compile(
@@ -26,7 +29,9 @@ _NAME = re.compile(
     r"|[A-Z](?: ?[A-Z]){1,5}+|[a-zA-Z])"
     rf"{_INDEX}'*+(?: ?\^ ?(?:\\\*|\*|\{{\*\}}))?+"
 )
-_APPLIED = re.compile(rf"(?:[fghFGHPENTSuy]{_INDEX}'*+(?:\^\{{-1\}})?+|[a-zA-Z](?=\([a-z]\)$)) ?\([^()=<>]*+\)")
+_APPLIED = re.compile(
+    rf"(?:[fghFGHPENTSuy]{_INDEX}'*+(?:\^\{{-1\}})?+|[a-zA-Z](?=\([a-z]\)$)) ?\([^()=<>]*+\)"
+)
 _LENGTH = re.compile(r"\|(?:[A-Z]{2}|\\(?:vec|overline|overrightarrow) ?\{[a-zA-Z ]++\})\|")
 _SIZE = re.compile(r"\|[^|=]++\|")
 _DERIVATIVE = re.compile(r"\\frac ?\{ ?d[^{}]*+\} ?\{ ?d[^{}]*+\}")
@@ -43,7 +48,10 @@ _UPWARD = {"<": ("(", ")"), r"\leq": ("[", "]")}
 _DOWNWARD = {">": "<", r"\geq": r"\leq"}
 _COMMANDS_AND_NAMES = re.compile(r"\\?[a-zA-Z]++")
 _INTERVALS = re.compile(r"[(\[].*[,;].*[)\]]", re.DOTALL)
-_BUILDER = re.compile(r"\\\{ ?([^{}|:\\]++)(?:\\in ?\\mathbb ?\{R\} ?)?(?:\\mid(?![a-zA-Z])|[|:]) ?(.*)\\\}", re.DOTALL)
+_BUILDER = re.compile(
+    r"\\\{ ?([^{}|:\\]++)(?:\\in ?\\mathbb ?\{R\} ?)?(?:\\mid(?![a-zA-Z])|[|:]) ?(.*)\\\}",
+    re.DOTALL,
+)
 _ABSOLUTE = re.compile(r"\| ?(\\?[a-zA-Z]++) ?(?:([+-]) ?([0-9]++(?:\.[0-9]++)?) ?)?\|")
 _AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])")
 
@@ -58,8 +66,8 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
 
     Args:
         text: the left-hand side.
-        trusted: whether this is a reference answer; then `|z|` is a name too, and so is a sum, product or quotient of
-            lengths such as `AB^2 + CD`.
+        trusted: whether this is a reference answer; then `|z|` is a name too, and so is a sum,
+            product or quotient of lengths such as `AB^2 + CD`.
     """
     text = text.strip()
     if any(pattern.fullmatch(text) for pattern in (_NAME, _APPLIED, _LENGTH, _DERIVATIVE)):
@@ -102,7 +110,11 @@ def named_elements(items: list[str]) -> list[str]:
     """The elements with `(p, q) = (5, 2)` as two, `p = 5` and `q = 2`."""
     parts = equation_parts(items[0]) if len(items) == 1 else []
     names = names_of_tuple(parts[0]) if len(parts) == 2 else None
-    values = split_tuple(parts[1][1:-1]) if names and parts[1][:1] == "(" and parts[1][-1:] == ")" else []
+    values = (
+        split_tuple(parts[1][1:-1])
+        if names and parts[1][:1] == "(" and parts[1][-1:] == ")"
+        else []
+    )
     if not names or len(values) != len(names):
         return items
     return [f"{name}={value}" for name, value in zip(names, values, strict=True)]
@@ -111,8 +123,8 @@ def named_elements(items: list[str]) -> list[str]:
 def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str, str]:
     r"""Both answers as intervals or unions of them, where each is one or is an inequality.
 
-    Inequalities joined by "and" are one interval, by "or" or commas a union. Unchanged where the names differ
-    (`y > 1` for `x \in (1,\infty)`).
+    Inequalities joined by "and" are one interval, by "or" or commas a union. Unchanged where the
+    names differ (`y > 1` for `x \in (1,\infty)`).
 
     Args:
         prediction, gold: the answers as they were written.
@@ -122,19 +134,28 @@ def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str
     if not SIGN.search(left + right):
         return left, right
     found = _intervals(prediction, left), _intervals(gold, right)
-    if found[0] is None or found[1] is None or None not in (found[0][0], found[1][0]) and found[0][0] != found[1][0]:
+    if (
+        found[0] is None
+        or found[1] is None
+        or None not in (found[0][0], found[1][0])
+        and found[0][0] != found[1][0]
+    ):
         return left, right
     return found[0][1], found[1][1]
 
 
 def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
-    """The name in an answer, if it has one, and its intervals; None if it is neither interval nor inequality."""
+    """The name in an answer, if it has one, and its intervals; None if it is neither interval nor
+    inequality.
+    """
     if not SIGN.search(text):
         name, intervals = split_label(text)
         return (name, intervals) if _INTERVALS.fullmatch(intervals) else None
     builder = _BUILDER.fullmatch(text)
     found = [_solved(item) for item in split_elements(builder[2] if builder else text, ",")]
-    names = {each[0] for each in found if each} | ({without_spaces(builder[1])} if builder else set())
+    names = {each[0] for each in found if each} | (
+        {without_spaces(builder[1])} if builder else set()
+    )
     if None in found or len(names) != 1:
         return None
     if len(found) > 1 and _AND.search(written):
@@ -144,9 +165,11 @@ def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
 
 
 def _solved(text: str) -> tuple[str, str, str, str] | None:
-    """Name, relation to it from below, lower end and upper end of an inequality; None if it is not solved for a name.
+    """Name, relation to it from below, lower end and upper end of an inequality; None if it is not
+    solved for a name.
 
-    The fourfold: name, kinds of the ends such as `<` and `\\leq` joined by a space, lower end, upper end.
+    The fourfold: name, kinds of the ends such as `<` and `\\leq` joined by a space, lower end,
+    upper end.
     """
     relations, parts = SIGN.findall(text), [part.strip() for part in SIGN.split(text)]
     if not relations or not all(parts):
@@ -158,13 +181,18 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
     elif len(parts) == 2 and relations[0] in _UPWARD and "|" not in text:
         low, name, high = (r"-\infty", *parts) if is_variable(parts[0]) else (*parts, r"\infty")
         relations = ["<", *relations] if is_variable(parts[0]) else [*relations, "<"]
-    elif len(parts) == 2 and relations[0] in _UPWARD and (bounds := _absolute(*parts, relations[0])):
+    elif (
+        len(parts) == 2 and relations[0] in _UPWARD and (bounds := _absolute(*parts, relations[0]))
+    ):
         return bounds
     elif len(parts) == 2 and relations == [r"\neq"]:
         low, name, high, relations = parts[1], parts[0], parts[1], [r"\neq"]
     else:
         return None
-    if not is_variable(name) or {name} & {*_COMMANDS_AND_NAMES.findall(low), *_COMMANDS_AND_NAMES.findall(high)}:
+    if not is_variable(name) or {name} & {
+        *_COMMANDS_AND_NAMES.findall(low),
+        *_COMMANDS_AND_NAMES.findall(high),
+    }:
         return None
     ends = numbers.parse_number(low), numbers.parse_number(high)
     if None not in ends and relations != [r"\neq"] and not ends[0] < ends[1]:
@@ -173,7 +201,9 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
 
 
 def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] | None:
-    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`; the latter's ends are `outside` and the relation."""
+    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`; the latter's ends are `outside` and
+    the relation.
+    """
     inside, outside = _ABSOLUTE.fullmatch(low), _ABSOLUTE.fullmatch(high)
     found, size = inside or outside, numbers.parse_number(high if inside else low)
     if found is None or size is None or size <= 0:

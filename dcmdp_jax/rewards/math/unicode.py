@@ -1,39 +1,91 @@
-r"""Mathematics written in Unicode, as LaTeX: `½`, `x²`, `√(x+1)`, `2·3`, `∞`, `θ`. Linear time, as `notation`."""
+r"""Mathematics written in Unicode, as LaTeX: `½`, `x²`, `√(x+1)`, `2·3`, `∞`, `θ`. Linear time, as
+`notation`.
+"""
 
 import re
 import unicodedata
 
-_FRACTIONS = {sign: unicodedata.normalize("NFKC", sign).split("⁄") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒↉"}
+_FRACTIONS = {
+    sign: unicodedata.normalize("NFKC", sign).split("⁄") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒↉"
+}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ", "0123456789+-=()aeijkmnx")
 _GREEK = "αβγδεϵζηθικλμνξπρστυφϕχψωΓΔΘΛΞΠΣΦΨΩ"
 GREEK_NAMES = (
-    "alpha beta gamma delta varepsilon epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon "
-    "varphi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+    "alpha beta gamma delta varepsilon epsilon zeta eta theta iota kappa lambda mu nu xi pi rho "
+    "sigma tau upsilon varphi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 ).split()
 _SYMBOLS = str.maketrans(
     {
-        "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "⁄": "/",
-        "∕": "/", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∉": r"\notin ",
-        "∅": r"\emptyset ", "∖": r"\setminus ", "≈": r"\approx ", "∠": r"\angle ", "△": r"\triangle ", "′": "'",
-        "″": "''", "…": r"\ldots ", "⋯": r"\cdots ", "∣": r"\mid ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
-        "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
-        "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "⟨": r"\langle ", "⟩": r"\rangle ", "⩽": r"\leq ", "⩾": r"\geq ",
-        "：": ":", "，": ", ", "；": "; ", "（": "(", "）": ")", "、": ", ", "。": ".", "或": " or ", "和": " and ",
-        "＝": "=", "％": "%", "¢": " cent ", "‰": " permille ", "‱": " bps ",
+        "∞": r"\infty ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "∙": r"\cdot ",
+        "•": r"\cdot ",
+        "∗": "*",
+        "÷": "/",
+        "⁄": "/",
+        "∕": "/",
+        "±": r"\pm ",
+        "∓": r"\mp ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∉": r"\notin ",
+        "∅": r"\emptyset ",
+        "∖": r"\setminus ",
+        "≈": r"\approx ",
+        "∠": r"\angle ",
+        "△": r"\triangle ",
+        "′": "'",
+        "″": "''",
+        "…": r"\ldots ",
+        "⋯": r"\cdots ",
+        "∣": r"\mid ",
+        "⌊": r"\lfloor ",
+        "⌋": r"\rfloor ",
+        "⌈": r"\lceil ",
+        "⌉": r"\rceil ",
+        "ℝ": r"\mathbb{R}",
+        "ℤ": r"\mathbb{Z}",
+        "ℕ": r"\mathbb{N}",
+        "ℚ": r"\mathbb{Q}",
+        "ℂ": r"\mathbb{C}",
+        "⟨": r"\langle ",
+        "⟩": r"\rangle ",
+        "⩽": r"\leq ",
+        "⩾": r"\geq ",
+        "：": ":",
+        "，": ", ",
+        "；": "; ",
+        "（": "(",
+        "）": ")",
+        "、": ", ",
+        "。": ".",
+        "或": " or ",
+        "和": " and ",
+        "＝": "=",
+        "％": "%",
+        "¢": " cent ",
+        "‰": " permille ",
+        "‱": " bps ",
         **{letter: rf"\{name} " for letter, name in zip(_GREEK, GREEK_NAMES, strict=True)},
     }
-)  # fmt: skip
-# Units and counters of Chinese; 月, 日, 分, 角 and 万 have several meanings or change the number, and stay.
+)
+# Units and counters of Chinese; 月, 日, 分, 角 and 万 have several meanings or change the number, and
+# stay.
 _CHINESE = dict(
     pair.split("=")
     for pair in (
         "平方=square 立方=cubic 毫米=mm 厘米=cm 分米=dm 千米=km 公里=km 米=meter 毫克=mg 千克=kg 公斤=kg 克=gram "
-        "吨=tonne 毫秒=ms 秒=second 分钟=minute 小时=hour 天=day 周=week 星期=week 个月=month 年=year 岁=year 升=liter "
-        "毫升=mL 公顷=hectare 美元=dollar 欧元=euro 英镑=GBP 日元=yen 元=yuan 人民币=yuan 摄氏度=celsius 度=degree"
+        "吨=tonne 毫秒=ms 秒=second 分钟=minute 小时=hour 天=day 周=week 星期=week 个月=month 年=year 岁=year "
+        "升=liter 毫升=mL 公顷=hectare 美元=dollar 欧元=euro 英镑=GBP 日元=yen 元=yuan 人民币=yuan 摄氏度=celsius "
+        "度=degree"
     ).split()
 ) | dict.fromkeys("个只名条本张次种棵辆件块位支人", "unit")
-_CHINESE_UNIT = re.compile(rf"(?<=[0-9)}}{{ ])(?:{'|'.join(sorted(_CHINESE, key=len, reverse=True))})+")
+_CHINESE_UNIT = re.compile(
+    rf"(?<=[0-9)}}{{ ])(?:{'|'.join(sorted(_CHINESE, key=len, reverse=True))})+"
+)
 _CHINESE_WORD = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
 _FRACTION = re.compile(rf"(?P<power>\^ ?)?+(?P<sign>[{''.join(_FRACTIONS)}])")
 # A small number in front of a root that follows no base is the root's index: `³√8`.
@@ -43,22 +95,28 @@ _LOGARITHM = re.compile("(?<![\\\\a-zA-Z])log(?=[₀-₉])")
 _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ]++")
 _ROOT = re.compile(r"([√∛∜])(?:\[([0-9n])\])? ?")
 _INDICES = {"√": "", "∛": "[3]", "∜": "[4]"}
-_NUMBER_OR_NAME = re.compile(r"\\frac\{[0-9]++\}\{[0-9]++\}|[0-9]++(?:\.[0-9]++)?|\\[a-zA-Z]++|[a-zA-Z]")
+_NUMBER_OR_NAME = re.compile(
+    r"\\frac\{[0-9]++\}\{[0-9]++\}|[0-9]++(?:\.[0-9]++)?|\\[a-zA-Z]++|[a-zA-Z]"
+)
 
 
 def to_latex(text: str) -> str:
     r"""Write fractions, powers, indices, roots, dots, Greek letters and signs of Unicode as LaTeX.
 
-    A root reaches over the number, the letter or the bracket after it: `√12x` is `\sqrt{12}x`, and `√(x+1)` is
-    `\sqrt{x+1}`. `1½` is a mixed number. Text in ASCII is returned as it is.
+    A root reaches over the number, the letter or the bracket after it: `√12x` is `\sqrt{12}x`, and
+    `√(x+1)` is `\sqrt{x+1}`. `1½` is a mixed number. Text in ASCII is returned as it is.
     """
     if text.isascii():
         return text
     text = re.sub("第(?=[0-9])", "", text)
-    text = _CHINESE_UNIT.sub(lambda run: _CHINESE_WORD.sub(lambda word: f" {_CHINESE[word[0]]} ", run[0]), text)
+    text = _CHINESE_UNIT.sub(
+        lambda run: _CHINESE_WORD.sub(lambda word: f" {_CHINESE[word[0]]} ", run[0]), text
+    )
     text = _LOGARITHM.sub(r"\\log", _FRACTION.sub(_fraction, text))
     text = _INDEX_OF_ROOT.sub(lambda match: f"√[{match[1].translate(_SUPERSCRIPTS)}]", text)
-    text = _SUPERSCRIPT.sub(lambda match: _script("^", match[0].translate(_SUPERSCRIPTS), match), text)
+    text = _SUPERSCRIPT.sub(
+        lambda match: _script("^", match[0].translate(_SUPERSCRIPTS), match), text
+    )
     text = _SUBSCRIPT.sub(lambda match: _script("_", match[0].translate(_SUBSCRIPTS), match), text)
     return _with_roots(text.translate(_SYMBOLS))
 
@@ -70,7 +128,9 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _script(sign: str, content: str, match: re.Match[str]) -> str:
-    """A power or an index; without braces where it is one character, which stays readable inside a unit's text."""
+    """A power or an index; without braces where it is one character, which stays readable inside a
+    unit's text.
+    """
     bare = len(content) == 1 and not match.string[match.end() : match.end() + 1].isalnum()
     return sign + (content if bare else f"{{{content}}}")
 

@@ -1,7 +1,8 @@
 r"""Units of measurement, counted things and words for numbers (`million`) that stand after a value.
 
-A prediction may state only what is listed here: an unknown word may change the value (`42 squared`), so it stays and
-the answer does not match. A reference answer may count anything that stands in the plural (`16 daps`).
+A prediction may state only what is listed here: an unknown word may change the value (`42
+squared`), so it stays and the answer does not match. A reference answer may count anything that
+stands in the plural (`16 daps`).
 """
 
 import functools
@@ -20,7 +21,8 @@ def vocabulary(text: str) -> frozenset[str]:
 
 # Dimension -> its units: their names, and their size in the dimension's base unit.
 _MEASURES = {
-    "length": "m meter metre 1, micron 1e-6, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, mi mile 1609.344",
+    "length": "m meter metre 1, micron 1e-6, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, "
+    "mi mile 1609.344",
     "mass": "g gram 1, tonne 1000000, lb pound 453.59237, oz ounce 28.349523125",
     "time": "s second 1, sec 1, min minute 60, h hr hour 3600, d day 86400, week 604800",
     "months": "month 1, year yr 12",
@@ -60,19 +62,23 @@ _CURRENCIES = (
 )
 _MEASURES |= {names.split()[0]: f"{names} 1" for names in _CURRENCIES.split(", ")}
 # Before a symbol, before a name, the power of ten.
-_PREFIXES = "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M mega 6, G giga 9"
+_PREFIXES = (
+    "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M "
+    "mega 6, G giga 9"
+)
 # Dimensions whose units take all prefixes of physics; in the others those in use.
 _PREFIXED = vocabulary("energy power charge voltage current frequency pressure amount force eV")
 # Dimension -> letters of the prefixes that its first unit takes.
 _TAKES = dict.fromkeys(_PREFIXED, "nµumkMG") | {"length": "nµumcdk", "mass": "mkM", "time": "nµum"}
 _COUNTED = vocabulary(
-    "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat chair child children "
-    "choice class coin color combination cookie cow cube customer dog door egg employee face fish flower friend game "
-    "girl goal group guest handshake horse house integer item jar kid letter man marble match member men method mark "
-    "number orange orchid page pair parent passenger path pen pencil penny people permutation person piece pizza plant "
-    "player point possibility problem puppy question road room row salmon seat sheep shell shirt slice solution square "
-    "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
-    "white woman women word worker dime nickel"
+    "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat "
+    "chair child children choice class coin color combination cookie cow cube customer dog door "
+    "egg employee face fish flower friend game girl goal group guest handshake horse house "
+    "integer item jar kid letter man marble match member men method mark number orange orchid "
+    "page pair parent passenger path pen pencil penny people permutation person piece pizza plant "
+    "player point possibility problem puppy question road room row salmon seat sheep shell shirt "
+    "slice solution square step sticker student sweet table teacher team term ticket tile time "
+    "toy tree triangle truck value vertex vote way white woman women word worker dime nickel"
 )
 _SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7}
 _SCALES |= {"thousand": 10**3, "million": 10**6, "milliard": 10**9, "billion": 10**9}
@@ -89,14 +95,13 @@ _FRACTIONS |= {name: Fraction(1, 10 * tens) for tens, name in enumerate(_TENS.sp
 _FRACTIONS |= {f"{name}th": Fraction(1, size) for name, size in _SCALES.items()}
 _FRACTIONS["basispoint"] = Fraction(1, 10**4)
 _CHANGES_A_VALUE = vocabulary(
-    "about above and approximately at base below between binary but choose cubed decimal divided double either equals "
-    "except factorial fewer from greater hex if inf infinite infinity least less log many "
-    "maybe minus mod modulo more most neither never no nor not of off or out over percent percentage plus power "
-    "quarter raised root score some square squared sqrt than times to triple twice under up when "
-    "where with without wrong "
-    # functions; parts and multiples of a number
-    "arc arg cos cosec cosh cot csc det exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs "
-    "ten one gross fold grand reciprocal negative positive inverse opposite conjugate infinities grosses googol"
+    "about above and approximately at base below between binary but choose cubed decimal divided "
+    "double either equals except factorial fewer from greater hex if inf infinite infinity least "
+    "less log many maybe minus mod modulo more most neither never no nor not of off or out over "
+    "percent percentage plus power quarter raised root score some square squared sqrt than times "
+    "to triple twice under up when where with without wrong arc arg cos cosec cosh cot csc det "
+    "exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs ten one gross fold grand "
+    "reciprocal negative positive inverse opposite conjugate infinities grosses googol"
 ).union(_FRACTIONS)
 
 
@@ -110,24 +115,31 @@ def _sizes() -> dict[str, tuple[str, Fraction]]:
             for letter, name, power in prefixes if place == 0 else ():
                 if letter in _TAKES.get(dimension, ""):
                     prefixed = letter + symbol, *(name + word for word in words)
-                    sizes |= dict.fromkeys(prefixed, (dimension, Fraction(size) * Fraction(10) ** int(power)))
+                    sizes |= dict.fromkeys(
+                        prefixed, (dimension, Fraction(size) * Fraction(10) ** int(power))
+                    )
     return sizes
 
 
 _BY_NAME = _sizes()
 _CLEAR = vocabulary("kJ MJ GJ kN kV kW MW GW Hz Pa eV")
 _AMBIGUOUS = frozenset(
-    name for name, (dimension, _) in _BY_NAME.items() if len(name) <= (2 if dimension in _PREFIXED else 1)
+    name
+    for name, (dimension, _) in _BY_NAME.items()
+    if len(name) <= (2 if dimension in _PREFIXED else 1)
 ).difference(_CLEAR)
 """Without a text command around it, a lone letter or a pair such as `mA` is variables."""
 
 _NOUN = re.compile(r"(?=[a-z]{0,40}[aeiouy])(?![a-z]{0,40}(?:illions?|fold)$)[a-z]{3,40}+")
 """A noun of a reference that no list has; `5\\text{k}` or `3\\mathrm{e}` has a factor instead."""
 _PLURAL = re.compile(r"[a-z]++(?<=[^sui]s)")
-"""A noun that counts. In the singular it may say another value: `5\\text{ reciprocal}`, `5\\text{ halved}`."""
+"""A noun that counts. In the singular it may say another value: `5\\text{ reciprocal}`, `5\\text{
+halved}`.
+"""
 _PROSE = re.compile(r"\\(?:text|mbox)")
 TEXT_COMMANDS = (
-    r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|texttt|mathtt|operatorname|rm|bm|underline) ?\{"
+    r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|texttt|mathtt"
+    r"|operatorname|rm|bm|underline) ?\{"
 )
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
@@ -139,7 +151,9 @@ _PIECE = re.compile(
 )
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
 WRAPPED_TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
-_AMOUNT = re.compile(r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
+_AMOUNT = re.compile(
+    r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?"
+)
 _CURRENCY = re.compile(
     r"([+-]?) ?(?:(?P<money>\\\$)|(?P<euro>€|\\euro(?![a-zA-Z]))|(?P<sterling>£|\\pounds(?![a-zA-Z]))"
     r"|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
@@ -185,22 +199,29 @@ class Quantity(NamedTuple):
 def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     """Split both answers into value and unit.
 
-    A lone letter (`5 m`) is a unit where the other answer states a unit, or where both are of one kind but differ in
-    size (`2 mA`, `0.002 A`); else it is a variable.
+    A lone letter (`5 m`) is a unit where the other answer states a unit, or where both are of one
+    kind but differ in size (`2 mA`, `0.002 A`); else it is a variable.
     """
     left, right = _measure(prediction, any_noun=False), _measure(gold, any_noun=True)
     left_unit = left if left.dimension else _measure(prediction, any_noun=False, letters=True)
     right_unit = right if right.dimension else _measure(gold, any_noun=True, letters=True)
-    differ_in_size = left_unit.dimension == right_unit.dimension and left_unit.size != right_unit.size
-    return (left_unit, right_unit) if left.dimension or right.dimension or differ_in_size else (left, right)
+    differ_in_size = (
+        left_unit.dimension == right_unit.dimension and left_unit.size != right_unit.size
+    )
+    return (
+        (left_unit, right_unit)
+        if left.dimension or right.dimension or differ_in_size
+        else (left, right)
+    )
 
 
 def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
-    """Factors for the two values, any pair of which makes them comparable; empty if their units disagree.
+    """Factors for the two values, any pair of which makes them comparable; empty if their units
+    disagree.
 
-    A unit that only one answer has is dropped. A percentage is matched by its number and by its hundredth; a reference
-    below 1 without a percent sign is not a number of percent (0.5% is not 1/2), and a percentage equals a number of
-    fractions (`5 permilles`) by value alone.
+    A unit that only one answer has is dropped. A percentage is matched by its number and by its
+    hundredth; a reference below 1 without a percent sign is not a number of percent (0.5% is not
+    1/2), and a percentage equals a number of fractions (`5 permilles`) by value alone.
     """
     if left.dimension and right.dimension:
         units = {left.dimension, right.dimension}
@@ -258,8 +279,15 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
 
 
 def _sum_of_amounts(text: str) -> Quantity | None:
-    r"""`1 hour 30 minutes`, `5\text{ feet }3\text{ inches}` in the dimension's own unit; None for anything else."""
-    plain, position, total, sizes = " ".join(WRAPPED_TEXT.sub(r" \1 ", text).split()), 0, Fraction(0), []
+    r"""`1 hour 30 minutes`, `5\text{ feet }3\text{ inches}` in the dimension's own unit; None for
+    anything else.
+    """
+    plain, position, total, sizes = (
+        " ".join(WRAPPED_TEXT.sub(r" \1 ", text).split()),
+        0,
+        Fraction(0),
+        [],
+    )
     while match := _AMOUNT.match(plain, position):
         known, value = _look_up(match[2]), parse_number(match[1])
         if known is None or value is None:
@@ -273,7 +301,9 @@ def _sum_of_amounts(text: str) -> Quantity | None:
 
 
 def _tail_start(text: str) -> list[int]:
-    """Positions where the unit may start, the longest unit first. One pass; at most `_MAX_PIECES` positions."""
+    """Positions where the unit may start, the longest unit first. One pass; at most `_MAX_PIECES`
+    positions.
+    """
     starts: list[int] = []
     previous = ""
     for piece in _PIECE.finditer(text):
@@ -291,7 +321,9 @@ def _tail_start(text: str) -> list[int]:
 
 
 def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
-    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is not a unit."""
+    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is
+    not a unit.
+    """
     plain, in_text, in_prose = [], False, False
     for piece in _PIECE.finditer(tail):
         if piece.lastgroup == "text":
@@ -310,7 +342,9 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
 
 
 def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
-    text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text.replace(r"\cdot", "·"))
+    text = _SPEED.sub(
+        lambda match: " mi/h " if match[0] == "mph" else " km/h ", text.replace(r"\cdot", "·")
+    )
     for name, pattern in _PARTS.items():
         text = pattern.sub(f" {name} ", text)
     share = _SHARE.search(text)
@@ -354,7 +388,12 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
         else:
             known = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
             noun = word.lower().rstrip(".")
-            if known is None and any_noun and _NOUN.fullmatch(noun) and not {noun, noun[:-1]} & _CHANGES_A_VALUE:
+            if (
+                known is None
+                and any_noun
+                and _NOUN.fullmatch(noun)
+                and not {noun, noun[:-1]} & _CHANGES_A_VALUE
+            ):
                 nouns.append(_singular(noun))
                 counts |= _PLURAL.fullmatch(noun) is not None
                 continue
@@ -378,7 +417,9 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
         del powers["angle"]
     if not powers and not percent and scale == 1:
         return None
-    return Quantity("", scale, tuple(sorted(item for item in powers.items() if item[1])), size, percent)
+    return Quantity(
+        "", scale, tuple(sorted(item for item in powers.items() if item[1])), size, percent
+    )
 
 
 def _look_up(word: str) -> tuple[str, Fraction] | None:
@@ -386,7 +427,9 @@ def _look_up(word: str) -> tuple[str, Fraction] | None:
     lower = word.lower()
     for name in (word, lower, lower.removesuffix("s"), lower.removesuffix("es")):
         # `Km` is `km`, but `Mg` is not `mg`, `Nm` not `nm`.
-        if name in _BY_NAME and (name == word or len(name) > 2 or (len(name) > 1 and word[0] not in "MNU")):
+        if name in _BY_NAME and (
+            name == word or len(name) > 2 or (len(name) > 1 and word[0] not in "MNU")
+        ):
             return _BY_NAME[name]
     singular = _singular(lower)
     return (singular, Fraction(1)) if singular in _COUNTED else None

@@ -1,14 +1,18 @@
 """Rewards: completions graded against reference answers.
 
-Most of a batch is decided in the trainer's process by `answers`: completions without an answer, and pairs of literals
-(integers, decimals, fractions, words). The rest goes to worker processes that run math-verify (`isolated`).
+Most of a batch is decided in the trainer's process by `answers`: completions without an answer, and
+pairs of literals (integers, decimals, fractions, words). The rest goes to worker processes that run
+math-verify (`isolated`).
 
-A reward is a function of the completion and its reference answer, with two exceptions that are counted:
-- The time limit of a comparison counts its own processor time. An answer that needs almost exactly the limit can get
-  either reward; so can a slow answer on a machine so busy that the limit of its wall-clock time passes first.
-- The budget of a batch is wall-clock time. When it is used up, undecided answers get reward 0, so rewards depend on the
-  machine and a resumed run need not repeat them. The default is far above the need of ordinary batches. Only slow
-  answers wait long: each gets its whole limit after all others had a first try.
+A reward is a function of the completion and its reference answer, with two exceptions that are
+counted:
+- The time limit of a comparison counts its own processor time. An answer that needs almost exactly
+  the limit can get either reward; so can a slow answer on a machine so busy that the limit of its
+  wall-clock time passes first.
+- The budget of a batch is wall-clock time. When it is used up, undecided answers get reward 0, so
+  rewards depend on the machine and a resumed run need not repeat them. The default is far above the
+  need of ordinary batches. Only slow answers wait long: each gets its whole limit after all others
+  had a first try.
 """
 
 import concurrent.futures
@@ -26,7 +30,8 @@ _LOG = logging.getLogger(__name__)
 COMPARISON = "dcmdp_jax.rewards.math.equivalence"
 """Module whose `load` gives the function that compares two answers."""
 _MEMORY_BYTES = 2 * 1024**3
-# Of a comparison on the wall, where another process has the processor: a loaded machine gets it done, a sleeper ends.
+# Of a comparison on the wall, where another process has the processor: a loaded machine gets it
+# done, a sleeper ends.
 WALL_FACTOR, WALL_SECONDS = 3, 15.0
 _OVER_BUDGET = "over budget"
 _Pair = tuple[str, str]
@@ -53,7 +58,9 @@ class Grades:
 
 def merge_grades(parts: Sequence[Grades]) -> Grades:
     """The grades of several batches as one batch's, in order."""
-    counts = np.sum([[part.errors, part.timeouts, part.over_budget, part.unparsed] for part in parts], axis=0)
+    counts = np.sum(
+        [[part.errors, part.timeouts, part.over_budget, part.unparsed] for part in parts], axis=0
+    )
     return Grades(np.concatenate([part.rewards for part in parts]), *counts.tolist())
 
 
@@ -64,9 +71,11 @@ class Verifier(Closing):
 
     Args:
         num_workers: worker processes, at least 1.
-        timeout_s: seconds of processor time one comparison may take in a worker, above 0. In wall-clock time it may
-            take three times as long, and 15 seconds more; its short first try a third of that.
-        budget_s: longest time `grade` waits for the comparisons of one batch, in seconds; 0 for no budget.
+        timeout_s: seconds of processor time one comparison may take in a worker, above 0. In
+            wall-clock time it may take three times as long, and 15 seconds more; its short first
+            try a third of that.
+        budget_s: longest time `grade` waits for the comparisons of one batch, in seconds; 0 for no
+            budget.
         extraction: where a completion's answer is, the setting `rewards.answer_extraction`.
 
     Raises:
@@ -74,14 +83,22 @@ class Verifier(Closing):
     """
 
     def __init__(
-        self, num_workers: int = 2, timeout_s: float = 5.0, budget_s: float = 120.0, extraction: str = "strict"
+        self,
+        num_workers: int = 2,
+        timeout_s: float = 5.0,
+        budget_s: float = 120.0,
+        extraction: str = "strict",
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers = {num_workers}: at least 1 verifier process is needed")
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s = {timeout_s}: the time limit of an answer must be above 0 seconds")
+            raise ValueError(
+                f"timeout_s = {timeout_s}: the time limit of an answer must be above 0 seconds"
+            )
         if not budget_s >= 0:
-            raise ValueError(f"budget_s = {budget_s}: the budget of a batch must be at least 0 seconds (0: none)")
+            raise ValueError(
+                f"budget_s = {budget_s}: the budget of a batch must be at least 0 seconds (0: none)"
+            )
         self._pool = IsolatedPool(COMPARISON, workers=num_workers, memory_bytes=_MEMORY_BYTES)
         self._timeout_s, self._budget_s, self._extraction = timeout_s, budget_s, extraction
         self._warned = self._graded = self._closed = False
@@ -102,7 +119,10 @@ class Verifier(Closing):
             ValueError, RuntimeError: see `grade`.
         """
         if len(completions) != len(answers):
-            raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
+            raise ValueError(
+                f"{len(completions)} completions and {len(answers)} answers: one answer per "
+                "completion"
+            )
         if self._closed:
             raise RuntimeError("the verifier is closed: make a new one")
         pairs: list[_Pair | None] = []
@@ -123,12 +143,14 @@ class Verifier(Closing):
     def grade(self, completions: Sequence[str], answers: Sequence[str]) -> Grades:
         r"""Rewards of completions, in their order.
 
-        A comparison that raises or runs over its time limit is reward 0 and counted, never an exception here. A worker
-        that dies under a comparison (killed for memory, say) is replaced and the comparison tried once more.
+        A comparison that raises or runs over its time limit is reward 0 and counted, never an
+        exception here. A worker that dies under a comparison (killed for memory, say) is replaced
+        and the comparison tried once more.
 
         Args:
             completions: decoded text of N completions.
-            answers: the N reference answers, in the notation of `answers` (`\tolerance{...}` understood).
+            answers: the N reference answers, in the notation of `answers` (`\tolerance{...}`
+                understood).
 
         Raises:
             ValueError: if the lengths differ or a reference answer states an ill-written tolerance.
@@ -146,8 +168,9 @@ class Verifier(Closing):
         if over_budget and not self._warned:
             self._warned = True
             _LOG.warning(
-                "%d of %d answers were undecided after %g s, the verifier's budget for a batch, and get reward 0. "
-                "Later batches are counted by the metric reward/verifier_over_budget alone",
+                "%d of %d answers were undecided after %g s, the verifier's budget for a batch, "
+                "and get reward 0. Later batches are counted by the metric "
+                "reward/verifier_over_budget alone",
                 over_budget,
                 len(results),
                 self._budget_s,
@@ -166,10 +189,13 @@ class Verifier(Closing):
 
     def _say_where_answers_are(self, completions: Sequence[str]) -> None:
         """Log that no completion of the first batch has an answer: they all get reward 0."""
-        stated = sum(extract_answer(completion, "flexible") is not None for completion in completions)
+        stated = sum(
+            extract_answer(completion, "flexible") is not None for completion in completions
+        )
         _LOG.warning(
-            'none of the first %d completions has an answer in \\boxed{} or after "Answer:", so all get reward 0; %d '
-            'have one as "#### 72" or "The answer is 72", which answer_extraction=flexible reads (it is %s)',
+            'none of the first %d completions has an answer in \\boxed{} or after "Answer:", so '
+            'all get reward 0; %d have one as "#### 72" or "The answer is 72", which '
+            "answer_extraction=flexible reads (it is %s)",
             *(len(completions), stated, self._extraction),
         )
 

@@ -1,4 +1,6 @@
-"""Evidence by hand, and causes named from it: decisions on stated evidence, and on columns with planted faults."""
+"""Evidence by hand, and causes named from it: decisions on stated evidence, and on columns with
+planted faults.
+"""
 
 import dataclasses
 import re
@@ -25,7 +27,9 @@ def _named(pairs, **measured):
 def test_evidence_by_hand():
     p, q = np.array([0.5, 0.5, 0.2, 0.4]), np.array([0.25, 0.5, 0.4, 0.5])
     halves = lambda x: [x[:2], x[2:]]  # noqa: E731 - two completions of two tokens
-    pairs = make_pairs(halves([1, 2, 3, 4]), halves(np.log(p)), halves(np.log(q)), entropies=halves([1.0] * 4))
+    pairs = make_pairs(
+        halves([1, 2, 3, 4]), halves(np.log(p)), halves(np.log(q)), entropies=halves([1.0] * 4)
+    )
     found = collect(pairs, floor=0.1)
     # p / q: 2, 1 | .5, .8: mean 4.3 / 4; sums of the completions less 2 x 1.075: 0.85 and -0.85.
     assert found.ratio.mean == pytest.approx(4.3 / 4, rel=1e-6)
@@ -49,7 +53,11 @@ def test_the_inner_ratio_does_not_follow_a_token_that_one_side_finds_impossible(
 def test_a_power_of_p_renormalized_is_aligned_and_noise_is_not():
     cool, noisy = collect(columns(temperature=0.9)), collect(columns(noise=0.5))
     # 1 / 0.9 - 1, and the surprise of its sign.
-    assert cool.power == pytest.approx(1 / 9, rel=0.02) and cool.alignment > 0.98 and cool.surprise.below(0)
+    assert (
+        cool.power == pytest.approx(1 / 9, rel=0.02)
+        and cool.alignment > 0.98
+        and cool.surprise.below(0)
+    )
     assert abs(noisy.alignment) < 0.5 and not noisy.surprise.below(0)
 
 
@@ -88,7 +96,8 @@ def test_a_break_is_where_the_levels_change():
 
 
 def test_a_copied_beginning_before_free_text_is_no_break():
-    # Certain tokens agree, uncertain ones are 0.5 nats apart: the levels change, and the columns stay related.
+    # Certain tokens agree, uncertain ones are 0.5 nats apart: the levels change, and the columns
+    # stay related.
     rng = np.random.default_rng(0)
     free = -rng.exponential(2.0, (20, 12))
     copied = -rng.exponential(0.01, (20, 12))
@@ -129,10 +138,16 @@ def test_the_columns_alone_name_what_was_planted():
 
 
 def test_the_cause_is_named_without_entropies_too():
-    found = {case: _named(dataclasses.replace(pairs, entropies=None))[0] for case, (pairs, _) in _PLANTED.items()}
-    # At 0.3 the columns are no straight line of each other any more, and nothing says that two equal columns are right.
+    found = {
+        case: _named(dataclasses.replace(pairs, entropies=None))[0]
+        for case, (pairs, _) in _PLANTED.items()
+    }
+    # At 0.3 the columns are no straight line of each other any more, and nothing says that two
+    # equal columns are right.
     changed = {"temperature 0.3": "undetermined", "clean": "unchecked"}
-    assert found == {case: changed.get(case, expected[0]) for case, (_, expected) in _PLANTED.items()}
+    assert found == {
+        case: changed.get(case, expected[0]) for case, (_, expected) in _PLANTED.items()
+    }
 
 
 def test_equal_columns_of_a_cut_distribution_are_not_called_clean():
@@ -159,34 +174,60 @@ def test_below_200_tokens_or_8_completions_the_columns_give_no_verdict():
 
     def cut(count, tokens):
         columns = (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)
-        return make_pairs(*([part[:tokens] for part in np.split(x, pairs.starts[1:])][:count] for x in columns))
+        return make_pairs(
+            *([part[:tokens] for part in np.split(x, pairs.starts[1:])][:count] for x in columns)
+        )
 
     assert _named(cut(7, 40)) == ["too_few"] and _named(cut(40, 4)) == ["too_few"]
-    assert "160 tokens of 40 completions are not enough" in diagnose(collect(cut(40, 4)))[0].evidence[0]
+    assert (
+        "160 tokens of 40 completions are not enough"
+        in diagnose(collect(cut(40, 4)))[0].evidence[0]
+    )
     assert _named(cut(20, 40)) != ["too_few"]
     # A re-scoring needs no statistics of the tokens.
-    assert _named(cut(7, 40), explanations=[Explanation("x", "stale_weights", 0.95)]) == ["stale_weights"]
+    assert _named(cut(7, 40), explanations=[Explanation("x", "stale_weights", 0.95)]) == [
+        "stale_weights"
+    ]
 
 
 def test_what_is_denied_is_what_the_test_could_have_seen():
     [found] = diagnose(_NOISE)
-    seen, unseen = found.evidence[-2:] if found.evidence[-1].startswith("Not checked") else (found.evidence[-1], "")
+    seen, unseen = (
+        found.evidence[-2:]
+        if found.evidence[-1].startswith("Not checked")
+        else (found.evidence[-1], "")
+    )
     mass = float(re.search(r"leaves out ([0-9.]+)%", seen)[1]) / 100
-    low, high = (float(re.search(rf"{word} ([0-9.]+)", seen)[1]) for word in ("alone below", "one above"))
-    assert mass == pytest.approx(max(_NOISE.ratio.margin, _NOISE.inner_ratio.margin) + 0.005, abs=5e-4)
+    low, high = (
+        float(re.search(rf"{word} ([0-9.]+)", seen)[1]) for word in ("alone below", "one above")
+    )
+    assert mass == pytest.approx(
+        max(_NOISE.ratio.margin, _NOISE.inner_ratio.margin) + 0.005, abs=5e-4
+    )
     assert 0.75 < low < 1 < high < 1.5 and not unseen
     # A half more than the least is named.
     assert _named(columns(noise=0.1, top_p=1 - 1.5 * mass)) == ["support"]
-    assert _named(columns(noise=0.1, temperature=1 - 1.5 * (1 - low)))[0] in ("temperature", "sharper")
+    assert _named(columns(noise=0.1, temperature=1 - 1.5 * (1 - low)))[0] in (
+        "temperature",
+        "sharper",
+    )
     assert _named(columns(noise=0.1, temperature=1 + 1.5 * (high - 1))) == ["temperature"]
     # Noise hides the lower surprise of a low temperature: what is promised under it holds too.
     [found] = diagnose(collect(columns(noise=1.0)))
     low = float(re.search(r"alone below ([0-9.]+)", found.evidence[1])[1])
-    assert low < 0.85 and _named(columns(noise=1.0, temperature=low))[0] in ("temperature", "sharper")
+    assert low < 0.85 and _named(columns(noise=1.0, temperature=low))[0] in (
+        "temperature",
+        "sharper",
+    )
     # Without entropies the raw log-probs are not denied, they are not checked.
     [found] = diagnose(collect(dataclasses.replace(columns(noise=1.0), entropies=None)))
-    unseen = "what neither column contains, as raw log-probs on both sides do (no entropies), a temperature"
-    assert f"Not checked: {unseen}" in found.evidence[-1] and found.title.endswith("; sampling not checked")
+    unseen = (
+        "what neither column contains, as raw log-probs on both sides do (no entropies), a "
+        "temperature"
+    )
+    assert f"Not checked: {unseen}" in found.evidence[-1] and found.title.endswith(
+        "; sampling not checked"
+    )
     assert "temperature" not in found.evidence[1]
 
 
@@ -195,7 +236,11 @@ _NOISE = collect(columns(noise=0.1))
 
 def test_constant_log_probs_get_a_verdict():
     # An untrained head: every token is exactly as surprising as the entropy, so the variance is 0.
-    rows = [*np.arange(1000).reshape(50, 20)], [np.full(20, -1.0)] * 50, [np.tile([-1.05, -0.95], 10)] * 50
+    rows = (
+        [*np.arange(1000).reshape(50, 20)],
+        [np.full(20, -1.0)] * 50,
+        [np.tile([-1.05, -0.95], 10)] * 50,
+    )
     (finding,) = diagnose(collect(make_pairs(*rows, entropies=[np.full(20, 1.0)] * 50)))
     assert finding.cause == "undetermined" and "a temperature (every token" in finding.evidence[-1]
 
@@ -209,11 +254,15 @@ def test_a_temperature_that_is_seen_and_whose_is_open_is_not_denied():
         (finding,) = diagnose(collect(make_pairs(*cells, entropies=entropies)))
         said = " ".join(finding.evidence)
         assert "at a temperature of about 0.9" in said and "too few tokens to tell whose" in said
-        assert "a temperature of one column" not in said and "whose log-probs that temperature belongs to" in said
+        assert (
+            "a temperature of one column" not in said
+            and "whose log-probs that temperature belongs to" in said
+        )
 
 
 def test_a_cut_alone_is_no_temperature_without_entropies():
-    # Top-p of 0.8 on uneven distributions: log q spreads less than log p, and no token that is left is less likely.
+    # Top-p of 0.8 on uneven distributions: log q spreads less than log p, and no token that is left
+    # is less likely.
     rng = np.random.default_rng(3)
     p = np.exp(5 * rng.normal(size=(1800, 512)))
     p = -np.sort(-p / p.sum(1, keepdims=True))
@@ -226,7 +275,9 @@ def test_a_cut_alone_is_no_temperature_without_entropies():
 
 def _misplaced(pairs, fault):
     """A real recording as a wrong recorder leaves it."""
-    train, rollout = (np.split(x.copy(), pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    train, rollout = (
+        np.split(x.copy(), pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs)
+    )
     for row, (p, q) in enumerate(zip(train, rollout, strict=True)):
         if fault == "late":
             train[row] = np.append(p[:1], p[:-1])
@@ -236,12 +287,16 @@ def _misplaced(pairs, fault):
             p[-1] = -9999
         else:
             q[0 if "starts" in fault else -1] = float(fault.split()[-1])
-    return dataclasses.replace(pairs, train_logprobs=np.concatenate(train), rollout_logprobs=np.concatenate(rollout))
+    return dataclasses.replace(
+        pairs, train_logprobs=np.concatenate(train), rollout_logprobs=np.concatenate(rollout)
+    )
 
 
 _REAL = read_kept(Path(causes.__file__).with_name("kept") / "causes_smollm2.npz")
 _MISPLACED = {"late": "misaligned", "early": "misaligned"}
-_MISPLACED |= dict.fromkeys(("engine ends 0", "engine starts 0", "engine ends -9999", "train ends -9999"), "filled")
+_MISPLACED |= dict.fromkeys(
+    ("engine ends 0", "engine starts 0", "engine ends -9999", "train ends -9999"), "filled"
+)
 
 
 @pytest.mark.parametrize("fault", _MISPLACED)
@@ -265,14 +320,24 @@ def test_two_completions_of_which_the_columns_were_exchanged_are_found():
         rollout = np.split(pairs.rollout_logprobs, pairs.starts[1:])
         first, second = np.flatnonzero(pairs.lengths == 32)[:2]
         rollout[first], rollout[second] = rollout[second], rollout[first]
-        [found] = diagnose(collect(dataclasses.replace(pairs, rollout_logprobs=np.concatenate(rollout))))
-        assert found.cause == "misaligned" and found.evidence[0].startswith("2 of 24 completions"), name
+        [found] = diagnose(
+            collect(dataclasses.replace(pairs, rollout_logprobs=np.concatenate(rollout)))
+        )
+        assert found.cause == "misaligned" and found.evidence[0].startswith(
+            "2 of 24 completions"
+        ), name
 
 
 def test_a_mean_p_over_q_above_1_says_that_q_did_not_sample():
-    # Tokens of softmax(logits / 0.4) with log-probs at 1: E_p[p / q] = sum p^2 / q > 1, and they fit p.
-    [found] = diagnose(collect(dataclasses.replace(columns(temperature=0.4, raw=True), entropies=None)))
-    assert found.cause == "raw_logprobs" and "It is at most 1 for tokens sampled from q" in " ".join(found.evidence)
+    # Tokens of softmax(logits / 0.4) with log-probs at 1: E_p[p / q] = sum p^2 / q > 1, and they
+    # fit p.
+    [found] = diagnose(
+        collect(dataclasses.replace(columns(temperature=0.4, raw=True), entropies=None))
+    )
+    assert (
+        found.cause == "raw_logprobs"
+        and "It is at most 1 for tokens sampled from q" in " ".join(found.evidence)
+    )
     # Of tokens that come from neither, p is no explanation.
     evidence = {"ratio": TokenMean(1.2, 0.01), "surprise": TokenMean(-0.3, 0.01)}
     assert _decide(**evidence)[0].cause == "unsampled"
@@ -281,26 +346,43 @@ def test_a_mean_p_over_q_above_1_says_that_q_did_not_sample():
 
 
 def test_a_penalty_of_repeated_tokens_is_no_rounding():
-    pairs = causes_recurrent.recording(causes_recurrent.Fault(penalty=1.05, rounding=0.02), 60, seed=1)
+    pairs = causes_recurrent.recording(
+        causes_recurrent.Fault(penalty=1.05, rounding=0.02), 60, seed=1
+    )
     clean = causes_recurrent.recording(causes_recurrent.Fault(rounding=0.02), 60, seed=1)
     assert _named(pairs) == ["penalty"] and _named(clean) == ["rounding"]
     assert collect(clean).penalty_share < 0.01 < 0.08 < collect(pairs).penalty_share
 
 
 def test_the_temperature_has_an_interval_that_holds_the_planted_one():
-    for true, entropies in ((0.7, True), (0.9, True), (1.3, True), (0.7, False), (0.9, False), (1.3, False)):
+    for true, entropies in (
+        (0.7, True),
+        (0.9, True),
+        (1.3, True),
+        (0.7, False),
+        (0.9, False),
+        (1.3, False),
+    ):
         pairs = columns(temperature=true)
-        [found] = diagnose(collect(pairs if entropies else dataclasses.replace(pairs, entropies=None)))
-        low, high = map(float, re.search(r"about [0-9.]+ \(([0-9.]+) to ([0-9.]+)\)", found.evidence[0]).groups())
+        [found] = diagnose(
+            collect(pairs if entropies else dataclasses.replace(pairs, entropies=None))
+        )
+        low, high = map(
+            float,
+            re.search(r"about [0-9.]+ \(([0-9.]+) to ([0-9.]+)\)", found.evidence[0]).groups(),
+        )
         assert low <= true <= high < (1.1 if entropies else 1.7) * low
 
 
 def test_a_gap_of_decoding_in_a_float32_engine_is_no_rounding():
-    # Its one pass is the trainer's to 1e-5; an engine of unknown dtype whose one pass is the trainer's may round so.
+    # Its one pass is the trainer's to 1e-5; an engine of unknown dtype whose one pass is the
+    # trainer's may round so.
     legs = [Leg(DECODING, 0.003, 0.0, 0.99), Leg("one pass - trainer", 1e-6, 0.0, 0.01)]
     small = {"legs": legs, "median_log_ratio": 0.01, "square": 1e-4, "mean": 0.003}
     assert _decide(**small, rounding=1e-5)[0].cause == "decoding"
-    assert _decide(**small, rounding=1e-5, recurrent=True)[0].title == "recurrent state while decoding"
+    assert (
+        _decide(**small, rounding=1e-5, recurrent=True)[0].title == "recurrent state while decoding"
+    )
     assert _decide(**small)[0].cause == "rounding"
     other = [legs[0], legs[1]._replace(mean=1e-4)]
     assert _decide(**small | {"legs": other})[0].cause == "decoding"
@@ -361,13 +443,19 @@ def test_the_tokens_say_whose_temperature_is_wrong():
 def test_settings_speak_only_where_nothing_was_measured():
     price = {"quantized_cache": "the engine's key-value cache is fp8"}
     (found,) = _decide(settings=price)
-    assert found.cause == "quantized_cache" and found.evidence[0].startswith("By its settings, not by measurement")
+    assert found.cause == "quantized_cache" and found.evidence[0].startswith(
+        "By its settings, not by measurement"
+    )
     assert [finding.cause for finding in _decide(settings=price, rounding=1.0)] == ["rounding"]
     assert [f.cause for f in diagnose(collect(columns(top_p=0.9), settings=price))] == ["support"]
 
 
 def test_every_cause_has_a_title_and_a_remedy_and_can_be_named():
-    reached = {cause for _, expected in _PLANTED.values() for cause in expected} | {"too_few", "unchecked", "sharper"}
+    reached = {cause for _, expected in _PLANTED.values() for cause in expected} | {
+        "too_few",
+        "unchecked",
+        "sharper",
+    }
     reached |= {"misaligned", "filled", "unsampled", "penalty", "unrelated", "random_weights"}
     for name in CAUSES.keys() - reached:
         found = _decide(explanations=[Explanation("x", name, 0.95)])[0]
@@ -377,15 +465,20 @@ def test_every_cause_has_a_title_and_a_remedy_and_can_be_named():
 
 
 def test_of_a_part_of_the_benchmark_at_most_2_percent_are_false_defects_and_large_single_causes_are_named():
-    verdicts = [causes.judge(case) for case in (*causes.kept(), *causes.recurrent((12, 60), seed=3))]
+    verdicts = [
+        causes.judge(case) for case in (*causes.kept(), *causes.recurrent((12, 60), seed=3))
+    ]
     false = [(each.case.model, each.case.name, each.named) for each in verdicts if each.false]
     assert len(verdicts) > 120 and len(false) <= 0.02 * len(verdicts), false
     for name, (fault, planted) in causes.FAULTS.items():
         if planted:
-            # Noise of 4 bits hides what kind of sharper distribution it is, and is not called a temperature.
+            # Noise of 4 bits hides what kind of sharper distribution it is, and is not called a
+            # temperature.
             expected = {"sharper"} if name == "int4, temperature 0.9" else planted
             pairs = causes_recurrent.recording(fault, 300, seed=5)
-            assert causes.judge(causes.Case("recurrent", name, planted, pairs)).defects == expected, name
+            assert (
+                causes.judge(causes.Case("recurrent", name, planted, pairs)).defects == expected
+            ), name
 
 
 def _with_rollout(pairs, rows):
@@ -398,13 +491,20 @@ def _with_rollout(pairs, rows):
 def test_columns_that_have_nothing_in_common_are_not_called_other_weights(name, order, entropies):
     rng, pairs = np.random.default_rng(0), _REAL[name]
     rows = np.split(pairs.rollout_logprobs, pairs.starts[1:])
-    shuffled = [rng.permutation(row) for row in rows] if order == "within" else [rng.permutation(np.concatenate(rows))]
+    shuffled = (
+        [rng.permutation(row) for row in rows]
+        if order == "within"
+        else [rng.permutation(np.concatenate(rows))]
+    )
     pairs = _with_rollout(pairs, shuffled)
-    assert _named(pairs if entropies else dataclasses.replace(pairs, entropies=None)) == ["unrelated"]
+    assert _named(pairs if entropies else dataclasses.replace(pairs, entropies=None)) == [
+        "unrelated"
+    ]
 
 
 def test_really_other_weights_are_not_called_other_tokens():
-    # The demo's policy 32 steps older; noise of half of the weights' size; weights without any relation.
+    # The demo's policy 32 steps older; noise of half of the weights' size; weights without any
+    # relation.
     demo = read_kept(Path(causes.__file__).with_name("kept") / "causes_demo.npz")
     assert not {"unrelated", "random_weights"} & set(_named(demo["weights of step 8"]))
     for size, cause in ((0.5, "undetermined"), (10.0, "random_weights")):
@@ -414,10 +514,13 @@ def test_really_other_weights_are_not_called_other_tokens():
 
 
 def test_an_engine_of_random_weights_over_a_large_vocabulary_is_not_clean():
-    # p and q are both near 1 / 100,000: |p - q| is below what float32 rounds, and the columns are 2 nats apart.
+    # p and q are both near 1 / 100,000: |p - q| is below what float32 rounds, and the columns are 2
+    # nats apart.
     rng = np.random.default_rng(0)
     train, rollout = -13.5 + rng.normal(0, 1, (40, 30)), -11.5 + 0.1 * rng.normal(0, 1, (40, 30))
-    pairs = make_pairs(rng.integers(0, 9**5, (40, 30)), train, rollout, entropies=np.full((40, 30), 2.0))
+    pairs = make_pairs(
+        rng.integers(0, 9**5, (40, 30)), train, rollout, entropies=np.full((40, 30), 2.0)
+    )
     assert collect(pairs).mean < 1.1e-5 and _named(pairs) == ["random_weights"]
 
 
@@ -433,7 +536,10 @@ def test_columns_that_are_shifted_in_some_completions_are_named_with_their_share
     [found] = diagnose(collect(dataclasses.replace(pairs, train_logprobs=np.concatenate(train))))
     assert found.cause == "misaligned"
     assert f"in {count} of 24 completions ({share:.0%})" in found.evidence[0]
-    assert f"{abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}" in found.evidence[0]
+    assert (
+        f"{abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
+        in found.evidence[0]
+    )
 
 
 @pytest.mark.parametrize("changed", [{"penalty": 1.5}, {"presence": 2.0}, {"temperature": 1.2}])
@@ -441,11 +547,15 @@ def test_raw_log_probs_of_a_changed_sampling_are_not_called_rounding(changed):
     for rounding in (0.0, 0.02, 0.05):
         fault = causes_recurrent.Fault(raw="both", rounding=rounding, **changed)
         assert _named(causes_recurrent.recording(fault, 300, seed=0)) == ["raw_logprobs"]
-    assert _named(causes_recurrent.recording(causes_recurrent.Fault(rounding=0.05), 300, seed=0)) == ["rounding"]
+    assert _named(
+        causes_recurrent.recording(causes_recurrent.Fault(rounding=0.05), 300, seed=0)
+    ) == ["rounding"]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("min_p", [0.05, 0.1, 0.3])
 def test_zeros_of_a_cut_beside_a_quantized_engine_are_not_filled_in(bits, min_p):
     pairs = causes_recurrent.recording(causes_recurrent.Fault(bits=bits, min_p=min_p), 150, seed=1)
-    assert "filled" not in _named(pairs) and "filled" not in _named(dataclasses.replace(pairs, entropies=None))
+    assert "filled" not in _named(pairs) and "filled" not in _named(
+        dataclasses.replace(pairs, entropies=None)
+    )

@@ -1,4 +1,6 @@
-"""Recordings of other frameworks and of our own runs: found, told apart, read, and the planted cause named."""
+"""Recordings of other frameworks and of our own runs: found, told apart, read, and the planted
+cause named.
+"""
 
 import functools
 import gzip
@@ -36,7 +38,9 @@ _probe = functools.partial(run_command, probe.main, "probe")
 
 def _read(*paths, **options):
     left_out = LeftOut()
-    return read_run(find_files([str(path) for path in paths], left_out), left_out, max_tokens=10**7, **options)
+    return read_run(
+        find_files([str(path) for path in paths], left_out), left_out, max_tokens=10**7, **options
+    )
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -53,7 +57,11 @@ def test_the_probe_names_the_planted_cause_of_a_directory(name, tmp_path, capsys
     assert tuple(part["name"] for part in over["ranks"]) == ranks
     assert tuple(part["name"] for part in over["sources"]) == sources
     # 40 completions of 40 tokens; a token of a prompt or of padding would make it more.
-    assert pair["statistics"]["tokens"] == sum(step["statistics"]["tokens"] for step in over["steps"]) == 1600
+    assert (
+        pair["statistics"]["tokens"]
+        == sum(step["statistics"]["tokens"] for step in over["steps"])
+        == 1600
+    )
     page = (tmp_path / "probe.html").read_text()
     assert "Over training" in page and page.count("<figure ") == 3
 
@@ -74,7 +82,9 @@ def test_the_numbers_of_a_step_are_those_that_were_planted(name):
     pairs = columns(**planted)
     expected = pairs.discrepancy.reshape(2, -1).mean(axis=1)
     found = _read(FIXTURES / name)
-    np.testing.assert_allclose([step.statistics.mean for step in found.over_training.steps], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        [step.statistics.mean for step in found.over_training.steps], expected, rtol=1e-6
+    )
 
 
 def _recorded(path, rank=0, steps=(1, 2, 3), framework="trl", size=0.01, rows=4):
@@ -89,12 +99,18 @@ def test_globs_files_and_a_rank_that_stands_out(tmp_path):
     for rank, size in enumerate((0.01, 0.01, 0.2)):
         _recorded(tmp_path, rank, size=size)
     found = _read(tmp_path / "step_*" / "rank_*.jsonl")
-    assert found.rows == 36 and [part.mean for part in found.over_training.ranks] == pytest.approx([0.01, 0.01, 0.2])
-    assert found.over_training.notes == ("rank 2 stands out: mean |dp| 0.2, the others' median is 0.01.",)
+    assert found.rows == 36 and [part.mean for part in found.over_training.ranks] == pytest.approx(
+        [0.01, 0.01, 0.2]
+    )
+    assert found.over_training.notes == (
+        "rank 2 stands out: mean |dp| 0.2, the others' median is 0.01.",
+    )
     assert found.over_training.odd_rank == "rank 2 stands out"
     # One token in three: (0.01 + 0.01 + 0.2) / 3.
     assert found.over_training.steps[0].statistics.mean == pytest.approx(0.22 / 3)
-    again = _read(*tmp_path.rglob("rank_0.jsonl"), tmp_path / "step_1" / "rank_*.jsonl", allow_gaps=True)
+    again = _read(
+        *tmp_path.rglob("rank_0.jsonl"), tmp_path / "step_1" / "rank_*.jsonl", allow_gaps=True
+    )
     assert again.rows == 12 + 8  # a file that is named twice is read once
 
 
@@ -106,7 +122,10 @@ def test_no_c_is_recommended_while_one_rank_has_other_weights(tmp_path, capsys):
         ids = rng.integers(1, 50_000, train.shape)
         Recorder(tmp_path / "r", "trl", rank=rank).write(1, ids, train, engine)
     code, said, _ = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
-    assert code == 0 and "No tolerance c is recommended until this is fixed: rank 1 stands out." in said
+    assert (
+        code == 0
+        and "No tolerance c is recommended until this is fixed: rank 1 stands out." in said
+    )
 
 
 def test_the_alarms_run_over_the_steps(tmp_path):
@@ -114,7 +133,9 @@ def test_the_alarms_run_over_the_steps(tmp_path):
         _recorded(tmp_path, steps=[step], size=0.01 if step < 25 else 0.2)
     over = _read(tmp_path).over_training
     # c is recommended for the first five steps: 1.25 x 0.01, rounded up.
-    assert over.tolerance == pytest.approx(0.013) and "weight_sync" in [alarm.name for alarm in over.alarms]
+    assert over.tolerance == pytest.approx(0.013) and "weight_sync" in [
+        alarm.name for alarm in over.alarms
+    ]
     assert _read(tmp_path, tolerance=0.3).over_training.tolerance == 0.3
 
 
@@ -134,8 +155,13 @@ def test_a_run_that_is_still_writing_is_read_and_what_it_lacks_is_said(tmp_path,
     code, said, error = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
     assert (code, error) == (0, "") and "over 3 steps" in said
     line = next(line for line in said.splitlines() if line.startswith("left out: "))
-    assert "what is cut or incomplete" in line and "rank 1 is missing in step 3, the last one" in line
-    assert "and 1 more" in line and "left out: what is cut" in (tmp_path / "out" / "probe.html").read_text()
+    assert (
+        "what is cut or incomplete" in line and "rank 1 is missing in step 3, the last one" in line
+    )
+    assert (
+        "and 1 more" in line
+        and "left out: what is cut" in (tmp_path / "out" / "probe.html").read_text()
+    )
     # The viewer reads the same files.
     view.main(["view", str(tmp_path / "r"), "--out", str(tmp_path / "v")])
     assert "left out: what is cut or incomplete" in capsys.readouterr().out
@@ -172,7 +198,11 @@ def _drop(path):
 @pytest.mark.parametrize(
     ("dropped", "message"),
     [
-        ("step_3", "step 3 is missing between steps 1 and 5, 1 apart elsewhere; add the files, or read on without"),
+        (
+            "step_3",
+            "step 3 is missing between steps 1 and 5, 1 apart elsewhere; add the files, or read "
+            "on without",
+        ),
         ("step_*/rank_1.jsonl", "rank 1 is missing in step 1, of 0 to 2; add the files"),
         ("step_2/rank_0.jsonl", "rank 0 is missing in step 2, of 0 to 2"),
     ],
@@ -192,7 +222,9 @@ def test_steps_that_are_recorded_every_k_are_no_gap(tmp_path):
     _recorded(tmp_path, steps=(1, 11, 21))
     assert [step.step for step in _read(tmp_path).over_training.steps] == [1, 11, 21]
     _recorded(tmp_path, steps=(41,))
-    with pytest.raises(UserError, match="step 31 is missing between steps 1 and 41, 10 apart elsewhere"):
+    with pytest.raises(
+        UserError, match="step 31 is missing between steps 1 and 41, 10 apart elsewhere"
+    ):
         _read(tmp_path)
 
 
@@ -205,7 +237,9 @@ def test_mixed_frameworks_and_two_runs_are_refused(tmp_path, capsys):
         (("a", "c"), "step 1, rank 0 is in "),
         ((".",), "recordings of several frameworks in one call"),
     ):
-        code, said, error = _probe(capsys, *(tmp_path / path for path in paths), "--out", tmp_path / "out")
+        code, said, error = _probe(
+            capsys, *(tmp_path / path for path in paths), "--out", tmp_path / "out"
+        )
         assert (code, said) == (2, "") and message in error and error.count("\n") == 1
     code, _, error = _probe(capsys, tmp_path / "a", "--format", "verl", "--out", tmp_path / "out")
     assert code == 2 and "--format=verl: " in error and "was recorded by trl" in error
@@ -225,7 +259,11 @@ def test_mixed_frameworks_and_two_runs_are_refused(tmp_path, capsys):
             '{"input": "a", "output": "b", "gts": "c", "score": 1.0, "step": 1}',
             "record both with dcmdp_jax.record",
         ),
-        ("x.jsonl", '{"input_prompt": "a", "output_response": "b"}', "verl, TRL and SkyRL write none by themselves"),
+        (
+            "x.jsonl",
+            '{"input_prompt": "a", "output_response": "b"}',
+            "verl, TRL and SkyRL write none by themselves",
+        ),
         (
             "x.jsonl",
             '{"step": 1, "prompt": "a", "completion": "b", "advantage": 0}',
@@ -250,17 +288,24 @@ def test_a_torch_file_that_is_no_dump_is_refused_and_nothing_in_it_is_run(tmp_pa
     with pytest.raises(UserError, match="not readable by torch"):
         find_files([str(tmp_path)], LeftOut())
     torch.save({"rollout_data": {"log_probs": []}}, tmp_path / "train_0.pt")
-    with pytest.raises(UserError, match="Keys found: rollout_data. Formats tried: .*slime .format_version"):
+    with pytest.raises(
+        UserError, match="Keys found: rollout_data. Formats tried: .*slime .format_version"
+    ):
         find_files([str(tmp_path)], LeftOut())
 
 
 def test_a_wrong_value_is_named_with_file_row_and_the_frameworks_own_column(tmp_path):
-    rows = [json.loads(line) for line in (FIXTURES / "prime_rl/token_exports/step_0/rank_0.jsonl").open()]
+    rows = [
+        json.loads(line)
+        for line in (FIXTURES / "prime_rl/token_exports/step_0/rank_0.jsonl").open()
+    ]
     rows[3]["inference_logprobs"][9] = 0.5
     path = tmp_path / "step_0" / "rank_0.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="rank_0.jsonl, row 3: inference_logprobs is 0.5 at token 9"):
+    with pytest.raises(
+        UserError, match="rank_0.jsonl, row 3: inference_logprobs is 0.5 at token 9"
+    ):
         _read(path)
 
 
@@ -275,10 +320,20 @@ def test_the_recorder_refuses_shapes_and_writes_what_was_given(tmp_path):
             recorder.write(0, [[1, 2, 3]], p, p, **bad)
     with pytest.raises(ValueError, match="rank is -1"):
         Recorder(tmp_path, "mine", rank=-1)
-    options = {"advantages": [[1.0, 0.5, 9.0]], "rewards": [1], "groups": ["a"], "sources": ["s"], "lags": [2]}
+    options = {
+        "advantages": [[1.0, 0.5, 9.0]],
+        "rewards": [1],
+        "groups": ["a"],
+        "sources": ["s"],
+        "lags": [2],
+    }
     recorder.write(0, [[1, 2, 3]], p, p + np.array([0, np.nan, 0]), [[1, 1, 0]], **options)
     [row] = [json.loads(line) for line in (tmp_path / "step_0" / "rank_1.jsonl").open()]
-    assert row["token_ids"] == [1, 2] and row["rollout_logprobs"][1] is None and row["advantage"] == 0.75
+    assert (
+        row["token_ids"] == [1, 2]
+        and row["rollout_logprobs"][1] is None
+        and row["advantage"] == 0.75
+    )
     assert np.float32(row["train_logprobs"][1]) == p[0, 1]
     assert (row["reward"], row["group"], row["source"], row["lag"]) == (1, "a", "s", 2)
     # A second process of the run begins the file anew; the first one appends.
@@ -310,7 +365,9 @@ def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path)
     # TRL's default, use_vllm=False, computes neither: the other setting is True already.
     with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
         record_trl(recorder, 0, {"completion_ids": ids, "completion_mask": ids})
-    with pytest.raises(ValueError, match="no old_per_token_logps: set vllm_importance_sampling_correction=True"):
+    with pytest.raises(
+        ValueError, match="no old_per_token_logps: set vllm_importance_sampling_correction=True"
+    ):
         record_trl(recorder, 0, {"completion_ids": ids, "sampling_per_token_logps": ids})
     with pytest.raises(ValueError, match="calculate_log_probs=True"):
         record_verl(recorder, 0, {"responses": ids})
@@ -321,16 +378,30 @@ def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path)
 def _completions(count, length=1000):
     rng = np.random.default_rng(0)
     logprobs = lambda: -rng.exponential(1, length).astype(np.float32)  # noqa: E731 - drawn twice a row
-    same = dict(source="s", mask=np.ones(length, bool), policy_versions=np.full(length, 4), reward=1.0, advantage=0.5)
+    same = dict(
+        source="s",
+        mask=np.ones(length, bool),
+        policy_versions=np.full(length, 4),
+        reward=1.0,
+        advantage=0.5,
+    )
     ids = lambda: rng.integers(0, 150_000, length)  # noqa: E731
     return [
-        dict(completion=i, prompt_id=i // 2, token_ids=ids(), train_logprobs=logprobs(), rollout_logprobs=logprobs())
+        dict(
+            completion=i,
+            prompt_id=i // 2,
+            token_ids=ids(),
+            train_logprobs=logprobs(),
+            rollout_logprobs=logprobs(),
+        )
         | same
         for i in range(count)
     ]
 
 
-def test_our_own_recording_takes_less_than_13_bytes_a_token_and_stays_within_its_bound(tmp_path, caplog):
+def test_our_own_recording_takes_less_than_13_bytes_a_token_and_stays_within_its_bound(
+    tmp_path, caplog
+):
     writer = RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=None)
     assert [step for step in range(1, 12) if writer.due(step)] == [1, 6, 11]
     for step in (1, 6, 11):
@@ -345,11 +416,16 @@ def test_our_own_recording_takes_less_than_13_bytes_a_token_and_stays_within_its
     RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=6)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_6.parquet"]
     RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=None)
-    assert not (tmp_path / "rollouts").exists() and (tmp_path / "rollouts.previous" / "step_6.parquet").is_file()
+    assert (
+        not (tmp_path / "rollouts").exists()
+        and (tmp_path / "rollouts.previous" / "step_6.parquet").is_file()
+    )
 
 
 def _steps(directory, behind, steps=12):
-    """A policy that learns: its logits move a step at a time, and the engine's with them or, `behind`, not at all."""
+    """A policy that learns: its logits move a step at a time, and the engine's with them or,
+    `behind`, not at all.
+    """
     rng = np.random.default_rng(0)
     start, change = rng.normal(0, 2, (40, 30)), rng.normal(0, 0.3, (40, 30))
     for step in range(steps):
@@ -363,7 +439,9 @@ def _steps(directory, behind, steps=12):
         Recorder(directory, "verl").write(step, ids, of(p), of(q))
 
 
-def test_an_engine_that_the_updates_do_not_reach_is_named_from_the_course_over_the_steps(tmp_path, capsys):
+def test_an_engine_that_the_updates_do_not_reach_is_named_from_the_course_over_the_steps(
+    tmp_path, capsys
+):
     for behind in (True, False):
         directory = tmp_path / str(behind)
         _steps(directory, behind)
@@ -373,7 +451,10 @@ def test_an_engine_that_the_updates_do_not_reach_is_named_from_the_course_over_t
         if behind:
             assert (pair["findings"][0]["cause"], alarms) == ("unseen_updates", ["unseen_updates"])
             # One screen does not both refuse and recommend a c.
-            assert pair["recommendation"]["tolerance"] is None and pair["over_training"]["tolerance"] is None
+            assert (
+                pair["recommendation"]["tolerance"] is None
+                and pair["over_training"]["tolerance"] is None
+            )
             assert "(no c)" in said and "raise c" not in said and "noise floor of 0" not in said
         else:
             assert (pair["findings"][0]["cause"], alarms) == ("rounding", [])
@@ -386,7 +467,11 @@ def test_identical_completions_are_named_unless_chance_makes_them(tmp_path, caps
         logits = sharpness * rng.normal(0, 1, (4, 40, 30))
         q = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
         # Four prompts, eight completions each; those of "seeded" share their random numbers.
-        noise = rng.gumbel(size=(1, *q.shape)).repeat(8, 0) if name == "seeded" else rng.gumbel(size=(8, *q.shape))
+        noise = (
+            rng.gumbel(size=(1, *q.shape)).repeat(8, 0)
+            if name == "seeded"
+            else rng.gumbel(size=(8, *q.shape))
+        )
         ids = (q + noise).argmax(axis=3).reshape(32, 40)
         of = np.take_along_axis(np.tile(q, (8, 1, 1)), ids[..., None], 2)[..., 0]
         Recorder(tmp_path / name, "mine").write(0, ids, of, of)
@@ -399,10 +484,16 @@ def test_columns_of_other_names_are_found_by_their_cells(tmp_path, capsys):
     row = {"ids": [7, 8], "lp_train": [-0.5, -0.25], "lp_vllm": [-0.5, None], "dialog": "a"}
     (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
     code, _, error = _probe(capsys, tmp_path / "r.jsonl", "--out", tmp_path / "out")
-    wanted = "lp_train, lp_vllm hold log-probs: name the training stack's by --train-column, the engine's by"
+    wanted = (
+        "lp_train, lp_vllm hold log-probs: name the training stack's by --train-column, the "
+        "engine's by"
+    )
     assert code == 2 and wanted in error and "--token-column=ids" in error
     (tmp_path / "r.jsonl").write_text(json.dumps({"dialog": "a", "token_count": 3}) + "\n")
-    assert "text without log-probs" in _probe(capsys, tmp_path / "r.jsonl", "--out", tmp_path / "out")[2]
+    assert (
+        "text without log-probs"
+        in _probe(capsys, tmp_path / "r.jsonl", "--out", tmp_path / "out")[2]
+    )
 
 
 def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys):
@@ -413,25 +504,47 @@ def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys)
     arguments = tmp_path / "r.jsonl", "--out", tmp_path / "out"
     assert _probe(capsys, *arguments, "--fail-above=0.068")[0] == 0
     code, said, error = _probe(capsys, *arguments, "--fail-above=0.067")
-    assert (code, error) == (1, "mean |dp| above --fail-above=0.067: columns r 0.0671\n") and "wrote" in said
+    assert (code, error) == (
+        1,
+        "mean |dp| above --fail-above=0.067: columns r 0.0671\n",
+    ) and "wrote" in said
 
 
 def test_the_remedy_names_the_frameworks_own_setting(tmp_path, capsys):
-    settings = {"verl": "actor_rollout_ref.rollout.temperature", "skyrl": "generator.sampling_params.temperature"}
+    settings = {
+        "verl": "actor_rollout_ref.rollout.temperature",
+        "skyrl": "generator.sampling_params.temperature",
+    }
     for framework, setting in settings.items():
         pairs = columns(temperature=0.7)
-        cells = [x.reshape(40, 40) for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)]
+        cells = [
+            x.reshape(40, 40)
+            for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)
+        ]
         Recorder(tmp_path / framework, framework).write(0, *cells)
-        assert f"Here: {setting}." in _probe(capsys, tmp_path / framework, "--out", tmp_path / "out")[1]
+        assert (
+            f"Here: {setting}."
+            in _probe(capsys, tmp_path / framework, "--out", tmp_path / "out")[1]
+        )
 
 
 def test_entropies_reach_the_recording_of_each_framework(tmp_path):
     p, ones = np.log(np.full((1, 2), 0.5)), np.ones((1, 2), int)
-    trl = {"completion_ids": ones, "completion_mask": ones, "old_per_token_logps": p, "sampling_per_token_logps": p}
+    trl = {
+        "completion_ids": ones,
+        "completion_mask": ones,
+        "old_per_token_logps": p,
+        "sampling_per_token_logps": p,
+    }
     verl = {"responses": ones, "old_log_probs": p, "rollout_log_probs": p, "response_mask": ones}
     skyrl = {"sequences": ones, "loss_mask": ones, "action_log_probs": p, "rollout_logprobs": p}
     batches = (record_trl, trl), (record_verl, verl), (record_skyrl, skyrl)
     for record, batch in batches:
         directory = tmp_path / record.__name__
-        record(Recorder(directory, "x"), 0, batch | {"advantages": np.ones(1)}, entropies=np.array([[0.5, 0.25]]))
+        record(
+            Recorder(directory, "x"),
+            0,
+            batch | {"advantages": np.ones(1)},
+            entropies=np.array([[0.5, 0.25]]),
+        )
         assert _read(directory).pairs.entropies.tolist() == [0.5, 0.25]

@@ -16,7 +16,9 @@ def _pairs(p, q, lengths, ids=None, **columns):
     split = lambda x: np.split(np.asarray(x, np.float64), bounds)  # noqa: E731 - used three times in place
     ids = range(len(p)) if ids is None else ids
     logs = [split(np.log(np.asarray(x))) for x in (p, q)]
-    return make_pairs(split(ids), *logs, **{name: split(values) for name, values in columns.items()})
+    return make_pairs(
+        split(ids), *logs, **{name: split(values) for name, values in columns.items()}
+    )
 
 
 # |p - q|: 0.25, 0, 0.25 | 0.1, 0.3: means 1/6 and 0.2.
@@ -40,12 +42,17 @@ def test_statistics_by_hand():
     assert found.effective_sample_size == pytest.approx(26.01 / (5 * 6.85), rel=1e-6)
     # The second completion alone: its mean is 0.2. Over tokens it would be 3 of 5.
     assert found.completions_over == 0.5
-    # Odds 1, 1, 1/3, 1.5, 1/4 over 1/3, 1, 1, 1, 1: eps is log 3, 0, -log 3, log 1.5, -log 4; |eps| sorted 0, log 1.5,
-    # log 3, log 3, log 4, of which 95% is 0.8 of the way from the fourth to the fifth.
+    # Odds 1, 1, 1/3, 1.5, 1/4 over 1/3, 1, 1, 1, 1: eps is log 3, 0, -log 3, log 1.5, -log 4; |eps|
+    # sorted 0, log 1.5, log 3, log 3, log 4, of which 95% is 0.8 of the way from the fourth to the
+    # fifth.
     assert found.displacement_mean == pytest.approx((math.log(1.5) - math.log(4)) / 5, abs=1e-6)
-    assert found.displacement_abs_mean == pytest.approx((2 * math.log(3) + math.log(1.5) + math.log(4)) / 5, rel=1e-6)
+    assert found.displacement_abs_mean == pytest.approx(
+        (2 * math.log(3) + math.log(1.5) + math.log(4)) / 5, rel=1e-6
+    )
     assert found.displacement_abs_p50 == pytest.approx(math.log(3), rel=1e-6)
-    assert found.displacement_abs_p95 == pytest.approx(math.log(3) + 0.8 * math.log(4 / 3), rel=1e-6)
+    assert found.displacement_abs_p95 == pytest.approx(
+        math.log(3) + 0.8 * math.log(4 / 3), rel=1e-6
+    )
     assert math.isnan(measure(_FIVE).completions_over)
 
 
@@ -55,18 +62,28 @@ def test_statistics_are_those_of_the_training_step():
     found = measure(make_pairs([np.arange(500)], [train], [rollout]))
     other = mismatch_statistics(jnp.asarray(train), jnp.asarray(rollout), np.ones(500, bool))
     ours = {name: getattr(found, name.removeprefix("mismatch/")) for name in other}
-    assert ours == pytest.approx({name: float(value) for name, value in other.items()}, rel=1e-3, abs=1e-5)
+    assert ours == pytest.approx(
+        {name: float(value) for name, value in other.items()}, rel=1e-3, abs=1e-5
+    )
     # A certain token has finite log-odds: 16.6 where float32 calls it 1.
     train[0], rollout[0] = 0.0, -0.5
     found = measure(make_pairs([np.arange(500)], [train], [rollout]))
     other = displacement_statistics(jnp.asarray(train), jnp.asarray(rollout), np.ones(500, bool))
     ours = {name: getattr(found, f"displacement_{name}") for name in other}
-    assert ours == pytest.approx({name: float(value) for name, value in other.items()}, rel=1e-3, abs=1e-4)
+    assert ours == pytest.approx(
+        {name: float(value) for name, value in other.items()}, rel=1e-3, abs=1e-4
+    )
 
 
 def test_equal_columns_disagree_nowhere():
     found = measure(make_pairs([[1, 2]], [[-1.0, -2.0]], [[-1.0, -2.0]]), tolerance=0.0)
-    assert (found.mean, found.max, found.k1, found.k3, found.effective_sample_size) == (0, 0, 0, 0, 1)
+    assert (found.mean, found.max, found.k1, found.k3, found.effective_sample_size) == (
+        0,
+        0,
+        0,
+        0,
+        1,
+    )
     assert found.pearson == pytest.approx(1) and found.completions_over == 0
 
 
@@ -78,13 +95,21 @@ def test_ragged_columns_must_be_aligned():
 
 
 def test_groups_by_hand():
-    groups = {group.label: group for group in analysis.by_probability(_pairs([0.6, 0.8, 0.4], [0.3, 0.7, 0.6], [3]))}
+    groups = {
+        group.label: group
+        for group in analysis.by_probability(_pairs([0.6, 0.8, 0.4], [0.3, 0.7, 0.6], [3]))
+    }
     # 0.3 of 0.6 in all is the first's; the bin is that of q, not of p.
-    assert {label: group.tokens for label, group in groups.items()} == {"0.25 - 0.5": 1, "0.5 - 0.75": 2}
+    assert {label: group.tokens for label, group in groups.items()} == {
+        "0.25 - 0.5": 1,
+        "0.5 - 0.75": 2,
+    }
     assert groups["0.25 - 0.5"].mean == pytest.approx(0.3, rel=1e-6)
     assert groups["0.25 - 0.5"].share == pytest.approx(0.5, rel=1e-6)
     assert groups["0.25 - 0.5"].mean_log_ratio == pytest.approx(math.log(2), rel=1e-6)
-    places = {group.label: (group.tokens, round(group.mean, 6)) for group in analysis.by_position(_FIVE)}
+    places = {
+        group.label: (group.tokens, round(group.mean, 6)) for group in analysis.by_position(_FIVE)
+    }
     # First tokens .25 and .1, second 0 and .3, third .25.
     assert places == {"1": (2, 0.175), "2": (2, 0.15), "3 - 4": (1, 0.25)}
     assert analysis.by_entropy(_FIVE) == [] and analysis.by_lag(_FIVE) == []
@@ -100,7 +125,9 @@ def test_the_tokens_with_the_largest_part_come_first():
     texts = {0: "12", 1: " the", 2: "\n", 3: "<|im_end|>", 4: "x2"}
     pairs = _pairs([0.5] * 6, [0.4, 0.5, 0.5, 0.5, 0.3, 0.2], [6], ids=[0, 1, 2, 3, 4, 0])
     first = analysis.by_token(pairs, texts.get)[0]
-    assert (first.label, first.tokens) == ("0 '12'", 2) and first.share == pytest.approx(0.4 / 0.6, rel=1e-6)
+    assert (first.label, first.tokens) == ("0 '12'", 2) and first.share == pytest.approx(
+        0.4 / 0.6, rel=1e-6
+    )
 
 
 def test_worst_tokens_stay_within_their_completion():
@@ -115,7 +142,10 @@ def test_completions_that_are_alike_up_to_a_token_show_it_once():
     pairs = _pairs(p, q, [2, 2, 2], ids=[7, 8, 7, 8, 7, 8])
     # The third has the same tokens and another probability, so another prompt.
     worst = analysis.worst_tokens(pairs, str)
-    assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
+    assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [
+        (2, 1),
+        (0, 1),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,19 @@ def _tokens(text):
     return np.array(TOKENIZER(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-PROMPTS = [_tokens(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in QUESTIONS]
+PROMPTS = [
+    _tokens(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+    for question in QUESTIONS
+]
 BARE = [_tokens(question) for question in QUESTIONS]
 
 
 def with_one_stale_tensor():
     mixed = jax.tree.map(lambda leaf: leaf, params())
     kernel = mixed["layers"]["mlp"]["down"]["kernel"]
-    mixed["layers"]["mlp"]["down"]["kernel"] = kernel.at[1].set(params(True)["layers"]["mlp"]["down"]["kernel"][1])
+    mixed["layers"]["mlp"]["down"]["kernel"] = kernel.at[1].set(
+        params(True)["layers"]["mlp"]["down"]["kernel"][1]
+    )
     return mixed
 
 
@@ -53,10 +58,23 @@ def sampled(engine, prompts=None, **distribution):
 
 
 def analysis(
-    engine, found, *, temperature=1.0, compute="float32", rescore=True, train_compute="float32", weights=None, **more
+    engine,
+    found,
+    *,
+    temperature=1.0,
+    compute="float32",
+    rescore=True,
+    train_compute="float32",
+    weights=None,
+    **more,
 ):
-    others, weights = ({"step 3": params(True)}, {"text without a chat template": BARE}), weights or params()
-    setup = Setup(CONFIG, weights, PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute, **more)
+    others, weights = (
+        ({"step 3": params(True)}, {"text without a chat template": BARE}),
+        weights or params(),
+    )
+    setup = Setup(
+        CONFIG, weights, PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute, **more
+    )
     trainer = TrainingStack(CONFIG, weights, compute=Compute(dtype=train_compute))
     measured = compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup)
     return analyze(explained(measured, found.prompt_index, setup) if rescore else measured)
@@ -70,25 +88,35 @@ def test_a_clean_pair_is_called_clean():
     engine = local()
     found = analysis(engine, sampled(engine))
     assert [finding.cause for finding in found.findings] == ["clean"]
-    # Two float32 programs of one model: rounding, and not a bit-for-bit copy that would hide everything.
-    assert 0 < found.statistics.mean < 1e-6 and all(0 <= floor < 1e-6 for floor in found.floors.values())
+    # Two float32 programs of one model: rounding, and not a bit-for-bit copy that would hide
+    # everything.
+    assert 0 < found.statistics.mean < 1e-6 and all(
+        0 <= floor < 1e-6 for floor in found.floors.values()
+    )
 
 
 def test_the_sampling_floor_is_that_of_another_batch():
     engine = local(precision="bfloat16", compute_dtype="bfloat16")
     found = sampled(engine)
     floor = sampling_floor(engine, found.episodes, SAMPLING, seed=0)
-    # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing to compare.
+    # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing
+    # to compare.
     assert floor is not None and floor < 0.02
     assert sampling_floor(engine, found.episodes[:1], SAMPLING, seed=0) is None
-    moved = [episode.with_columns(rollout_logprobs=episode.rollout_logprobs - 1) for episode in found.episodes]
+    moved = [
+        episode.with_columns(rollout_logprobs=episode.rollout_logprobs - 1)
+        for episode in found.episodes
+    ]
     assert sampling_floor(engine, moved, SAMPLING, seed=0) > 10 * floor
 
 
 def test_bfloat16_is_rounding_noise():
     engine = local(precision="bfloat16", compute_dtype="bfloat16")
     found = analysis(engine, sampled(engine), compute="bfloat16")
-    assert found.findings[0].cause == "rounding" and found.recommendation.tolerance > found.statistics.mean > 1e-3
+    assert (
+        found.findings[0].cause == "rounding"
+        and found.recommendation.tolerance > found.statistics.mean > 1e-3
+    )
 
 
 def test_adapters_that_the_engines_weights_round_are_named():
@@ -108,7 +136,12 @@ def test_adapters_that_the_engines_weights_round_are_named():
     [
         ({"precision": "int8"}, {}, "quantized_weights", "Scoring with int8 weights"),
         ({"precision": "int4"}, {}, "quantized_weights", "Scoring with int4 weights"),
-        ({"precision": "fp8"}, {}, "quantized_weights", "Scoring with fp8 weights, a scale for each output channel"),
+        (
+            {"precision": "fp8"},
+            {},
+            "quantized_weights",
+            "Scoring with fp8 weights, a scale for each output channel",
+        ),
         ({"kv_cache_dtype": "fp8"}, {}, "quantized_cache", "Scoring with an fp8 key-value cache"),
         (
             {"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "fp8"},
@@ -124,25 +157,46 @@ def test_adapters_that_the_engines_weights_round_are_named():
 )
 def test_what_the_engine_or_its_sampling_has_changed_is_named(settings, sampling, cause, said):
     engine = local(**settings)
-    finding = named(engine, sampled(engine, **sampling), compute=settings.get("compute_dtype", "float32"))[0]
+    finding = named(
+        engine, sampled(engine, **sampling), compute=settings.get("compute_dtype", "float32")
+    )[0]
     assert finding.cause == cause and said in finding.evidence[0]
 
 
 def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
-    """vLLM's CPU build truncates, ours rounds to nearest: scored again the other way, much of it is left."""
-    engine, form = local(), {each: cache_rounding(parse_spec(each)) for each in ("local:exact,cache=fp8", "local:int8")}
+    """vLLM's CPU build truncates, ours rounds to nearest: scored again the other way, much of it is
+    left.
+    """
+    engine, form = (
+        local(),
+        {
+            each: cache_rounding(parse_spec(each))
+            for each in ("local:exact,cache=fp8", "local:int8")
+        },
+    )
     assert set(form.values()) == {"fp8"}
-    form = {each: cache_rounding(parse_spec(f"vllm:bfloat16,cache={each}")) for each in ("auto", "fp8", "fp8_e5m2")}
-    assert form == {"auto": "fp8_truncated", "fp8": "fp8_truncated", "fp8_e5m2": "fp8_e5m2_truncated"}
+    form = {
+        each: cache_rounding(parse_spec(f"vllm:bfloat16,cache={each}"))
+        for each in ("auto", "fp8", "fp8_e5m2")
+    }
+    assert form == {
+        "auto": "fp8_truncated",
+        "fp8": "fp8_truncated",
+        "fp8_e5m2": "fp8_e5m2_truncated",
+    }
     found, truncating = (
         sampled(engine),
         TrainingStack(CONFIG, params(), compute=Compute(), scheme=Scheme(cache=form["fp8"])),
     )
     prompts = [PROMPTS[index] for index in found.prompt_index]
-    found = dataclasses.replace(found, logprobs=truncating.score(prompts, found.completion_ids, temperature=1.0))
+    found = dataclasses.replace(
+        found, logprobs=truncating.score(prompts, found.completion_ids, temperature=1.0)
+    )
     share = {
         cache: next(
-            each.share for each in analysis(engine, found, cache=cache).evidence.explanations if "cache" in each.name
+            each.share
+            for each in analysis(engine, found, cache=cache).evidence.explanations
+            if "cache" in each.name
         )
         for cache in (form["fp8"], "fp8")
     }
@@ -169,15 +223,23 @@ def test_weights_in_groups_are_named_by_their_own_format(precision):
             "quantized_cache",
             "The engine's key-value cache is fp8. Without it, as local:exact,",
         ),
-        ("local:int8", "quantized_weights", "The engine's weights are int8. Without it, as local:float32,"),
+        (
+            "local:int8",
+            "quantized_weights",
+            "The engine's weights are int8. Without it, as local:float32,",
+        ),
     ],
 )
-def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engine, cause, said, monkeypatch):
+def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(
+    engine, cause, said, monkeypatch
+):
     monkeypatch.setattr("dcmdp_jax.lab.probe.compare._EMULATED", ())
     spec = parse_spec(engine)
 
     def build(spec):
-        return local(precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache)
+        return local(
+            precision=spec.precision, compute_dtype=spec.compute, kv_cache_dtype=spec.cache
+        )
 
     first = build(spec)
     found = sampled(first)
@@ -189,19 +251,28 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engin
     assert finding.cause == cause and finding.evidence[0].startswith(said)
     assert finding.evidence[0].endswith("100% of the mismatch is gone.")
     # Without that measurement the settings are all there is.
-    assert analyze(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
+    assert (
+        analyze(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
+    )
     # A setting that changes nothing is not blamed.
     innocent = [each._replace(share=0.02) for each in lifted]
-    assert analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
+    assert (
+        analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
+    )
 
 
 def test_raw_log_probs_in_place_of_those_sampled_from():
     engine = local()
     found = sampled(engine, temperature=0.7)
     prompts = [PROMPTS[index] for index in found.prompt_index]
-    raw = dataclasses.replace(found, logprobs=engine.score(prompts, found.completion_ids, temperature=1.0))
+    raw = dataclasses.replace(
+        found, logprobs=engine.score(prompts, found.completion_ids, temperature=1.0)
+    )
     finding = named(engine, raw, temperature=0.7)[0]
-    assert finding.cause == "raw_logprobs" and "temperature 1.00 in place of 0.70" in finding.evidence[0]
+    assert (
+        finding.cause == "raw_logprobs"
+        and "temperature 1.00 in place of 0.70" in finding.evidence[0]
+    )
     # The columns alone show it too.
     assert named(engine, raw, temperature=0.7, rescore=False)[0].cause == "raw_logprobs"
 
@@ -211,7 +282,8 @@ def test_stale_weights():
     finding = named(engine, sampled(engine))[0]
     assert (
         finding.cause == "stale_weights"
-        and finding.evidence[0] == "Scoring with the weights of step 3 explains 100% of the mismatch."
+        and finding.evidence[0]
+        == "Scoring with the weights of step 3 explains 100% of the mismatch."
     )
 
 
@@ -219,14 +291,19 @@ def test_one_tensor_that_was_not_synchronized_is_named():
     engine = local(with_one_stale_tensor())
     finding = named(engine, sampled(engine))[0]
     assert finding.cause == "unsynchronized_tensor"
-    assert finding.evidence[0].startswith("Scoring with model.layers.1.mlp.down_proj.weight of step 3")
+    assert finding.evidence[0].startswith(
+        "Scoring with model.layers.1.mlp.down_proj.weight of step 3"
+    )
 
 
 def test_an_engine_with_another_chat_template():
     engine = local()
     found = sampled(engine, BARE)
     finding = named(engine, found)[0]
-    assert finding.cause == "chat_template" and "text without a chat template explains 100%" in finding.evidence[0]
+    assert (
+        finding.cause == "chat_template"
+        and "text without a chat template explains 100%" in finding.evidence[0]
+    )
 
 
 def test_completions_that_were_decoded_and_encoded_again():
@@ -235,7 +312,8 @@ def test_completions_that_were_decoded_and_encoded_again():
     completions, logprobs = [], []
     for place, (ids, values) in enumerate(zip(found.completion_ids, found.logprobs, strict=True)):
         if place % 4 == 0:
-            # Two tokens become one at the middle, as a merge does; the pipeline lines the rest up as it comes.
+            # Two tokens become one at the middle, as a merge does; the pipeline lines the rest up
+            # as it comes.
             ids = np.concatenate([ids[: len(ids) // 2], ids[len(ids) // 2 + 1 :]])
         completions.append(ids)
         logprobs.append(values[: len(ids)])
@@ -252,7 +330,9 @@ def test_rounding_of_the_trainer_is_not_blamed_on_weights():
 
 @pytest.fixture
 def faulty_reads(monkeypatch):
-    """Decoding programs that read keys and values a tenth too large; those of other tests are not touched."""
+    """Decoding programs that read keys and values a tenth too large; those of other tests are not
+    touched.
+    """
     jax.clear_caches()
     monkeypatch.setattr(decode, "load", lambda stored, dtype: 1.1 * cache.load(stored, dtype))
     yield
@@ -282,7 +362,8 @@ def other_matrix(engine):
 
 
 @pytest.mark.parametrize(
-    ("plant", "cause", "place"), [(rounded_head, "head", "head"), (other_matrix, "mlp", "mlp of layer 1")]
+    ("plant", "cause", "place"),
+    [(rounded_head, "head", "head"), (other_matrix, "mlp", "mlp of layer 1")],
 )
 def test_an_operator_that_differs_is_named_with_its_layer(plant, cause, place):
     engine = local()
@@ -290,7 +371,10 @@ def test_an_operator_that_differs_is_named_with_its_layer(plant, cause, place):
     setup = Setup(CONFIG, params(), PROMPTS, 1.0)
     pair = {"engine": engine, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
     found = analyze(compare("pair", {}, sampled(engine), pair, setup))
-    assert found.findings[0].cause == cause and f"the {place} gives something else" in found.findings[0].evidence[0]
+    assert (
+        found.findings[0].cause == cause
+        and f"the {place} gives something else" in found.findings[0].evidence[0]
+    )
     decoding, one_pass = found.evidence.legs
     assert one_pass.share > 0.99 and decoding.mean < 1e-5
     assert [str(each) for each in outliers(found.evidence.operators)] == [place]
@@ -299,4 +383,6 @@ def test_an_operator_that_differs_is_named_with_its_layer(plant, cause, place):
 def test_a_quantized_cache_stands_out_in_every_layer():
     engine = local(kv_cache_dtype="fp8")
     found = analysis(engine, sampled(engine), rescore=False).evidence.operators
-    assert [(each.operator, each.layer) for each in outliers(found)] == [("cache", n) for n in range(CONFIG.num_layers)]
+    assert [(each.operator, each.layer) for each in outliers(found)] == [
+        ("cache", n) for n in range(CONFIG.num_layers)
+    ]

@@ -18,7 +18,10 @@ from dcmdp_jax.lab.probe.session import check_specs
         ("vllm:fp8_per_block", ProbeSpec("vllm", "fp8_per_block", "bfloat16")),
         ("local:exact,model=a/b", ProbeSpec("local", "exact", "float32", "auto", "a/b")),
         ("hf", ProbeSpec("hf", "float32", "float32")),
-        ("tests/engines/stub_engine.py:ENGINE", ProbeSpec("tests/engines/stub_engine.py:ENGINE", "float32", "float32")),
+        (
+            "tests/engines/stub_engine.py:ENGINE",
+            ProbeSpec("tests/engines/stub_engine.py:ENGINE", "float32", "float32"),
+        ),
         (
             "tests.engines.stub_engine:ENGINE:float32,model=a/b",
             ProbeSpec("tests.engines.stub_engine:ENGINE", "float32", "float32", "auto", "a/b"),
@@ -48,13 +51,17 @@ def test_what_is_no_engine_is_refused(text, said):
 
 
 def test_an_engine_that_only_scores_cannot_sample():
-    with pytest.raises(UserError, match="--a: hf:float32 only scores; engines that sample are local, vllm"):
+    with pytest.raises(
+        UserError, match="--a: hf:float32 only scores; engines that sample are local, vllm"
+    ):
         check_specs([parse_spec("hf")], parse_spec("trainer"))
 
 
 def test_two_vocabularies_that_differ_are_refused_in_one_line():
     first, second = {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1}
     check_same_tokens(first, dict(first), ("x", "y"))
-    with pytest.raises(UserError, match="differ in 2 tokens: token 1 is 'b' for x and 'c' for y; log-probs") as raised:
+    with pytest.raises(
+        UserError, match="differ in 2 tokens: token 1 is 'b' for x and 'c' for y; log-probs"
+    ) as raised:
         check_same_tokens(first, second, ("x", "y"))
     assert "\n" not in str(raised.value)

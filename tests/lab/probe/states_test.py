@@ -1,4 +1,6 @@
-"""Exact measures of whole states in the probe: float64 sums over the vocabulary, their bounds, and the estimates."""
+"""Exact measures of whole states in the probe: float64 sums over the vocabulary, their bounds, and
+the estimates.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +50,13 @@ def test_the_probe_has_exact_measures_beside_the_sampled_tokens_estimates():
     analyzed = analysis(engine, found, rescore=False)
     assert analyzed.states[-1].exact == pytest.approx(1, abs=1e-5)
     for one, (title, values), term in zip(analyzed.states[:-1], exact.items(), terms, strict=True):
-        assert one.title == title and one.exact == pytest.approx(values.mean(), rel=1e-3, abs=1e-6), title
+        assert one.title == title and one.exact == pytest.approx(
+            values.mean(), rel=1e-3, abs=1e-6
+        ), title
         assert one.sampled == pytest.approx(term.mean(), rel=1e-3, abs=1e-6), title
-        assert one.noise == pytest.approx(np.sqrt(np.mean((term - values) ** 2) / len(term)), rel=1e-3), title
+        assert one.noise == pytest.approx(
+            np.sqrt(np.mean((term - values) ** 2) / len(term)), rel=1e-3
+        ), title
         assert abs(one.sampled - one.exact) < 5 * one.noise and one.exact > 1e-5, title
     assert "\ntotal variation  " in table([analyzed])
 

@@ -8,21 +8,34 @@ from dcmdp_jax.lab.studies.arms import check_arm
 from dcmdp_jax.lab.studies.study import Arm
 
 _DEMO = {
-    "algorithm.tolerance_steps": 0, "optimizer.learning_rate": 1e-4, "training.prompts_per_step": 48,
+    "algorithm.tolerance_steps": 0,
+    "optimizer.learning_rate": 1e-4,
+    "training.prompts_per_step": 48,
     "training.prompts_per_mini_batch": 24,
-}  # fmt: skip
-_PAPER = {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037, "algorithm.dual_learning_rate": 1.0}
+}
+_PAPER = {
+    "algorithm.method": "dc_grpo",
+    "algorithm.tolerance": 0.0037,
+    "algorithm.dual_learning_rate": 1.0,
+}
 
 
 def _check(label, arm, given=()):
     check_arm(
-        label, arm, arm_values(arm), {*arm.settings, *given}, default_values(), arm_values(Arm("configs/qwen3_8b.py"))
+        label,
+        arm,
+        arm_values(arm),
+        {*arm.settings, *given},
+        default_values(),
+        arm_values(Arm("configs/qwen3_8b.py")),
     )
 
 
 def test_an_arm_that_inherits_a_demos_step_size_is_refused():
     """The fault of 2026-11-27: an arm named after the paper's eta of 1 that had the demo's 50."""
-    arm = Arm("configs/demo.py", _DEMO | {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037})
+    arm = Arm(
+        "configs/demo.py", _DEMO | {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037}
+    )
     said = r"arm 'x' inherits algorithm.dual_learning_rate=50.0 from configs/demo.py; say it in the arm$"
     with pytest.raises(UserError, match=said):
         _check("x", arm)
@@ -33,8 +46,12 @@ def test_an_arm_that_inherits_a_demos_step_size_is_refused():
 def test_what_an_arm_does_not_use_need_not_be_said():
     """GRPO has no ascent; but its updates a push and its learning rate are the demo's."""
     _check("grpo", Arm("configs/demo.py", _DEMO | {"algorithm.method": "grpo"}))
-    few = {name: value for name, value in _DEMO.items() if name != "training.prompts_per_mini_batch"}
-    with pytest.raises(UserError, match="inherits training.prompts_per_mini_batch=24 from configs/demo.py"):
+    few = {
+        name: value for name, value in _DEMO.items() if name != "training.prompts_per_mini_batch"
+    }
+    with pytest.raises(
+        UserError, match="inherits training.prompts_per_mini_batch=24 from configs/demo.py"
+    ):
         _check("grpo", Arm("configs/demo.py", few | {"algorithm.method": "grpo"}))
 
 
@@ -48,7 +65,9 @@ def test_what_an_arm_does_not_use_need_not_be_said():
     ],
 )
 def test_a_setting_that_the_arms_other_settings_override_is_refused(settings, name):
-    with pytest.raises(UserError, match=f"arm 'x' names {name}, which its other settings override; leave it out$"):
+    with pytest.raises(
+        UserError, match=f"arm 'x' names {name}, which its other settings override; leave it out$"
+    ):
         _check("x", Arm("configs/base.py", settings))
 
 
@@ -61,9 +80,13 @@ def test_an_arm_with_the_papers_name_is_the_papers_but_for_what_it_says():
     _check("ascent", other)
     _check("dc_grpo_eta50", Arm(other.config, other.settings, differs=("dual_learning_rate",)))
     for label in ("dc_grpo", "ascent"):
-        with pytest.raises(UserError, match="says that it differs from the paper in 'tolerance', and does not"):
+        with pytest.raises(
+            UserError, match="says that it differs from the paper in 'tolerance', and does not"
+        ):
             _check(label, Arm("configs/base.py", _PAPER, differs=("tolerance",)))
-    with pytest.raises(UserError, match=r"an arm's `differs` is 'tolerance', must be a tuple of names"):
+    with pytest.raises(
+        UserError, match=r"an arm's `differs` is 'tolerance', must be a tuple of names"
+    ):
         Arm("configs/base.py", _PAPER, differs="tolerance")
 
 
@@ -72,19 +95,85 @@ def test_the_rows_of_arms_by_hand():
     arms = {
         "grpo": Arm("demo", {"algorithm.method": "grpo", "rollout.precision": "int4"}),
         "dc": Arm("demo", {"training.prompts_per_mini_batch": 12, "algorithm.tolerance_steps": 0}),
-        "measured": Arm("demo", {"algorithm.budget": "p95", "algorithm.corrections": "tis", "rollout.lag": 2}),
-        "threshold": Arm("demo", {"algorithm.method": "threshold_grpo", "algorithm.normalize_std": False}),
+        "measured": Arm(
+            "demo", {"algorithm.budget": "p95", "algorithm.corrections": "tis", "rollout.lag": 2}
+        ),
+        "threshold": Arm(
+            "demo", {"algorithm.method": "threshold_grpo", "algorithm.normalize_std": False}
+        ),
     }
     _, _, *rows = (line.strip("| ").split(" | ") for line in table_of(arms).splitlines())
     mean = "seq_mean_token_mean"
     assert rows == [
-        ["`grpo`", "grpo", "0", "-", "-", "-", "diff", "-", mean, "yes", "2", "local int4", "40", "-", "-"],
-        ["`dc`", "dc_grpo", "0.1", "0.0012", "50", "1", "diff", "token", mean, "yes", "4", "local fp8", "40", "-", "-"],
-        ["`measured`", "dc_grpo", "0.1", "1.25 x first 4 steps", "50", "1", "diff", "token", mean, "yes", "2",
-         "local fp8 lag=2", "40", "corrections=tis", "-"],
-        ["`threshold`", "threshold_grpo", "1", "0.0012", "-", "-", "diff", "token", mean, "no", "2", "local fp8", "40",
-         "-", "-"],
-    ]  # fmt: skip
+        [
+            "`grpo`",
+            "grpo",
+            "0",
+            "-",
+            "-",
+            "-",
+            "diff",
+            "-",
+            mean,
+            "yes",
+            "2",
+            "local int4",
+            "40",
+            "-",
+            "-",
+        ],
+        [
+            "`dc`",
+            "dc_grpo",
+            "0.1",
+            "0.0012",
+            "50",
+            "1",
+            "diff",
+            "token",
+            mean,
+            "yes",
+            "4",
+            "local fp8",
+            "40",
+            "-",
+            "-",
+        ],
+        [
+            "`measured`",
+            "dc_grpo",
+            "0.1",
+            "1.25 x first 4 steps",
+            "50",
+            "1",
+            "diff",
+            "token",
+            mean,
+            "yes",
+            "2",
+            "local fp8 lag=2",
+            "40",
+            "corrections=tis",
+            "-",
+        ],
+        [
+            "`threshold`",
+            "threshold_grpo",
+            "1",
+            "0.0012",
+            "-",
+            "-",
+            "diff",
+            "token",
+            mean,
+            "no",
+            "2",
+            "local fp8",
+            "40",
+            "-",
+            "-",
+        ],
+    ]
 
 
 def test_the_papers_arms_of_the_paper_sized_studies_are_the_papers():

@@ -31,7 +31,9 @@ def test_what_is_read_is_what_a_study_compares(tmp_path):
     steps, values = found["grpo"][3][_REWARD]
     assert steps.tolist() == [1, 2, 3] and steps.dtype == np.int64
     np.testing.assert_array_equal(values, [0.2, 0.246913578, np.nan])
-    assert tables("T", {arm: found[arm] for arm in runs}, "grpo", []) == tables("T", runs, "grpo", [])
+    assert tables("T", {arm: found[arm] for arm in runs}, "grpo", []) == tables(
+        "T", runs, "grpo", []
+    )
 
 
 def test_equal_metrics_give_equal_bytes(tmp_path):
@@ -47,7 +49,11 @@ def test_equal_metrics_give_equal_bytes(tmp_path):
     [
         (bytes, b"no gzip", "can't be read as gzipped JSON lines"),
         (gzip.compress, b"[1]", "line 1: must be an object with arm, seed, step and metrics"),
-        (gzip.compress, b'{"arm": "ppo", "seed": 0, "step": 1}', "arm 'ppo' is none of the study's: grpo, dc_grpo"),
+        (
+            gzip.compress,
+            b'{"arm": "ppo", "seed": 0, "step": 1}',
+            "arm 'ppo' is none of the study's: grpo, dc_grpo",
+        ),
         (gzip.compress, b'{"arm": "grpo", "seed": 0}', "line 1: must be an object with arm"),
     ],
 )

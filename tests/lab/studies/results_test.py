@@ -19,7 +19,10 @@ from dcmdp_jax.lab.studies.results import (
 
 def _series(**metrics):
     return {
-        name.replace("__", "/").replace("AT", "@"): (np.array(list(values)), np.array(list(values.values()), float))
+        name.replace("__", "/").replace("AT", "@"): (
+            np.array(list(values)),
+            np.array(list(values.values()), float),
+        )
         for name, values in metrics.items()
     }
 
@@ -45,14 +48,20 @@ def test_one_number_of_a_run():
 
 
 def test_held_out_is_the_mean_of_the_tasks_where_all_were_evaluated():
-    steps, values = held_out(_series(eval__a__avgAT8={0: 0.2, 8: 0.4, 16: 0.5}, eval__b__avgAT4={0: 0.4, 16: 0.7}))
+    steps, values = held_out(
+        _series(eval__a__avgAT8={0: 0.2, 8: 0.4, 16: 0.5}, eval__b__avgAT4={0: 0.4, 16: 0.7})
+    )
     assert steps.tolist() == [0, 16] and values == pytest.approx([0.3, 0.6])
 
 
 def test_estimate_leaves_out_what_is_not_finite():
     found = estimate({0: 1.0, 1: math.nan, 2: 3.0})
     # Two values: mean 2, sd sqrt(2), t(1) = 12.706, over sqrt(2).
-    assert found.mean == 2 and found.half_width == pytest.approx(12.7062, abs=1e-3) and set(found.values) == {0, 2}
+    assert (
+        found.mean == 2
+        and found.half_width == pytest.approx(12.7062, abs=1e-3)
+        and set(found.values) == {0, 2}
+    )
     assert math.isnan(estimate({}).mean)
 
 
@@ -64,14 +73,20 @@ def test_differences_are_paired_by_seed():
     }
     arms = measure_arms(runs, MEASURES["held_out"])
     difference = paired_differences(arms, "grpo")["dc"]
-    assert difference.mean == pytest.approx(2) and difference.half_width == pytest.approx(4.30265 / 3**0.5, abs=1e-4)
+    assert difference.mean == pytest.approx(2) and difference.half_width == pytest.approx(
+        4.30265 / 3**0.5, abs=1e-4
+    )
     assert difference.values == pytest.approx({0: 1, 1: 2, 2: 3})
     # Unpaired, the baseline's fourth seed would turn the sign.
     assert arms["dc"].mean < arms["grpo"].mean
 
 
 def test_curves_have_the_steps_that_all_seeds_have():
-    runs = {"a": {0: _series(m={1: 1.0, 2: 2.0, 3: 5.0}), 1: _series(m={1: 3.0, 2: 2.0})}, "b": {}, "c": {0: {}}}
+    runs = {
+        "a": {0: _series(m={1: 1.0, 2: 2.0, 3: 5.0}), 1: _series(m={1: 3.0, 2: 2.0})},
+        "b": {},
+        "c": {0: {}},
+    }
     found = curves(runs, lambda series: recorded(series, "m"))
     assert list(found) == ["a"]
     np.testing.assert_allclose(found["a"], [[1, 2, 12.7062], [2, 2, 0]], atol=1e-3)

@@ -1,7 +1,8 @@
-"""Budgets on random states, rare actions and ties among them, against references that share no code with the package.
+"""Budgets on random states, rare actions and ties among them, against references that share no code
+with the package.
 
-diff and ratio: every set of actions that may share the probability is tried in turn with 60 digits. log: a search over
-the whole simplex in log-odds finds nothing better at the multiplier found.
+diff and ratio: every set of actions that may share the probability is tried in turn with 60 digits.
+log: a search over the whole simplex in log-odds finds nothing better at the multiplier found.
 """
 
 import itertools
@@ -20,7 +21,9 @@ _PRECISION = mp.workdps(60)
 
 
 def _state(rng, sizes):
-    """Some actions with q down to 1e-16, advantages of any scale, in a third of the states two of them equal."""
+    """Some actions with q down to 1e-16, advantages of any scale, in a third of the states two of
+    them equal.
+    """
     size = int(rng.integers(*sizes))
     q = rng.dirichlet(np.ones(size))
     q[rng.choice(size, rng.integers(0, size), replace=False)] *= 10.0 ** -rng.uniform(0, 16)
@@ -35,12 +38,15 @@ def _exact(values):
 
 
 def _deviation(a, q, weight, budget, sided):
-    """pi - q that maximizes <pi, A> with sum w (pi - q)^2 = C; one-sided 0 where it is not charged. None: slack."""
+    """pi - q that maximizes <pi, A> with sum w (pi - q)^2 = C; one-sided 0 where it is not charged.
+    None: slack.
+    """
     everyone = set(range(len(a)))
     for level in sorted(set(a)) if sided == "one" else ():
         above = [i for i in everyone if a[i] > level]
         if above:
-            # At nu = A_level: w d = scale (A - nu), and the actions at the level take what is left of their q.
+            # At nu = A_level: w d = scale (A - nu), and the actions at the level take what is left
+            # of their q.
             scale = mp.sqrt(budget / sum((a[i] - level) ** 2 / weight[i] for i in above))
             d = [scale * (a[i] - level) / weight[i] if i in above else mp.mpf(0) for i in everyone]
             taken = sum(q[i] + d[i] for i in above)
@@ -53,13 +59,19 @@ def _deviation(a, q, weight, budget, sided):
             left = 1 - sum(q[i] for i in chosen)
             mean = sum(a[i] / weight[i] for i in chosen) / total
             spread = sum((a[i] - mean) ** 2 / weight[i] for i in chosen)
-            fixed = left**2 / total + (sum(weight[i] * q[i] ** 2 for i in rest) if sided == "two" else 0)
+            fixed = left**2 / total + (
+                sum(weight[i] * q[i] ** 2 for i in rest) if sided == "two" else 0
+            )
             if len({a[i] for i in chosen}) == 1 or budget < fixed:
                 continue
             scale = mp.sqrt((budget - fixed) / spread)
             shift = left / total - scale * mean  # w d = scale A + shift; scale nu = -shift
             d = [(scale * a[i] + shift) / weight[i] if i in chosen else -q[i] for i in everyone]
-            inside = all(q[i] + d[i] > 0 for i in chosen) if sided == "two" else all(d[i] > 0 for i in chosen)
+            inside = (
+                all(q[i] + d[i] > 0 for i in chosen)
+                if sided == "two"
+                else all(d[i] > 0 for i in chosen)
+            )
             border = [-weight[i] * q[i] if sided == "two" else 0 for i in rest]
             if inside and all(scale * a[i] + shift <= b for i, b in zip(rest, border, strict=True)):
                 return d if sided == "two" else [max(x, mp.mpf(0)) for x in d]
@@ -87,7 +99,8 @@ def test_budgets_of_continuous_measures_are_met_at_any_probability(measure, side
             # Above C by what a sum of five products rounds, and never as reported.
             assert found.optimum.mismatch <= budget and spent <= budget * (1 + mp.mpf(2e-15))
             if deviation is not None:
-                # float64 rounds pi by 1.1e-16, which changes Omega by that times 2 sqrt(Omega (1 + Omega)).
+                # float64 rounds pi by 1.1e-16, which changes Omega by that times 2 sqrt(Omega (1 +
+                # Omega)).
                 rounding = 64 * 2.2e-16 * mp.sqrt(budget * (1 + budget))
                 assert budget - spent <= 1e-9 * budget + rounding
                 assert all(abs(x - y) < 1e-12 for x, y in zip(charged, deviation, strict=True))
@@ -105,13 +118,22 @@ def _log_value(logits, a, q, multiplier, sided):
 
 
 def _best_value(a, q, multiplier, sided):
-    """The largest value on a grid of log-odds, finer near those of q and reaching e^-80 times them, and climbed on."""
+    """The largest value on a grid of log-odds, finer near those of q and reaching e^-80 times them,
+    and climbed on.
+    """
     near = np.sinh(np.linspace(-6, 6, 121)) * 80 / np.sinh(6)
-    grid = np.stack(np.meshgrid(*[near] * (len(a) - 1), indexing="ij"), axis=-1) + np.log(q[:-1] / q[-1])
+    grid = np.stack(np.meshgrid(*[near] * (len(a) - 1), indexing="ij"), axis=-1) + np.log(
+        q[:-1] / q[-1]
+    )
     values = _log_value(grid, a, q, multiplier, sided)
     start = grid.reshape(-1, len(a) - 1)[values.argmax()]
     options = {"xatol": 1e-10, "fatol": 1e-16, "maxiter": 2000}
-    climbed = minimize(lambda x: -_log_value(x, a, q, multiplier, sided), start, method="Nelder-Mead", options=options)
+    climbed = minimize(
+        lambda x: -_log_value(x, a, q, multiplier, sided),
+        start,
+        method="Nelder-Mead",
+        options=options,
+    )
     return -climbed.fun
 
 
@@ -140,7 +162,8 @@ def test_optima_of_the_log_measure_are_global_and_its_jumps_real(sided):
             assert budget - found.optimum.mismatch <= 1e-9 * budget + rounding
         else:
             assert found.optimum.mismatch < budget < found.above.mismatch
-            # Both are global at multipliers that hardly differ, and far apart: Omega leaves the budget out.
+            # Both are global at multipliers that hardly differ, and far apart: Omega leaves the
+            # budget out.
             assert found.above.multiplier == pytest.approx(found.optimum.multiplier, rel=1e-9)
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratios = np.abs(np.log(found.optimum.policy / found.above.policy))
@@ -153,7 +176,8 @@ _TIED = np.array([5.732, 5.732, -2.761]), np.array([0.2204, 0.7795, 4.7e-5])
 
 
 @pytest.mark.parametrize(
-    ("a", "q", "budget"), [*_LARGE, *((_TIED[0], _TIED[1] / _TIED[1].sum(), c) for c in (1e-6, 0.28, 20.0))]
+    ("a", "q", "budget"),
+    [*_LARGE, *((_TIED[0], _TIED[1] / _TIED[1].sum(), c) for c in (1e-6, 0.28, 20.0))],
 )
 def test_two_sided_log_budgets_are_met_however_large(a, q, budget):
     found = policy_for_budget(a, q, budget=budget, measure="log")
@@ -163,8 +187,9 @@ def test_two_sided_log_budgets_are_met_however_large(a, q, budget):
         log_ratio = [mp.log(x / y) for x, y in zip(pi, exact_q, strict=True)]
         spent = sum(y * x**2 for x, y in zip(log_ratio, exact_q, strict=True))
         assert abs(spent / budget - 1) < 1e-9 and abs(sum(pi) - 1) < 1e-15
-        # A - nu = 2 lambda log(y) / y, in units of 2 lambda, with nu from the action that has most. The best action's
-        # own slope is between the two rounded probabilities, so it cancels to the spread of advantages alone.
+        # A - nu = 2 lambda log(y) / y, in units of 2 lambda, with nu from the action that has most.
+        # The best action's own slope is between the two rounded probabilities, so it cancels to the
+        # spread of advantages alone.
         slope = [x * mp.exp(-x) for x in log_ratio]
         for i in np.flatnonzero(a < a.max()):
             gap = mp.mpf(float(a[i])) - mp.mpf(float(a.max()))
@@ -174,5 +199,7 @@ def test_two_sided_log_budgets_are_met_however_large(a, q, budget):
 
 def test_a_budget_beyond_float64s_probabilities_is_one_line():
     # sum q log(pi / q)^2 with log pi above -708 is at most about 0.95 * 700^2 = 465,500.
-    with pytest.raises(UserError, match=r"budget = 1e\+06: .* too small for float64; must be at most 4\d+ here"):
+    with pytest.raises(
+        UserError, match=r"budget = 1e\+06: .* too small for float64; must be at most 4\d+ here"
+    ):
         policy_for_budget(ADVANTAGES, INFERENCE_POLICY, budget=1e6, measure="log")

@@ -1,4 +1,6 @@
-"""The same optima from a general solver that knows none of the closed forms: scipy's SLSQP from many starts."""
+"""The same optima from a general solver that knows none of the closed forms: scipy's SLSQP from
+many starts.
+"""
 
 import numpy as np
 from scipy.optimize import minimize
@@ -12,7 +14,12 @@ _OPTIONS = {"ftol": 1e-16, "maxiter": 1000}
 
 
 def solve_within_budget(
-    advantages: np.ndarray, inference_policy: np.ndarray, *, budget: float, measure: str, sided: str = "two"
+    advantages: np.ndarray,
+    inference_policy: np.ndarray,
+    *,
+    budget: float,
+    measure: str,
+    sided: str = "two",
 ) -> np.ndarray:
     """Maximize <pi, A> subject to Omega(pi, q) <= C, by SLSQP; the best of its answers.
 
@@ -26,17 +33,30 @@ def solve_within_budget(
     """
     a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
     omega, slope = _omega(q, measure, sided)
-    within = {"type": "ineq", "fun": lambda pi: 1 - omega(pi) / budget, "jac": lambda pi: -slope(pi) / budget}
+    within = {
+        "type": "ineq",
+        "fun": lambda pi: 1 - omega(pi) / budget,
+        "jac": lambda pi: -slope(pi) / budget,
+    }
     return _best(a, q, lambda pi: -a @ pi, lambda pi: -a, [within])
 
 
 def solve_penalized(
-    advantages: np.ndarray, inference_policy: np.ndarray, *, multiplier: float, measure: str, sided: str = "two"
+    advantages: np.ndarray,
+    inference_policy: np.ndarray,
+    *,
+    multiplier: float,
+    measure: str,
+    sided: str = "two",
 ) -> np.ndarray:
-    """Maximize <pi, A> - lambda Omega(pi, q), by SLSQP; the best of its answers. Arguments as of `optimal_policy`."""
+    """Maximize <pi, A> - lambda Omega(pi, q), by SLSQP; the best of its answers. Arguments as of
+    `optimal_policy`.
+    """
     a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
     omega, slope = _omega(q, measure, sided)
-    return _best(a, q, lambda pi: multiplier * omega(pi) - a @ pi, lambda pi: multiplier * slope(pi) - a, [])
+    return _best(
+        a, q, lambda pi: multiplier * omega(pi) - a @ pi, lambda pi: multiplier * slope(pi) - a, []
+    )
 
 
 def _omega(q, measure, sided):
@@ -62,7 +82,11 @@ def _best(a, q, loss, gradient, constraints):
     best, answer = np.inf, None
     for start in [
         q,
-        *(share * np.eye(len(q))[i] + (1 - share) * q for i in range(len(q)) for share in (0.1, 0.5, 0.9)),
+        *(
+            share * np.eye(len(q))[i] + (1 - share) * q
+            for i in range(len(q))
+            for share in (0.1, 0.5, 0.9)
+        ),
     ]:
         done = minimize(
             loss,
@@ -83,11 +107,17 @@ def _best(a, q, loss, gradient, constraints):
 
 
 def disagreement(
-    advantages: np.ndarray, inference_policy: np.ndarray, result: BudgetResult, *, measure: str, sided: str
+    advantages: np.ndarray,
+    inference_policy: np.ndarray,
+    result: BudgetResult,
+    *,
+    measure: str,
+    sided: str,
 ) -> float:
     """Largest difference of a probability between `policy_for_budget` and SLSQP.
 
-    At a jump, where the optimum is not unique, the larger difference of the penalized objective on its two sides.
+    At a jump, where the optimum is not unique, the larger difference of the penalized objective on
+    its two sides.
     """
     names = {"measure": measure, "sided": sided}
     if result.status != "jump":
@@ -100,5 +130,7 @@ def disagreement(
     differences = []
     for side in (result.optimum, result.above):
         found = solve_penalized(advantages, inference_policy, multiplier=side.multiplier, **names)
-        differences.append(abs(objective(found, side.multiplier) - objective(side.policy, side.multiplier)))
+        differences.append(
+            abs(objective(found, side.multiplier) - objective(side.policy, side.multiplier))
+        )
     return max(differences)

@@ -1,10 +1,12 @@
-"""Makes the recordings beside this file with each framework's own writer, from a checkout of its source.
+"""Makes the recordings beside this file with each framework's own writer, from a checkout of its
+source.
 
     python -m tests.recorded.frameworks.make DIRECTORY
 
-DIRECTORY holds `nemo-rl/`, `prime-rl/` and `slime/`, checkouts at the commits of README.md. What a writer's module
-imports and this environment lacks is replaced by stand-ins; the writer itself runs as it is. Needs torch. The columns
-come from `tests.support.sampled_columns`, each with another cause planted.
+DIRECTORY holds `nemo-rl/`, `prime-rl/` and `slime/`, checkouts at the commits of README.md. What a
+writer's module imports and this environment lacks is replaced by stand-ins; the writer itself runs
+as it is. Needs torch. The columns come from `tests.support.sampled_columns`, each with another
+cause planted.
 """
 
 import importlib
@@ -29,7 +31,11 @@ def _table(**planted):
     """[N, LENGTH] arrays of a planted cause, log-probs as float32."""
     pairs = columns(**planted)
     shape = COMPLETIONS, LENGTH
-    found = {"ids": pairs.token_ids, "train": pairs.train_logprobs, "rollout": pairs.rollout_logprobs}
+    found = {
+        "ids": pairs.token_ids,
+        "train": pairs.train_logprobs,
+        "rollout": pairs.rollout_logprobs,
+    }
     if pairs.entropies is not None:
         found["entropy"] = pairs.entropies
     if pairs.lags is not None:
@@ -51,8 +57,12 @@ def _with_prompts(values, fill=0):
 
 
 def _import(root, name, **stand_ins):
-    """Import a module of a checkout, with stand-ins for what it imports: name -> module or None for a mock."""
-    made = {each: mock.MagicMock() if module is None else module for each, module in stand_ins.items()}
+    """Import a module of a checkout, with stand-ins for what it imports: name -> module or None for
+    a mock.
+    """
+    made = {
+        each: mock.MagicMock() if module is None else module for each, module in stand_ins.items()
+    }
     with mock.patch.dict(sys.modules, made), mock.patch.object(sys, "path", [str(root), *sys.path]):
         return importlib.import_module(name)
 
@@ -72,7 +82,9 @@ def nemo_rl(sources, out):
     """.split()
     stand_ins = dict.fromkeys(names) | {
         "nemo_rl.data.multimodal_utils": _module(
-            MULTIMODAL_CONTENT_TYPES=(), NATIVE_MULTIMODAL_KEYS=(), PackedTensor=type("PackedTensor", (), {})
+            MULTIMODAL_CONTENT_TYPES=(),
+            NATIVE_MULTIMODAL_KEYS=(),
+            PackedTensor=type("PackedTensor", (), {}),
         )
     }
     logger = _import(sources / "nemo-rl", "nemo_rl.utils.logger", **stand_ins)
@@ -81,7 +93,10 @@ def nemo_rl(sources, out):
         rows = _rows(table, step)
         mask = _with_prompts(torch.ones_like(rows["ids"]))
         log_data = {
-            "agent_ref": [{"type": "responses_api_agents", "name": ("math", "code")[i % 2]} for i in range(len(mask))],
+            "agent_ref": [
+                {"type": "responses_api_agents", "name": ("math", "code")[i % 2]}
+                for i in range(len(mask))
+            ],
             "content": ["..."] * len(mask),
             "rewards": (rows["advantage"] > 0).float().tolist(),
             "input_lengths": [PROMPT + LENGTH] * len(mask),
@@ -102,7 +117,9 @@ def _ratios(p, q):
 
 
 def prime_rl(sources, out):
-    """Sampled at temperature 0.6 and scored so by the trainer; the engine reports raw log-probs. Two ranks."""
+    """Sampled at temperature 0.6 and scored so by the trainer; the engine reports raw log-probs.
+    Two ranks.
+    """
     config = _module(DefaultLossConfig=type("DefaultLossConfig", (), {}), TrainerConfig=None)
     export = _import(
         sources / "prime-rl" / "src",
@@ -122,7 +139,11 @@ def prime_rl(sources, out):
                 name: torch.nn.functional.pad(rows[name], (PROMPT, 0)).reshape(1, -1)
                 for name in ("ids", "train", "rollout", "entropy")
             }
-            mask = torch.nn.functional.pad(torch.ones_like(rows["ids"]), (PROMPT, 0)).bool().reshape(1, -1)
+            mask = (
+                torch.nn.functional.pad(torch.ones_like(rows["ids"]), (PROMPT, 0))
+                .bool()
+                .reshape(1, -1)
+            )
             micro_batch = {
                 "input_ids": packed["ids"],
                 "position_ids": torch.arange(width).repeat(count)[None],
@@ -139,7 +160,9 @@ def prime_rl(sources, out):
 
 
 def slime(sources, out):
-    """Sampled at temperature 0.6, which the trainer does not know. Two data-parallel ranks, gathered into one file."""
+    """Sampled at temperature 0.6, which the trainer does not know. Two data-parallel ranks,
+    gathered into one file.
+    """
     utils = _import(
         sources / "slime",
         "slime.observability.train_data_utils",
@@ -171,7 +194,10 @@ def slime(sources, out):
         payload = utils._build_dump_payload(shards, rollout_id=step, writer_rank=0)
         # Each sample would carry the storage of its whole batch.
         payload["samples"] = [
-            {name: value.clone() if torch.is_tensor(value) else value for name, value in sample.items()}
+            {
+                name: value.clone() if torch.is_tensor(value) else value
+                for name, value in sample.items()
+            }
             for sample in payload["samples"]
         ]
         torch.save(payload, out / f"train_{step}.pt")
@@ -192,7 +218,10 @@ def trl(sources, out):
         for step in range(STEPS):
             rows = _rows(table, step, rank, RANKS)
             batch = {"completion_ids": rows["ids"], "completion_mask": torch.ones_like(rows["ids"])}
-            batch |= {"old_per_token_logps": rows["train"], "sampling_per_token_logps": rows["rollout"]}
+            batch |= {
+                "old_per_token_logps": rows["train"],
+                "sampling_per_token_logps": rows["rollout"],
+            }
             record_trl(recorder, step + 1, batch | {"advantages": rows["advantage"]})
 
 
@@ -226,9 +255,15 @@ def skyrl(sources, out):
     recorder = Recorder(out, "skyrl")
     for step in range(STEPS):
         rows = _rows(table, step)
-        left = {name: torch.nn.functional.pad(rows[name], (3, 0)) for name in ("ids", "train", "rollout")}
+        left = {
+            name: torch.nn.functional.pad(rows[name], (3, 0))
+            for name in ("ids", "train", "rollout")
+        }
         mask = torch.nn.functional.pad(torch.ones(rows["ids"].shape), (3, 0))
-        batch = {"sequences": torch.nn.functional.pad(left["ids"], (PROMPT, 0), value=3), "loss_mask": mask}
+        batch = {
+            "sequences": torch.nn.functional.pad(left["ids"], (PROMPT, 0), value=3),
+            "loss_mask": mask,
+        }
         batch |= {"action_log_probs": left["train"], "rollout_logprobs": left["rollout"]}
         record_skyrl(recorder, step + 1, batch | {"advantages": rows["advantage"][:, None] * mask})
 
@@ -240,12 +275,24 @@ def dcmdp(sources, out):
     writer = RolloutWriter(out, every_steps=10, max_bytes=2**30, resume_step=None)
     for part, step in enumerate((21, 31)):
         rows = {name: values.numpy() for name, values in _rows(table, part).items()}
-        writer.write(step, [{
-            "completion": i, "prompt_id": i // 4, "source": "arithmetic", "token_ids": rows["ids"][i],
-            "mask": np.ones(LENGTH, bool), "train_logprobs": rows["train"][i], "rollout_logprobs": rows["rollout"][i],
-            "policy_versions": step - 1 - rows["lag"][i], "reward": float(rows["advantage"][i] > 0),
-            "advantage": float(rows["advantage"][i]),
-        } for i in range(len(rows["ids"]))])  # fmt: skip
+        writer.write(
+            step,
+            [
+                {
+                    "completion": i,
+                    "prompt_id": i // 4,
+                    "source": "arithmetic",
+                    "token_ids": rows["ids"][i],
+                    "mask": np.ones(LENGTH, bool),
+                    "train_logprobs": rows["train"][i],
+                    "rollout_logprobs": rows["rollout"][i],
+                    "policy_versions": step - 1 - rows["lag"][i],
+                    "reward": float(rows["advantage"][i] > 0),
+                    "advantage": float(rows["advantage"][i]),
+                }
+                for i in range(len(rows["ids"]))
+            ],
+        )
 
 
 MAKERS = {maker.__name__: maker for maker in (nemo_rl, prime_rl, slime, trl, verl, skyrl, dcmdp)}

@@ -1,6 +1,8 @@
-"""Whatever a model writes is read in linear work and raises nothing: the trainer's process has no time limit.
+"""Whatever a model writes is read in linear work and raises nothing: the trainer's process has no
+time limit.
 
-Work is counted here, in lines of Python that run; `python -m benchmarks.answers` measures the patterns' seconds.
+Work is counted here, in lines of Python that run; `python -m benchmarks.answers` measures the
+patterns' seconds.
 """
 
 import sys
@@ -10,7 +12,12 @@ import pytest
 
 from benchmarks.answers import BASES, FRAGMENTS, GOLDS, LINEAR, fuzzed, grade
 from dcmdp_jax.rewards.math import numbers
-from dcmdp_jax.rewards.math.answers import MAX_ANSWER_CHARACTERS, answer_defect, compare_literals, extract_answer
+from dcmdp_jax.rewards.math.answers import (
+    MAX_ANSWER_CHARACTERS,
+    answer_defect,
+    compare_literals,
+    extract_answer,
+)
 
 
 def _lines_run(function: Callable[[str], object], text: str) -> int:
@@ -33,7 +40,9 @@ def _lines_run(function: Callable[[str], object], text: str) -> int:
 
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=[repr(fragment) for fragment in FRAGMENTS])
 def test_work_grows_linearly_with_a_repeated_fragment(fragment):
-    """Four times the text runs four times the lines; quadratic work would run sixteen times as many."""
+    """Four times the text runs four times the lines; quadratic work would run sixteen times as
+    many.
+    """
     short, long = (fragment * (size // len(fragment)) for size in (500, 2_000))
     for function in LINEAR:
         lines = _lines_run(function, short), _lines_run(function, long)
@@ -56,7 +65,14 @@ def test_a_looping_unit_is_read():
 
 
 def test_gigantic_numbers_are_left_unread():
-    for text in ("9" * 2000, "1e999999999", "10^{999999999}", "1e" + "9" * 1990, "1/" + "9" * 1990, "0." + "9" * 1990):
+    for text in (
+        "9" * 2000,
+        "1e999999999",
+        "10^{999999999}",
+        "1e" + "9" * 1990,
+        "1/" + "9" * 1990,
+        "0." + "9" * 1990,
+    ):
         assert numbers.parse_number(text) is None
         assert compare_literals(text, "5") is not True
 

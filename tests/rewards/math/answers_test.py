@@ -74,7 +74,11 @@ def test_every_rule_of_the_notation_does_what_its_case_says():
 
 
 @given(
-    st.recursive(st.text("ab1\\$ ", max_size=6), lambda inner: st.builds("{{{}}}{}".format, inner, inner), max_leaves=8)
+    st.recursive(
+        st.text("ab1\\$ ", max_size=6),
+        lambda inner: st.builds("{{{}}}{}".format, inner, inner),
+        max_leaves=8,
+    )
 )
 def test_extract_returns_what_was_boxed(content):
     content = content.replace("\\", "\\\\")  # an escape must not swallow a brace
@@ -203,7 +207,10 @@ def test_compare_literals(prediction, gold, equal):
         ("$1$ and $2$ and $3$", "1, 2, 3"),
         (r"The distance is \( 5 \).", "5"),
         (r"11,\! 111,\! 111,\! 100", "11,111,111,100"),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),  # not the command "\ "
+        (
+            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        ),  # not the command "\ "
         (r"\left(\dfrac{1}{2}, -3\right]", r"(\frac{1}{2}, -3]"),
         ("$221,$8$", "221, 8"),
         (r"\frac{37}{4} m", r"\frac{37}{4} m"),  # m may be a variable

@@ -1,4 +1,6 @@
-"""Equality of answers that needs structure or algebra, and the judged sets of other projects' verifiers."""
+"""Equality of answers that needs structure or algebra, and the judged sets of other projects'
+verifiers.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,12 @@ _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "veri
 
 def test_an_infinity_is_not_left_to_the_library(monkeypatch):
     monkeypatch.setattr(algebra.math_verify, "verify", lambda *values, **options: True)
-    pairs = [("-3∞", "-3"), (r"-\infty", r"\infty"), (r"-2\infty", r"-\infty"), (r"\infty+1", r"\infty")]
+    pairs = [
+        ("-3∞", "-3"),
+        (r"-\infty", r"\infty"),
+        (r"-2\infty", r"-\infty"),
+        (r"\infty+1", r"\infty"),
+    ]
     assert [equivalent(*pair) for pair in pairs] == [False, False, True, True]
 
 
@@ -28,7 +35,9 @@ def test_plain_math_verify_drops_no_factor_either():
         (r"8\text{M}", "8"),
     ]
     pairs += [(r"6\mathrm{e}", "6e"), (r"7-4\mathrm{i}", "7-4i"), (r"9\text{ cm}", "9")]
-    rewards = math_verify([rf"\boxed{{{right}}}" for _, right in pairs], [gold for gold, _ in pairs])
+    rewards = math_verify(
+        [rf"\boxed{{{right}}}" for _, right in pairs], [gold for gold, _ in pairs]
+    )
     assert rewards == [0, 0, 0, 0, 0, 1, 1, 1]
 
 

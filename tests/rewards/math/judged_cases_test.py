@@ -1,4 +1,6 @@
-"""Judgments written by hand in the answer formats of the benchmarks: intervals, units, bases, matrices, ..."""
+"""Judgments written by hand in the answer formats of the benchmarks: intervals, units, bases,
+matrices, ...
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,10 @@ import pytest
 
 from tests.rewards.math.judging import judge
 
-_CASES = [json.loads(line) for line in Path(__file__).with_name("judged_cases.jsonl").read_text().splitlines()]
+_CASES = [
+    json.loads(line)
+    for line in Path(__file__).with_name("judged_cases.jsonl").read_text().splitlines()
+]
 
 
 def test_there_are_enough_cases_of_either_kind():

@@ -20,7 +20,9 @@ _RAISES = r"x \mod 0"
 
 def _plant(monkeypatch, call):
     """Let verifiers make a call of the planted worker in place of each comparison."""
-    monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.COMPARISON", "tests.rewards.planted_worker")
+    monkeypatch.setattr(
+        "dcmdp_jax.rewards.math.verifier.COMPARISON", "tests.rewards.planted_worker"
+    )
     monkeypatch.setenv("PLANTED_CALL", call)
 
 
@@ -38,7 +40,13 @@ def test_literals_are_graded_without_a_worker():
     before = descendants(os.getpid())
     with Verifier(num_workers=1, timeout_s=1.0) as pool:
         grades = pool.grade(
-            [_boxed("025"), _boxed("26"), "no answer", "Answer: 1,000", _boxed("105263157894736842")],
+            [
+                _boxed("025"),
+                _boxed("26"),
+                "no answer",
+                "Answer: 1,000",
+                _boxed("105263157894736842"),
+            ],
             ["25", "25", "25", "1000", "105263157894736848"],
         )
         np.testing.assert_array_equal(grades.rewards, np.array([1, 0, 0, 1, 0], np.float32))
@@ -57,7 +65,8 @@ def test_rewards_keep_their_order_and_repeats(verifier):
 
 def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier):
     grades = verifier.grade(
-        [_boxed("x+1"), _boxed(_HANGS), _boxed(_RAISES), _boxed(_HANGS), "none"], ["1+x", "5x", "x+1", "5x", "1"]
+        [_boxed("x+1"), _boxed(_HANGS), _boxed(_RAISES), _boxed(_HANGS), "none"],
+        ["1+x", "5x", "x+1", "5x", "1"],
     )
     np.testing.assert_array_equal(grades.rewards, [1, 0, 0, 0, 0])
     assert (grades.errors, grades.timeouts, grades.over_budget, grades.unparsed) == (1, 2, 0, 1)
@@ -66,7 +75,8 @@ def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier):
 
 @pytest.mark.parametrize("asks", ["at once", "meanwhile", "late"])
 def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for(asks):
-    # About 0.15 s of processor time, eight times the limit. It ends by itself, long before any hang would be noticed.
+    # About 0.15 s of processor time, eight times the limit. It ends by itself, long before any hang
+    # would be noticed.
     completions, answers = [_boxed(r"\sin(x)^2+\cos(x)^2+y")], ["1+y"]
     with Verifier(num_workers=1, timeout_s=0.02) as pool:
         if asks != "at once":
@@ -118,7 +128,9 @@ def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_
 
 
 def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path):
-    """All of what was begun is compared before `grade` is called, not only what the first idle worker was given."""
+    """All of what was begun is compared before `grade` is called, not only what the first idle
+    worker was given.
+    """
     log = tmp_path / "log"
     _plant(monkeypatch, f"log {log}")
     completions, answers = [_boxed(f"{k}x+1") for k in range(2, 22)], ["1+x"] * 20
@@ -137,9 +149,18 @@ def test_a_batch_ends_with_its_budget_and_counts_what_was_undecided(caplog):
         for _ in range(2):
             grades = pool.grade(completions, answers)
             np.testing.assert_array_equal(grades.rewards, [*[0] * 40, 1, 0, 0])
-            assert (grades.errors, grades.timeouts, grades.over_budget, grades.unparsed) == (0, 0, 41, 1)
-    (warning,) = [record.getMessage() for record in caplog.records if "budget" in record.getMessage()]
-    assert warning.startswith("41 of 43 answers were undecided after 1 s, the verifier's budget for a batch")
+            assert (grades.errors, grades.timeouts, grades.over_budget, grades.unparsed) == (
+                0,
+                0,
+                41,
+                1,
+            )
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "budget" in record.getMessage()
+    ]
+    assert warning.startswith(
+        "41 of 43 answers were undecided after 1 s, the verifier's budget for a batch"
+    )
 
 
 def test_a_batch_without_budget_waits_for_every_answer():
@@ -150,11 +171,13 @@ def test_a_batch_without_budget_waits_for_every_answer():
 
 def test_workers_import_neither_jax_nor_flax():
     program = (
-        "import sys; import dcmdp_jax.rewards.isolated_worker, dcmdp_jax.rewards.math.equivalence as e;"
-        "e.equivalent('x+1', '1+x');"
-        "print(sorted({'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)))"
+        "import sys; import dcmdp_jax.rewards.isolated_worker, dcmdp_jax.rewards.math.equivalence "
+        "as e;e.equivalent('x+1', '1+x');print(sorted({'jax', 'flax', 'torch', 'transformers'} & "
+        "set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -170,7 +193,9 @@ def test_a_closed_verifier_says_so():
 def test_workers_that_can_not_start_close_the_verifier(monkeypatch):
     monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.COMPARISON", "no_such_module")
     with Verifier(num_workers=2) as pool:
-        with pytest.raises(RuntimeError, match="no verifier process could be started: ModuleNotFoundError"):
+        with pytest.raises(
+            RuntimeError, match="no verifier process could be started: ModuleNotFoundError"
+        ):
             pool.grade([_boxed(f"x+{k}") for k in range(5)], ["1+x"] * 5)
         with pytest.raises(RuntimeError, match="closed"):
             pool.grade([_boxed("x+1")], ["1+x"])
