@@ -62,7 +62,9 @@ class Comparison:
     def __init__(
         self, arguments: argparse.Namespace, pythons: dict[str, Path], scratch: Path
     ) -> None:
-        self._arguments, self._pythons, self._scratch = arguments, pythons, scratch
+        self._arguments = arguments
+        self._pythons = pythons
+        self._scratch = scratch
         self._inputs: dict[tuple[str, str], tuple[Path, Path]] = {}
         self._batch = arguments.prompts, arguments.group
         self.result: dict[str, Any] = {
@@ -96,7 +98,8 @@ class Comparison:
             "contenders": {},
             "needed_flop": needed_flop(part, model(size), WORKLOADS[lengths], *self._batch),
         }
-        before, each = matmul_gflops(), matmul_gflop_per_cpu_second()
+        before = matmul_gflops()
+        each = matmul_gflop_per_cpu_second()
         for together in [[name] for name in names] if apart else [names]:
             with contextlib.ExitStack() as stack:
                 self._take_turns(

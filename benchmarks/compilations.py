@@ -46,13 +46,13 @@ def seconds_until_compiled(names: Sequence[str], seconds: Sequence[float], cores
     """Time until all programs are compiled, where the main thread takes those that no thread does,
     in order.
     """
-    left, now, threads = dict(enumerate(seconds)), 0.0, cores - 1 if cores > 2 else 0
+    left = dict(enumerate(seconds))
+    now = 0.0
+    threads = cores - 1 if cores > 2 else 0
     calls = [names[: at + 1].count("prefill") for at in left]
     while left:
-        main, ahead = (
-            min(left),
-            [at for at in left if names[at] in (*_SAMPLING, *["score"] * (threads > 0))],
-        )
+        main = min(left)
+        ahead = [at for at in left if names[at] in (*_SAMPLING, *["score"] * (threads > 0))]
         active = {at for at in left if names[at] in _BESIDE} | {*ahead[:threads]}
         if main not in ahead:
             active.add(main)

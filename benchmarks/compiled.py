@@ -124,7 +124,8 @@ def account_record(plan: CompiledRun) -> dict[str, Any]:
 
     Bytes and operations are on one device where the name does not say otherwise.
     """
-    least, record = least_of(plan), plan_record(plan)
+    least = least_of(plan)
+    record = plan_record(plan)
     for name, compiled in plan.programs.items():
         if compiled.refused is None:
             record["programs"][name] |= _program_record(plan, compiled)
@@ -142,7 +143,8 @@ def account_record(plan: CompiledRun) -> dict[str, Any]:
 
 
 def _program_record(plan: CompiledRun, compiled: Compiled) -> dict[str, Any]:
-    read, bound = compiled.account, roofline(compiled.account, plan.topology.chip)
+    read = compiled.account
+    bound = roofline(compiled.account, plan.topology.chip)
     return {
         "product_flops": read.flops.products,
         "attention_kernel_flops": read.flops.attention,
@@ -190,7 +192,8 @@ def _communication(plan: CompiledRun) -> list[str]:
     ]
     lines.append("  the largest:")
     for ones in largest:
-        array, count = ones[0].array, sum(one.count for one in ones)
+        array = ones[0].array
+        count = sum(one.count for one in ones)
         received = sum(one.received_bytes for one in ones)
         if received:
             lines.append(f"    {ones[0].kind:18} {array!s:24} {count:8,.0f} {received / GIB:10.2f}")
@@ -208,7 +211,9 @@ def _communication(plan: CompiledRun) -> list[str]:
 
 
 def _operations(plan: CompiledRun) -> list[str]:
-    compiled, packing, least = plan.programs["step"], plan.run.placement.packing, least_of(plan)
+    compiled = plan.programs["step"]
+    packing = plan.run.placement.packing
+    least = least_of(plan)
     flops = compiled.account.flops
     per_token = forward_flops(plan.run.model, packing.row_lengths[-1])
     devices = plan.run.placement.mesh.size
@@ -247,7 +252,8 @@ def _traffic(plan: CompiledRun) -> list[str]:
     ]
     for name, compiled in plan.programs.items():
         if compiled.refused is None:
-            whole, places = compiled.account.traffic, defaultdict[str, float](float)
+            whole = compiled.account.traffic
+            places = defaultdict[str, float](float)
             shares = ", ".join(
                 f"{kind} {moved / whole:.1%}" for kind, moved in _moved(compiled).items()
             )

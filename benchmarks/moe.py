@@ -66,7 +66,8 @@ def layer(experts: int, ops: Ops, sizes: Sizes) -> tuple[Layer, nnx.State]:
         "num_experts_per_tok": sizes.per_token,
         "moe_intermediate_size": sizes.width,
     }
-    family, dense = "qwen3_moe" if experts else "qwen3", sizes.per_token * sizes.width
+    family = "qwen3_moe" if experts else "qwen3"
+    dense = sizes.per_token * sizes.width
     config = ModelConfig(family, 8, sizes.embed, dense, 1, 8, 8, 64, **(shape if experts else {}))
     graph, state = nnx.split((MoE if experts else MLP)(config, hf_name="mlp"))
     leaves, tree = jax.tree.flatten(state)
@@ -112,7 +113,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least_one, default=1024)
     parser.add_argument("--repeats", type=at_least_one, default=5)
     arguments = parser.parse_args()
-    sizes, ops = Sizes(), choose_ops(jax.default_backend())
+    sizes = Sizes()
+    ops = choose_ops(jax.default_backend())
     x = jax.random.normal(jax.random.key(1), (arguments.tokens, sizes.embed))
     print(machine() + "\n")
     print(

@@ -80,7 +80,8 @@ def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> 
 
 def measure(size: str, repeats: int) -> str:
     """Table row for all devices of this process."""
-    config, devices = SIZES[size], jax.device_count()
+    config = SIZES[size]
+    devices = jax.device_count()
     training = make_mesh(1, devices, 1, 1)
     mesh = sampling_mesh(training, tensor=devices)
     shapes = param_shapes(config)
@@ -92,7 +93,8 @@ def measure(size: str, repeats: int) -> str:
     )
     params = jax.block_until_ready(filled())
     engine = LocalEngine(EngineArguments(_PRECISION, model=config, max_total_tokens=64), mesh=mesh)
-    times, grown = [], []
+    times = []
+    grown = []
     for version in range(repeats + 1):
         engine.close()
         release_freed_memory()

@@ -70,7 +70,8 @@ def _two_nodes(replicas: int) -> Iterator[str]:
 
 def _measure(settings: VllmSettings, params: object, repeats: int) -> str:
     prompts = [np.arange(1, 17, dtype=np.int32) + row for row in range(64)]
-    pushes, rates = [], []
+    pushes = []
+    rates = []
     with _engine(settings) as engine:
         for version in range(repeats + 1):
             began = time.perf_counter()

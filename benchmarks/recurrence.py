@@ -62,7 +62,8 @@ def inputs(length: int, heads: int = 16, size: int = 128) -> tuple[Heads, jax.Ar
     draw = np.random.default_rng(0)
     query, key, value = draw.normal(size=(3, 1, length, heads, size))
     query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
-    wait, speed = draw.normal(size=(1, length, heads)) + 1, draw.uniform(0.01, 16, heads)
+    wait = draw.normal(size=(1, length, heads)) + 1
+    speed = draw.uniform(0.01, 16, heads)
     parts = (
         query / np.sqrt(size),
         key,
@@ -93,10 +94,8 @@ def legs(precision: str, state_dtype: str) -> str:
 
     gated_delta.step = rounded if state_dtype == "bfloat16" else step
     jax.clear_caches()
-    prompts, own = (
-        [np.random.default_rng(n).integers(0, 512, 32).astype(np.int32) for n in range(4)],
-        engine(precision),
-    )
+    prompts = [np.random.default_rng(n).integers(0, 512, 32).astype(np.int32) for n in range(4)]
+    own = engine(precision)
     sampled = [
         each
         for group in own.generate(prompts, SamplingParams(1, 256), seed=0, step=0)

@@ -65,7 +65,9 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
         )
         for precision in precisions
     }
-    first, push, times = {}, {}, {precision: [] for precision in precisions}
+    first = {}
+    push = {}
+    times = {precision: [] for precision in precisions}
     for precision, engine in engines.items():
         engine.push_weights(params, 0)
         push[precision] = _seconds(lambda engine=engine: engine.push_weights(params, 1))

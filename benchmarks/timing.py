@@ -44,7 +44,8 @@ def matmul_gflop_per_cpu_second(size: int = 1024, repeats: int = 20) -> float:
     """The rate of a square float32 product per second of a core, the best of five; other work
     hardly changes it.
     """
-    x, rates = jax.numpy.ones((size, size), "float32"), []
+    x = jax.numpy.ones((size, size), "float32")
+    rates = []
     for _ in range(5):
         began = time.process_time()
         jax.block_until_ready([x @ x for _ in range(repeats)])

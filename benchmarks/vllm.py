@@ -39,7 +39,8 @@ MODELS = {
     "1M": (256, 128, 512, 4, 4, 2, 32),
     "9M": (4096, 256, 1024, 8, 4, 2, 64),
 }
-ROWS, TOTAL = PROMPTS * GROUP, PROMPT_TOKENS + NEW_TOKENS
+ROWS = PROMPTS * GROUP
+TOTAL = PROMPT_TOKENS + NEW_TOKENS
 SETTINGS = VllmSettings(**get_config().rollout.vllm.to_dict())
 
 

@@ -40,7 +40,10 @@ SIZES = {
     "135M": (49152, 576, 1536, 30, 9, 3, 64),
 }
 
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
+PROMPTS = 16
+GROUP = 8
+PROMPT_TOKENS = 16
+NEW_TOKENS = 64
 # Of all devices together: one group on each of two cores. More at a time take more memory and no
 # less time.
 LORA = Lora(16, 32.0)
@@ -128,7 +131,8 @@ def stepper(
     algorithm = dataclasses.replace(settings.algorithm, method=method, corrections=corrections)
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)
-    mesh, dual = training_mesh(num_params=num_params(config)), initial_dual(algorithm)
+    mesh = training_mesh(num_params=num_params(config))
+    dual = initial_dual(algorithm)
     key = jax.random.key(0)
     create = lambda: new_state(draw_params(trained(config, lora), key, "float32"), optimizer, dual)  # noqa: E731
     shardings = train_state_shardings(jax.eval_shape(create), config, mesh, lora)

@@ -72,7 +72,8 @@ def with_options(config: ConfigDict, arg: str, own: Iterable[str] = ()) -> Confi
     Raises:
         ValueError: for an option that is none of them, naming all.
     """
-    options, known = [option for option in arg.split(",") if option], (*OPTIONS, *own)
+    options = [option for option in arg.split(",") if option]
+    known = (*OPTIONS, *own)
     if unknown := [option for option in options if option not in known]:
         raise ValueError(
             f"config argument {unknown[0]!r}: allowed are {', '.join(known)}, joined by commas"

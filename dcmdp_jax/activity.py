@@ -29,10 +29,16 @@ for it.
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
 _REDRAW_S = 0.5
-_LEAST_LINES, _LEAST_COLUMNS = 10, 20
+_LEAST_LINES = 10
+_LEAST_COLUMNS = 20
 # Control sequences of a VT100, which all terminals know.
-_SAVE, _RESTORE, _DOWN, _DIM, _PLAIN = "\x1b7", "\x1b8", "\x1bD", "\x1b[2m", "\x1b[0m"
-_ERASE_BELOW, _WHOLE_SCREEN = "\x1b[J", "\x1b[r"
+_SAVE = "\x1b7"
+_RESTORE = "\x1b8"
+_DOWN = "\x1bD"
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
+_ERASE_BELOW = "\x1b[J"
+_WHOLE_SCREEN = "\x1b[r"
 
 
 @dataclasses.dataclass
@@ -91,7 +97,9 @@ class _Painter:
     def __init__(self) -> None:
         self.running: list[Activity] = []
         self._lock = threading.RLock()
-        self._owned, self._size, self._next_line = 0, None, float("-inf")
+        self._owned = 0
+        self._size = None
+        self._next_line = float("-inf")
         self._ticker: threading.Thread | None = None
 
     def start(self) -> None:
@@ -133,11 +141,13 @@ class _Painter:
             return
         made = ""
         if size != self._size and self._owned:
-            made, self._owned = f"{_SAVE}{_WHOLE_SCREEN}{_RESTORE}{_ERASE_BELOW}", 0
+            made = f"{_SAVE}{_WHOLE_SCREEN}{_RESTORE}{_ERASE_BELOW}"
+            self._owned = 0
         if (more := len(lines) - self._owned) > 0:
             # What stands there goes up, and the cursor with it.
             made += f"{_DOWN * more}\x1b[{more}A"
-        self._owned, self._size = max(self._owned, len(lines)), size
+        self._owned = max(self._owned, len(lines))
+        self._size = size
         first = size.lines - self._owned + 1
         padded = [*lines, *[""] * (self._owned - len(lines))]
         rows = [f"\x1b[{first + row};1H\x1b[2K{line}" for row, line in enumerate(padded)]

@@ -31,7 +31,9 @@ class ArgumentError(UserError):
 
     def __init__(self, argument: str, said: str, given: str = "") -> None:
         super().__init__(argument, said, given)
-        self.argument, self.said, self.given = argument, said, given
+        self.argument = argument
+        self.said = said
+        self.given = given
 
     def __str__(self) -> str:
         return f"{self.argument}{self.given}: {self.said}"

@@ -79,7 +79,8 @@ def setting(default: Any, doc: str = "", **about: Any) -> Any:
 def declared(kind: type) -> dict[str, Declared]:
     """All settings of a dataclass and its sections, dotted name -> declaration, in order."""
     found: dict[str, Declared] = {}
-    hints, described = typing.get_type_hints(kind), _described(kind)
+    hints = typing.get_type_hints(kind)
+    described = _described(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
             for inner in declared(hints[field.name]).values():
@@ -150,7 +151,8 @@ def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: 
     for name, value in values.items():
         if name not in hints:
             raise unknown(f"{prefix}{name}")
-        hint, dotted = hints[name], f"{prefix}{name}"
+        hint = hints[name]
+        dotted = f"{prefix}{name}"
         is_section = dataclasses.is_dataclass(hint)
         made[name] = (
             build(hint, value, unknown, f"{dotted}.") if is_section else _typed(hint, value, dotted)

@@ -65,7 +65,8 @@ def parse_calls(
         UserError: in one line that begins with "got", for text of another form, or a function that
             is named twice (ours may be, with other words).
     """
-    found, position = [], 0
+    found = []
+    position = 0
     while position < len(text):
         part = _CALL.match(text, position)
         if part is None:

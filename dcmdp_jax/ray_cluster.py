@@ -15,7 +15,9 @@ from typing import Any
 
 # Ray ends a process so long after the head of its cluster: never this one, as `check_head` says it
 # in a line, and the run saves. It is read here; an own cluster's processes must not inherit it.
-_LIMIT, _LIMIT_S, _REACH_S = "gcs_rpc_server_reconnect_timeout_s", 86400, 10.0
+_LIMIT = "gcs_rpc_server_reconnect_timeout_s"
+_LIMIT_S = 86400
+_REACH_S = 10.0
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", f"RAY_{_LIMIT}": str(_LIMIT_S)}
 
 import ray  # noqa: E402

@@ -43,7 +43,9 @@ class Recorder:
                 f"framework is {framework!r}, rank is {rank}: allowed are a name and a number "
                 "from 0"
             )
-        self._directory, self._framework, self._rank = Path(directory), framework, int(rank)
+        self._directory = Path(directory)
+        self._framework = framework
+        self._rank = int(rank)
         self._begun: set[int] = set()
         self._top: int | None = None
 
@@ -197,7 +199,8 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
         )
         for name, kind in kinds.items()
     }
-    there, rollout = found["ids"] >= 0, np.cumsum(found["rollout"].astype(np.float64), axis=-1)
+    there = found["ids"] >= 0
+    rollout = np.cumsum(found["rollout"].astype(np.float64), axis=-1)
     logprobs = (
         np.where(there, x, 0).astype(np.float32) for x in (rollout + found["train"], rollout)
     )

@@ -65,7 +65,8 @@ def _on_the_site(text: str, folder: Path) -> str:
         path = (folder / target).resolve()
         if not target or not path.exists() or not path.is_relative_to(_ROOT):
             return match[0]
-        name, anchor = path.relative_to(_ROOT).as_posix(), f"#{anchor}" if anchor else ""
+        name = path.relative_to(_ROOT).as_posix()
+        anchor = f"#{anchor}" if anchor else ""
         inside = name.removeprefix("docs/")
         if name in _PAGES:
             return f"[{match[1]}](/{_PAGES[name]}{anchor})"

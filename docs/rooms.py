@@ -16,8 +16,10 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT / "dcmdp_jax"
-PAGE, DRAWING = _ROOT / "docs" / "architecture.md", _ROOT / "docs" / "images" / "rooms.svg"
-_BEGIN, _END = "<!-- rooms: written by python -m docs.rooms -->\n", "<!-- end of rooms -->\n"
+PAGE = _ROOT / "docs" / "architecture.md"
+DRAWING = _ROOT / "docs" / "images" / "rooms.svg"
+_BEGIN = "<!-- rooms: written by python -m docs.rooms -->\n"
+_END = "<!-- end of rooms -->\n"
 _SIZE = re.compile(r"^(\| `(\w+)` \|.*\|) [\d,]+ \|$", re.MULTILINE)
 _WALK = re.compile(
     r"^(\*\*[^*]+\*\*) \((\d+) places, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )",
@@ -30,7 +32,9 @@ _NO_CODE = {
 LINES_A_MINUTE = 25
 """Lines of this code, docstrings included, that a newcomer reads in a minute."""
 _PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
-_WIDTH, _BOX, _FLOOR = 900, (118, 34), 92
+_WIDTH = 900
+_BOX = (118, 34)
+_FLOOR = 92
 
 Rooms = Mapping[str, frozenset[str]]
 

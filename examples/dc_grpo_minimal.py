@@ -26,16 +26,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-SYMBOLS, END, PROMPT, LIMIT = (
-    6,
-    6,
-    3,
-    6,
-)  # ids 0 .. 5 and END; tokens of a prompt, and of a completion at most
-PROMPTS, GROUP, MINI_BATCHES = 16, 16, 2  # B and G of the paper; updates of the policy in a step
-CLIP_LOW, CLIP_HIGH = 0.2, 0.24
-MULTIPLIER, TOLERANCE, DUAL_RATE = 0.1, 0.01, 1.0  # lambda_0, c, eta
-STEPS, LEARNING_RATE = 100, 3e-3
+# ids 0 .. 5 and END; tokens of a prompt, and of a completion at most
+SYMBOLS = 6
+END = 6
+PROMPT = 3
+LIMIT = 6
+# B and G of the paper; updates of the policy in a step
+PROMPTS = 16
+GROUP = 16
+MINI_BATCHES = 2
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.24
+# lambda_0, c, eta
+MULTIPLIER = 0.1
+TOLERANCE = 0.01
+DUAL_RATE = 1.0
+STEPS = 100
+LEARNING_RATE = 3e-3
 
 
 class Policy(nn.Module):
@@ -96,7 +103,9 @@ def rounded(params, levels=7):
 def sample(params, prompts, key):
     """Tokens [N, PROMPT + LIMIT], mask and log p^Inf [N, LIMIT], as the engine sampled them."""
     tokens = jnp.pad(prompts, ((0, 0), (0, LIMIT)), constant_values=END)
-    alive, mask, rollout = jnp.ones(len(prompts), bool), [], []
+    alive = jnp.ones(len(prompts), bool)
+    mask = []
+    rollout = []
     for t, step_key in enumerate(jax.random.split(key, LIMIT)):
         table = nn.log_softmax(policy.apply(params, tokens)[:, PROMPT + t - 1])
         token = jnp.where(alive, jax.random.categorical(step_key, table), END)
@@ -172,9 +181,12 @@ def train_step(params, opt_state, multiplier, tokens, mask, rollout, rewards):
 
 def main(steps=STEPS, seed=0):
     """Train, print every 10 steps, and return (reward, mean discrepancy, multiplier) of each."""
-    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+    rng = np.random.default_rng(seed)
+    key = jax.random.key(seed)
     params = policy.init(key, jnp.zeros((1, PROMPT + LIMIT), jnp.int32))
-    opt_state, multiplier, history = optimizer.init(params), MULTIPLIER, []
+    opt_state = optimizer.init(params)
+    multiplier = MULTIPLIER
+    history = []
     print(
         f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters; the sampler has them in 4 "
         f"bits, c = {TOLERANCE}"

@@ -21,7 +21,8 @@ def huber(tokens: Tokens, *, knee: float = 0.01) -> tuple[jax.Array, Statistics]
     """A - lambda h(delta): h = delta^2 / (2 knee) up to the knee, delta - knee / 2 above. Small
     ones are cheap.
     """
-    delta, above = tokens.discrepancy, tokens.discrepancy > knee
+    delta = tokens.discrepancy
+    above = tokens.discrepancy > knee
     charge = jnp.where(above, delta - knee / 2, delta**2 / (2 * knee))
     return tokens.advantages - tokens.multiplier * charge, {
         "above_knee": masked_sum(above, tokens.completion_mask)

@@ -35,7 +35,8 @@ from research.kept_studies import KEPT, STUDIES
 from research.oracle import table as oracle
 
 HERE = Path(__file__).resolve().parent
-TABLES, IMAGES = HERE / "tables", HERE / "images"
+TABLES = HERE / "tables"
+IMAGES = HERE / "images"
 _BY_ENTROPY = [name for name in STUDIES if name.startswith(("dose_response", "map_"))]
 _BY_ARM = (
     "planted",

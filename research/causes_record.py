@@ -25,7 +25,8 @@ from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 
 Columns = dict[str, list[np.ndarray]]
 KINDS = {"ids": np.uint16, "train": np.float32, "rollout": np.float32, "entropy": np.float16}
-ROWS, LENGTH = 24, 32
+ROWS = 24
+LENGTH = 32
 QUESTIONS = (
     "Write two sentences about the sea.",
     "Name three colors and one animal of each.",
@@ -77,7 +78,8 @@ def record_demo(run: Path) -> dict[str, Columns]:
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.run.saved_model import Policy, find_model
 
-    saved, early = find_model(run), find_model(run / "checkpoints" / "8")
+    saved = find_model(run)
+    early = find_model(run / "checkpoints" / "8")
     model = Policy.of(saved, saved.settings)
     problems = load_problems(
         "arithmetic:difficulty=2,count=2048,seed=0", limit=32, answers="unused"
@@ -173,7 +175,8 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
     bare = [tokenizer(text)["input_ids"] for text in QUESTIONS]
 
     def changed(*, bits: int = 0, noise: float = 0.0) -> Any:
-        model, drawn = copy.deepcopy(base), torch.Generator().manual_seed(7)
+        model = copy.deepcopy(base)
+        drawn = torch.Generator().manual_seed(7)
         for name, weight in model.named_parameters():
             if weight.ndim != 2 or (name.startswith("model.embed") and bits != 8):
                 continue
@@ -195,7 +198,8 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked])
         temperature = torch.tensor([t for t, _ in distributions]).repeat_interleave(ROWS)[:, None]
         top_p = torch.tensor([p for _, p in distributions]).repeat_interleave(ROWS)
-        cache, steps = None, []
+        cache = None
+        steps = []
         for _ in range(LENGTH):
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             out = model(
@@ -206,7 +210,8 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache, logits = out.past_key_values, out.logits[:, -1].float()
+            cache = out.past_key_values
+            logits = out.logits[:, -1].float()
             plain, warm = (torch.log_softmax(each, -1) for each in (logits, logits / temperature))
             from_these = warm.clone()
             for row in (top_p < 1).nonzero()[:, 0].tolist():
@@ -218,10 +223,8 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
             values = [each.gather(1, token[:, None])[:, 0] for each in (from_these, plain, warm)]
             entropy = [-(each.exp() * each).sum(-1) for each in (plain, warm)]
             steps.append(torch.stack([token.double(), *values, *entropy], 1))
-            tokens, mask = (
-                token[:, None],
-                torch.cat([mask, torch.ones(rows, 1, dtype=mask.dtype)], 1),
-            )
+            tokens = token[:, None]
+            mask = torch.cat([mask, torch.ones(rows, 1, dtype=mask.dtype)], 1)
         stacked = torch.stack(steps, 1).numpy()
         ended = stacked[..., 0] == end
         lengths = np.where(ended.any(1), ended.argmax(1) + 1, LENGTH)
@@ -237,7 +240,8 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
         return found
 
     def scored(found: Mapping[str, Any], prompts: Sequence[list[int]] | None = None) -> Columns:
-        train, entropy = [], []
+        train = []
+        entropy = []
         for prompt, ids in zip(prompts or found["prompts"], found["ids"], strict=True):
             whole = torch.tensor([[*prompt, *map(int, ids)]])
             logits = base(input_ids=whole, logits_to_keep=len(ids) + 1).logits[0, :-1].float()

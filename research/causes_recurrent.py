@@ -11,7 +11,9 @@ import numpy as np
 
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 
-VOCABULARY, HIDDEN, LONGEST = 64, 32, 40
+VOCABULARY = 64
+HIDDEN = 32
+LONGEST = 40
 _END = 0
 
 
@@ -99,7 +101,9 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
         )
     token, rollout, hidden = (np.concatenate(each) for each in zip(*found, strict=True))
     order = np.argsort(np.concatenate([np.flatnonzero(ages == age) for age in np.unique(ages)]))
-    token, rollout, hidden = token[order], rollout[order], hidden[order]
+    token = token[order]
+    rollout = rollout[order]
+    hidden = hidden[order]
     ended = token == _END
     lengths = np.where(ended.any(1), ended.argmax(1) + 1, LONGEST)
     long = np.flatnonzero(lengths >= 16)
@@ -159,7 +163,10 @@ def _sample(
     """Tokens [N, T], the engine's log-probs [N, T], and the engine's first state."""
     rows = np.arange(len(start))
     hidden = rng.normal(0, 1, start.shape) if fault.prompts else start
-    first, token, tokens, logprobs = hidden, None, [], []
+    first = hidden
+    token = None
+    tokens = []
+    logprobs = []
     had = np.zeros((len(start), VOCABULARY), bool)
     for place in range(LONGEST):
         hidden = _step(engine, hidden, token)
@@ -189,7 +196,10 @@ def _sample(
 def _score(
     fault: Fault, net: _Net, token: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    hidden, rows, logprobs, entropies = start, np.arange(len(token)), [], []
+    hidden = start
+    rows = np.arange(len(token))
+    logprobs = []
+    entropies = []
     for place in range(LONGEST):
         hidden = _step(net, hidden, token[:, place - 1] if place else None)
         logits = hidden @ net.output.T * (0.15 if fault.flat and place < 4 else 1.0)

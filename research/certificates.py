@@ -46,11 +46,14 @@ COLUMNS = dict(
 )
 """Heading -> name in the statistics of probe.json."""
 ROOT = Path(__file__).resolve().parents[1]
-KEPT, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
+KEPT = ROOT / "docs" / "certificates"
+PAGE = ROOT / "docs" / "certificates.md"
 TEXT = (
     "Grüße, 12 + 345 = 357!\n  Ça va? こんにちは世界 · Привет, мир — مرحبا 🌍 def f(x): return x**2"
 )
-TOKENS, GREEDY, GREEDY_PROMPTS = 500, 64, 4
+TOKENS = 500
+GREEDY = 64
+GREEDY_PROMPTS = 4
 TASK = "examples/questions.jsonl"
 LOG_PROBS = 2e-4
 """Largest difference from transformers that is allowed, nats."""
@@ -133,7 +136,8 @@ def certify(model: Path, task: str) -> dict[str, Any]:
 
 def certificate(probe: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """The part of a certificate that a probe.json has, made by `dcmdp probe WORDS`."""
-    names, source = COLUMNS.values(), probe["pairs"][0]["source"]
+    names = COLUMNS.values()
+    source = probe["pairs"][0]["source"]
     rows = [
         {"engine": pair["source"]["sampled by"], "tokens": pair["statistics"]["tokens"]}
         | {name: float(f"{pair['statistics'][name]:.3g}") for name in names}
@@ -189,7 +193,8 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     engine = engines.build(
         parse_spec("local:float32"), run, directory=directory / "local", max_total_tokens=total
     )
-    samples, greedy = engines.sample(engine, prompts, sampled, seed=0), []
+    samples = engines.sample(engine, prompts, sampled, seed=0)
+    greedy = []
     found = engines.sample(engine, prompts[:GREEDY_PROMPTS], alike, seed=0)
     engine.close()
     export = directory / "export"
@@ -219,7 +224,8 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
         parse_spec("trainer"), run, directory=directory / "trainer", max_total_tokens=total
     )
     scorer = engines.HuggingFace.__new__(engines.HuggingFace)
-    scorer._torch, scorer._model = torch, other
+    scorer._torch = torch
+    scorer._model = other
     ours, theirs = (
         np.concatenate(each.score(*asked, temperature=1.0)) for each in (trainer, scorer)
     )

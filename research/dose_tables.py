@@ -48,7 +48,8 @@ from dcmdp_jax.observe.page_kit import INK, LEGEND, make_figure, style_axes
 from research.oracle.oracle import NOTHING
 from research.oracle.page import draw_oracle
 
-BASELINE, CONTROL = "grpo", "grpo_perturbed"
+BASELINE = "grpo"
+CONTROL = "grpo_perturbed"
 """Arm without a charge, and the one that differs from it by a perturbation alone."""
 _FEWEST_RUNS = 5
 _LOGARITHMS = ("excess", "per_nat")
@@ -94,7 +95,8 @@ def responses(relation: Relation) -> dict[str, tuple[str, object]]:
         return values[len(values) // 2 :]
 
     def excess(series: Series) -> float:
-        delta, entropy = late(series, "discrepancy/mean"), late(series, "policy/entropy")
+        delta = late(series, "discrepancy/mean")
+        entropy = late(series, "policy/entropy")
         used = (delta > 0) & (entropy > 0)
         if not used.any():
             return math.nan
@@ -105,7 +107,8 @@ def responses(relation: Relation) -> dict[str, tuple[str, object]]:
         )
 
     def per_nat(series: Series) -> float:
-        delta, entropy = late(series, "discrepancy/mean"), late(series, "policy/entropy")
+        delta = late(series, "discrepancy/mean")
+        entropy = late(series, "policy/entropy")
         return (
             math.log(delta.mean() / entropy.mean())
             if min(delta.mean(), entropy.mean()) > 0
@@ -134,7 +137,8 @@ def measure_doses(runs: Table, baseline: str) -> dict[str, dict[str, tuple[Estim
 
     `excess` and `per_nat` are 100 (e^x - 1), x the mean over seeds of the difference of logarithms.
     """
-    relation, found = fit_relation(runs[baseline]), {}
+    relation = fit_relation(runs[baseline])
+    found = {}
     for name, (_, value) in responses(relation).items():
         values = {
             arm: {seed: value(series) for seed, series in seeds.items()}
@@ -160,7 +164,8 @@ def dose_table(runs: Table, baseline: str) -> str:
     first row.
     """
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
-    found, relation = measure_doses(present, baseline), fit_relation(present[baseline])
+    found = measure_doses(present, baseline)
+    relation = fit_relation(present[baseline])
     names = responses(relation)
     entropies = found["entropy"]
     rows = [
@@ -197,7 +202,8 @@ def p_values(
     result = {}
     for name, arms in found.items():
         for arm, (_, difference) in arms.items():
-            mean, half = difference.mean, difference.half_width
+            mean = difference.mean
+            half = difference.half_width
             if name in _LOGARITHMS and mean > -100:
                 mean, half = math.log1p(mean / 100), half / (100 + mean)  # back from `_percent`
             if arm not in others and math.isfinite(half) and (half > 0 or mean):
@@ -243,11 +249,13 @@ def dose_claims(runs: Table, baseline: str, control: str) -> list[str]:
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found = measure_doses(present, baseline)
     p = p_values(found, (baseline, control))
-    held, lines = holm(p), []
+    held = holm(p)
+    lines = []
     for arm in (arm for arm in present if arm not in (baseline, control)):
         parts = []
         for name, (heading, _) in responses(fit_relation(present[baseline])).items():
-            difference, chance = found[name][arm][1], found[name][control][1]
+            difference = found[name][arm][1]
+            chance = found[name][control][1]
             enough = (
                 len(difference.values) >= _FEWEST_RUNS
                 and abs(difference.mean) > 2 * difference.half_width
@@ -317,7 +325,8 @@ def dose_panels(
 ) -> dict[str, tuple[float, float, dict[str, np.ndarray]]]:
     """What `draw_doses` draws: values of each charge by lambda; logarithms as a difference to 0."""
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
-    found, panels = measure_doses(present, baseline), {}
+    found = measure_doses(present, baseline)
+    panels = {}
     for name, (heading, _) in responses(fit_relation(present[baseline])).items():
         charges: dict[str, list[tuple[float, float, float]]] = {}
         for arm, (charge, strength) in doses.items():
@@ -441,7 +450,8 @@ def _judged(one: Mapping[str, Any]) -> tuple[float | None, ...]:
     """error, half of its interval, bias^2, half of its interval, variance of a remedy in
     remedies.json.
     """
-    found, width = one["quality"], one["half_width"]
+    found = one["quality"]
+    width = one["half_width"]
     return (
         found["error"],
         width["error"],
@@ -575,7 +585,8 @@ def _moving(runs: Table) -> list[str]:
 
 def figures(runs: Table, oracle: Path | None = None) -> dict[str, Figure]:
     """Fixed lambdas; with the oracle's remedies.json, dual ascent beside them, and the oracle."""
-    panels, title = dose_panels(runs, BASELINE, doses("two")), "Dose and response"
+    panels = dose_panels(runs, BASELINE, doses("two"))
+    title = "Dose and response"
     if oracle is None:
         return {"vllm": draw_doses(f"{title}, vLLM with an FP8 cache", BASELINE, panels)}
     moving = _moving(runs)

@@ -96,7 +96,8 @@ def differences(runs: Table) -> dict[tuple[str, str], DoseDifference]:
 
 def text(runs: Table) -> str:
     """Markdown: each arm's difference by both engines, and what the rule says."""
-    by_name, rows = differences(runs), []
+    by_name = differences(runs)
+    rows = []
     for arm in (arm for arm in runs if arm not in _BASELINES):
         cells = [f"`{arm}`", str(len(runs[arm]))]
         for heading in PRIMARY:

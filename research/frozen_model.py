@@ -57,16 +57,20 @@ too.
 """
 DECADES = 10
 """Bins of a histogram in each power of ten."""
-LOWEST, HIGHEST = -8, 2
+LOWEST = -8
+HIGHEST = 2
 LAMBDAS = (0.1, 1.0)
 FEWEST = 1000
 """Tokens that a 99.9th percentile is told of: below, not one token is above it on average."""
-LARGE, UNLIKELY, LIKELY = 0.5, 0.1, 0.5
+LARGE = 0.5
+UNLIKELY = 0.1
+LIKELY = 0.5
 """A large delta; a token of the toy's kind has p of at most `UNLIKELY` and q of at least
 `LIKELY`.
 """
 _RESAMPLES = 1000
-_ROWS, _MULTIPLE = 16, 16
+_ROWS = 16
+_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +122,9 @@ def summarize(tokens: Tokens) -> dict[str, Any]:
     A mean is over tokens, its interval that of the jackknife over prompts, since completions of one
     prompt are alike; a quantile's is the bootstrap's over prompts.
     """
-    delta, eps, measures = tokens.delta, tokens.displacement, state_measures_of(tokens)
+    delta = tokens.delta
+    eps = tokens.displacement
+    measures = state_measures_of(tokens)
     p, q = (np.exp(x.astype(np.float64)) for x in (tokens.train, tokens.rollout))
     log_ratio = np.clip(tokens.train.astype(np.float64) - tokens.rollout, -20, 20)
     of_tokens = {
@@ -156,8 +162,10 @@ def summarize(tokens: Tokens) -> dict[str, Any]:
 def quantiles(values: np.ndarray, prompts: np.ndarray) -> dict[str, Any]:
     """Percentiles and the largest; of the 99.9th also the 95% interval, from resampled prompts."""
     order = np.argsort(values, kind="stable")
-    ordered, owner = values[order], prompts[order]
-    random, count = np.random.default_rng(0), prompts.max() + 1
+    ordered = values[order]
+    owner = prompts[order]
+    random = np.random.default_rng(0)
+    count = prompts.max() + 1
     drawn = []
     for _ in range(_RESAMPLES):
         weights = np.cumsum(np.bincount(random.integers(count, size=count), minlength=count)[owner])
@@ -277,7 +285,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
 
     began = time.monotonic()
     session, spec = _session(name, arguments)
-    run, prompts = session.run, session.prompts(session.run)
+    run = session.run
+    prompts = session.prompts(session.run)
     total = session.total_tokens(prompts, [run])
     with tempfile.TemporaryDirectory() as directory:
         engine = engines.build(
@@ -289,10 +298,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
                 engine.generate(prompts, session.sampling, seed=session.seed, step=0)
             )
             seconds = time.monotonic() - ready
-            asked, ids = (
-                [prompts[one.group] for one in episodes],
-                [one.completion_ids for one in episodes],
-            )
+            asked = [prompts[one.group] for one in episodes]
+            ids = [one.completion_ids for one in episodes]
             floors = {"engine": again(engine, asked, ids)}
     count = sum(map(len, ids))
     print(
@@ -303,7 +310,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
         TrainingStack(run.model, run.params, compute=Compute(dtype="float32")), asked, ids
     )
     rows = one_a_row(asked, ids, -(-total // _MULTIPLE) * _MULTIPLE)
-    mask, columns = rows.completion_mask, {}
+    mask = rows.completion_mask
+    columns = {}
     for key, fill in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(0))):
         columns[key] = np.full((*mask.shape, arguments.likeliest), fill)
         columns[key][mask] = np.concatenate(
@@ -424,7 +432,8 @@ def advantages(rewards: np.ndarray | None, episodes: Sequence[Any]) -> np.ndarra
     plain = np.ones(len(episodes), np.float32)
     if rewards is None:
         return plain
-    groups, usual = np.array([one.group for one in episodes], np.int32), AlgorithmSettings()
+    groups = np.array([one.group for one in episodes], np.int32)
+    usual = AlgorithmSettings()
     found = group_advantages(
         rewards,
         groups,
@@ -443,7 +452,8 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     from dcmdp_jax.lab.probe.session import Session
     from dcmdp_jax.run.saved_model import Policy, find_model
 
-    spec, saved = parse_spec(name), find_model(Path(arguments.model))
+    spec = parse_spec(name)
+    saved = find_model(Path(arguments.model))
     settings = {
         "rollout.engine": spec.kind,
         "rollout.precision": spec.precision,

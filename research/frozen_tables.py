@@ -25,7 +25,8 @@ KEPT, OF_DEMO, WHOLE = (
 """Engines whose column holds the whole vocabulary."""
 BAR = 0.015
 """prime-rl's bar for KL(q || p), nats."""
-_DEMO, _FIRST = "the demo's policy, ", "local:int4"
+_DEMO = "the demo's policy, "
+_FIRST = "local:int4"
 _FEWEST_LARGE = 5
 _WHOLE = ("total_variation", "expected_discrepancy")
 Kept = Mapping[str, Mapping[str, Any]]
@@ -53,7 +54,8 @@ def mean(one: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 def verdict(one: Mapping[str, Any]) -> str:
     """The class that the page defined before the runs."""
-    divergence, large = mean(one, "k3")[0], mean(one, "large")[0]
+    divergence = mean(one, "k3")[0]
+    large = mean(one, "large")[0]
     if divergence > 10 * BAR or large > 1e-3:
         return "afraid"
     return "watch" if divergence > BAR or large > 1e-4 else "calm"
@@ -83,7 +85,8 @@ def _tail_over_mean(one: Mapping[str, Any]) -> tuple[float, float]:
     """99.9th percentile of delta over its mean, and with the upper end of the percentile's
     interval.
     """
-    found, average = one["quantiles"]["delta"], mean(one, "delta")[0]
+    found = one["quantiles"]["delta"]
+    average = mean(one, "delta")[0]
     return found["p99.9"] / average, found["p99.9_interval"][1] / average
 
 
@@ -148,7 +151,8 @@ def verdict_table(kept: Kept) -> str:
     """The distance of the distributions, the tail, and what follows."""
 
     def row(one: Mapping[str, Any]) -> list[str]:
-        bound, head = mean(one, "total_variation_bound")[0], mean(one, "head_mass")[0]
+        bound = mean(one, "total_variation_bound")[0]
+        head = mean(one, "head_mass")[0]
         return [
             _plus_minus(*mean(one, "k3")),
             f"{_plus_minus(*mean(one, 'total_variation'))} (+ {bound:.2g})",
@@ -336,7 +340,8 @@ def _by_probability(
 ) -> None:
     """Means as lines, 99.9th percentiles as dots, by bin of p."""
     for engine, one in kept.items():
-        bins, style = one["by_p"], lines[engine]
+        bins = one["by_p"]
+        style = lines[engine]
         means = [each[name]["mean"] if each["tokens"] >= FEWEST // 10 else np.nan for each in bins]
         axes.plot(range(len(bins)), means, **style)
         tails = [

@@ -26,7 +26,8 @@ from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, make_figure, style_axes
 from research.dose_tables import holm, t_p_value
 
-BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
+BASELINE = "grpo"
+CONTROLS = ("grpo_perturbed", "grpo_shaken")
 OF_ANOTHER_MEASURE = (
     "trainer_above_1",
     "log",
@@ -66,7 +67,8 @@ _CURVE = {
     "grpo_shaken": (BASELINE_COLOR, "--"),
 }
 """Colors and dashes of Countdown's curves, where arms of one color are in one panel."""
-_LAST, _WINDOW = 4, 8
+_LAST = 4
+_WINDOW = 8
 
 
 def _late(name: str, scale: float = 1.0) -> Callable[[Series], float]:
@@ -91,7 +93,9 @@ def _last(kind: str) -> Callable[[Series], float]:
     return score
 
 
-_DELTA, _OWN, _EXACTLY = "delta, 1e-3", "held-out, own engine, %", "held-out, exact engine, %"
+_DELTA = "delta, 1e-3"
+_OWN = "held-out, own engine, %"
+_EXACTLY = "held-out, exact engine, %"
 RESPONSES: Mapping[str, Callable[[Series], float]] = {
     "reward": _late("reward/mean"),
     _OWN: _last("eval"),
@@ -148,7 +152,8 @@ def charge_warnings(runs: Table) -> dict[str, int]:
         `ended` runs, those of them warned `in_time`, before the first four steps of which all later
         ones are below `yardstick` have passed; `lived`, and those of them that were `warned`.
     """
-    over, bar = ended(runs), yardstick(runs)
+    over = ended(runs)
+    bar = yardstick(runs)
     found = dict.fromkeys(("ended", "in_time", "lived", "warned"), 0)
     for arm, seeds in runs.items():
         for seed, series in seeds.items():
@@ -212,7 +217,8 @@ def comparison(runs: Table, held: Collection[tuple[str, str]] | None = None) -> 
         runs: of the arms.
         held: (heading, arm) that hold, where other tables' differences count too.
     """
-    over, found = ended(runs), differences(runs)
+    over = ended(runs)
+    found = differences(runs)
     held = claims(runs)[1] if held is None else held
     own = {
         heading: estimate({s: value(run) for s, run in runs[BASELINE].items()})
@@ -282,7 +288,8 @@ def lost(found: Mapping[str, Table]) -> str:
         for n, x in gains.items()
         if math.isfinite(x.half_width)
     }
-    held, rows = holm(p), []
+    held = holm(p)
+    rows = []
     for name, gain in gains.items():
         plain = estimate(
             {seed: RESPONSES[_EXACTLY](run) for seed, run in found[name][BASELINE].items()}
@@ -404,10 +411,8 @@ def curves(found: Mapping[str, Table]) -> Figure:
                 label=arm,
             )
             if arm not in ("exact", *OF_ANOTHER_MEASURE):
-                steps, delta = (
-                    seeds[0]["discrepancy/mean"][0],
-                    [series["discrepancy/mean"][1] for series in seeds],
-                )
+                steps = seeds[0]["discrepancy/mean"][0]
+                delta = [series["discrepancy/mean"][1] for series in seeds]
                 windows = np.mean(delta, axis=0).reshape(-1, _WINDOW).mean(axis=1)
                 at = steps[_WINDOW - 1 :: _WINDOW]
                 places[len(found) + column].plot(
@@ -446,18 +451,18 @@ def _of_study(kept: Table) -> str:
 
 
 def _of_long(path: Path) -> tuple[str, Figure]:
-    kept, panels = read(path), [(arm, "reward/mean") for arm in LONG_SHOWN]
+    kept = read(path)
+    panels = [(arm, "reward/mean") for arm in LONG_SHOWN]
     return _of_study(kept), draw(
         kept, panels, "Reward by run: completions of 200 tokens, int4 engine", 2
     )
 
 
 def _of_regimes(path: Path) -> tuple[str, Figure]:
-    kept, long = read(path), read(path.parent / "long_completions.jsonl.gz")
-    int3, updates = (
-        parted(kept, "int3", long["exact"]),
-        parted(kept, "four_updates", kept["four_updates_exact"]),
-    )
+    kept = read(path)
+    long = read(path.parent / "long_completions.jsonl.gz")
+    int3 = parted(kept, "int3", long["exact"])
+    updates = parted(kept, "four_updates", kept["four_updates_exact"])
     panels = [(arm, "reward/mean") for arm in INT3_SHOWN]
     figure = draw(int3, panels, "Reward by run: completions of 200 tokens, int3 engine", 2)
     parts = ["Regimes", lost(regimes(long, kept))]

@@ -36,7 +36,10 @@ from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.types import Params
 
-PROMPTS, TOKENS, PROMPT_TOKENS, ALONE = 64, 64, 16, 16
+PROMPTS = 64
+TOKENS = 64
+PROMPT_TOKENS = 16
+ALONE = 16
 TOTAL = PROMPT_TOKENS + TOKENS
 # Wide initial weights: without them every token is as likely as any other, and all engines agree.
 INITIALIZER = 0.4

@@ -135,7 +135,8 @@ def outcome(found: Difference) -> str:
 
 def table(runs: Table) -> str:
     """Markdown: scores and their differences, falls, ends, delta and lambda of every arm."""
-    found, over = {name: differences(runs, name) for name in (EXACTLY, OWN)}, ended(runs)
+    found = {name: differences(runs, name) for name in (EXACTLY, OWN)}
+    over = ended(runs)
     rows = []
     for arm, seeds in runs.items():
         each = list(seeds.values())

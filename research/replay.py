@@ -14,7 +14,9 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.observe.metrics_io import Series
 
-_MULTIPLIER, _TOLERANCE, _FLOOR = "dual/multiplier", "dual/tolerance", "mismatch/noise_floor"
+_MULTIPLIER = "dual/multiplier"
+_TOLERANCE = "dual/tolerance"
+_FLOOR = "mismatch/noise_floor"
 
 
 def broken_rule(series: Series, values: Mapping[str, Any]) -> Iterator[str]:
@@ -43,10 +45,8 @@ def broken_rule(series: Series, values: Mapping[str, Any]) -> Iterator[str]:
         return
     names = "dual_learning_rate", "multiplier_max", "tolerance_factor", "multiplier"
     eta, cap, factor, first = (np.float32(algorithm[name]) for name in names)
-    measured, budget = (
-        algorithm["tolerance_steps"],
-        np.full(len(c), algorithm["tolerance"], np.float32),
-    )
+    measured = algorithm["tolerance_steps"]
+    budget = np.full(len(c), algorithm["tolerance"], np.float32)
     if 0 < measured < len(c):
         at, floors = series.get(_FLOOR, (np.zeros(1), np.zeros(1)))
         latest = [

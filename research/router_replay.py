@@ -40,7 +40,9 @@ from dcmdp_jax.models.row_logprobs import make_row_logprobs, without_replay
 from dcmdp_jax.types import Params, Rows
 from research.mismatch import Regime
 
-PROMPTS, TOKENS, PROMPT_TOKENS = 64, 64, 16
+PROMPTS = 64
+TOKENS = 64
+PROMPT_TOKENS = 16
 TOTAL = PROMPT_TOKENS + TOKENS
 REGIMES = {
     "local": (
@@ -74,7 +76,8 @@ class Effect(NamedTuple):
 
 def rows_of(episodes: Sequence[Episode]) -> Rows:
     """Lay each episode into a row of its own, [N, L]."""
-    longest, count = max(len(episode.token_ids) for episode in episodes), len(episodes)
+    longest = max(len(episode.token_ids) for episode in episodes)
+    count = len(episodes)
     plan = make_row_shapes(
         row_lengths=(longest,),
         micro_batch_tokens=longest * count,
@@ -94,7 +97,8 @@ def effect(
     check_routed_experts(episodes, *config.routing)
     rows = rows_of(episodes)
     train = jax.jit(make_row_logprobs(config, Compute(), temperature=temperature, mesh=None))
-    replayed, own = train(params, rows), train(params, without_replay(rows))
+    replayed = train(params, rows)
+    own = train(params, without_replay(rows))
 
     def difference(logprobs: jax.Array) -> float:
         apart = jnp.abs(jnp.exp(logprobs) - jnp.exp(rows.rollout_logprobs))

@@ -64,7 +64,8 @@ class Shared(contextlib.ExitStack):
 
     def train(self, config: Config, show: Callable[[str], None]) -> None:
         """Train a run with what can be shared."""
-        kind, before = _kind_of(config), self._kind
+        kind = _kind_of(config)
+        before = self._kind
         if _of_the_engine(kind) != _of_the_engine(before):
             self.close()
             self._services = None
@@ -114,11 +115,13 @@ def run_in_one_process(
     todo = [place for place in todo if runs[place].seed not in table.get(runs[place].arm, {})]
     with Shared() as shared:
         for number, place in enumerate(todo, start=1):
-            run, config = runs[place], configs[place]
+            run = runs[place]
+            config = configs[place]
             # What a stopped study left behind has trained in part.
             shutil.rmtree(run.directory, ignore_errors=True)
             shared.train(config, show=lambda line: None)
-            series, step = read_metrics(run.directory), np.array([config.training.steps])
+            series = read_metrics(run.directory)
+            step = np.array([config.training.steps])
             series |= {name: (step, np.array([value])) for name, value in evaluate(run).items()}
             table.setdefault(run.arm, {})[run.seed] = series
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +193,8 @@ def main(argv: list[str]) -> int:
     runs, configs = resolve(study, out, overrides, arguments.arms)
     check_evaluation(study, runs, configs)
     check_kept(arguments.kept, study, overrides)
-    show, code = functools.partial(print, flush=True), 0
+    show = functools.partial(print, flush=True)
+    code = 0
     try:
         run_in_one_process(runs, configs, arguments.kept, show, functools.partial(evaluated, study))
     except Interrupted as stopped:

@@ -91,7 +91,8 @@ from typing import Any
 import numpy as np
 from scipy.special import comb, expit, ndtri, softmax
 
-ACTIONS, SPREAD = 8, 2.0
+ACTIONS = 8
+SPREAD = 2.0
 """Of a random state: its actions, and the standard deviation of its logits, which leaves it an
 entropy of 1.2 nats.
 """
@@ -235,13 +236,18 @@ def expected_update(start: TwoSteps, charge: str, multiplier: float) -> tuple[fl
         ValueError: for an unknown charge.
     """
     _check(charge)
-    x, y, z = expit(start.theta), expit(start.phi), expit(start.phi + start.shift)
-    b, g, half = 1 - 1 / start.group_size, start.price, multiplier * start.discrepancy / 2
+    x = expit(start.theta)
+    y = expit(start.phi)
+    z = expit(start.phi + start.shift)
+    b = 1 - 1 / start.group_size
+    g = start.price
+    half = multiplier * start.discrepancy / 2
     if charge == "reward_std":
         u, v = _normalized(start, half)
     else:
         in_reward = half if charge == "reward" else 0.0
-        u, v = b * (in_reward - g), -b * x * (in_reward - g)
+        u = b * (in_reward - g)
+        v = -b * x * (in_reward - g)
         u += half if charge == "sequence" else 0.0
         v -= {"token": 2 * half, "sequence": half}.get(charge, 0.0)
     return float(x * (1 - x) * u / 2), float((1 - x) * (z - y) * v / 2)
@@ -255,7 +261,9 @@ def _normalized(start: TwoSteps, half: float) -> tuple[float, float]:
     sqrt(k (G - k) / (G (G
     - 1))), so that lead cancels but for its sign: lambda sets no scale.
     """
-    lead, size, x = half - start.price, start.group_size, expit(start.theta)
+    lead = half - start.price
+    size = start.group_size
+    x = expit(start.theta)
     k = np.arange(1, size)
     deviation = abs(lead) * np.sqrt(k * (size - k) / (size * (size - 1)))
     mass = comb(size, k) * x**k * (1 - x) ** (size - k) / (deviation + _EPSILON)
@@ -318,10 +326,12 @@ def simulated_paths(
 ) -> np.ndarray:
     """theta and phi at the end of many runs, [runs, 2]; each step samples `prompts` groups."""
     _check(charge)
-    theta, phi = np.full(runs, start.theta), np.full(runs, start.phi)
+    theta = np.full(runs, start.theta)
+    phi = np.full(runs, start.phi)
     for _ in range(steps):
         d_theta, d_phi = _sampled(start, theta, phi, charge, multiplier, prompts, rng)
-        theta, phi = theta + size * d_theta, phi + size * d_phi
+        theta = theta + size * d_theta
+        phi = phi + size * d_phi
     return np.stack([theta, phi], axis=1)
 
 
@@ -422,12 +432,18 @@ def budget_path(
         rate: eta; 0 leaves lambda at 0, reward alone.
         steps, size: of the policy.
     """
-    theta, phi, multiplier, path = start.theta, start.phi, 0.0, []
+    theta = start.theta
+    phi = start.phi
+    multiplier = 0.0
+    path = []
     for _ in range(steps):
-        x, y, z = expit(theta), expit(phi), expit(phi + start.shift)
+        x = expit(theta)
+        y = expit(phi)
+        z = expit(phi + start.shift)
         charged = abs(y - z) if measure == "diff" else abs(start.shift)
         path.append((multiplier, x, phi, (1 - x) * abs(y - z) / 2, (1 - x) * abs(start.shift) / 2))
-        value, half = x * (1 - start.price) + (1 - x) * z, multiplier * charged / 2
+        value = x * (1 - start.price) + (1 - x) * z
+        half = multiplier * charged / 2
         theta += size * x * (1 - x) * (1 - start.price - z + half) / 2
         phi += (
             size * (1 - x) * (z * (1 - y) * (1 - value - half) + (1 - z) * y * (value + half)) / 2

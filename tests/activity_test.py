@@ -18,7 +18,8 @@ def shown(capsys):
     """
 
     def show(*times, ended=None, **fields):
-        painter, doing = activity._Painter(), Activity("sampling", began=100.0, **fields)
+        painter = activity._Painter()
+        doing = Activity("sampling", began=100.0, **fields)
         painter.running.append(doing)
         for now in times:
             painter.show(now)
@@ -48,7 +49,8 @@ def test_what_is_counted_says_how_much_is_left(shown):
 
 
 def test_what_threads_compile_is_named_while_they_do(shown):
-    done, names = threading.Event(), ("the step", "decode (2)")
+    done = threading.Event()
+    names = ("the step", "decode (2)")
     threads = [threading.Thread(target=done.wait, name=activity.COMPILING + name) for name in names]
     for thread in threads:
         thread.start()

@@ -18,7 +18,8 @@ def test_table_and_drawing_are_those_of_the_imports():
     table = rooms.rooms()
     written = rooms.with_rooms(_PAGE, table)
     assert rooms.without_sizes(written) == rooms.without_sizes(_PAGE), "python -m docs.rooms"
-    now, said = rooms.sizes(written), rooms.sizes(_PAGE)
+    now = rooms.sizes(written)
+    said = rooms.sizes(_PAGE)
     assert now.keys() == said.keys() == table.keys()
     stale = {
         room: (said[room], size)

@@ -42,7 +42,8 @@ def _flat(values, prefix=""):
 
 def _changes(before, after):
     """Settings that differ: name -> (before, after)."""
-    old, new = dict(_flat(to_dict(before))), dict(_flat(to_dict(after)))
+    old = dict(_flat(to_dict(before)))
+    new = dict(_flat(to_dict(after)))
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
@@ -281,7 +282,8 @@ def test_the_demo_with_experts_is_the_demo_with_another_model():
     }
 
     def check(option, expected):
-        config, plain = _config("demo_moe", option), _config("demo")
+        config = _config("demo_moe", option)
+        plain = _config("demo")
         rollout = config.rollout
         assert (
             rollout.engine,
@@ -329,7 +331,8 @@ def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_t
 
 def test_the_published_models_sums_are_chats_whose_last_turn_is_begun_and_held_out_apart():
     config = _config("smollm2")
-    train, held_out = load_problems(config.task.train), load_problems(config.evaluation.task)
+    train = load_problems(config.task.train)
+    held_out = load_problems(config.evaluation.task)
     assert (len(train), len(held_out)) == (640, 64)
     assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
     for problem in (*train, *held_out):

@@ -46,7 +46,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 keep_programs()
 
-_MANY_MAPPINGS, _LOOK_EVERY = 20_000, 8
+_MANY_MAPPINGS = 20_000
+_LOOK_EVERY = 8
 _SLOW_FILES = Path(__file__).with_name("slow_files.txt")
 _JOBS = Path(__file__).with_name("jobs.txt")
 

@@ -189,7 +189,8 @@ def test_a_sampler_takes_the_memory_of_the_embedded_engine():
 
 
 def _scores(engine):
-    prompt, completion = [np.arange(9, 14, dtype=np.int32)], [np.arange(40, 52, dtype=np.int32)]
+    prompt = [np.arange(9, 14, dtype=np.int32)]
+    completion = [np.arange(40, 52, dtype=np.int32)]
     return engine.score(prompt, completion, temperature=1.0)[0]
 
 

@@ -64,7 +64,8 @@ def test_named_commands_and_their_options_exist():
     rooms = "".join(
         path.read_text(encoding="utf-8") for path in (_ROOT / "dcmdp_jax/commands").glob("*.py")
     )
-    known, seen = set(re.findall(r"\"(--[a-z][\w-]*)\"", rooms)) | {"--help"}, 0
+    known = set(re.findall(r"\"(--[a-z][\w-]*)\"", rooms)) | {"--help"}
+    seen = 0
     for page, text in _TEXTS.items():
         for name, words in re.findall(
             r"(?:`|^    )(?:dcmdp |python -m bin\.)([a-z_]+)\b([^\n`|]*)", text, re.M

@@ -67,10 +67,8 @@ def test_prime_rl_is_its_formula_in_value_and_gradient():
         np.clip(np.exp(rollout) + rng.normal(0, 0.15, rollout.shape), 0.01, 0.99)
     ).astype(np.float32)
     advantages = rng.normal(size=rollout.shape).astype(np.float32)
-    mask, weights = (
-        rng.random(rollout.shape) < 0.8,
-        rng.uniform(0.1, 1.0, rollout.shape).astype(np.float32),
-    )
+    mask = rng.random(rollout.shape) < 0.8
+    weights = rng.uniform(0.1, 1.0, rollout.shape).astype(np.float32)
     tokens = Tokens(
         train_logprobs=train,
         anchor_logprobs=rollout,
@@ -203,7 +201,9 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
     transform = optax.adam(schedule) if optimizer == "its own" else optax.sgd(schedule)
     monkeypatch.setattr(minimal, "optimizer", transform)
     monkeypatch.setattr(minimal, "update", jax.jit(minimal.update.__wrapped__))
-    count, limit, start = minimal.PROMPTS * minimal.GROUP, minimal.LIMIT, minimal.PROMPT
+    count = minimal.PROMPTS * minimal.GROUP
+    limit = minimal.LIMIT
+    start = minimal.PROMPT
     key = jax.random.key(5)
     params = minimal.policy.init(key, jnp.zeros((1, start + limit), jnp.int32))
     prompts = np.repeat(
@@ -214,7 +214,8 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
     tokens, mask, rollout = (
         np.asarray(x) for x in minimal.sample(minimal.rounded(params), prompts, key)
     )
-    rewards, lengths = minimal.verify(tokens), mask.sum(1).astype(int)
+    rewards = minimal.verify(tokens)
+    lengths = mask.sum(1).astype(int)
     assert len(set(lengths)) > 2
     found, _, multiplier, mean, losses_found = minimal.train_step(
         params, transform.init(params), 0.3, tokens, mask, rollout, rewards

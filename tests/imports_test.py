@@ -127,7 +127,8 @@ def _room(module):
 
 def _reached(module):
     """Every module that importing `module` imports, of ours and of others."""
-    seen, waiting = set(), [module]
+    seen = set()
+    waiting = [module]
     while waiting:
         name = waiting.pop()
         if name in seen:

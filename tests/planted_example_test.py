@@ -32,7 +32,8 @@ def engines():
     arguments = EngineArguments(
         "float32", "float32", "auto", 64, 64, 0, example["Settings"](), model=model
     )
-    planted, exact = example["ENGINE"].build(arguments), local_engine(model, max_total_tokens=64)
+    planted = example["ENGINE"].build(arguments)
+    exact = local_engine(model, max_total_tokens=64)
     for engine in (planted, exact):
         engine.push_weights(params, 3)
     return planted, exact

@@ -8,7 +8,8 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.config.settings import to_dict
 from tests.support.run_invariants import contradictions
 
-_C, _ETA = 0.25, 2.0
+_C = 0.25
+_ETA = 2.0
 
 
 def _step(step, multiplier, discrepancy):

@@ -125,10 +125,8 @@ def _by_ours(text, spread):
     )
     remedies = settings.remedies()
     signals = signals_of(settings, remedies, tokens, np.ones(shape[0], np.float32))
-    weights, how = (
-        loss_weights(settings, signals),
-        {"loss": remedies.loss, "ratio_level": settings.ratio_level},
-    )
+    weights = loss_weights(settings, signals)
+    how = {"loss": remedies.loss, "ratio_level": settings.ratio_level}
     moving = lambda now: signals.tokens._replace(train_logprobs=now)  # noqa: E731
     slopes = -jax.grad(lambda now: policy_loss(moving(now), weights, **how)[0].total)(
         jnp.asarray(now)
@@ -143,7 +141,9 @@ _SLOPES = {f"{row['framework']}: {row['option']}": row for row in _ROWS if row["
 
 @pytest.mark.parametrize("name", _SLOPES)
 def test_our_settings_have_the_slope_of_the_source(name):
-    ours, slope, differs = _SLOPES[name]["ours"], _SLOPES[name]["slope"], False
+    ours = _SLOPES[name]["ours"]
+    slope = _SLOPES[name]["slope"]
+    differs = False
     for spread in _SPREADS:
         found, expected, plain = map(
             np.concatenate,

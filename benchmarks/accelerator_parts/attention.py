@@ -157,7 +157,8 @@ def measure(size: Size, tell: Tell, *, packed: bool) -> None:
         found["errors"][name] = largest_errors(results, exact, ids > 0)
         tell(found)
     for pass_name, products in PASSES.items():
-        calls, compiled = {}, {}
+        calls = {}
+        compiled = {}
         for name, attend in attends.items():
             function = (
                 attend if pass_name == "forward" else functools.partial(with_gradients, attend)

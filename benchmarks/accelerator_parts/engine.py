@@ -37,9 +37,11 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
         "prompts_per_step": size.decode_prompts,
         "prompts_per_mini_batch": size.decode_prompts,
     }
-    config, mesh = from_config_dict(settings), one_device_mesh()
+    config = from_config_dict(settings)
+    mesh = one_device_mesh()
     run = planned_run(config, mesh)
-    model, rows = run.model, size.decode_prompts * size.decode_group
+    model = run.model
+    rows = size.decode_prompts * size.decode_group
     rng = np.random.default_rng(0)
     prompts = [
         rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32)
@@ -59,7 +61,8 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     engine.push_weights(params, 1)
     pushed = time.perf_counter() - began
     sampling = SamplingParams(size.decode_group, size.new_tokens)
-    seconds, tokens = [], 0
+    seconds = []
+    tokens = 0
     for step in range(size.repeats + 1):
         began = time.perf_counter()
         episodes = collect(engine.generate(prompts, sampling, seed=0, step=step))

@@ -24,12 +24,14 @@ def measure(size: Size, tell: Tell) -> None:
     compiles it, on an eighth of the tokens: on a GPU it multiplies every row by every matrix, and
     takes 128 times the rows' memory.
     """
-    sizes, ops = size.expert_layer, choose_ops(jax.default_backend())
+    sizes = size.expert_layer
+    ops = choose_ops(jax.default_backend())
     chip, source = limits.chip_here(size)
     x = jax.random.normal(jax.random.key(1), (size.expert_tokens, sizes.embed), sizes.dtype)
     dense, dense_params = moe.layer(0, ops, sizes)
     mixture, params = moe.layer(size.experts, ops, sizes)
-    few, grouped = x[: size.expert_tokens // 8], moe.products(size.experts, ops, sizes)
+    few = x[: size.expert_tokens // 8]
+    grouped = moe.products(size.experts, ops, sizes)
     contenders = {
         "dense": (dense, dense_params, x),
         "experts": (mixture, params, x),
@@ -48,7 +50,8 @@ def measure(size: Size, tell: Tell) -> None:
     # Three products of [T, D] with k experts' matrices [D, F]; three times that with the gradients.
     forward = 3 * 2.0 * size.expert_tokens * sizes.embed * sizes.per_token * sizes.width
     for (name, wrap), passes in zip(moe.PASSES.items(), (1, 3), strict=True):
-        calls, compiled = {}, {}
+        calls = {}
+        compiled = {}
         for key, (function, arguments, tokens) in contenders.items():
             executable, compiled[key] = limits.compile_and_read(
                 key, jax.jit(wrap(function)), arguments, tokens

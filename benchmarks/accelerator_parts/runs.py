@@ -64,7 +64,8 @@ def measure(tell: Tell, config: str, settings: Mapping[str, object]) -> None:
         RuntimeError: if the run fails, or its record breaks the multiplier's rule.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        directory, log = Path(scratch, "run"), Path(scratch, "log")
+        directory = Path(scratch, "run")
+        log = Path(scratch, "log")
         asked = dict(settings) | {"run_dir": directory}
         command = [sys.executable, "-m", "bin.train", f"--config={config}"]
         command += [f"--config.{name}={value}" for name, value in asked.items()]
@@ -122,7 +123,8 @@ def listening(root: int) -> set[str]:
     """'address:port, command' of the TCP sockets on which a process or its descendants listen;
     addresses in hex.
     """
-    parents, names = {}, {}
+    parents = {}
+    names = {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             name, rest = re.fullmatch(

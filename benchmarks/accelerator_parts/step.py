@@ -52,9 +52,11 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     The program is the one that `bin.plan` compiles, and `bin.train` runs; parameters and tokens are
     random.
     """
-    mesh, config = one_device_mesh(), step_config(size, segments=segments, remat=remat)
+    mesh = one_device_mesh()
+    config = step_config(size, segments=segments, remat=remat)
     run = planned_run(config, mesh)
-    model, step = run.model, plan_step(run)
+    model = run.model
+    step = plan_step(run)
     sampled = completions(size, model)
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, (tokens, computed) = pack(sampled, rewards, run.placement.packing, mask_truncated=False)

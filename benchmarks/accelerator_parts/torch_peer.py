@@ -55,7 +55,9 @@ def _timed(call: Callable[[], object], repeats: int) -> list[float]:
 
 def sorted_micro_batches(lengths: np.ndarray, most: int) -> list[np.ndarray]:
     """Sequences of like lengths together, longest first, up to `most` tokens with their padding."""
-    order, batches, begin = np.argsort(-lengths), [], 0
+    order = np.argsort(-lengths)
+    batches = []
+    begin = 0
     while begin < len(order):
         count = max(1, most // int(lengths[order[begin]]))
         batches.append(order[begin : begin + count])
@@ -87,12 +89,14 @@ def measure_step(size: Size, tell: Tell) -> None:
 
     def update() -> None:
         for rows in batches:
-            longest, prompt = int(lengths[rows].max()), size.prompt_tokens
+            longest = int(lengths[rows].max())
+            prompt = size.prompt_tokens
             ids = torch.zeros(len(rows), longest, dtype=torch.long)
             for row, which in enumerate(rows):
                 ids[row, : lengths[which]] = torch.as_tensor(episodes[which].token_ids)
             real = torch.arange(longest) < torch.as_tensor(lengths[rows])[:, None]
-            ids, real = ids.to(device), real.to(device)
+            ids = ids.to(device)
+            real = real.to(device)
             with torch.autocast(device, torch.bfloat16):
                 kept = longest - prompt + 1
                 logits = model(
@@ -100,10 +104,8 @@ def measure_step(size: Size, tell: Tell) -> None:
                 ).logits[:, :-1]
             logits = logits.float()
             chosen = logits.gather(-1, ids[:, prompt:, None])[..., 0] - logits.logsumexp(-1)
-            ratio, advantage = (
-                (chosen - chosen.detach()).exp(),
-                torch.ones(len(rows), 1, device=device),
-            )
+            ratio = (chosen - chosen.detach()).exp()
+            advantage = torch.ones(len(rows), 1, device=device)
             clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.24) * advantage)
             mask = real[:, prompt:].float()
             (-((clipped * mask).sum(-1) / mask.sum(-1)).sum() / len(lengths)).backward()

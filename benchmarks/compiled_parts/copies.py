@@ -8,7 +8,9 @@ from typing import NamedTuple
 from benchmarks.compiled_parts.hlo import Array, Computation, Instruction, Module, TripCounts
 from benchmarks.compiled_parts.traffic import fused_computation, moves
 
-COPIED, CONVERTED, STACKED = "copied", "converted", "slices of stacks"
+COPIED = "copied"
+CONVERTED = "converted"
+STACKED = "slices of stacks"
 KINDS = {
     COPIED: "moved, sliced, filled or transposed, nothing else",
     CONVERTED: "cast to another dtype, nothing else",

@@ -69,7 +69,8 @@ def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
     attention: dict[str, float] = defaultdict(float)
     uncounted = set()
     for visit in walk(module, trip_counts):
-        instruction, part = visit.instruction, part_of(visit.instruction.op_name)
+        instruction = visit.instruction
+        part = part_of(visit.instruction.op_name)
         if instruction.opcode == "dot":
             products[part] += visit.count * _dot(visit)
         elif instruction.opcode == "convolution":

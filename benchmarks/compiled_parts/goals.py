@@ -114,7 +114,8 @@ def is_compiled(plan: CompiledRun, name: str) -> bool:
 def model_shapes(model: ModelConfig, mesh: Mesh) -> ModelShapes:
     """The shapes of a model's parameters, whole and in any split that the mesh allows."""
     ways = set(mesh.shape.values()) | {1}
-    stacked, single = set(), set()
+    stacked = set()
+    single = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(model)):
         dims = leaf.shape
         if path[0].key == "layers":

@@ -171,7 +171,8 @@ def parse(text: str) -> Module:
         ValueError: if there is no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     header = text.split("\n", 1)[0]
     devices = math.prod(
         int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
@@ -208,10 +209,12 @@ def _walk(
         yield Visit(instruction, computation, count, loops)
         if instruction.opcode in _ELEMENTWISE or instruction.opcode.endswith(("-done", "-update")):
             continue
-        inner, around = count, loops
+        inner = count
+        around = loops
         if instruction.opcode == "while":
             loop = _loop(module, instruction, trip_counts)
-            inner, around = count * loop.trips, (*loops, loop)
+            inner = count * loop.trips
+            around = (*loops, loop)
         for called in _called(instruction):
             if called in module.computations:
                 yield from _walk(module, called, inner, around, trip_counts)
@@ -341,7 +344,9 @@ def _arrays(text: str) -> tuple[Array, ...]:
 def _operands(text: str) -> tuple[str, ...]:
     """The last word of each operand, without the type that some versions print before it."""
     text = re.sub(r"/\*.*?\*/", "", text)
-    names, depth, start = [], 0, 0
+    names = []
+    depth = 0
+    start = 0
     for place, character in enumerate(f"{text},"):
         if character in "([{":
             depth += 1

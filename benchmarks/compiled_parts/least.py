@@ -43,10 +43,8 @@ class Least(NamedTuple):
         """Received bytes of the step's collectives over the least; infinite where nothing has to be
         communicated.
         """
-        moved, least = (
-            sum(one.received_bytes for one in plan.programs["step"].account.collectives),
-            self.gathers + self.reductions,
-        )
+        moved = sum(one.received_bytes for one in plan.programs["step"].account.collectives)
+        least = self.gathers + self.reductions
         return moved / least if least else float("inf" if moved else 1)
 
 
@@ -131,7 +129,8 @@ def _least_bytes(
             PARAM_AXES[name] for name in names if name is not None and PARAM_AXES[name] is not None
         ]
         ways = math.prod(mesh.shape[axis] for axis in split if axis != "fsdp")
-        part, fsdp = leaf.size / ways, mesh.shape["fsdp"] if "fsdp" in split else 1
+        part = leaf.size / ways
+        fsdp = mesh.shape["fsdp"] if "fsdp" in split else 1
         gathered += part * (fsdp - 1) / fsdp
         reduced += part * (fsdp - 1) / fsdp * updates
         # Devices whose rows differ and whose part of the parameter does not.

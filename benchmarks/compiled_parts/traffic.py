@@ -71,10 +71,14 @@ def read_again(module: Module, trip_counts: TripCounts, within: float) -> float:
     the traffic in between, its own included. Inside one iteration of a loop; arrays that are
     updated in place count as not touched.
     """
-    place, again, touched = 0.0, 0.0, dict[tuple[str, str], tuple[float, float]]()
+    place = 0.0
+    again = 0.0
+    touched = dict[tuple[str, str], tuple[float, float]]()
     for visit, moved in moves(module, trip_counts):
-        inside, instruction = visit.computation, visit.instruction
-        start, place = place, place + moved / visit.count
+        inside = visit.computation
+        instruction = visit.instruction
+        start = place
+        place = place + moved / visit.count
         reads, written = _reads_and_writes(module, inside, instruction)
         for name, read in zip(instruction.operands, reads, strict=True):
             key = inside.name, _origin(inside, name)
@@ -121,7 +125,8 @@ def _reads_and_writes(
 def _of_fusion(
     called: Computation, sizes: list[float], written: float
 ) -> tuple[list[float], float]:
-    elements, reads = _elements_read(called), [0.0 for _ in sizes]
+    elements = _elements_read(called)
+    reads = [0.0 for _ in sizes]
     for instruction in called.instructions.values():
         if instruction.opcode != "parameter" or not instruction.operands[0].isdigit():
             continue

@@ -69,7 +69,9 @@ def step_trip_counts(run: PlannedRun, micro_batches: Sequence[int] | None = None
         micro_batches: of a mini-batch, in each bucket; by default those of the worst case, in which
             every completion has the longest length, so that the bucket of the longest rows is full.
     """
-    model, mesh, packing = run.model, run.placement.mesh, run.placement.packing
+    model = run.model
+    mesh = run.placement.mesh
+    packing = run.placement.packing
     counts = micro_batches or (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
     tokens = predicted_tokens(packing, mesh)[-1]
     axes = kernel_axes(model, mesh)

@@ -69,7 +69,8 @@ def ready(name: str, directory: Path, show: Callable[[str], None]) -> Path:
     """
     directory.mkdir(parents=True, exist_ok=True)
     place = directory / name
-    python, mark = place / "bin" / "python", place / _MARK
+    python = place / "bin" / "python"
+    mark = place / _MARK
     wanted = json.dumps(INSTALLS[name])
     # A second comparison started meanwhile waits here.
     with open(directory / f"{name}.lock", "w", encoding="utf-8") as lock:

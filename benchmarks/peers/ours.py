@@ -72,7 +72,8 @@ def sampler(
     prompts = [
         np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]
     ]
-    total, min_rows = job.prompt_tokens + job.new_tokens, get_config().rollout.min_rows
+    total = job.prompt_tokens + job.new_tokens
+    min_rows = get_config().rollout.min_rows
     dtypes = {"precision": job.dtype, "compute_dtype": job.dtype}
     arguments = EngineArguments(**dtypes, model=config, max_total_tokens=total, min_rows=min_rows)
     mesh = sampling_mesh(one_device_mesh(), num_params=num_params(config))
@@ -139,7 +140,9 @@ class SteppedEngine:
         begin: Callable[[Params], None],
         check: Callable[[list[Episode]], None],
     ) -> None:
-        self._engine, self._begin, self._check = engine, begin, check
+        self._engine = engine
+        self._begin = begin
+        self._check = check
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         self._begin(params)

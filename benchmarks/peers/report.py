@@ -95,10 +95,8 @@ def row(measured: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def foot(result: Mapping[str, Any]) -> str:
     """Where the numbers come from."""
-    machine, completions = (
-        result["machine"],
-        f"{result['prompts']} prompts x {result['group']} completions",
-    )
+    machine = result["machine"]
+    completions = f"{result['prompts']} prompts x {result['group']} completions"
     waits = "" if machine["omp_wait"] == "default" else f", OMP_WAIT_POLICY={machine['omp_wait']}"
     lines = [
         f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, "

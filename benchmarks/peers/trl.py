@@ -19,7 +19,9 @@ from benchmarks.peers.rounds import Job, Rounds, work
 
 _PACKAGES = ("trl", "torch", "peft", "transformers", "accelerate", "datasets", "numpy")
 _LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-_CLIP, _LEARNING_RATE, _MAX_GRAD_NORM = 0.2, 1e-6, 1.0
+_CLIP = 0.2
+_LEARNING_RATE = 1e-6
+_MAX_GRAD_NORM = 1.0
 
 
 def train(job: Job, rounds: Rounds) -> None:

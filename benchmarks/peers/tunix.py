@@ -115,7 +115,8 @@ def reinforce(job: Job, rounds: Rounds) -> None:
     """GRPOLearner.train, from one global step's begin to the next."""
     learner = _learner(job)
     cluster = learner.rl_cluster
-    step, sample = learner._run_global_step, cluster.generate
+    step = learner._run_global_step
+    sample = cluster.generate
 
     def stepped(*arguments: Any, **options: Any) -> None:
         _finish(cluster)
@@ -128,7 +129,8 @@ def reinforce(job: Job, rounds: Rounds) -> None:
         job.check_completions(sampled.tokens)
         return sampled
 
-    learner._run_global_step, cluster.generate = stepped, checked
+    learner._run_global_step = stepped
+    cluster.generate = checked
     rounds.hello(_PACKAGES)
     try:
         learner.train(_batches(job))

@@ -51,7 +51,9 @@ class Worker:
             log: what it prints.
             timeout: seconds that an answer may take.
         """
-        self._log, self._timeout, self._pending = log, timeout, b""
+        self._log = log
+        self._timeout = timeout
+        self._pending = b""
         self._answers, theirs = os.pipe()
         try:
             with open(log, "wb") as output:

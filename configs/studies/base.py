@@ -9,7 +9,8 @@ from typing import Any
 
 from dcmdp_jax.lab.studies.study import Arm, Study
 
-DEMO, VLLM = "demo", "demo_vllm:fp8_kv"
+DEMO = "demo"
+VLLM = "demo_vllm:fp8_kv"
 QWEN3_8B = "qwen3_8b"
 QWEN3_30B_A3B = "qwen3_30b_a3b"
 R1_DISTILL = "r1_distill_qwen_1p5b"

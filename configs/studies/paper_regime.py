@@ -121,7 +121,8 @@ THRESHOLD = {"algorithm.method": "threshold_grpo", "algorithm.tolerance": 0.0037
 def get_study(arg: str = "") -> Study:
     if arg not in ("", "readings", "calm"):
         raise ValueError(f"study argument {arg!r}: allowed are readings and calm, or none")
-    common, seeds = {**SETTING, **GRPO}, tuple(range(5))
+    common = {**SETTING, **GRPO}
+    seeds = tuple(range(5))
     if arg == "calm":
         common |= CALM
         arms = {"grpo": {}, "threshold": THRESHOLD, "token_1": fixed(1.0), **_readings(fixed(1.0))}

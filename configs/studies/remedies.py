@@ -63,10 +63,8 @@ def get_study(arg: str = "") -> Study:
     if arg == "vllm":
         found = remedy_arms(VLLM, {}, DEMO, forward={"model.forward_cache": "fp8"})
         return Study("Remedies (vLLM, FP8 key-value cache, demo size)", found, "grpo", SEEDS)
-    fp8, blocks = (
-        {"rollout.precision": "fp8_per_block"},
-        {"model.forward_precision": "fp8_per_block"},
-    )
+    fp8 = {"rollout.precision": "fp8_per_block"}
+    blocks = {"model.forward_precision": "fp8_per_block"}
     paper = remedy_arms(QWEN3_8B, fp8, f"{QWEN3_8B}:local", forward=blocks)
     return make_study(
         arg, "Remedies", demo=remedy_arms(DEMO, {}, DEMO), paper=paper, baseline="grpo"

@@ -38,7 +38,8 @@ SCORED_EXACTLY = (
     "--config.evaluation.temperature=1.0",
     "--config.rollout.max_completion_tokens=5",
 )
-DELTA, DISPLACEMENT = 0.23, 3.0
+DELTA = 0.23
+DISPLACEMENT = 3.0
 """Mean |p - q| and mean |logit p - logit q| of GRPO in step 1 of a run with seed 100, which is not
 in the study.
 """

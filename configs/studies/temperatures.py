@@ -19,5 +19,6 @@ def get_study(arg: str = "") -> Study:
         f"t={temperature}": grpo | {"rollout.temperature": temperature}
         for temperature in TEMPERATURES
     }
-    demo, paper = arms(DEMO, settings), evaluated_arms(R1_DISTILL, settings)
+    demo = arms(DEMO, settings)
+    paper = evaluated_arms(R1_DISTILL, settings)
     return make_study(arg, "GRPO by sampling temperature", demo=demo, paper=paper, baseline="t=1.0")

@@ -370,7 +370,8 @@ def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected,
     """Join corrections, at least one: weights multiply, keep-masks intersect. Their statistics are
     put together.
     """
-    parts, joined = [], {}
+    parts = []
+    joined = {}
     for correction in corrections:
         part, own = split(correction(tokens))
         parts.append(part)
@@ -460,7 +461,8 @@ def _scanned(
         Values combined up to each token, itself included, and before it, which is 0 for the first.
     """
     require_tokens(tokens)
-    mask, last_axis = jnp.asarray(tokens.completion_mask, bool), values.ndim - 1
+    mask = jnp.asarray(tokens.completion_mask, bool)
+    last_axis = values.ndim - 1
     latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[-1]), 0), axis=last_axis)
     index = jnp.take_along_axis(jnp.asarray(tokens.completion_index), latest, axis=-1)
     before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)

@@ -94,14 +94,14 @@ def token_discrepancy(
         require_logprobs(name, logprobs, completion_mask)
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
-    train_logprobs, rollout_logprobs = as_float(train_logprobs), as_float(rollout_logprobs)
+    train_logprobs = as_float(train_logprobs)
+    rollout_logprobs = as_float(rollout_logprobs)
     if measure == "diff":
-        train_logprobs, rollout_logprobs = (
-            jnp.minimum(train_logprobs, 0.0),
-            jnp.minimum(rollout_logprobs, 0.0),
-        )
+        train_logprobs = jnp.minimum(train_logprobs, 0.0)
+        rollout_logprobs = jnp.minimum(rollout_logprobs, 0.0)
     if measure == "logit":
-        train_logprobs, rollout_logprobs = log_odds(train_logprobs), log_odds(rollout_logprobs)
+        train_logprobs = log_odds(train_logprobs)
+        rollout_logprobs = log_odds(rollout_logprobs)
     log_ratio = clamped_log_ratio(train_logprobs, rollout_logprobs)
     if sided == "one":
         log_ratio = jnp.maximum(log_ratio, 0.0)
@@ -317,7 +317,8 @@ def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
         return deviations / jnp.where(largest == 0, 1.0, largest)
 
     undefined = constant(x) | constant(y)
-    x, y = centered(x), centered(y)
+    x = centered(x)
+    y = centered(y)
     scale = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     undefined |= scale == 0
     return jnp.where(

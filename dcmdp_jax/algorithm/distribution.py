@@ -128,11 +128,10 @@ def state_measures(
     )
     p, q = (jnp.where(present, jnp.exp(x), 0.0) for x in (train, rollout))
     log_p, log_q = (tail_logprobs(x, present) for x in (train, rollout))
-    p_tail, q_tail = jnp.exp(log_p), jnp.exp(log_q)
-    log_ratio, log_tail = (
-        stats.clamped_log_ratio(train, rollout),
-        stats.clamped_log_ratio(log_p, log_q),
-    )
+    p_tail = jnp.exp(log_p)
+    q_tail = jnp.exp(log_q)
+    log_ratio = stats.clamped_log_ratio(train, rollout)
+    log_tail = stats.clamped_log_ratio(log_p, log_q)
     differences = token_discrepancy(train, rollout, completion_mask=present)
     delta = token_discrepancy(train, rollout, completion_mask=present, measure=measure, sided=sided)
     expected = jnp.sum(q * delta, axis=-1)

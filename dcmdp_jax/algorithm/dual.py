@@ -117,10 +117,8 @@ def measured_tolerance(
         ValueError: if the shapes differ.
     """
     require.require_same_shape(mean_discrepancies=mean_discrepancies, noise_floors=noise_floors)
-    means, floors = (
-        jnp.asarray(mean_discrepancies, jnp.float32),
-        jnp.asarray(noise_floors, jnp.float32),
-    )
+    means = jnp.asarray(mean_discrepancies, jnp.float32)
+    floors = jnp.asarray(noise_floors, jnp.float32)
     return masked.masked_quantile(
         jnp.maximum(means, floors), jnp.isfinite(means), 0.5
     ) * jnp.float32(factor)

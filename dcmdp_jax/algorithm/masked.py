@@ -124,7 +124,8 @@ def masked_quantile(
     """
     require_same_shape(values=values, mask=mask)
     require_number("q", q, minimum=0, maximum=1)
-    values, mask = jnp.asarray(values, jnp.float32).ravel(), jnp.asarray(mask, bool).ravel()
+    values = jnp.asarray(values, jnp.float32).ravel()
+    mask = jnp.asarray(mask, bool).ravel()
     if values.size == 0:
         return jnp.zeros((), jnp.float32)
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf))
@@ -167,7 +168,8 @@ def completion_sums(
     """
     mask, index = _checked(where, token_values=token_values)
     values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), 0.0)
-    count, length = where.num_completions, index.shape[-1]
+    count = where.num_completions
+    length = index.shape[-1]
     blocks = max(1, -(-length // _SUM_BLOCK))
     slot = jnp.where(index >= 0, index * blocks + jnp.arange(length) // _SUM_BLOCK, count * blocks)
     sums = jax.ops.segment_sum(values.ravel(), slot.ravel(), num_segments=count * blocks)
@@ -289,7 +291,8 @@ def group_statistics(
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}; must be 0 or 1")
     slots = len(rewards)
-    valid, group_ids = jnp.asarray(valid, bool), jnp.asarray(group_ids, jnp.int32)
+    valid = jnp.asarray(valid, bool)
+    group_ids = jnp.asarray(group_ids, jnp.int32)
     rewards = jnp.where(valid, as_float(rewards), 0.0)
 
     size = jax.ops.segment_sum(valid.astype(jnp.int32), group_ids, num_segments=slots)

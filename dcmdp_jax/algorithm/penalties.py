@@ -54,7 +54,8 @@ def penalized_advantages(
             under jit).
     """
     require.require_number("multiplier", multiplier, minimum=0)
-    advantages, discrepancy = stats.as_float(advantages), stats.as_float(discrepancy)
+    advantages = stats.as_float(advantages)
+    discrepancy = stats.as_float(discrepancy)
     if advantages.ndim == discrepancy.ndim - 1:
         advantages = advantages[..., None]
     if advantages.shape[-1:] == (1,):

@@ -52,7 +52,8 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    known, sampled = concrete(logprobs), concrete(True if mask is None else mask)
+    known = concrete(logprobs)
+    sampled = concrete(True if mask is None else mask)
     if known is None or sampled is None:
         return
     values = known.astype(float)[np.broadcast_to(sampled.astype(bool), known.shape)]

@@ -129,10 +129,9 @@ def row_signals(
     require_tokens(tokens)
     require.require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
     require.require_option("level", level, get_args(Charge))
-    mask, completions = (
-        tokens.completion_mask,
-        tokens.num_completions,
-    )  # which stays a Python number
+    # which stays a Python number
+    mask = tokens.completion_mask
+    completions = tokens.num_completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
     delta = token_discrepancy(
@@ -146,7 +145,9 @@ def row_signals(
     planned = jax.lax.stop_gradient(
         jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0)
     )
-    dropped, corrected, centered = jnp.zeros(completions, jnp.int32), planned, planned
+    dropped = jnp.zeros(completions, jnp.int32)
+    corrected = planned
+    centered = planned
     if of_completions:
         found, _ = chain(tokens, of_completions)
         centered = jnp.where(mask & found.keep, planned * found.weights, 0.0)

@@ -61,7 +61,8 @@ def clipped_surrogate(
     require_same_shape(ratio=ratio, advantages=advantages)
     require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
     require_number("clip_high", clip_high, minimum=0)
-    ratio, advantages = as_float(ratio), lax.stop_gradient(as_float(advantages))
+    ratio = as_float(ratio)
+    advantages = lax.stop_gradient(as_float(advantages))
     # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their
     # arguments tie.
     low = (advantages < 0) & (ratio < 1.0 - clip_low)
@@ -120,7 +121,9 @@ def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     pi and mu are held below 1 - 1e-6 in D. Otherwise as `dppo_tv`. verl: `dppo_kl`.
     """
     _require(tokens, low=low, high=high)
-    policy, anchor, advantages = _policy(tokens), tokens.anchor_logprobs, tokens.advantages
+    policy = _policy(tokens)
+    anchor = tokens.anchor_logprobs
+    advantages = tokens.advantages
     divergence = binary_kl(anchor, policy)
     falls = (advantages < 0) & (policy < anchor) & (divergence > low)
     return _masked(tokens, falls, (advantages > 0) & (policy > anchor) & (divergence > high))
@@ -136,7 +139,8 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     for both signs.
     """
     _require(tokens, open_minimum=True, low=low, high=high)
-    ratio, advantages = tokens.ratio, tokens.advantages
+    ratio = tokens.ratio
+    advantages = tokens.advantages
     bound = jnp.where(advantages > 0, high, low)
     quadratic = jnp.exp(tokens.anchor_logprobs) * (ratio - 1.0) ** 2
     return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic)
@@ -204,7 +208,8 @@ def vespo(
     sums = completion_sums(log_difference(_policy(tokens), tokens.anchor_logprobs), tokens.where)
     log_w = jnp.clip(gather_to_tokens(sums, tokens.completion_index), math.log(1e-8), MAX_LOG_RATIO)
     up = tokens.advantages >= 0
-    k, decay = jnp.where(up, k_positive, k_negative), jnp.where(up, decay_positive, decay_negative)
+    k = jnp.where(up, k_positive, k_negative)
+    decay = jnp.where(up, decay_positive, decay_negative)
     return _weighed(tokens, jnp.exp(k * log_w + decay * (1.0 - jnp.exp(log_w))))
 
 
@@ -221,11 +226,13 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
     _require(tokens, high=high)
     require_number("cap", cap, minimum=0, open_minimum=True)
-    ratio, advantages = tokens.ratio, tokens.advantages
+    ratio = tokens.ratio
+    advantages = tokens.advantages
     mismatch = jnp.exp(clamped_log_ratio(tokens.old_logprobs, tokens.rollout_logprobs))
     upper = (1.0 + high) / jnp.minimum(mismatch, cap)
     lower = jnp.minimum(1.0 - low, upper)
-    falls, rises = (advantages < 0) & (ratio < lower), (advantages > 0) & (ratio > upper)
+    falls = (advantages < 0) & (ratio < lower)
+    rises = (advantages > 0) & (ratio > upper)
     return Region(
         jnp.where(falls, lower, jnp.where(rises, upper, ratio)) * advantages, falls, rises
     )

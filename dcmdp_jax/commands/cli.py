@@ -116,7 +116,8 @@ def run_main(
     debug = _DEBUG in words[:end]
     arguments = [program, *(word for word in words[:end] if word != _DEBUG), *words[end:]]
     if argv is None:
-        sys.stdout, sys.stderr = _Console(sys.stdout), _Console(sys.stderr)
+        sys.stdout = _Console(sys.stdout)
+        sys.stderr = _Console(sys.stderr)
         if not terminal_size():  # a log, where `say` writes date and time too
             logging.lastResort.setFormatter(
                 logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -174,13 +175,16 @@ def keep_tracebacks_in(run_dir: str | Path) -> None:
 
 def _fail(error: Exception, debug: bool) -> int:
     """Print the error, keep the traceback, return the exit code."""
-    text, line, code = traceback.format_exc(), _message(error), _EXPECTED
+    text = traceback.format_exc()
+    line = _message(error)
+    code = _EXPECTED
     log = None if isinstance(error, UserError) else _append_to_log("failed", text)
     hints = [] if log is None else [f"traceback: {log}"]
     # This package raises OSError with a message alone, without errno.
     names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
     if not (names_file or isinstance(error, _MESSAGE_IS_ENOUGH) or _DISK_FULL in str(error)):
-        line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
+        line = f"{type(error).__name__}: {line}"
+        code = _UNEXPECTED
         if any(words in str(error) for words in _OUT_OF_MEMORY):
             hints.insert(
                 0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens"

@@ -152,11 +152,14 @@ def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
     from dcmdp_jax.run.weights import find_params
 
-    out_dir, dtype, overwrite = arguments.out_dir, arguments.dtype, arguments.overwrite
+    out_dir = arguments.out_dir
+    dtype = arguments.dtype
+    overwrite = arguments.overwrite
     if arguments.push:
         check_push(arguments.push)
     found = find_params(arguments.run_dir, arguments.step)
-    source, target = found.path.parent, out_dir.resolve()
+    source = found.path.parent
+    target = out_dir.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):  # --overwrite or not
         raise UserError(
             f"OUT_DIR {target}: overlaps {source}, which it is made of; choose another directory"
@@ -166,7 +169,8 @@ def _export(arguments: argparse.Namespace) -> None:
             raise UserError(
                 f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)"
             )
-        base, model = found.base_directory(saved), found.model
+        base = found.base_directory(saved)
+        model = found.model
         save_adapter(
             found.trained(),
             model,

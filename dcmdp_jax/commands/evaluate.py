@@ -89,7 +89,8 @@ def main(argv: list[str]) -> None:
     )
     stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
     out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, header)
-    method, seed = arguments.method or saved.name, config.training.seed
+    method = arguments.method or saved.name
+    seed = config.training.seed
     with log:
         setup = evaluation_setup.place_evaluation(task, saved, out)
         results = _evaluate(task, saved, setup, top_p, log)
@@ -226,14 +227,13 @@ def _evaluate_task(
         top_k=config.rollout.top_k,
         stop_token_ids=task.stop_token_ids,
     )
-    size, results = max(1, _ROUNDS * config.rollout.max_rows // one.samples), []
+    size = max(1, _ROUNDS * config.rollout.max_rows // one.samples)
+    results = []
     for part, start in enumerate(range(0, len(prompts.problems), size)):
         result = log.finished(one.name, part)
         if result is None:
-            chosen, seed = (
-                prompts.select(slice(start, start + size)),
-                part_seed(config.training.seed, part),
-            )
+            chosen = prompts.select(slice(start, start + size))
+            seed = part_seed(config.training.seed, part)
             result = evaluate(services, chosen, sampling, task=one.name, seed=seed)
             asked = [
                 {

@@ -278,7 +278,8 @@ def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
     presets = {name: PRESETS / folder / f"{name}.py" for name in preset_names(folder)}
     if location in presets:
         return presets[location], [PRESETS]
-    path, here = Path(location), Path("configs")
+    path = Path(location)
+    here = Path("configs")
     with contextlib.suppress(OSError):  # a name that is too long
         if path.is_file():
             own = [parent for parent in path.resolve().parents if parent.name == "configs"][:1]

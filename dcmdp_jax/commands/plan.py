@@ -87,13 +87,15 @@ def main(argv: list[str]) -> int:
     tell = functools.partial(print, flush=True)
     if arguments.search:
         found = search(config, topology, tell=tell)
-        record, code = search_record(found), 0 if any(one.fits for one in found) else 1
+        record = search_record(found)
+        code = 0 if any(one.fits for one in found) else 1
         tell(table(found))
     else:
         plan = compile_run(
             config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ...")
         )
-        record, code = plan_record(plan), 0 if plan.fits else 1
+        record = plan_record(plan)
+        code = 0 if plan.fits else 1
         tell(describe_plan(plan))
         if lengths is not None:
             record["at_lengths"] = at_lengths(plan, lengths)

@@ -395,7 +395,8 @@ def _by_columns(arguments: argparse.Namespace, paths: list[str], given: dict[str
         raise UserError(
             f"{len(paths)} paths with --train-column: give one file; several need a known format"
         )
-    path, columns = Path(paths[0]), Columns(**given)
+    path = Path(paths[0])
+    columns = Columns(**given)
     recording = read_recording(path, columns, max_tokens=arguments.max_tokens)
     source = {
         "recording": paths[0],

@@ -84,7 +84,8 @@ def main(argv: list[str]) -> int:
     check_evaluation(study, runs, configs)
     if arguments.dry_run:
         return 0
-    code, failed = 0, []
+    code = 0
+    failed = []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
         label = f"[{number}/{len(runs)}] {run.label}"
         code = finish_run(run, config.training.steps, evaluation_words(study, run), label, _show)
@@ -173,7 +174,8 @@ def resolve(
                 f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}"
             )
         runs = [run for arm in arms for run in runs if run.arm == arm]
-    base, paper = default_values(), arm_values(Arm(_PAPERS_CONFIG))
+    base = default_values()
+    paper = arm_values(Arm(_PAPERS_CONFIG))
     configs = []
     for run in runs:
         with naming(f"study: {run.label}"):

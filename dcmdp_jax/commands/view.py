@@ -134,10 +134,8 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
 
 def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Iterator[Completion]:
     """Completions whose tokens were recorded, as text by a tokenizer, or as ids without one."""
-    left_out, loaded = (
-        recording_files.LeftOut(),
-        None if tokenizer is None else load_tokenizer(tokenizer),
-    )
+    left_out = recording_files.LeftOut()
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     word = (lambda token: f" {token}") if loaded is None else token_text(loaded)
     decode = functools.cache(
         (lambda ids: "".join(map(word, ids))) if loaded is None else loaded.decode
@@ -174,7 +172,8 @@ def _prompt(cells: dict[str, Any], decode: Callable[[tuple[int, ...]], str]) -> 
     """The prompt of a recorded row: its tokens where they were recorded, else the number of its
     problem.
     """
-    ids, number = cells.get("prompt_token_ids"), cells.get("prompt_id")
+    ids = cells.get("prompt_token_ids")
+    number = cells.get("prompt_id")
     if ids is not None:
         return decode(tuple(np.asarray(ids).tolist()))
     return "" if number is None else f"problem {number}"
@@ -202,7 +201,8 @@ def _kept(completions: Iterator[Completion], most: int) -> Iterator[Completion]:
         if number % every == 0:
             kept.append(each)
         if len(kept) > most:
-            kept, every = kept[::2], 2 * every
+            kept = kept[::2]
+            every = 2 * every
     yield from kept
 
 

@@ -141,7 +141,8 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
         UserError: in one line, for anything but an object, an unknown name, a wrong type or a value
             out of range.
     """
-    section, given = "rollout.engine_args", rollout.engine_args
+    section = "rollout.engine_args"
+    given = rollout.engine_args
     if kind in TRAINABLE.values():
         if given:
             own = f"config.rollout.{kind.name}.*"
@@ -149,7 +150,8 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
                 f"config.{section}: only valid for user-defined engines; {kind.name} has {own}"
             )
         return get_value(rollout, kind.name)
-    values, known = json_object(given, f"config.{section}"), declared(kind.settings)
+    values = json_object(given, f"config.{section}")
+    known = declared(kind.settings)
 
     def unknown(dotted: str) -> UserError:
         near = nearest_name(
@@ -159,7 +161,8 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
 
     made = build(kind.settings, values, unknown, f"{section}.")
     for one in known.values():
-        name, value = f"{section}.{one.name}", get_value(made, one.name)
+        name = f"{section}.{one.name}"
+        value = get_value(made, one.name)
         check_choice(name, value, one.about.choices, one.about.why)
         check_range(one, value, name)
     return made
@@ -221,7 +224,8 @@ def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:
         UserError: in one line, for another precision or cache than the engine's, or what the
             trainer can't repeat.
     """
-    model, rollout = config.model, config.rollout
+    model = config.model
+    rollout = config.rollout
     kind, arguments = engine_arguments(config, **found)
     for name, chosen, setting, emulated in (
         ("forward_precision", model.forward_precision, "precision", kind.emulated),
@@ -370,7 +374,9 @@ def _task_rules(config: Config) -> Broken:
 
 
 def _step_rules(config: Config) -> Broken:
-    training, algorithm, rollout = config.training, config.algorithm, config.rollout
+    training = config.training
+    algorithm = config.algorithm
+    rollout = config.rollout
     if (
         rollout.engine == "vllm"
         and rollout.vllm.adapters
@@ -394,7 +400,8 @@ def _step_rules(config: Config) -> Broken:
             "algorithm.multiplier",
             f"must lie in [0, algorithm.multiplier_max={algorithm.multiplier_max}]",
         )
-    lengths, longest = training.row_lengths, config.max_total_tokens
+    lengths = training.row_lengths
+    longest = config.max_total_tokens
     if list(lengths) != sorted(set(lengths)):
         yield "training.row_lengths", "must rise"
     if lengths and lengths[-1] < longest:
@@ -432,7 +439,9 @@ def _step_rules(config: Config) -> Broken:
 
 def _size_rules(config: Config) -> Broken:
     """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
-    shape, training, rollout = config.model.architecture, config.training, config.rollout
+    shape = config.model.architecture
+    training = config.training
+    rollout = config.rollout
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
     width = max(shape.intermediate_size, shape.num_experts * (shape.moe_intermediate_size + 1))
     parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
@@ -442,7 +451,8 @@ def _size_rules(config: Config) -> Broken:
             f"must have at most {_MOST_PARAMETERS:,} parameters in its layers",
             parameters,
         )
-    prompts, tokens = training.prompts_per_step, config.max_total_tokens
+    prompts = training.prompts_per_step
+    tokens = config.max_total_tokens
     warmup = config.warmup.batch_size if config.warmup.steps else 0
     unit = "tokens of prompt and completion"
     products = {
@@ -461,7 +471,8 @@ def _size_rules(config: Config) -> Broken:
 
 def _host_rules(config: Config) -> Broken:
     """The rules between the settings of several hosts."""
-    hosts, prompts = config.hosts, config.training.prompts_per_step
+    hosts = config.hosts
+    prompts = config.training.prompts_per_step
     if not hosts.coordinator and (hosts.processes > 1 or hosts.process):
         yield (
             "hosts.coordinator",
@@ -510,7 +521,8 @@ def _teacher_rules(config: Config) -> Broken:
 
 def _reward_rules(config: Config) -> Broken:
     """Names and weights of the functions. Nothing is imported."""
-    names, weights = config.rewards.names, config.rewards.weights
+    names = config.rewards.names
+    weights = config.rewards.weights
     for name in names:
         place, _, function = name.rpartition(":")
         if name in BUILT_IN_REWARDS or (

@@ -76,7 +76,8 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     Raises:
         UserError: in one line, see `from_config_dict`.
     """
-    values, engine = to_dict(config), config.rollout.engine
+    values = to_dict(config)
+    engine = config.rollout.engine
     # The run split its devices for a trainer and an engine.
     alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
     # Of the engine and the functions that the run had.
@@ -181,11 +182,13 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
         raise UserError(
             f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}"
         )
-    flat, kept = flatten(values), {}
+    flat = flatten(values)
+    kept = {}
     for name, removed in REMOVED.items():
         if version >= removed.version or name not in flat:
             continue
-        said, refused = f"config.{name}: got {shorten(flat[name])}", flat[name] in removed.values
+        said = f"config.{name}: got {shorten(flat[name])}"
+        refused = flat[name] in removed.values
         if not removed.values:
             value = flat.pop(name)
             refused = removed.meaningless is not None and value not in removed.meaningless

@@ -495,7 +495,8 @@ class Config:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the per-token columns of `data.episode.COLUMNS` that every batch has."""
-        lags, top = self.rollout.lag > 0, self.rollout.top_logprobs > 0
+        lags = self.rollout.lag > 0
+        top = self.rollout.top_logprobs > 0
         present = {
             "routed_experts": self.rollout.router_replay,
             "old_logprobs": lags,

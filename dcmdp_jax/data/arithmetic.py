@@ -26,12 +26,10 @@ from dcmdp_jax.rewards.protocol import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD_TOKEN, TURN_START, TURN_END, UNKNOWN = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|unknown|>",
-)
+PAD_TOKEN = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+UNKNOWN = "<|unknown|>"
 WHOLE_PIECES = (r"\boxed{", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
@@ -240,11 +238,14 @@ def _steps(
     """(left, operator, right, result) in the order worked: products first, each kind from left to
     right.
     """
-    numbers, operators = list(numbers), list(operators)
+    numbers = list(numbers)
+    operators = list(operators)
     steps: list[_Step] = []
     while operators:
         place = operators.index("*") if "*" in operators else 0
-        left, operator, right = numbers[place], operators.pop(place), numbers.pop(place + 1)
+        left = numbers[place]
+        operator = operators.pop(place)
+        right = numbers.pop(place + 1)
         result = {"+": left + right, "-": left - right, "*": left * right}[operator]
         if len(steps) == wrong:
             result += error

@@ -170,19 +170,15 @@ def render_chat(
     Raises:
         Exception: any exception of the template; ValueError if it writes far more than the chat.
     """
-    given, write = (
-        list(messages),
-        functools.partial(write_chat, tokenizer, tools=tools, **variables),
-    )
+    given = list(messages)
+    write = functools.partial(write_chat, tokenizer, tools=tools, **variables)
     if given[-1]["role"] != "assistant":
         return write(given, add_generation_prompt=generation)
     if len(given) == 1:
         return write(given, continue_final_message=True)
-    begun, prompt, whole = (
-        given[-1]["content"],
-        write(given[:-1], add_generation_prompt=True),
-        write(given),
-    )
+    begun = given[-1]["content"]
+    prompt = write(given[:-1], add_generation_prompt=True)
+    whole = write(given)
     # What the template puts between the two, if it is space.
     space = (
         whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
@@ -203,10 +199,8 @@ def write_chat(
     Raises:
         Exception: any exception of the template; ValueError if it writes far more than the chat.
     """
-    given, described = (
-        [dict(message) for message in messages],
-        [dict(tool) for tool in tools] or None,
-    )
+    given = [dict(message) for message in messages]
+    described = [dict(tool) for tool in tools] or None
     most = _TEMPLATE_CHARACTERS + 8 * len(str((given, described)))
     text = tokenizer.apply_chat_template(given, tools=described, **{"tokenize": False, **options})
     if len(text) > most:
@@ -372,7 +366,8 @@ def find_call_format(
     if arguments_as_text:
         called = {**CALLED, "tool_calls": with_arguments_as_text(CALLED["tool_calls"])}
     with contextlib.suppress(Exception):  # any that a template raises
-        before, begun = write(QUESTION), write(QUESTION, add_generation_prompt=True)
+        before = write(QUESTION)
+        begun = write(QUESTION, add_generation_prompt=True)
         ids = tokenizer(
             write([*QUESTION, called]).removeprefix(THOUGHT.sub("", begun)),
             add_special_tokens=False,

@@ -359,7 +359,8 @@ class _Chat:
         before = [self._text_before(turn) for turn in turns]
         after = [self._write(self._messages[: turn + 1]) for turn in turns]
         ids, *prefixes = encode_texts(self._tokenizer, [text, *before, *after], self.name)
-        before_ids, after_ids = prefixes[: len(turns)], prefixes[len(turns) :]
+        before_ids = prefixes[: len(turns)]
+        after_ids = prefixes[len(turns) :]
 
         spans = {}
         turn_texts = {}

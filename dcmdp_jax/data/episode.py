@@ -39,11 +39,9 @@ class Column:
     axes: tuple[str, ...] = ()
 
 
-TOP_LOGPROBS, OLD_TOP_LOGPROBS, TEACHER_LOGPROBS = (
-    "top_logprobs",
-    "old_top_logprobs",
-    "teacher_logprobs",
-)
+TOP_LOGPROBS = "top_logprobs"
+OLD_TOP_LOGPROBS = "old_top_logprobs"
+TEACHER_LOGPROBS = "teacher_logprobs"
 
 COLUMNS: dict[str, Column] = {
     "rollout_logprobs": Column(
@@ -315,7 +313,8 @@ def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """
     texts = [episode.token_ids.tobytes() for episode in episodes]
     prompts = [episode.token_ids[: episode.prompt_length].tobytes() for episode in episodes]
-    same, others = Counter(texts), Counter(prompts)
+    same = Counter(texts)
+    others = Counter(prompts)
     logs = [
         float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64))
         for episode in episodes

@@ -16,7 +16,9 @@ minimum and maximum.
 """
 _FORM = re.compile(r"lognormal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the directory of a run"
-_DRAWS, _MOST_MINI_BATCHES, _MOST_COMPLETIONS = 4, 8, 2048
+_DRAWS = 4
+_MOST_MINI_BATCHES = 8
+_MOST_COMPLETIONS = 2048
 
 
 class Lengths(NamedTuple):
@@ -133,7 +135,8 @@ def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) 
         min(shapes.mini_batches, _MOST_MINI_BATCHES),
         min(shapes.completions, _MOST_COMPLETIONS),
     )
-    share, sums = shape[0] * shape[1] / (shapes.mini_batches * shapes.completions), []
+    share = shape[0] * shape[1] / (shapes.mini_batches * shapes.completions)
+    sums = []
     for seed in range(_DRAWS):
         drawn = completions.draw(shape[0] * shape[1], seed).reshape(shape)
         asked = np.random.default_rng(seed).choice(np.asarray(prompts, np.int64), shape)

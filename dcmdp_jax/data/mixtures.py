@@ -48,7 +48,8 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
         UserError: in one line, for an empty location, a weight out of range, or a task that is
             there twice.
     """
-    locations, weights = [], []
+    locations = []
+    weights = []
     for item in split_locations(text):
         found = _WEIGHT.fullmatch(item)
         location, weight = (

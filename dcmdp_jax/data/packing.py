@@ -70,7 +70,8 @@ def pack(
 
     batch = _make_batch(shapes, columns, np.full)
     for m, used in enumerate(valid):
-        first, members = m * shapes.completions, np.flatnonzero(used)
+        first = m * shapes.completions
+        members = np.flatnonzero(used)
         layout = lay_out(lengths[first + members], shapes)
         batch.micro_batches[m] = layout.micro_batches
         for i, number, row, start, segment in zip(members, *layout[1:], strict=True):

@@ -167,7 +167,8 @@ def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     else text.
     """
     name, _, settings = location.partition(",")
-    function, arguments = load_object(name, "function"), task_arguments(location, settings)
+    function = load_object(name, "function")
+    arguments = task_arguments(location, settings)
     try:
         for index, row in enumerate(
             function(**{key: _json_or_text(text) for key, text in arguments.items()})

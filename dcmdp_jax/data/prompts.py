@@ -162,14 +162,16 @@ def encode_prompts(
             instructed,
             len(texts),
         )
-    encoded, targets = encode_texts(tokenizer, texts, "the prompts"), []
+    encoded = encode_texts(tokenizer, texts, "the prompts")
+    targets = []
     sum_of = "max_prompt_tokens + max_completion_tokens"
     nouns, limit = ("conversations", sum_of) if learned else ("prompts", "max_prompt_tokens")
     if learned:
         encoder = ConversationEncoder(
             tokenizer, variables, stop_token_ids or [tokenizer.eos_token_id]
         )
-        prompts, encoded = encoded, []
+        prompts = encoded
+        encoded = []
         for problem, messages, prompt in zip(problems, asked, prompts, strict=True):
             ids, learned_tokens = encoder.encode(problem, messages, prompt)
             encoded.append(ids)

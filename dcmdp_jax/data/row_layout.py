@@ -22,7 +22,8 @@ _MICRO_BATCH_COST = 32
 """Tokens of a device that take as long as a micro-batch by itself: parameters are read, gradients
 added.
 """
-_PROGRAM_SHARE, _PROGRAM_TOKENS = 0.02, 64
+_PROGRAM_SHARE = 0.02
+_PROGRAM_TOKENS = 64
 """What a further shape, whose program has to be compiled, must save: a share of the computation,
 and tokens of each device in a mini-batch.
 """
@@ -31,7 +32,9 @@ LOGNORMAL_SPREAD = 0.79
 """Standard deviation of the logarithm of a completion's length."""
 _MEDIANS = (1 / 10, 1 / 7, 1 / 5, 1 / 4, 1 / 3, 1 / 2)
 """Of the lengths that shapes are chosen for, as shares of the longest."""
-_MOST_TRIES, _MOST_DRAWN, _MOST_DRAWN_EACH = 32, 256, 8
+_MOST_TRIES = 32
+_MOST_DRAWN = 256
+_MOST_DRAWN_EACH = 8
 
 
 class RowShapes(NamedTuple):
@@ -271,7 +274,8 @@ def _cost(shapes: RowShapes, micro_batches: Int[np.ndarray, " shapes"]) -> float
 
 def _single_rows(falling: list[int], shapes: RowShapes) -> list[list[list[int]]]:
     """Rows of each shape, one sequence each: the numbers of micro-batches that cost least."""
-    count, kinds = len(falling), len(shapes.row_lengths)
+    count = len(falling)
+    kinds = len(shapes.row_lengths)
     costs = [_cost(shapes, row) for row in np.eye(kinds, dtype=np.int64)]
     # best[p]: the least cost of placing the p longest; p falls short of a shape's need while some
     # are too long for it.
@@ -338,7 +342,9 @@ def _best_fit(
         at = bisect.bisect_left(open_rows, (length, -1, -1))
         if at == len(open_rows):
             rows[-1].append([])
-            room, shape, row = shapes.row_lengths[-1], len(rows) - 1, len(rows[-1]) - 1
+            room = shapes.row_lengths[-1]
+            shape = len(rows) - 1
+            row = len(rows[-1]) - 1
         else:
             room, shape, row = open_rows.pop(at)
         rows[shape][row].append(i)

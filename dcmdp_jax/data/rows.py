@@ -74,7 +74,8 @@ def problem_from_row(
     """
     given = row if isinstance(row, Mapping) else _parse_json(row)
     row = chats_without_nulls(given) if isinstance(row, Mapping) else given
-    answer, completion = None, ()
+    answer = None
+    completion = ()
     learned = answers == "learned"
     prompt, messages = ("", ()) if learned and row.get("messages") is not None else _prompt(row)
     if learned:
@@ -266,7 +267,8 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
             raise NoAnswer(r"no answer field, and no \boxed{} in the solution")
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
-    answer, choices = answer_text(value, field), row.get("choices") or row.get("options")
+    answer = answer_text(value, field)
+    choices = row.get("choices") or row.get("options")
     choices = choices.get("text") if isinstance(choices, Mapping) else choices
     indexed = answer.isdecimal() and (
         isinstance(value, int) or answer not in map(str, choices or ())

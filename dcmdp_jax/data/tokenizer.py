@@ -335,7 +335,8 @@ def save_tokenizer(
     Raises:
         UserError: if what was written gives other ids.
     """
-    directory, source = Path(directory), Path(tokenizer.name_or_path)
+    directory = Path(directory)
+    source = Path(tokenizer.name_or_path)
     if not tokenizer.name_or_path or not source.is_dir():
         tokenizer.save_pretrained(str(directory))
     elif source.resolve() != directory.resolve():

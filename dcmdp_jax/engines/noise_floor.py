@@ -24,7 +24,8 @@ NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
 SCORED_AGAIN = 32
 """Completions scored in one pass."""
 # Completions, and tokens of each, sampled alone.
-_SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 4, 64
+_SAMPLED_AGAIN = 4
+_TOKENS_SAMPLED_AGAIN = 64
 
 
 def sampled_again(sampling: SamplingParams) -> SamplingParams:

@@ -9,9 +9,13 @@ import platform
 import sys
 
 # Parameters of glibc's mallopt, from malloc.h.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
+_ARENA_MAX = -8
 _PAD_BYTES = 1 << 26
-_TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
+_TUNABLES = "GLIBC_TUNABLES"
+LARGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def hide_torch() -> None:

@@ -313,7 +313,9 @@ def checked_sequences(
     """
     if not len(sequences):
         raise ValueError(f"{what}s: got none, at least one is needed")
-    checked, vocab_size, limit = [], engine.config.vocab_size, engine.max_total_tokens
+    checked = []
+    vocab_size = engine.config.vocab_size
+    limit = engine.max_total_tokens
     for index, sequence in enumerate(sequences):
         ids = np.asarray(sequence)
         if ids.ndim != 1 or ids.size == 0:
@@ -400,7 +402,8 @@ def sample_alone(
         EngineError: if the engine breaks.
     """
     alone = dataclasses.replace(sampling, group_size=1)
-    together, again = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+    together = [np.zeros(0, np.float32)]
+    again = [np.zeros(0, np.float32)]
     for row, episode in episodes.items():
         [other] = collect(
             engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row)

@@ -70,7 +70,9 @@ class EnvironmentPool(Closing):
         tools: Sequence[Any] = (),
         workers: int = 1,
     ) -> None:
-        self.name, self._timeout_s, self._tools = name, timeout_s, tools
+        self.name = name
+        self._timeout_s = timeout_s
+        self._tools = tools
         limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output, "workers": workers}
         self._pool = IsolatedPool(__name__, (name, list(columns), *tools), **limits)
 
@@ -154,9 +156,11 @@ class _Playing:
     """
 
     def __init__(self, name: str, columns: Sequence[str]) -> None:
-        self._make, self._place = load_environment(name, columns), name.rpartition(":")[0]
+        self._make = load_environment(name, columns)
+        self._place = name.rpartition(":")[0]
         # One loop for all calls: what an environment opens belongs to it.
-        self._environments, self._loop = [], asyncio.new_event_loop()
+        self._environments = []
+        self._loop = asyncio.new_event_loop()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """`[observations, role]` of `reset(prompts, columns)`, the steps of `step(rows, texts)`.
@@ -255,7 +259,9 @@ def checked_step(value: Any) -> Step:
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise RewardError(f"step returned {shown(value)}, needs (observation, reward, done)")
-    observation, reward, done = value[0], plain_value(value[1]), plain_value(value[2])
+    observation = value[0]
+    reward = plain_value(value[1])
+    done = plain_value(value[2])
     if not isinstance(done, bool):
         raise RewardError(
             f"step returned {shown(done)} as its third value, which must be True or False"

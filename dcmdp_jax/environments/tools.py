@@ -47,7 +47,8 @@ class Tools:
         self._schemas = [get_json_schema(function) for function in functions]
         described = zip(self._schemas, functions, strict=True)
         self._functions = {schema["function"]["name"]: function for schema, function in described}
-        self._format, self._longest = CallFormat(*call_format), longest
+        self._format = CallFormat(*call_format)
+        self._longest = longest
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """As `pool.load`'s function: the JSON schemas of "tools", what "reset" says first, the

@@ -109,10 +109,8 @@ def answer_text(
     Raises:
         RewardError: in one line, if it can't, or leaves one of the two out.
     """
-    role, chat = (
-        messages[0]["role"],
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}],
-    )
+    role = messages[0]["role"]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
 
     def after_turn(answers: Sequence[Message]) -> str:
         return render_chat(tokenizer, [*chat, *answers], tools, **variables).partition(_MARK)[2]
@@ -216,10 +214,13 @@ class TurnSampler:
             RewardError: in one line, if the environment fails and the sampler stops then.
             UserError: if a first observation makes a prompt too long or differs within a group.
         """
-        self.played, size, limit = {}, sampling.group_size, sampling.max_completion_tokens
+        self.played = {}
+        size = sampling.group_size
+        limit = sampling.max_completion_tokens
         every = [problem for problem in problems for _ in range(size)]
         plays = [_Play(prompts[row // size], problem.tools) for row, problem in enumerate(every)]
-        live, turn_tokens = list(range(len(plays))), min(self.turn_tokens, limit)
+        live = list(range(len(plays)))
+        turn_tokens = min(self.turn_tokens, limit)
         role = self._begin(plays, every, size, check_stop)
         ends = end_texts(self.tokenizer, sampling.stop_token_ids)
         for turn in range(self.turns):
@@ -250,7 +251,8 @@ class TurnSampler:
                 play.messages.append(
                     {"role": "assistant", "content": self._text(ids[:-1] if is_ended else ids)}
                 )
-                play.turns, play.finish_reason = turn + 1, episode.finish_reason
+                play.turns = turn + 1
+                play.finish_reason = episode.finish_reason
             spoken = [row for row in live if plays[row].finish_reason == "stop"]
             room = limit - turn_tokens
             live = self._answer(
@@ -338,7 +340,8 @@ class TurnSampler:
         going_on = []
         for row, answered in zip(spoken, steps, strict=True):
             play = plays[row]
-            play.reward, play.done = play.reward + answered.reward, answered.done
+            play.reward = play.reward + answered.reward
+            play.done = answered.done
             if answered.done or turn + 1 == self.turns:
                 continue
             messages = [

@@ -184,7 +184,8 @@ def sampled_episodes(
         doing: name of the activity.
         check_stop: called now and then; what it raises ends the sampling.
     """
-    asked, size = prompts.token_ids, sampling.group_size
+    asked = prompts.token_ids
+    size = sampling.group_size
     if parts.turns is None:
         generated = parts.engine.generate(asked, sampling, **numbers)
     else:
@@ -236,12 +237,14 @@ def evaluate(
     Raises:
         RewardError: in one line, if a reward function failed and the scorer stops then.
     """
-    problems, size = prompts.problems, sampling.group_size
+    problems = prompts.problems
+    size = sampling.group_size
     scoring = BatchScoring(
         parts.scorer, parts.tokenizer, [each for each in problems for _ in range(size)], state
     )
     shape = len(problems), size
-    lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    lengths = np.zeros(shape, np.int32)
+    truncated = np.zeros(shape, bool)
     if problems:  # a process of several may have no share of a short task
         numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
         doing = f"evaluating {task.removeprefix('eval/')}"

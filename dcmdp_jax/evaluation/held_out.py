@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _SAMPLES = 10
 """Held-out completions that are kept of each evaluation, for people."""
 # Words of a run, and the share of a problem's runs that is an overlap.
-_RUN, _SHARE = 8, 0.5
+_RUN = 8
+_SHARE = 0.5
 _WORD = re.compile(r"[^\W_]+")
 _SKIPPED = re.compile(r"[\s$]+")
 
@@ -156,7 +157,8 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
     Returns:
         Pairs by evaluation problem, then training problem.
     """
-    runs, places = [_runs(prompt) for prompt in prompts], defaultdict(list)
+    runs = [_runs(prompt) for prompt in prompts]
+    places = defaultdict(list)
     for index, prompt in enumerate(prompts):
         for piece in (*runs[index], _SKIPPED.sub("", prompt)):
             places[piece].append(index)

@@ -104,7 +104,9 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
     def _continue(self, path: Path, header: dict[str, Any]) -> None:
         """Read the parts that are there; cut off what a kill left of the next one."""
         self._file.seek(0)
-        kept, place, waiting = 0, 0, []
+        kept = 0
+        place = 0
+        waiting = []
         for number, line in enumerate(self._file):
             place += len(line)
             record = _parse(line)
@@ -206,7 +208,8 @@ def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
     if not lines.exists():
         return not out.exists()
     with lines.open("rb") as file:
-        first, rest = file.readline(), file.read()
+        first = file.readline()
+        rest = file.read()
     return _encode(header).startswith(first) and not rest.endswith(_encode(_DONE))
 
 

@@ -21,7 +21,8 @@ MAX_LOG_RATIO = 20.0
 LOGPROB_LIMIT = 1e4
 _RATIO_LIMIT = 10.0
 STATE_FILE = "dc_grpo.json"
-_MEASURES, _SIDES = ("diff", "ratio", "log", "logit"), ("two", "one")
+_MEASURES = ("diff", "ratio", "log", "logit")
+_SIDES = ("two", "one")
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a small float64 tensor over the processes that share a batch."""
@@ -85,9 +86,11 @@ def token_discrepancy(
         raise ValueError(
             f"measure={measure!r}, sided={sided!r}: allowed are {_MEASURES} and {_SIDES}"
         )
-    train, rollout = train_logprobs.detach().float(), rollout_logprobs.detach().float()
+    train = train_logprobs.detach().float()
+    rollout = rollout_logprobs.detach().float()
     if measure == "diff":
-        train, rollout = train.clamp(max=0.0), rollout.clamp(max=0.0)
+        train = train.clamp(max=0.0)
+        rollout = rollout.clamp(max=0.0)
     if measure == "logit":
         train, rollout = (
             x - torch.log(-torch.expm1(x))
@@ -170,10 +173,8 @@ def discrepancy_statistics(
     """
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     sampled = mask.bool()
-    train, rollout = (
-        train_logprobs.detach().float()[sampled],
-        rollout_logprobs.detach().float()[sampled],
-    )
+    train = train_logprobs.detach().float()[sampled]
+    rollout = rollout_logprobs.detach().float()[sampled]
     if not train.numel():
         return dict.fromkeys(
             ("mean", "max", "kl_k1", "kl_k3", "pearson", "effective_sample_size"), 0.0
@@ -183,7 +184,8 @@ def discrepancy_statistics(
     weights = (log_ratio - log_ratio.max()).exp()
     p, q = (x.clamp(max=0.0).double().exp() for x in (train, rollout))
     constant = bool((p == p[0]).all() or (q == q[0]).all())
-    p, q = p - p.mean(), q - q.mean()
+    p = p - p.mean()
+    q = q - q.mean()
     scale = (p.square().sum() * q.square().sum()).sqrt()
     pearson = 0.0 if constant or not scale > 0 else float(((p * q).sum() / scale).clamp(-1, 1))
     return {
@@ -364,10 +366,8 @@ class DcGrpo:
         path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            multiplier, history = (
-                float(state["multiplier"]),
-                [float(value) for value in state["history"]],
-            )
+            multiplier = float(state["multiplier"])
+            history = [float(value) for value in state["history"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not the state of DC-GRPO ({error})") from None
         if steps is not None:
@@ -383,7 +383,8 @@ class DcGrpo:
                 f"{path}: multiplier is {multiplier}, must be from minimum={self.minimum} to "
                 f"maximum={self.maximum}"
             )
-        self.multiplier, self.history = multiplier, history
+        self.multiplier = multiplier
+        self.history = history
 
     def resume(self, path: str | Path | None, *, steps: int | None = None) -> None:
         """Take the state from a file as `load` does, if it is there."""

@@ -41,9 +41,11 @@ class DcGrpoLoss:
         resume_steps: int | None = None,
         **settings: Any,
     ) -> None:
-        self.dc_grpo, self._path = DcGrpo(**settings), state_path
+        self.dc_grpo = DcGrpo(**settings)
+        self._path = state_path
         self.dc_grpo.resume(state_path, steps=resume_steps)
-        self._sums, self._optimizer = torch.zeros(2, dtype=torch.float64), None
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._optimizer = None
         register_optimizer_step_post_hook(self._after_update)
 
     def __call__(self, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -60,7 +62,8 @@ class DcGrpoLoss:
             inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`,
                 `loss_mask`, `loss_weights` or None, [T] each.
         """
-        train, mask = inputs.trainer_logprobs, inputs.loss_mask.bool()
+        train = inputs.trainer_logprobs
+        mask = inputs.loss_mask.bool()
         given = (
             "trainer_logprobs",
             "inference_logprobs",
@@ -95,7 +98,8 @@ class DcGrpoLoss:
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
-        sums, distributed = self._sums, torch.distributed.is_initialized()
+        sums = self._sums
+        distributed = torch.distributed.is_initialized()
         if distributed:
             sums = sums.to(optimizer.param_groups[0]["params"][0].device)
             torch.distributed.all_reduce(sums)

@@ -43,7 +43,8 @@ class DcGrpoTrainer(GRPOTrainer):
     def __init__(
         self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any
     ) -> None:
-        self.dc_grpo, self._on_batch = dc_grpo, on_batch
+        self.dc_grpo = dc_grpo
+        self._on_batch = on_batch
         if any(
             isinstance(each, GRPOConfig) and each.use_liger_kernel
             for each in (*args, *options.values())
@@ -91,7 +92,8 @@ class DcGrpoTrainer(GRPOTrainer):
         attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         extra = {name: output[name] for name in _MODEL_INPUTS if name in output}
         with torch.no_grad():
-            size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
+            size = self.args.per_device_train_batch_size
+            length = output["completion_ids"].size(1)
             given = (self.model, ids, attention, length)
             return self._get_per_token_logps_and_entropies(*given, batch_size=size, **extra)[0]
 

@@ -15,7 +15,8 @@ def array_checksum(x: jax.Array) -> jax.Array:
     """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     # The flat index without flattening, which would gather a sharded array onto every device.
-    index, stride = jnp.zeros((), jnp.uint32), 1
+    index = jnp.zeros((), jnp.uint32)
+    stride = 1
     for axis in reversed(range(x.ndim)):
         index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= x.shape[axis]

@@ -135,7 +135,8 @@ def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) ->
     """
 
     def attended(*arguments: jax.Array) -> jax.Array:
-        inputs, flags = arguments[:4], arguments[4:]
+        inputs = arguments[:4]
+        flags = arguments[4:]
         if not flags:
             return attend(*inputs, window=window)
         if traced:
@@ -198,7 +199,9 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
         segment_ids: jax.Array,
         *flags: jax.Array,
     ) -> jax.Array:
-        ways, heads, kv_heads = mesh.shape["tensor"], query.shape[2], key.shape[2]
+        ways = mesh.shape["tensor"]
+        heads = query.shape[2]
+        kv_heads = key.shape[2]
         if heads % ways:
             raise UserError(
                 f"mesh tensor: got {ways}, attention needs a divisor of the {heads} query heads"

@@ -151,7 +151,8 @@ class ModelConfig:
             )
             raise UserError(f"partial_rotary_factor: {share}")
         if self.family.full_attention_every:
-            recurrent, keys = len(self.recurrent_layers), self.linear_num_key_heads
+            recurrent = len(self.recurrent_layers)
+            keys = self.linear_num_key_heads
             if not 0 < recurrent < self.num_layers:
                 said = (
                     f"{recurrent} of {self.num_layers} layers are linear_attention, must be "
@@ -175,7 +176,8 @@ class ModelConfig:
         """Kind of layers -> their indices; "" where all have the same parameters. Those of each
         kind are stacked.
         """
-        layers, recurrent = range(self.num_layers), self.recurrent_layers
+        layers = range(self.num_layers)
+        recurrent = self.recurrent_layers
         full = tuple(index for index in layers if index not in recurrent)
         return {"recurrent": recurrent, "full": full} if recurrent else {"": full}
 
@@ -196,7 +198,8 @@ class ModelConfig:
     @property
     def period(self) -> int:
         """Fewest layers after which the kinds of layers repeat; it divides `num_layers`."""
-        kinds, count = [kind for kind, _ in self.layer_kinds], self.num_layers
+        kinds = [kind for kind, _ in self.layer_kinds]
+        count = self.num_layers
         return next(size for size in range(1, count + 1) if kinds[:size] * (count // size) == kinds)
 
     @property
@@ -257,7 +260,8 @@ class ModelConfig:
         """Fields of the widths of a layer's MLPs: one MLP's, or the experts' and the shared one's,
         if there is one.
         """
-        expert, mlp = ("moe_intermediate_size",), ("intermediate_size",)
+        expert = ("moe_intermediate_size",)
+        mlp = ("intermediate_size",)
         return expert + mlp * self.family.shared_expert if self.num_experts else mlp
 
     @property

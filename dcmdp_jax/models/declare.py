@@ -97,10 +97,8 @@ def parameter(
         shape, axes: shape and axes of one module; `stacks` go before them.
         init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
     """
-    shape, axes = (
-        (*(stack.size for stack in stacks), *shape),
-        (*(stack.axis for stack in stacks), *axes),
-    )
+    shape = (*(stack.size for stack in stacks), *shape)
+    axes = (*(stack.axis for stack in stacks), *axes)
     metadata = Declaration(
         (), shape, axes, init, hf_name, transposed, quantized, stacks, fused
     )._asdict()

@@ -38,7 +38,8 @@ from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, with_scheme
 from dcmdp_jax.types import Array, Params
 
-HF_OUTPUT, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HF_OUTPUT = "lm_head.weight"
+HF_EMBEDDING = "model.embed_tokens.weight"
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], the caller's cache)."""
@@ -109,10 +110,15 @@ class Attention(nnx.Module):
         stacks: tuple[Stack, ...] = (),
         fused: bool = False,
     ) -> None:
-        self.config, self.fused, self.gated = config, fused, config.family.output_gate
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.config = config
+        self.fused = fused
+        self.gated = config.family.output_gate
+        width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
         queries = width * (1 + self.gated)
-        embed, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
+        embed = config.hidden_size
+        bias = config.attention_bias
+        eps = config.rms_norm_eps
         options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
             self.qkv = Linear(
@@ -123,7 +129,8 @@ class Attention(nnx.Module):
                 **options,
             )
         else:
-            query, shared = ("embed", "heads"), ("embed", "kv_heads")
+            query = ("embed", "heads")
+            shared = ("embed", "kv_heads")
             self.q = Linear(
                 (embed, queries), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options
             )
@@ -134,13 +141,15 @@ class Attention(nnx.Module):
                 (embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options
             )
         if config.family.qk_norm:
-            whole, head = config.family.qk_norm == "width", (config.head_dim, "head_dim")
+            whole = config.family.qk_norm == "width"
+            head = (config.head_dim, "head_dim")
             norm = {"eps": eps, "stacks": stacks, "family": config.family}
             size, axis = (width, "heads") if whole else head
             self.q_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.q_norm", **norm)
             size, axis = (kv_width, "kv_heads") if whole else head
             self.k_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.k_norm", **norm)
-        outward, bias = ("heads", "embed"), bias and not config.family.qkv_bias
+        outward = ("heads", "embed")
+        bias = bias and not config.family.qkv_bias
         self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=bias, **options)
 
     def __call__(
@@ -174,7 +183,8 @@ class Attention(nnx.Module):
                     query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim), 3, 0
                 )
             if config.family.qk_norm == "width":
-                query, key = self.q_norm(query), self.k_norm(key)
+                query = self.q_norm(query)
+                key = self.k_norm(key)
             query, key = (
                 self._rotated(part.reshape(heads), scale, rotary, ops)
                 for part, scale in zip((query, key), scales, strict=True)
@@ -242,7 +252,8 @@ class Block(nnx.Module):
             self.attention = Attention(
                 config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention
             )
-        self.attention_out_norm, self.mlp_norm = norm("attention_out_norm"), norm("mlp_norm")
+        self.attention_out_norm = norm("attention_out_norm")
+        self.mlp_norm = norm("mlp_norm")
         feed_forward = MoE if config.num_experts else MLP
         self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
         self.mlp_out_norm = norm("mlp_out_norm")
@@ -320,10 +331,8 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        normal, shape = (
-            jax.nn.initializers.normal(config.initializer_range),
-            (config.vocab_size, config.hidden_size),
-        )
+        normal = jax.nn.initializers.normal(config.initializer_range)
+        shape = (config.vocab_size, config.hidden_size)
         stack = Stack("layers", config.num_layers)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
         self.layers = Layers(config) if config.recurrent_layers else Block(config, stacks=(stack,))
@@ -391,12 +400,11 @@ def hidden_states_and_aux(
     """
     dtype = jnp.dtype(compute.dtype)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    kernel, ops = (
-        choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]),
-        choose_ops(platform),
-    )
+    kernel = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1])
+    ops = choose_ops(platform)
     counted = segment_ids > 0 if counted is None else counted
-    tables, ropes = all_rotary_tables(config, position_ids), config.layer_ropes
+    tables = all_rotary_tables(config, position_ids)
+    ropes = config.layer_ropes
     windows = config.layer_windows(input_ids.shape[1])
     # What differs by layer travels with the layers of the scan.
     own: dict[str, jax.Array] = {}
@@ -567,7 +575,8 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     def fused(*linears: Params) -> Params:
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *linears)
 
-    attention, feed_forward = dict(layer_params["attention"]), layer_params["mlp"]
+    attention = dict(layer_params["attention"])
+    feed_forward = layer_params["mlp"]
     if not is_recurrent(layer_params):
         attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:

@@ -82,26 +82,25 @@ class GatedDeltaNet(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = ()
     ) -> None:
-        self.config, heads, embed = config, config.linear_num_value_heads, config.hidden_size
-        width, normal = (
-            heads * config.linear_value_head_dim,
-            jax.nn.initializers.normal(config.initializer_range),
-        )
+        self.config = config
+        heads = config.linear_num_value_heads
+        embed = config.hidden_size
+        width = heads * config.linear_value_head_dim
+        normal = jax.nn.initializers.normal(config.initializer_range)
         vector = {"stacks": stacks, "axes": ("norm",)}
         self.dt_bias = parameter(
             (heads,), init=jax.nn.initializers.ones, hf_name=f"{hf_name}.dt_bias", **vector
         )
         self.a_log = parameter((heads,), init=_log_uniform, hf_name=f"{hf_name}.A_log", **vector)
-        shape, axes = (
-            (config.mixed_width, 1, config.linear_conv_kernel_dim),
-            ("heads", "norm", "norm"),
-        )
+        shape = (config.mixed_width, 1, config.linear_conv_kernel_dim)
+        axes = ("heads", "norm", "norm")
         self.conv = parameter(
             shape, axes, init=normal, hf_name=f"{hf_name}.conv1d.weight", stacks=stacks
         )
         norm = {"axis": "head_dim", "hf_name": f"{hf_name}.norm", "stacks": stacks}
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, **norm)
-        options, inward = {"std": config.initializer_range, "stacks": stacks}, ("embed", "heads")
+        options = {"std": config.initializer_range, "stacks": stacks}
+        inward = ("embed", "heads")
         self.o = Linear((width, embed), inward[::-1], hf_name=f"{hf_name}.out_proj", **options)
         self.mixed = Linear(
             (embed, config.mixed_width), inward, hf_name=f"{hf_name}.in_proj_qkv", **options
@@ -147,7 +146,8 @@ def prefill(
     """A `Recur` of right-padded rows of one segment; also returns the state after each row's last
     token.
     """
-    length, before = mixed.channels.shape[1], config.linear_conv_kernel_dim - 1
+    length = mixed.channels.shape[1]
+    before = config.linear_conv_kernel_dim - 1
     real = (jnp.arange(length) < lengths[:, None])[..., None]
     one = jnp.zeros(real.shape[:2], jnp.int32)
     # Padding neither decays the state nor adds to it.
@@ -173,7 +173,8 @@ def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, 
 
 def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Array, "R L C"]:
     """silu(sum_i w_i x_(t-i)) over the tokens of t's own segment, for each channel by itself."""
-    channels, size = mixed.channels, mixed.kernel.shape[1]
+    channels = mixed.channels
+    size = mixed.kernel.shape[1]
     total = 0.0
     for back in range(size):
         shifted, ids = (jnp.roll(x, back, axis=1) for x in (channels, segment_ids))
@@ -189,8 +190,10 @@ def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
     """Split the channels after the convolution into heads; a key head serves several value
     heads.
     """
-    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-    size, width = config.linear_key_head_dim, key_heads * config.linear_key_head_dim
+    key_heads = config.linear_num_key_heads
+    value_heads = config.linear_num_value_heads
+    size = config.linear_key_head_dim
+    width = key_heads * config.linear_key_head_dim
     query, key, value = jnp.split(at_least_float32(channels), (width, 2 * width), axis=-1)
 
     def unit(x: jax.Array) -> jax.Array:
@@ -290,7 +293,8 @@ def _unit_inverse(system: Float[jax.Array, "... c c"]) -> Float[jax.Array, "... 
     Of a matrix of two blocks with inverses A and B on the diagonal and C below, the block below is
     -B C A.
     """
-    size, places = 1, jnp.arange(system.shape[-1])
+    size = 1
+    places = jnp.arange(system.shape[-1])
     inverse = jnp.broadcast_to(jnp.eye(places.size, dtype=system.dtype), system.shape)
     while size < places.size:
         block = places // size

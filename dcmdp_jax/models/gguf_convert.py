@@ -62,7 +62,11 @@ _ENDS = (
     "<｜end▁of▁sentence｜>",
     "<end_of_turn>",
 )
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType
+# gguf.TokenType
+_NORMAL = 1
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _SPACE = "▁"
 
 
@@ -222,15 +226,15 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
         UserError: in one line, for a tokenizer other than byte-level BPE, an unknown pre-tokenizer,
             and lists that do not fit each other.
     """
-    fields, path = model.fields, model.path
-    kind, prefix = (
-        model.field("tokenizer.ggml.model", str),
-        fields.get("tokenizer.ggml.add_space_prefix", True),
-    )
+    fields = model.fields
+    path = model.path
+    kind = model.field("tokenizer.ggml.model", str)
+    prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     if kind != "gpt2" and (kind, prefix) != ("llama", False):
         said = "supported are gpt2 (byte-level BPE) and llama without a first space (Gemma)"
         raise UserError(f"{path}: tokenizer.ggml.model is {shorten(kind)}, {said}")
-    tokens, numbers = model.field("tokenizer.ggml.tokens", list), header_tokens(fields)
+    tokens = model.field("tokenizer.ggml.tokens", list)
+    numbers = header_tokens(fields)
     if wrong := [kind for kind, number in numbers.items() if not 0 <= number < len(tokens)]:
         raise UserError(
             f"{path}: tokenizer.ggml.{wrong[0]}_token_id is {numbers[wrong[0]]}, which is no token"
@@ -271,13 +275,12 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
 
 def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
     """The tokenizer without special tokens, and its kind: a pre-tokenizer's or "sentencepiece"."""
-    path, tokens = model.path, model.field("tokenizer.ggml.tokens", list)
+    path = model.path
+    tokens = model.field("tokenizer.ggml.tokens", list)
     scored = model.fields["tokenizer.ggml.model"] == "llama"
     merges = model.field("tokenizer.ggml.scores" if scored else "tokenizer.ggml.merges", list)
-    types, pre = (
-        model.field("tokenizer.ggml.token_type", list),
-        model.field("tokenizer.ggml.pre", str),
-    )
+    types = model.field("tokenizer.ggml.token_type", list)
+    pre = model.field("tokenizer.ggml.pre", str)
     if len(types) != len(tokens):
         raise UserError(
             f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
@@ -350,10 +353,8 @@ def _scored_bpe(
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
     """Tokens around a text. llama.cpp's default is a first token for Llama 3 and SentencePiece."""
-    wanted, numbers = (
-        {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False},
-        header_tokens(fields),
-    )
+    wanted = {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False}
+    numbers = header_tokens(fields)
     added = [
         name
         for name, default in wanted.items()

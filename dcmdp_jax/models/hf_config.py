@@ -13,7 +13,8 @@ from dcmdp_jax.models.families import FAMILIES, MISSING, WRAPPERS, Family
 from dcmdp_jax.models.hf_fields import Fields, in_range
 from dcmdp_jax.models.rope import FULL, LINEAR, SLIDING, read_ropes, rope_fields
 
-TEXT_PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."
+TEXT_PREFIX = "model."
+WRAPPED_PREFIX = "model.language_model."
 """How the names of a decoder begin: in a class of its own, in one that holds it beside an image
 tower.
 """
@@ -67,7 +68,8 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             )
         # Images are not read; the model ties its output layer where the outer field says so.
         tied = {name: value for name, value in fields.items() if name == "tie_word_embeddings"}
-        fields, model_type = text | tied, inner
+        fields = text | tied
+        model_type = inner
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
         supported = ", ".join(sorted(FAMILIES))
@@ -79,7 +81,8 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     _check_supported(found, family)
     number = found.number
     sizes = _attention_sizes(found)
-    max_positions, layers = number("max_position_embeddings"), number("num_hidden_layers")
+    max_positions = number("max_position_embeddings")
+    layers = number("num_hidden_layers")
     config = ModelConfig(
         model_type=model_type,
         vocab_size=number("vocab_size"),
@@ -118,10 +121,8 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
 
 def _check_supported(fields: Fields, family: Family) -> None:
     """Refuse an activation, soft caps and flags that the decoder does not have."""
-    gate, spelled = (
-        _GATES[family.gate],
-        "hidden_activation" if "hidden_activation" in fields else "hidden_act",
-    )
+    gate = _GATES[family.gate]
+    spelled = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
     if (act := fields.get(spelled, gate)) != gate:
         raise UserError(f"config.json: {spelled} is {shorten(act)}, only {gate!r} is supported")
     for name in _REFUSED_NUMBERS:
@@ -140,7 +141,8 @@ def _check_supported(fields: Fields, family: Family) -> None:
 
 def _attention_sizes(fields: Fields) -> dict[str, int]:
     """Width, heads, key-value heads and head size that fit each other."""
-    heads, hidden_size = fields.number("num_attention_heads"), fields.number("hidden_size")
+    heads = fields.number("num_attention_heads")
+    hidden_size = fields.number("hidden_size")
     kv_heads = (
         heads
         if fields.get("num_key_value_heads", 0) is None
@@ -252,15 +254,14 @@ def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         value := fields.get("num_local_experts")
     ) is None:
         raise UserError("config.json: num_experts is missing, must be a number")
-    experts, chosen = in_range("num_experts", value), fields.number("num_experts_per_tok")
+    experts = in_range("num_experts", value)
+    chosen = fields.number("num_experts_per_tok")
     if chosen > experts:
         raise UserError(
             f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}"
         )
-    width, normed = (
-        fields.number("moe_intermediate_size"),
-        family.shared_expert or fields.flag("norm_topk_prob"),
-    )
+    width = fields.number("moe_intermediate_size")
+    normed = family.shared_expert or fields.flag("norm_topk_prob")
     return dict(zip(_EXPERTS, (experts, chosen, width, normed), strict=True))
 
 
@@ -271,7 +272,8 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         config: the model.
         dtype: "float32" or "bfloat16", the dtype of the saved tensors.
     """
-    family, gate = config.family, _GATES[config.family.gate]
+    family = config.family
+    gate = _GATES[config.family.gate]
     fields: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.model_type,

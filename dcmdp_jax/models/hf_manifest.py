@@ -18,7 +18,8 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.models import decoder, hf_config, params
 from dcmdp_jax.models.config import ModelConfig
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _SOURCE_DTYPES = ("F32", "BF16", "F16")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
 _EXPERT = re.compile(r"model\.layers\.\d{1,9}\.mlp\.experts\.(\d{1,9})\.", re.ASCII)
@@ -99,7 +100,8 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             number of layers, a tensor that is missing, unknown, or of the wrong shape or dtype.
     """
     directory = Path(directory)
-    found, others = _locate(directory), config.family.left_out
+    found = _locate(directory)
+    others = config.family.left_out
     left_out = Counter(prefix for name in found for prefix in others if name.startswith(prefix))
     wrapped = hf_config.WRAPPED_PREFIX if others else hf_config.TEXT_PREFIX
     inside = {
@@ -148,7 +150,8 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
                     + "; or set tie_word_embeddings to false there" * (name == decoder.HF_OUTPUT)
                 )
             stored = files[path].get_slice(inside[name])
-            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            shape = tuple(stored.get_shape())
+            dtype = stored.get_dtype()
             if shape != allowed[name]:
                 raise UserError(
                     f"{path}: tensor {name} is {list(shape)}, expected {list(allowed[name])} by "
@@ -259,7 +262,8 @@ def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]
 
 def _locate(directory: Path) -> dict[str, Path]:
     """Tensor name -> file, for all tensors that the files hold; index and shards must agree."""
-    single, index = directory / SINGLE, directory / INDEX
+    single = directory / SINGLE
+    index = directory / INDEX
     with Files() as files:
         if single.is_file():
             return dict.fromkeys(files[single].keys(), single)

@@ -34,7 +34,9 @@ from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
 
 _GENERATION = "generation_config.json"
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+# AT_FDCWD and RENAME_EXCHANGE of Linux
+_HERE = -100
+_EXCHANGE = 2
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -81,7 +83,8 @@ def load_params(
             ] = {}  # devices that hold the same part of a leaf get one reading of it
 
             def read(name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
-                stored, transposed = manifest.tensors[name], places[name].transposed
+                stored = manifest.tensors[name]
+                transposed = places[name].transposed
                 # A number that the dtype has no room for becomes infinite, and is named below.
                 with np.errstate(over="ignore"):
                     values = _read(files, stored, index[::-1] if transposed else index)
@@ -116,7 +119,8 @@ def load_params(
 
 def directory_digest(directory: Path, config: ModelConfig) -> int:
     """CRC-32 of each vector and each matrix's first row in bfloat16: tells bases apart unread."""
-    digest, tensors = 0, hf_manifest.check_manifest(directory, config).tensors
+    digest = 0
+    tensors = hf_manifest.check_manifest(directory, config).tensors
     with hf_manifest.Files() as files:
         for name, place in hf_tensors(config).items():
             first = (
@@ -232,7 +236,8 @@ def save_tensors(
                 shards.append([])
                 filled = 0
             shards[-1].append(name)
-            filled, total = filled + num_bytes, total + num_bytes
+            filled = filled + num_bytes
+            total = total + num_bytes
         weight_map = {}
         for number, names in enumerate(shards, 1):
             file = (

@@ -17,7 +17,8 @@ from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, RoundsInputs, quantized_product, round_inputs
 from dcmdp_jax.models.rope import RopeScaling
 
-_zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
+_zeros = jax.nn.initializers.zeros
+_ones = jax.nn.initializers.ones
 
 
 @functools.partial(
@@ -130,7 +131,9 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(
             (size,), (axis,), init=init, hf_name=f"{hf_name}.weight", stacks=stacks
         )
-        self.eps, self.unit_offset, self.float32 = eps, family.unit_offset, family.float32_norm
+        self.eps = eps
+        self.unit_offset = family.unit_offset
+        self.float32 = family.float32_norm
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(self.read(x), self.factors, self.eps).astype(x.dtype)
@@ -162,12 +165,11 @@ class MLP(nnx.Module):
         stacks: tuple[Stack, ...] = (),
         fused: bool = False,
     ) -> None:
-        self.fused, self.width, self.silu = (
-            fused,
-            config.intermediate_size,
-            config.family.gate == "silu",
-        )
-        inward, outward = (config.hidden_size, self.width), (self.width, config.hidden_size)
+        self.fused = fused
+        self.width = config.intermediate_size
+        self.silu = config.family.gate == "silu"
+        inward = (config.hidden_size, self.width)
+        outward = (self.width, config.hidden_size)
         options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
             self.gate_up = Linear(
@@ -181,9 +183,11 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
         if self.fused:
             both = self.gate_up(x)
-            gate, up = both[..., : self.width], both[..., self.width :]
+            gate = both[..., : self.width]
+            up = both[..., self.width :]
         else:
-            gate, up = self.gate(x), self.up(x)
+            gate = self.gate(x)
+            up = self.up(x)
         return self.down(
             ops.swiglu(gate, up) if self.silu else jax.nn.gelu(gate, approximate=True) * up
         )
@@ -208,20 +212,21 @@ def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.nd
         config = dataclasses.replace(
             config, rope_theta=config.sliding_rope_theta, rope_scaling=RopeScaling()
         )
-    scaling, dim, one = config.rope_scaling, config.rotary_dim, np.float32(1)
+    scaling = config.rope_scaling
+    dim = config.rotary_dim
+    one = np.float32(1)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
-    plain, factor = one / periods, np.float32(scaling.factor)
+    plain = one / periods
+    factor = np.float32(scaling.factor)
     if scaling.kind == "default":
         return plain, 1.0
     if scaling.kind == "linear":
         return plain / factor, 1.0
     if scaling.kind == "llama3":
-        length, low, high = (
-            scaling.original_max_position_embeddings,
-            scaling.low_freq_factor,
-            scaling.high_freq_factor,
-        )
+        length = scaling.original_max_position_embeddings
+        low = scaling.low_freq_factor
+        high = scaling.high_freq_factor
         # torch divides a number by a tensor as number * (1 / tensor).
         wavelength = np.float32(2 * math.pi) * (one / plain)
         smooth = (np.float32(length) * (one / wavelength) - np.float32(low)) / np.float32(
@@ -274,7 +279,8 @@ def rotary_tables(
     """
     frequencies, factor = rotary_frequencies(config, rope)
     angles = position_ids[..., None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos = jnp.cos(angles) * factor
+    sin = jnp.sin(angles) * factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 

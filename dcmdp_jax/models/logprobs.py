@@ -131,7 +131,8 @@ def token_logprobs(
         )
     width = hidden.shape[-1]
     previous = hidden[:, : length - 1]
-    wanted, total = mask[:, 1:].reshape(-1), rows * (length - 1)
+    wanted = mask[:, 1:].reshape(-1)
+    total = rows * (length - 1)
     blocks, size = token_blocks(total, chunk, kernel.shape[-1], kernel_axes)
     order, place = _wanted_first(wanted)
     padding = blocks * size - total
@@ -225,7 +226,8 @@ def _block(
     logits: jax.Array, targets: jax.Array, listed: jax.Array | None, options: _Options
 ) -> tuple[jax.Array, ...]:
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
-    axes, size = options.axes, logits.shape[-1]
+    axes = options.axes
+    size = logits.shape[-1]
     largest = options.maximum(logits)
     if axes.vocab is not None:
         largest = lax.pmax(largest, axes.vocab)
@@ -301,15 +303,14 @@ def _blocked_backward(
     options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     hidden, targets, kernel, count, normalizer, entropy, listed, kept = saved
-    axes, whole = options.axes, kernel.astype(hidden.dtype)
+    axes = options.axes
+    whole = kernel.astype(hidden.dtype)
     # A shard_map without vma divides the cotangents of replicated results by the devices that hold
     # them.
     logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, kernel.shape[-1], axes)
-    further, precision = (
-        _further(listed, listed_bar, kernel.shape[-1], options),
-        precision_of(hidden.dtype),
-    )
+    further = _further(listed, listed_bar, kernel.shape[-1], options)
+    precision = precision_of(hidden.dtype)
 
     def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gradients of block i's hidden states and, from it, of the kernel."""
@@ -432,8 +433,10 @@ def _pieced_forward(
     listed: Array | None,
     options: _Options,
 ) -> tuple[tuple[jax.Array, ...], _Residuals]:
-    axes, vocab = options.axes, kernel.shape[-1]
-    pieces, own = _pieces(vocab), _own_targets(targets, vocab, axes)
+    axes = options.axes
+    vocab = kernel.shape[-1]
+    pieces = _pieces(vocab)
+    own = _own_targets(targets, vocab, axes)
     further = None if listed is None else _own_targets(listed, vocab, axes)
 
     def piece(p: jax.Array, running: _Running) -> _Running:
@@ -442,12 +445,11 @@ def _pieced_forward(
 
         def block(i: jax.Array, running: _Running) -> _Running:
             before = jax.tree.map(lambda x: x[i], running)
-            logits, place = _logits(hidden[i], part, options.scale), own[i] - p * width
+            logits = _logits(hidden[i], part, options.scale)
+            place = own[i] - p * width
             largest = jnp.maximum(before.largest, options.maximum(logits)[..., 0])
-            shrink, exponentials = (
-                jnp.exp(before.largest - largest),
-                jnp.exp(logits - largest[..., None]),
-            )
+            shrink = jnp.exp(before.largest - largest)
+            exponentials = jnp.exp(logits - largest[..., None])
 
             def found(places: jax.Array) -> jax.Array:
                 logit = jnp.take_along_axis(logits, jnp.clip(places, 0, width - 1), axis=-1)
@@ -476,7 +478,8 @@ def _pieced_forward(
         sums = running.mass * shrink, running.weighted * shrink, running.chosen, running.listed
         running = _Running(largest, *lax.psum(sums, axes.vocab))
     normalizer = running.largest + jnp.log(running.mass)
-    logprobs, entropy = running.chosen - normalizer, normalizer - running.weighted / running.mass
+    logprobs = running.chosen - normalizer
+    entropy = normalizer - running.weighted / running.mass
     computed = (jnp.arange(len(targets)) < count)[:, None]
     of_listed = (
         ()
@@ -501,7 +504,8 @@ def _pieced_backward(
     options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     hidden, targets, kernel, count, normalizer, entropy, listed = saved
-    axes, vocab = options.axes, kernel.shape[-1]
+    axes = options.axes
+    vocab = kernel.shape[-1]
     logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, vocab, axes)
     further = _further(listed, listed_bar, vocab, options)
@@ -542,7 +546,8 @@ def _pieced_backward(
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     hidden_bar, kernel_bar = lax.fori_loop(0, _pieces(vocab), piece, zeros)
-    hidden_bar, kernel_bar = hidden_bar.astype(hidden.dtype), kernel_bar.astype(kernel.dtype)
+    hidden_bar = hidden_bar.astype(hidden.dtype)
+    kernel_bar = kernel_bar.astype(kernel.dtype)
     return hidden_bar, None, kernel_bar, None, None
 
 

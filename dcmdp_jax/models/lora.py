@@ -272,12 +272,15 @@ def _module(declared: Declaration) -> str:
     return declared.hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _ALL = "base_model.model.", Lora(1, 1.0, (ALL_LINEAR,))
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_ALL = Lora(1, 1.0, (ALL_LINEAR,))
 # What the classes of transformers, also older ones, write before a decoder's layers: with a head,
 # with an image tower.
 _LAYERS = re.compile(r"base_model\.model\.((?:model\.|language_model\.){0,2})layers\.")
-_BASE, _DIGEST = "base_checksum", "base_digest"
+_BASE = "base_checksum"
+_DIGEST = "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
 _FREE = {
@@ -367,10 +370,8 @@ def save_adapter(
     prefix = hf_config.TEXT_PREFIX
     if base_class:
         # By a task's type PEFT would load the decoder's own class, which has other names.
-        prefix, mapping = (
-            hf_config.WRAPPED_PREFIX,
-            {"base_model_class": base_class, "parent_library": "transformers"},
-        )
+        prefix = hf_config.WRAPPED_PREFIX
+        mapping = {"base_model_class": base_class, "parent_library": "transformers"}
         fields |= {"task_type": None, "auto_mapping": mapping}
     tensors = {}
     for name, place in declared_tensors(adapter_declarations(model, lora, prefix)).items():
@@ -468,7 +469,8 @@ def _shape(
                 "without them"
             )
     layers = {name.rpartition(".lora_")[0] for name in found}
-    targets, rank = fields.get("target_modules"), int(fields["r"])
+    targets = fields.get("target_modules")
+    rank = int(fields["r"])
     try:
         wanted = {layer for layer in linear if _targeted(layer.removeprefix(_PREFIX), targets)}
     except (re.error, TypeError):

@@ -54,8 +54,10 @@ class Experts(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...], fused: bool
     ) -> None:
-        width, embed = config.moe_intermediate_size, config.hidden_size
-        name, inward = f"{hf_name}.{{experts}}", ("embed", "expert_mlp")
+        width = config.moe_intermediate_size
+        embed = config.hidden_size
+        name = f"{hf_name}.{{experts}}"
+        inward = ("embed", "expert_mlp")
         options = {
             "std": config.initializer_range,
             "stacks": (*stacks, Stack("experts", config.num_experts)),
@@ -95,18 +97,21 @@ class MoE(nnx.Module):
         stacks: tuple[Stack, ...] = (),
         fused: bool = False,
     ) -> None:
-        self.config, self.fused = config, fused
+        self.config = config
+        self.fused = fused
         # Engines keep the router in full precision: a token that goes to another expert is a large
         # error.
         exact = {"std": config.initializer_range, "stacks": stacks, "quantized": False}
-        sizes, axes = (config.hidden_size, config.num_experts), ("embed", "experts")
+        sizes = (config.hidden_size, config.num_experts)
+        axes = ("embed", "experts")
         self.router = Linear(sizes, axes, hf_name=f"{hf_name}.gate", **exact)
         self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
         if config.family.shared_expert:
             self.shared_expert = MLP(
                 config, hf_name=f"{hf_name}.shared_expert", stacks=stacks, fused=fused
             )
-            sizes, axes = (config.hidden_size, 1), ("embed", "norm")
+            sizes = (config.hidden_size, 1)
+            axes = ("embed", "norm")
             self.shared_gate = Linear(sizes, axes, hf_name=f"{hf_name}.shared_expert_gate", **exact)
 
     def __call__(
@@ -207,7 +212,8 @@ def router_metrics(sums: Aux) -> dict[str, jax.Array]:
     """
     if not sums:
         return {}
-    load, tokens = sums["router_load"], jnp.maximum(sums["router_tokens"], 1.0)
+    load = sums["router_load"]
+    tokens = jnp.maximum(sums["router_tokens"], 1.0)
     share = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
     experts = load.shape[-1]
     metrics = {
@@ -299,7 +305,8 @@ def _compute(
     With `elsewhere` a token's expert may be on another device: `chosen` is then `num_experts`, and
     it adds 0.
     """
-    shape, count = x.shape, chosen.shape[-1]
+    shape = x.shape
+    count = chosen.shape[-1]
     routes = _routes(chosen, num_experts)
     ours = (routes.owner < num_experts)[:, None]
     rows = permute(jnp.repeat(x.reshape(-1, shape[-1]), count, axis=0), routes.order, routes.place)
@@ -337,7 +344,8 @@ def _expert_parallel(
     Within a `shard_map` over all axes the arguments are the device's own rows and experts; so is
     the result, of the device's own part of the experts' width.
     """
-    ways, tensor = mesh.shape[EXPERT], mesh.shape["tensor"]
+    ways = mesh.shape[EXPERT]
+    tensor = mesh.shape["tensor"]
     if num_experts % ways:
         raise UserError(
             f"mesh {EXPERT}: got {ways}, must be a divisor of the {num_experts} experts"
@@ -354,11 +362,9 @@ def _expert_parallel(
     ) -> jax.Array:
         if ways > 1:
             gather = functools.partial(jax.lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)
-            x, chosen, weights = (
-                gather(x),
-                gather(chosen) - own * jax.lax.axis_index(EXPERT),
-                gather(weights),
-            )
+            x = gather(x)
+            chosen = gather(chosen) - own * jax.lax.axis_index(EXPERT)
+            weights = gather(weights)
             chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
         y = _compute(x, chosen, weights, kernels, num_experts=own, ops=ops, elsewhere=ways > 1)
         y = y if width is None else jax.lax.psum(y, width)
@@ -367,7 +373,8 @@ def _expert_parallel(
     if not free:
         return local(x, chosen, weights, kernels)
     rows = P(tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free))
-    inward, outward = P(EXPERT, None, width), P(EXPERT, width, None)
+    inward = P(EXPERT, None, width)
+    outward = P(EXPERT, width, None)
     specs = {
         "in_specs": (rows, rows, rows, (*(inward for _ in kernels[:-1]), outward)),
         "out_specs": rows,

@@ -110,7 +110,8 @@ def check_params(params: Params, config: ModelConfig) -> None:
             for path, leaf in leaves
         }
 
-    expected, given = shapes(param_shapes(config)), shapes(params)
+    expected = shapes(param_shapes(config))
+    given = shapes(params)
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
             raise ValueError(
@@ -175,7 +176,8 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
         shape = shape[::-1] if declared.transposed else shape
         fused = None
         if declared.fused is not None:
-            rows, part = shape[0], declared.fused.part
+            rows = shape[0]
+            part = declared.fused.part
             whole = (declared.stacks[-1].size, declared.fused.parts * rows, *shape[1:])
             name = declared.fused.hf_name.format(**names)
             fused = FusedPart(name, whole, index[-1], slice(part * rows, (part + 1) * rows))

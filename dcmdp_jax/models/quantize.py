@@ -302,7 +302,8 @@ def arrival(
     """
     changed = bent = whole = 0.0
     for old, new in zip(before, watched_columns(params, quantized), strict=True):
-        old, new = old.astype(jnp.float32), new.astype(jnp.float32)
+        old = old.astype(jnp.float32)
+        new = new.astype(jnp.float32)
         held = [stored(w, precision) for w in (old, new)]
         values = [x.values if is_quantized(x) else x for x in held]
         changed += jnp.sum(values[0] != values[1], dtype=jnp.float32)

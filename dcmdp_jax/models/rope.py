@@ -8,7 +8,9 @@ from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.models.families import Family
 from dcmdp_jax.models.hf_fields import in_range
 
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"
 """Kinds of layers in config.json."""
 _PARTIAL = "partial_rotary_factor"
 # The others: which dimensions turn by which coordinate of an image; all coordinates of a text are
@@ -141,7 +143,8 @@ def _rope_section(
 ) -> tuple[float, RopeScaling]:
     raw = dict(fields.get(section) or {})
     for name in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
-        outside, inside = fields.get(name), raw.get(name)
+        outside = fields.get(name)
+        inside = raw.get(name)
         for value in (outside, inside):
             if name == "rope_theta" and value is not None:
                 in_range(name, value)  # NaN would disagree with itself
@@ -153,7 +156,8 @@ def _rope_section(
         if outside is not None:
             raw[name] = outside
     theta = in_range("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", base)))
-    kind, older = raw.pop("rope_type", None), raw.pop("type", None)
+    kind = raw.pop("rope_type", None)
+    older = raw.pop("type", None)
     if None not in (kind, older) and kind != older:
         raise UserError(
             f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; "

@@ -210,7 +210,8 @@ def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe
 
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape
-        shards, multiple = row_shards(mesh), 128 if compute.attention == "splash" else 1
+        shards = row_shards(mesh)
+        multiple = 128 if compute.attention == "splash" else 1
         padded = np.zeros(
             (-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32
         )

@@ -60,12 +60,14 @@ def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Arr
     rows).
     """
     schedule = keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ np.uint32(0x1BD11BDA)
-    high, low = high + schedule[0], low + schedule[1]
+    high = high + schedule[0]
+    low = low + schedule[1]
     for i in range(5):
         for distance in (13, 15, 26, 6) if i % 2 == 0 else (17, 29, 16, 24):
             high = high + low
             low = high ^ (low << np.uint32(distance) | low >> np.uint32(32 - distance))
-        high, low = high + schedule[(i + 1) % 3], low + schedule[(i + 2) % 3] + np.uint32(i + 1)
+        high = high + schedule[(i + 1) % 3]
+        low = low + schedule[(i + 2) % 3] + np.uint32(i + 1)
     return high, low
 
 

@@ -31,7 +31,10 @@ BLOCK = 128
 _E5M2_MAX = 57344.0
 # vLLM's least maxima: of a token in int8; of a token, of 128 of it and of a block of weights in
 # fp8.
-_LEAST_INT8, _LEAST_TOKEN, _LEAST_GROUP, _LEAST_BLOCK = 1e-7, 1.0 / 512, 1e-10, 1e-4
+_LEAST_INT8 = 1e-7
+_LEAST_TOKEN = 1.0 / 512
+_LEAST_GROUP = 1e-10
+_LEAST_BLOCK = 1e-4
 
 
 @functools.partial(
@@ -64,7 +67,8 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     """
     if not scheme.products:
         return with_rounded_inputs(layer_params, scheme.weights)
-    attention, mlp = dict(layer_params["attention"]), dict(layer_params["mlp"])
+    attention = dict(layer_params["attention"])
+    mlp = dict(layer_params["mlp"])
     together = [(attention, ("o",)), (mlp, ("gate", "up")), (mlp, ("down",))]
     if not scheme.skip_qkv:
         separate = ("mixed", "gate") if "mixed" in attention else ("q", "k", "v")

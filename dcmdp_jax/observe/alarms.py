@@ -15,35 +15,45 @@ WINDOW = 10
 _TREND_WINDOW = 20
 _FLOORS = 3.0
 _OVER_BUDGET = 1.5
-_JUMP, _USUAL_STEPS = 5.0, 5
-_GROWTH, _ENTROPY_CHANGE, _RANK_CORRELATION = 2.0, 0.4, 0.6
+_JUMP = 5.0
+_USUAL_STEPS = 5
+_GROWTH = 2.0
+_ENTROPY_CHANGE = 0.4
+_RANK_CORRELATION = 0.6
 _TAIL_GROWTH = 1.5
-_MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
-_STALENESS, _MOST_STALENESS = "staleness/log_ratio_abs_mean", 0.2
-_BROKEN, _BROKEN_TIMES, _BROKEN_STEPS = 0.1, 10.0, 3
-_CHARGE_SHARE, _SHARE_STEPS = 0.1, 5
+_MISSING_MASS = 0.005
+_LEAST_SAMPLE_SIZE = 0.8
+_STALENESS = "staleness/log_ratio_abs_mean"
+_MOST_STALENESS = 0.2
+_BROKEN = 0.1
+_BROKEN_TIMES = 10.0
+_BROKEN_STEPS = 3
+_CHARGE_SHARE = 0.1
+_SHARE_STEPS = 5
 """A share of the update and steps: chosen on long completions, docs/evidence.md."""
-_LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
+_LEAST_SHARE = 0.01
+_WHOLE_ADVANTAGE = 0.5
 """Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
-_PUSH_ROUNDING, _IDENTICAL = (
-    "mismatch/push_rounding",
-    ("completion/identical_fraction", "completion/identical_chance"),
-)
-_MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = (
-    0.7,
-    10.0,
-    0.8,
-    0.2,
-    0.04,
-    0.1,
-)
-_CUT, _CUT_BEFORE, _CUT_STEPS = 0.9, 0.5, 2
+_PUSH_ROUNDING = "mismatch/push_rounding"
+_IDENTICAL = ("completion/identical_fraction", "completion/identical_chance")
+_MOSTLY_KEPT = 0.7
+_BEHIND = 10.0
+_STEADY_BEHIND = 0.8
+_ENGINE_MOVES = 0.2
+_AS_ROUNDING = 0.04
+_TWINS = 0.1
+_CUT = 0.9
+_CUT_BEFORE = 0.5
+_CUT_STEPS = 2
 """Shares of completions at the length limit, now and at best before, and steps: guesses."""
-_FLOAT32_ROUNDING, _ROUNDING_STEPS = 1e-6, 2
+_FLOAT32_ROUNDING = 1e-6
+_ROUNDING_STEPS = 2
 """A mean |p - q| between float32 programs is 1e-8 to 1e-6, of bfloat16 1e-3. One step alone may
 have no signal.
 """
-_LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
+_LAMBDA_RISE = 1.5
+_STEADY = 0.9
+_REWARD_FALL = 0.5
 _NOTHING = np.zeros(0), np.zeros(0)
 
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
@@ -164,10 +174,8 @@ def bounded_metric(metrics: Collection[str]) -> str:
 
 def _over(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    mean, c = (
-        float(_last(series, bounded_metric(series)).mean()),
-        float(_last(series, "dual/tolerance", 1)[0]),
-    )
+    mean = float(_last(series, bounded_metric(series)).mean())
+    c = float(_last(series, "dual/tolerance", 1)[0])
     return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
 
 
@@ -270,7 +278,8 @@ def _charge(series: Series) -> Iterator[str]:
         and not share < _LEAST_SHARE
     )
     rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
-    every, whole = series.get("dual/multiplier", _NOTHING)[1], (multiplier * largest)[-3:]
+    every = series.get("dual/multiplier", _NOTHING)[1]
+    whole = (multiplier * largest)[-3:]
     if len(every) and share > _CHARGE_SHARE:
         text = (
             f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy "
@@ -323,10 +332,8 @@ def _unseen_updates(series: Series) -> Iterator[str]:
         or _rank_correlation(delta) < _STEADY_BEHIND
     ):
         return
-    kept, surprise = (
-        np.median(_last(series, _PUSH_ROUNDING)),
-        _last(series, "engine/surprise", len(delta)),
-    )
+    kept = np.median(_last(series, _PUSH_ROUNDING))
+    surprise = _last(series, "engine/surprise", len(delta))
     before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
     still = np.isnan(kept) and abs(now - before) <= _ENGINE_MOVES * before
     if kept >= _MOSTLY_KEPT:
@@ -355,11 +362,9 @@ def _identical(series: Series) -> Iterator[str]:
 
 
 def _noise(series: Series) -> Iterator[str]:
-    delta, c, floor = (
-        _last(series, bounded_metric(series)),
-        _last(series, "dual/tolerance", 1)[0],
-        _floor(series),
-    )
+    delta = _last(series, bounded_metric(series))
+    c = _last(series, "dual/tolerance", 1)[0]
+    floor = _floor(series)
     if np.mean(delta > c) > 0.5 and floor <= c and delta.mean() <= _FLOORS * floor:
         yield (
             f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the "
@@ -428,7 +433,8 @@ def _rounding(series: Series) -> Iterator[str]:
 
 def _truncation(series: Series) -> Iterator[str]:
     cut = finite_values(series, "completion/truncated_fraction")
-    before, now = cut[:-_CUT_STEPS], cut[-_CUT_STEPS:]
+    before = cut[:-_CUT_STEPS]
+    now = cut[-_CUT_STEPS:]
     if len(before) and before.min() <= _CUT_BEFORE and now.min() >= _CUT:
         yield (
             f"The length limit cuts {now[-1]:.0%} of the completions, where it cut "

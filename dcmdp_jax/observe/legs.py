@@ -25,7 +25,8 @@ class Leg(NamedTuple):
     share: float
 
 
-DECODING, ONE_PASS = "decoding - one pass", "one pass - trainer"
+DECODING = "decoding - one pass"
+ONE_PASS = "one pass - trainer"
 
 
 def legs_of(decoded: np.ndarray, scored: np.ndarray, trained: np.ndarray) -> list[Leg]:

@@ -56,7 +56,8 @@ def record_start(run_dir: Path, step: int, devices: int, started: datetime | Non
     moment = datetime.now().astimezone()
     if started is not None and not jsonl.readable(run_dir / STARTS_FILE):
         moment = started
-    device, program = jax.devices()[0], Path(sys.argv[0])
+    device = jax.devices()[0]
+    program = Path(sys.argv[0])
     # `python -m bin.train` of a checkout is `dcmdp train`.
     name = (
         f"dcmdp {program.stem}"
@@ -202,7 +203,8 @@ class MetricsWriter:
         """
         if step < self._step:
             raise ValueError(f"metrics of step {step} came after step {self._step}")
-        self._step, values = step, {}
+        self._step = step
+        values = {}
         # A transfer guard allows an explicit device_get. A list keeps the order of the names; a
         # dict would come back sorted.
         for name, value in zip(metrics, jax.device_get(list(metrics.values())), strict=True):
@@ -328,7 +330,8 @@ def read_metrics(run_dir: str | Path) -> Series:
         ValueError: if the directory or a metric in it is missing, or a line that can't be read.
     """
     run_dir = Path(run_dir)
-    path, fault = run_dir / METRICS_FILE, "a file" if run_dir.exists() else "it does not exist"
+    path = run_dir / METRICS_FILE
+    fault = "a file" if run_dir.exists() else "it does not exist"
     if not path.exists():
         fault = f"it holds no {METRICS_FILE}" if run_dir.is_dir() else fault
         raise UserError(f"{run_dir} is not a run directory: {fault}")

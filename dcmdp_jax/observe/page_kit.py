@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's, distinguishable with common color blindness; without yellow, which is faint on
 # white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-INK, MUTED = "#222222", "#666666"
+INK = "#222222"
+MUTED = "#666666"
 LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 _DPI = 130
 _FINEST = 4000
@@ -213,7 +214,9 @@ _FULL_COLOR = 0.99
 differs by orders between engines, so no absolute scale shows all.
 """
 _UNIT = 100_000
-_LEAST_SHOWN, _MOST_SHOWN, _OVERHEAD = 100, 2_000, 20
+_LEAST_SHOWN = 100
+_MOST_SHOWN = 2_000
+_OVERHEAD = 20
 """Tokens of a completion on a page: at least and at most; what its other fields take, in tokens."""
 _LONGEST_PROMPT = 2_000
 MOST_LISTED = 5
@@ -313,7 +316,8 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
         text = each.text[: longest * _BYTES]
         row |= {"discrepancy": _finite(each.discrepancy), "text": text, "length": len(each.text)}
         return row | {"more": len(each.text) - len(text)}
-    p, q = np.asarray(each.train_probs, float), np.asarray(each.rollout_probs, float)
+    p = np.asarray(each.train_probs, float)
+    q = np.asarray(each.rollout_probs, float)
     sampled = np.isfinite(p) & np.isfinite(q)
     mean = float(np.abs(p - q)[sampled].mean()) if sampled.any() else None
     shown = slice(0, longest)
@@ -338,7 +342,8 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
 
 def _without_middle(prompt: str) -> str:
     """A prompt with what it begins with and, as the question may come last, what it ends with."""
-    cut, half = len(prompt) - _LONGEST_PROMPT, _LONGEST_PROMPT // 2
+    cut = len(prompt) - _LONGEST_PROMPT
+    half = _LONGEST_PROMPT // 2
     return (
         prompt if cut <= 0 else f"{prompt[:half]}\n[... {cut:,} characters ...]\n{prompt[-half:]}"
     )

@@ -107,7 +107,8 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
     """Plot each run's curves; above 40 steps, draw the values faint under their moving average."""
     short = panel.short or (lambda name: name.rpartition("/")[2].replace("_", " "))
     names = [name for name in panel.names if _recorded(runs, (name,))]
-    several, compared = panel.short is not None or len(panel.names) > 1, len(runs) > 1
+    several = panel.short is not None or len(panel.names) > 1
+    compared = len(runs) > 1
     for (place, name), (index, label) in itertools.product(enumerate(names), enumerate(runs)):
         if name not in runs[label]:
             continue
@@ -224,7 +225,8 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
             for each in runs.values()
             if name in each
         )
-        heading, unit = name.removeprefix("eval/").replace("/", " "), "" if share else "mean reward"
+        heading = name.removeprefix("eval/").replace("/", " ")
+        unit = "" if share else "mean reward"
         yield Panel(heading, unit, (name,), percent=share, smoothed=False, marker="o")
 
 

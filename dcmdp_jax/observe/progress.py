@@ -13,7 +13,9 @@ from dcmdp_jax.observe.metric_names import form_of_score
 
 _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
-_RED, _GREEN, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[0m"
+_RED = "\x1b[31m"
+_GREEN = "\x1b[32m"
+_PLAIN = "\x1b[0m"
 _UPDATE = {
     "loss": "policy/loss",
     "engine KL": "mismatch/k3",
@@ -57,9 +59,12 @@ class Progress(Activity):
                 f"start_step is {start_step}; allowed: 0 to total_steps = {total_steps}"
             )
         super().__init__("training", total_steps, "steps", start_step, clock(), stays=True)
-        self._first, self._measured, self._clock = start_step + 1, measured_steps, clock
+        self._first = start_step + 1
+        self._measured = measured_steps
+        self._clock = clock
         self._values: dict[str, float] = {}
-        self._last_step_at, self._last_line_at = self.began, -math.inf
+        self._last_step_at = self.began
+        self._last_line_at = -math.inf
         self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self._live = terminal_size() is not None and register(self)
 
@@ -80,7 +85,8 @@ class Progress(Activity):
                 self._durations.extend(
                     [(now - self._last_step_at) / (step - self.done)] * (step - self.done)
                 )
-            self.done, self._last_step_at = step, now
+            self.done = step
+            self._last_step_at = now
         self._values.update(
             {name: math.nan if value is None else float(value) for name, value in metrics.items()}
         )
@@ -146,10 +152,8 @@ class Progress(Activity):
         """A bar, the quantities, with the discrepancy red above c and green below, and the last
         evaluation.
         """
-        head, tail = (
-            f"step {self.done}/{self.total} ",
-            f" elapsed {duration(self._clock() - self.began)}",
-        )
+        head = f"step {self.done}/{self.total} "
+        tail = f" elapsed {duration(self._clock() - self.began)}"
         room = max(0, columns - len(head) - len(tail))
         bar = "━" * round(room * self.done / max(self.total, 1))
         fields = self._fields()

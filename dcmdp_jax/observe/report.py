@@ -260,17 +260,17 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 def facts(run: RecordedRun) -> list[Fact]:
     """The facts of a run, in the order to show them; what it did not record has none."""
-    series, config = run.series, run.config
-    rewards, discrepancy = (
-        finite_values(series, "reward/mean"),
-        finite_values(series, "discrepancy/mean"),
-    )
+    series = run.series
+    config = run.config
+    rewards = finite_values(series, "reward/mean")
+    discrepancy = finite_values(series, "discrepancy/mean")
     found = [Fact("Training steps", str(_steps(series)))]
     if len(rewards):
         before, after, which = _ends(rewards)
         found.append(Fact("Training reward", f"{before:.3f} → {after:.3f}", f"mean of {which}"))
     for name, steps, values, form in _scores(series):
-        gain, best = values[-1] - values[0], int(np.argmax(values))
+        gain = values[-1] - values[0]
+        best = int(np.argmax(values))
         gained = f"{100 * gain:+.1f} points" if form is percent else f"{gain:+.4g}"
         more = (
             f"{gained} from step {steps[0]} to {steps[-1]}; best {form(values[best])} at step "
@@ -278,7 +278,8 @@ def facts(run: RecordedRun) -> list[Fact]:
         )
         found.append(Fact(f"Held-out {name}", f"{form(values[0])} → {form(values[-1])}", more))
     if len(discrepancy):
-        c, share = _tolerance(series), percent(_mean(_over(series)))
+        c = _tolerance(series)
+        share = percent(_mean(_over(series)))
         more = (
             "no budget c yet"
             if math.isnan(c)
@@ -333,7 +334,8 @@ def facts(run: RecordedRun) -> list[Fact]:
 
 def verdict(run: RecordedRun) -> str:
     """One sentence on what happened in a run."""
-    learns, said = run.config.get("algorithm.loss") == "likelihood", []
+    learns = run.config.get("algorithm.loss") == "likelihood"
+    said = []
     first = f"{_steps(run.series)} {'supervised' if learns else 'training'} steps"
     if model := run.config.get("model.path"):
         engine = (
@@ -393,7 +395,8 @@ def describe_multiplier(series: Series) -> str:
     multiplier, discrepancy = (
         finite_values(series, name) for name in ("dual/multiplier", "discrepancy/mean")
     )
-    over, said = _over(series), []
+    over = _over(series)
+    said = []
     if len(multiplier):
         first, last, peak = (
             number(float(value)) for value in (multiplier[0], multiplier[-1], multiplier.max())
@@ -422,7 +425,8 @@ def overlap(series: Series) -> Fact | None:
             f"{number(sum(_median(finite_values(series, f'time/{phase}')) for phase in phases))} s"
         )
 
-    sampling, training = seconds("generate", "verify", "pack"), seconds("push", "step")
+    sampling = seconds("generate", "verify", "pack")
+    training = seconds("push", "step")
     more = (
         f"a step with {sampling} of sampling and {training} of training takes "
         f"{seconds('total')}; the trainer waits "
@@ -449,11 +453,9 @@ def legs(series: Series) -> Fact | None:
 
 def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
-    found, window, c = (
-        [],
-        max(1, len(finite_values(series, "reward/mean")) // 10),
-        _tolerance(series),
-    )
+    found = []
+    window = max(1, len(finite_values(series, "reward/mean")) // 10)
+    c = _tolerance(series)
     for name, (most, text) in _SHARES.items():
         taught = name == "reward/all_equal_groups" and "policy/teacher_kl" in series
         if (share := _mean(finite_values(series, name)[-window:])) > most and not taught:
@@ -523,7 +525,8 @@ def _steps_at_cap(series: Series) -> int:
     """Count the steps at the end of the run with lambda at its maximum and the discrepancy over
     budget.
     """
-    multiplier, over = finite_values(series, "dual/multiplier"), _over(series)
+    multiplier = finite_values(series, "dual/multiplier")
+    over = _over(series)
     if not 0 < len(over) <= len(multiplier) or multiplier.min() == multiplier.max():
         return 0
     capped = (multiplier[-len(over) :] == multiplier.max()) & (over > 0)

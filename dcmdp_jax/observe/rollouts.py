@@ -69,11 +69,9 @@ class RolloutWriter:
         max_bytes: float = 2**30,
         resume_step: int | None,
     ) -> None:
-        self._directory, self._every, self._max_bytes = (
-            Path(run_dir) / ROLLOUTS_DIRECTORY,
-            every_steps,
-            max_bytes,
-        )
+        self._directory = Path(run_dir) / ROLLOUTS_DIRECTORY
+        self._every = every_steps
+        self._max_bytes = max_bytes
         if resume_step is None:
             if self._files():
                 previous = self._directory.with_name(f"{ROLLOUTS_DIRECTORY}.previous")
@@ -99,7 +97,8 @@ class RolloutWriter:
         import pyarrow
         import pyarrow.parquet
 
-        rows, columns = [{"step": step, **each} for each in completions], {}
+        rows = [{"step": step, **each} for each in completions]
+        columns = {}
         for name, kind in (_SCALARS | _LISTS).items():
             if not rows or name in rows[0]:
                 single = getattr(pyarrow, kind)()

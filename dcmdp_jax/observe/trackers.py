@@ -49,7 +49,8 @@ class Tracker:
         identity = run_dir / f"{kind}_run_id"
         if not identity.exists() or not identity.read_text().strip():
             atomic_write(identity, uuid.uuid4().hex)
-        name, unique = run_dir.resolve().name, identity.read_text().strip()
+        name = run_dir.resolve().name
+        unique = identity.read_text().strip()
         config = (
             json.loads((run_dir / CONFIG_FILE).read_text())
             if (run_dir / CONFIG_FILE).exists()

@@ -34,7 +34,8 @@ from jax.experimental import multihost_utils
 from dcmdp_jax.errors import ArgumentError, one_line
 from dcmdp_jax.parallel.meeting import meet
 
-_STOPPING, _FAILED = "dcmdp/stopping", "dcmdp/failed"
+_STOPPING = "dcmdp/stopping"
+_FAILED = "dcmdp/failed"
 _WAIT_MS = 10**11  # years: the end of the connection ends it
 # After the failure of another process, the main thread has this long to leave by itself, with its
 # own message.
@@ -63,8 +64,12 @@ class HostMonitor:
             timeout_s: JAX's limit between two signs of life.
             coordinator: address of the coordination service.
         """
-        self._client, self._index, self._names, self._timeout_s = client, index, names, timeout_s
-        self._leaving, self.stopping = threading.Event(), threading.Event()
+        self._client = client
+        self._index = index
+        self._names = names
+        self._timeout_s = timeout_s
+        self._leaving = threading.Event()
+        self.stopping = threading.Event()
         _explain_abort(index, names, timeout_s, coordinator)
         self._thread = threading.Thread(target=self._listen, name="host monitor", daemon=True)
         self._thread.start()
@@ -242,8 +247,10 @@ class SeveralHosts(Hosts):
         # What Orbax builds on too; jax (0.10) has no public name for it.
         from jax._src.distributed import global_state
 
-        self._client, self._compared = global_state.client, 0
-        self.index, count = global_state.process_id, global_state.num_processes
+        self._client = global_state.client
+        self._compared = 0
+        self.index = global_state.process_id
+        count = global_state.num_processes
         self._set("name", socket.gethostname())
         self.names = tuple(self._get("name", index) for index in range(count))
         self._monitor = HostMonitor(
@@ -300,10 +307,8 @@ class SeveralHosts(Hosts):
         """
         from jax._src import compiler  # what pxla calls; jax (0.10 to 0.12) has no public hook
 
-        compile_program, compiled = (
-            compiler.compile_or_get_cached,
-            collections.Counter[tuple[int, ...]](),
-        )
+        compile_program = compiler.compile_or_get_cached
+        compiled = collections.Counter[tuple[int, ...]]()
 
         def compile_together(
             backend: Any, computation: Any, devices: np.ndarray, *arguments: Any, **options: Any
@@ -354,7 +359,8 @@ class SeveralHosts(Hosts):
 
 
 # No key of a user's own begins like this.
-_ARRAY, _TYPE = "\0array", "\0type"
+_ARRAY = "\0array"
+_TYPE = "\0type"
 _TEXT = "surrogatepass"
 
 
@@ -378,7 +384,8 @@ def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
 
     def made(part: dict[Any, Any]) -> Any:
         if _ARRAY in part:
-            content, dtype = part[_ARRAY], np.dtype(part["dtype"])
+            content = part[_ARRAY]
+            dtype = np.dtype(part["dtype"])
             array = np.empty(math.prod(part["shape"]), dtype)
             array[:] = np.frombuffer(content, dtype) if isinstance(content, bytes) else content
             return array.reshape(part["shape"])
@@ -402,8 +409,10 @@ def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
     """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one.
     None: JAX's choice.
     """
-    tasks, nodes = environment.get("SLURM_NTASKS"), environment.get("SLURM_STEP_NUM_NODES")
-    gpus, told = environment.get("SLURM_GPUS_ON_NODE", ""), environment.get("JAX_LOCAL_DEVICE_IDS")
+    tasks = environment.get("SLURM_NTASKS")
+    nodes = environment.get("SLURM_STEP_NUM_NODES")
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    told = environment.get("JAX_LOCAL_DEVICE_IDS")
     if told:
         return [int(number) for number in told.split(",")]
     return range(int(gpus)) if tasks is not None and tasks == nodes and gpus.isdecimal() else None

@@ -58,7 +58,8 @@ def _wait_for_all(
     here: dict[int, tuple[str, socket.socket]] = {}
     answer: dict[str, object] = {"go": True}
     began = time.monotonic()
-    end, next_line = began + timeout_s, began + _SAY_EVERY_S
+    end = began + timeout_s
+    next_line = began + _SAY_EVERY_S
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
@@ -111,7 +112,9 @@ def _greet(
     caller.settimeout(_GREETING_S)
     try:
         told = json.loads(caller.makefile("rb").readline(_LONGEST_LINE))
-        number, count, name = int(told["process"]), int(told["processes"]), str(told["host"])
+        number = int(told["process"])
+        count = int(told["processes"])
+        name = str(told["host"])
     except (ValueError, TypeError, KeyError, OSError):
         caller.close()
         return 0
@@ -174,12 +177,10 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
     nobody.
     """
     greeting = {"process": process, "processes": processes, "host": socket.gethostname()}
-    end, said_at, reason, refused = (
-        time.monotonic() + timeout_s,
-        time.monotonic(),
-        "nobody answers",
-        None,
-    )
+    end = time.monotonic() + timeout_s
+    said_at = time.monotonic()
+    reason = "nobody answers"
+    refused = None
     while (left := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(

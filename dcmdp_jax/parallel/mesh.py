@@ -91,14 +91,16 @@ def training_mesh(
         data, fsdp, tensor, expert: see `make_mesh`; from the config.
         num_params: parameters of the model.
     """
-    devices, sizes = jax.devices(), (data, fsdp, tensor, expert)
+    devices = jax.devices()
+    sizes = (data, fsdp, tensor, expert)
     if backend.cpu_is_split() and jax.process_count() == 1:
         fixed = math.prod(size for size in sizes if size != -1)
         if -1 not in sizes:
             devices = devices[:fixed]
         elif fixed == 1:
             one = num_params > _MAX_REPLICATED_PARAMS or len(devices) < backend.usable_cores()
-            devices, sizes = devices[:1] if one else devices, (-1, 1, 1, 1)
+            devices = devices[:1] if one else devices
+            sizes = (-1, 1, 1, 1)
     return make_mesh(*sizes, devices=devices)
 
 

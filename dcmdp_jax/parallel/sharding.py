@@ -304,9 +304,12 @@ def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     devices: dict[int, list[jax.Device]] = {}
     for device in x.sharding.mesh.devices.flat:
         devices.setdefault(device.process_index, []).append(device)
-    local, mesh, spec = devices[jax.process_index()], sharding.mesh, sharding.spec
+    local = devices[jax.process_index()]
+    mesh = sharding.mesh
+    spec = sharding.spec
     if mesh.size != len(local):
-        mesh, spec = Mesh(np.asarray(local), ("local",)), P()
+        mesh = Mesh(np.asarray(local), ("local",))
+        spec = P()
     places = [local.index(device) for device in mesh.devices.flat]
     grid = np.asarray([[row[place] for place in places] for row in devices.values()])
     every = Mesh(grid.reshape(len(devices), *mesh.devices.shape), ("hosts", *mesh.axis_names))

@@ -65,14 +65,18 @@ def plan_record(plan: CompiledRun) -> dict[str, Any]:
 
 
 def _heading(plan: CompiledRun) -> list[str]:
-    packing, chip, config = plan.run.placement.packing, plan.topology.chip, plan.run.config
+    packing = plan.run.placement.packing
+    chip = plan.topology.chip
+    config = plan.run.config
     rows = ", ".join(
         f"{rows} x {length} tokens, {count} of them at most"
         for rows, length, count in zip(
             packing.rows_per_micro_batch, packing.row_lengths, packing.micro_batches, strict=True
         )
     )
-    model, compute, mesh = plan.run.model, plan.run.placement.compute, plan.run.placement.mesh
+    model = plan.run.model
+    compute = plan.run.placement.compute
+    mesh = plan.run.placement.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     engine = (
         "none"
@@ -150,15 +154,12 @@ def forward_flops(model: ModelConfig, length: int) -> float:
     v over half of the row, 2 x 2 x heads x head_dim x length / 2 in each layer. A recurrent layer
     reads its state twice and adds to it once, 3 x 2 x heads x key x value.
     """
-    values, recurrent = (
-        model.linear_num_value_heads * model.linear_value_head_dim,
-        len(model.recurrent_layers),
-    )
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention, full = (
-        (2 + model.family.output_gate) * queries + 2 * keys,
-        model.num_layers - recurrent,
-    )
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    recurrent = len(model.recurrent_layers)
+    queries = model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    attention = (2 + model.family.output_gate) * queries + 2 * keys
+    full = model.num_layers - recurrent
     gates = model.num_experts + model.family.shared_expert
     widths = model.num_layers * (3 * model.active_mlp_width + gates) + full * attention
     widths += recurrent * (model.mixed_width + 2 * values + 2 * model.linear_num_value_heads)
@@ -182,7 +183,8 @@ def at_lengths(plan: CompiledRun, lengths: Lengths) -> dict[str, Any]:
     positions of a step whose completions all have the longest length; `model_flops` the operations
     that the model needs for the real tokens.
     """
-    packing, limit = plan.run.placement.packing, plan.run.config.task.max_prompt_tokens
+    packing = plan.run.placement.packing
+    limit = plan.run.config.task.max_prompt_tokens
     prompts = lognormal(max(1, limit // 4), limit).draw(4096, seed=0)
     expected = expected_step(packing, np.minimum(prompts, limit), lengths)
     shape = packing.micro_batches[-1], packing.rows_per_micro_batch[-1], packing.row_lengths[-1]

@@ -229,7 +229,8 @@ def planned_run(
         model: None reads it from the settings.
         machine: memory that there is; None looks at this machine.
     """
-    model, platform = model or model_of(config), mesh.devices.flat[0].platform
+    model = model or model_of(config)
+    platform = mesh.devices.flat[0].platform
     engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
     of_teacher = dataclasses.replace(
         config, model=dataclasses.replace(config.model, path=config.teacher[0])
@@ -252,7 +253,10 @@ def planned_run(
 
 def plan_step(run: PlannedRun) -> Lowerable:
     """The step that `dcmdp train` would run. Nothing is allocated."""
-    config, model, mesh, packing = run.config, run.model, run.placement.mesh, run.placement.packing
+    config = run.config
+    model = run.model
+    mesh = run.placement.mesh
+    packing = run.placement.packing
     programs = make_step_programs(config, model, run.placement, config.model.lora)
     state, batch = programs.arguments
     held = {
@@ -313,7 +317,8 @@ def compile_run(
     )
     if refuse:
         run.placement.engine.memory.check()
-    step, engine = plan_step(run), plan_engine(run, run.placement.engine.memory.rows)
+    step = plan_step(run)
+    engine = plan_engine(run, run.placement.engine.memory.rows)
     if only and engine is None and "step" not in only:
         raise UserError(
             f"--programs: {', '.join(only)} are the embedded engine's, not "
@@ -351,7 +356,8 @@ def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
     Raises:
         UserError: if an engine on the same devices leaves too little.
     """
-    chip, share = topology.chip, _share(config)
+    chip = topology.chip
+    share = _share(config)
     if share is None:
         return int(chip.usable_gib * GIB), f"of {chip.memory_gib:g} GiB"
     return int(chip.memory_gib * share.trainer * GIB), f"{chip.memory_gib:g} GiB {share.reason}"
@@ -386,8 +392,10 @@ def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], An
         used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
         needed = int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0
         return Compiled(time.monotonic() - began, needed, refused=message[:200])
-    seconds, memory = time.monotonic() - began, executable.memory_analysis()
-    temporary, arguments = memory.temp_size_in_bytes, memory.argument_size_in_bytes
+    seconds = time.monotonic() - began
+    memory = executable.memory_analysis()
+    temporary = memory.temp_size_in_bytes
+    arguments = memory.argument_size_in_bytes
     # Where the compiler has no figure: everything at once.
     together = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = getattr(memory, "peak_memory_in_bytes", 0) or together

@@ -66,7 +66,8 @@ class CallError(Exception):
 
     def __init__(self, kind: str, message: str = "", row: int | None = None) -> None:
         super().__init__(message)
-        self.kind, self.row = kind, row
+        self.kind = kind
+        self.row = row
 
 
 class _Died(Exception):
@@ -172,7 +173,8 @@ class IsolatedPool(Closing):
             limits = (
                 (_FIRST_TRY_CPU_SECONDS, call.wall_s / 3) if short else (call.cpu_s, call.wall_s)
             )
-            value, error = None, None
+            value = None
+            error = None
             try:
                 value = worker.call(call.args, *limits)
             except CallError as failed:
@@ -192,12 +194,10 @@ class _Worker:
     def __init__(
         self, module: str, load_args: Sequence[Any], memory_bytes: int, output: Path | None
     ) -> None:
-        self._module, self._load_args, self._memory_bytes, self._output = (
-            module,
-            load_args,
-            memory_bytes,
-            output,
-        )
+        self._module = module
+        self._load_args = load_args
+        self._memory_bytes = memory_bytes
+        self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._ends = contextlib.ExitStack()
         self._closed = False

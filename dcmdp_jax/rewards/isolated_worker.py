@@ -95,7 +95,8 @@ def serve(module: str, trainer: socket.socket) -> None:
         function = importlib.import_module(module).load(*args)
 
     function: Callable[..., Any] = load
-    own, number = os.getpid(), 0
+    own = os.getpid()
+    number = 0
     with trainer, contextlib.suppress(EOFError, ConnectionError):
         while True:
             reply = _call(function, **receive(trainer, number))

@@ -184,8 +184,11 @@ class RewardScorer:
         stop_on_error: bool,
         output: Path | None = None,
     ) -> None:
-        self.rewards, self.verifier, self.columns = tuple(rewards), verifier, tuple(columns)
-        self.by_source, self.stop_on_error = by_source, stop_on_error
+        self.rewards = tuple(rewards)
+        self.verifier = verifier
+        self.columns = tuple(columns)
+        self.by_source = by_source
+        self.stop_on_error = stop_on_error
         functions = [reward.function for reward in rewards]
         self.names = dict(zip(functions, short_names(functions), strict=True))
         own = [name for name in functions if name not in (MATH, ENVIRONMENT)]
@@ -226,12 +229,10 @@ class BatchScoring:
         problems: Sequence[Problem],
         state: TrainerState = BEGINNING,
     ) -> None:
-        self._scorer, self._tokenizer, self._problems, self._state = (
-            scorer,
-            tokenizer,
-            problems,
-            state,
-        )
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._problems = problems
+        self._state = state
         self._texts: dict[int, str] = {}
         self._ids: dict[int, np.ndarray] = {}
         self._played: Mapping[int, Played] = {}
@@ -278,7 +279,8 @@ class BatchScoring:
         Raises:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
-        scorer, rows = self._scorer, range(len(self._problems))
+        scorer = self._scorer
+        rows = range(len(self._problems))
         texts = [
             self._played[row].text if row in self._played else self._texts[row] for row in rows
         ]
@@ -342,7 +344,8 @@ class BatchScoring:
 
     def _completion(self, row: int) -> str | list[Message]:
         """A completion as functions get it."""
-        problem, played = self._problems[row], self._played.get(row)
+        problem = self._problems[row]
+        played = self._played.get(row)
         if played is None:
             return problem.as_completion(self._texts[row])
         return played.messages if problem.messages else played.text

@@ -145,7 +145,9 @@ class Checkpoints:
             problems: number and digest of the problems that the run trains on, for
                 `check_problems`.
         """
-        self._hosts, self._adapters, self._problems = hosts, adapters, problems
+        self._hosts = hosts
+        self._adapters = adapters
+        self._problems = problems
         self._directory = Path(run_dir).resolve() / "checkpoints"
         self._reference: dict[str, int] | None = None
         self.behind: dict[int, Params] = {}

@@ -18,30 +18,38 @@ def describe(run: Run, *, whole: bool = True) -> str:
         run: checked.
         whole: memory part by part also where more than half of it is free.
     """
-    task, place = run.task, run.placement
-    config, model, packing = task.config, task.model, place.packing
+    task = run.task
+    place = run.placement
+    config = task.config
+    model = task.model
+    packing = place.packing
     completions = packing.mini_batches * packing.completions
     rows = ", ".join(
         f"{r} x {length}"
         for r, length in zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     )
     limit = config.rollout.max_completion_tokens
-    lengths, learns = np.array([*map(len, task.train.token_ids)]), config.supervised
+    lengths = np.array([*map(len, task.train.token_ids)])
+    learns = config.supervised
     expected = expected_step(packing, lengths - learns, typical_lengths(1 if learns else limit))
     resumes = (Path(config.run_dir) / "checkpoints").is_dir()
     mesh = ", ".join(f"{name} {count}" for name, count in place.mesh.shape.items())
-    train, method = task.train, config.algorithm
+    train = task.train
+    method = config.algorithm
     rule = f"then {method.tolerance_factor:g} times the median discrepancy of these"
     measured = f" for {method.measured_steps} steps, {rule}" if method.measured_steps else ""
     cap = f", lambda begins at its cap of {method.multiplier_max:g}" if method.begins_at_cap else ""
     # Parameters of older versions stay, for the p^Train of their batches.
-    lag, how = config.rollout.lag, "while" if place.samples_while_training else "before"
+    lag = config.rollout.lag
+    how = "while" if place.samples_while_training else "before"
     size = num_params(model) * np.dtype(jnp.dtype(config.model.param_dtype)).itemsize * lag / 2**20
     ahead = (
         f"{lag} step(s): the engine samples {how} a step trains; {lag} copies of parameters "
         f"take {size:,.1f} MiB"
     )
-    engine, fitted, most = place.engine, place.engine.memory.rows, config.rollout.max_rows
+    engine = place.engine
+    fitted = place.engine.memory.rows
+    most = config.rollout.max_rows
     fewer = f" (rollout.max_rows={most} does not fit)" if fitted < most else ""
     sized = "" if engine.kind.own_process else f", at most {fitted} rows at a time{fewer}"
     known = (
@@ -101,7 +109,8 @@ def describe(run: Run, *, whole: bool = True) -> str:
         "memory": ("\n" + " " * 13).join(place.engine.memory.lines(whole=whole)),
     }
     if learns:
-        targets, held = sum(int(each.sum()) for each in train.targets), held.rpartition(" x ")[0]
+        targets = sum(int(each.sum()) for each in train.targets)
+        held = held.rpartition(" x ")[0]
         counted = (
             f"{len(lengths):,} to learn from ({train.dropped} dropped: too long), {targets:,} of "
         )

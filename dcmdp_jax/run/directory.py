@@ -31,7 +31,8 @@ _PLAIN = re.compile(r"[a-z0-9_.]*|-?[0-9.]+(e[+-]?[0-9]+)?")
 _LONGEST_SUFFIX = 100
 _DIGEST = 12
 # Linux takes 4,096 bytes with what a run puts below, and 255 for a name.
-_LONGEST_PATH, _LONGEST_NAME = 3500, 255
+_LONGEST_PATH = 3500
+_LONGEST_NAME = 255
 
 
 def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
@@ -71,7 +72,8 @@ def _name_value(value: Any) -> str:
 
 def _short_name(name: str) -> str:
     """The shortest tail of a dotted name that no other setting ends with."""
-    words, names = name.split("."), setting_names()
+    words = name.split(".")
+    names = setting_names()
     tails = (".".join(words[-count:]) for count in range(1, len(words) + 1))
     return next(
         tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1
@@ -109,7 +111,8 @@ def check_run_directory(config: Config) -> None:
         saved = read_config(run_dir)
     except UserError as error:
         raise UserError(f"{error}; choose another config.run_dir") from error
-    before, now = flatten(to_dict(saved)), flatten(to_dict(config))
+    before = flatten(to_dict(saved))
+    now = flatten(to_dict(config))
     for name in sorted(now):
         if not checks.may_change(name, config) and before[name] != now[name]:
             raise UserError(

@@ -49,7 +49,8 @@ _OF_ITS_TASKS = (
     "task.max_prompt_tokens",
     "task.on_bad_row",
 )
-_COMPLETION_BYTES, _TOKEN_BYTES = 1000, 8
+_COMPLETION_BYTES = 1000
+_TOKEN_BYTES = 8
 """A few Python objects; an int32 id and a float32 log-prob."""
 
 
@@ -82,8 +83,10 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
         UserError: in one line, for completions that the model or the host's memory has no room for,
             or a reward function or environment that does not start.
     """
-    config, tokenizer = policy.config, policy.tokenizer
-    limit, room = config.rollout.max_completion_tokens, policy.model.max_position_embeddings
+    config = policy.config
+    tokenizer = policy.tokenizer
+    limit = config.rollout.max_completion_tokens
+    room = policy.model.max_position_embeddings
     for task, prompts in held_out:
         check_size(task.name, len(prompts.problems), task.samples, limit, free=free_host_bytes())
     longest, name = max((max(map(len, prompts.token_ids)), task.name) for task, prompts in held_out)
@@ -125,7 +128,9 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
     Raises:
         UserError: in one line, naming the setting.
     """
-    config, model, dtype = task.config, task.model, pushed_dtype(saved, task.config)
+    config = task.config
+    model = task.model
+    dtype = pushed_dtype(saved, task.config)
     kind = find_engine(config.rollout.engine)
     with as_settings(of_engine(kind)):
         _, arguments = engine_arguments(

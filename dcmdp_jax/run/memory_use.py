@@ -55,7 +55,8 @@ from dcmdp_jax.parallel.sharding import (
 )
 
 _GIB = 2**30
-_ALWAYS, _STEP = frozenset(MEMORY_PHASES), frozenset({"step"})
+_ALWAYS = frozenset(MEMORY_PHASES)
+_STEP = frozenset({"step"})
 _Maker = Callable[..., MemoryPart]
 _KEPT_BYTES = int(1.05 * _GIB)
 """What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has
@@ -227,7 +228,8 @@ def fit_engine(
     # A CPU's free memory is another one in each run.
     known = machine.platform != "cpu" and machine.device_bytes is not None
     if known and not (kind.own_process or fitted_rows or fits(rows)):
-        each, most = machine.devices, -(-min(rows, workload.completions) // machine.devices)
+        each = machine.devices
+        most = -(-min(rows, workload.completions) // machine.devices)
         fitting = bisect.bisect_left(range(1, most), True, key=lambda count: not fits(count * each))
         rows = max(fitting, 1) * each
     note = in_settings(kind.memory_note(arguments), names)
@@ -237,7 +239,8 @@ def fit_engine(
 
 def this_machine(platform: str) -> Machine:
     """The machine that this process runs on."""
-    devices, free = jax.local_devices(), free_host_bytes()
+    devices = jax.local_devices()
+    free = free_host_bytes()
     if platform != "cpu":
         return Machine(
             platform, len(devices), (devices[0].memory_stats() or {}).get("bytes_limit"), free
@@ -354,7 +357,8 @@ def _state_parts(
     lora: Lora | None,
 ) -> list[MemoryPart]:
     """State that is kept between steps, the gradients, and what is frozen."""
-    item, lag = jnp.dtype(config.model.param_dtype).itemsize, config.rollout.lag
+    item = jnp.dtype(config.model.param_dtype).itemsize
+    lag = config.rollout.lag
     values = _values(trained(model, lora), mesh)
     size = values * item
     fewer = (
@@ -399,7 +403,8 @@ def _state_parts(
         if config.model.lora_base == "int8"
         else 0
     )
-    width, every = 4 if config.model.lora_base == "float32" else 2, _values(whole, mesh)
+    width = 4 if config.model.lora_base == "float32" else 2
+    every = _values(whole, mesh)
     base = width * every - (width - 1) * matrices
     product = machine.product_item(config.model.compute_dtype)
     # XLA's CPU compiler converts the layers before it loops over them.
@@ -424,12 +429,17 @@ def _step_parts(
     """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one
     layer.
     """
-    shards, item = row_shards(mesh), machine.product_item(compute.dtype)
-    queries, width = model.num_heads * model.head_dim, model.hidden_size
-    keys, most, workspace = 2 * model.num_kv_heads * model.head_dim, (0, 0), 0
+    shards = row_shards(mesh)
+    item = machine.product_item(compute.dtype)
+    queries = model.num_heads * model.head_dim
+    width = model.hidden_size
+    keys = 2 * model.num_kv_heads * model.head_dim
+    most = (0, 0)
+    workspace = 0
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
         rows //= shards
-        tokens, projected = rows * length, queries + keys
+        tokens = rows * length
+        projected = queries + keys
         # A token's hidden state is copied to each of its experts and back.
         copies = 2 * model.num_experts_per_tok * width
         whole = (
@@ -458,10 +468,8 @@ def _step_parts(
         most = max(most, (model.num_layers * saved + working, tokens))
         workspace = max(workspace, 8 * tokens * queries * segments)
     logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
-    matrices, output = (
-        width * (2 * queries + keys + 3 * model.stored_mlp_width),
-        model.vocab_size * width,
-    )
+    matrices = width * (2 * queries + keys + 3 * model.stored_mlp_width)
+    output = model.vocab_size * width
     rounded = 0
     if scheme.weights:
         rounded = 4 * (model.num_layers * matrices + output) // (mesh.size // mesh.shape[DATA])
@@ -503,9 +511,11 @@ def _batch_parts(
     for each token.
     """
     columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
-    batch, lag = abstract_batch(packing, columns), config.rollout.lag
+    batch = abstract_batch(packing, columns)
+    lag = config.rollout.lag
     rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
-    share, ahead = rows // row_shards(mesh), lag * rows // row_shards(mesh)
+    share = rows // row_shards(mesh)
+    ahead = lag * rows // row_shards(mesh)
     lower = "training.prompts_per_step or rollout.max_completion_tokens"
     parts = [
         part("batch", share, lower, _STEP, share),

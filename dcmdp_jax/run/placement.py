@@ -104,7 +104,8 @@ def place(
     Raises:
         UserError: in one line, naming the setting.
     """
-    config, model = task.config, task.model
+    config = task.config
+    model = task.model
     _, engine = engine_arguments(config, hosts.index, kind=kind, model=model, platform=platform)
     engine = dataclasses.replace(
         engine, lora=task.lora if kind.takes_adapters(engine.settings) else None
@@ -290,7 +291,8 @@ def placed(
         machine: memory that there is; None looks at this machine.
         fitted_rows: rows that an earlier start fitted into memory; 0 finds them.
     """
-    model, rollout = engine.model, config.rollout
+    model = engine.model
+    rollout = config.rollout
     compute = compute_on(config, mesh, layers=model.num_layers)
     packing = packing_on(config, mesh, compute, shortest=1 + shortest_prompt)
     columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
@@ -354,7 +356,8 @@ def packing_on(
     config: Config, mesh: Mesh, compute: decoder.Compute, shortest: int = 1
 ) -> row_layout.RowShapes:
     """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
-    splash, row_lengths = compute.attention == "splash", config.training.row_lengths
+    splash = compute.attention == "splash"
+    row_lengths = config.training.row_lengths
     if splash and (odd := [length for length in row_lengths if length % 128]):
         raise UserError(
             f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128"

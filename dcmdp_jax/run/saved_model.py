@@ -102,10 +102,8 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
         from dcmdp_jax.run.weights import find_params
 
         found = find_params(resolved, step)
-        name, files = (
-            f"{found.tokenizer.parent.name} step {found.step}",
-            tuple(found.path.iterdir()),
-        )
+        name = f"{found.tokenizer.parent.name} step {found.step}"
+        files = tuple(found.path.iterdir())
         return SavedModel(name, found.model, found.tokenizer, resolved, found, files)
     if step is not None:
         raise UserError(

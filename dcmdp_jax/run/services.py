@@ -56,7 +56,8 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
     Raises:
         UserError, EngineError, MemoryError: in one line, if the engine does not start.
     """
-    config, limits = task.config, task.config.rewards
+    config = task.config
+    limits = task.config.rewards
     known = {"timeout_s": limits.timeout, "memory_gib": limits.memory_limit, "output": output}
     stop_on_error = config.rewards.on_error == "error"
     with contextlib.ExitStack() as stack:

@@ -86,7 +86,9 @@ class Task:
         """Prompts and distribution of the first calls of the engine: on each held-out task, and of
         a step.
         """
-        config, how, calls = self.config, {"temperature": self.config.evaluation.temperature}, []
+        config = self.config
+        how = {"temperature": self.config.evaluation.temperature}
+        calls = []
         for task, prompts in self.held_out:
             calls.append(
                 (
@@ -223,7 +225,8 @@ def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
 
 def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
-    named, path = bool(config.model.tokenizer), config.model.tokenizer or config.model.path
+    named = bool(config.model.tokenizer)
+    path = config.model.tokenizer or config.model.path
     if not path:
         return arithmetic.build_tokenizer()
     try:
@@ -429,10 +432,8 @@ def environment_pool(
     output: Path | None = None,
 ) -> EnvironmentPool:
     """The process of `task.environment`, see `EnvironmentPool`."""
-    task, limits = (
-        config.task,
-        {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit},
-    )
+    task = config.task
+    limits = {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
     variables = chat.template_variables(task.chat_template_kwargs, tokenizer)
     tools = (
         (chat.find_call_format(tokenizer, variables), task.max_result_characters)
@@ -476,7 +477,8 @@ def _load_prompts(
     there. The warm-up's and those of a supervised run have completions to learn from.
     """
     needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
-    held, learned = setting == "evaluation.task", setting == "warmup.task" or config.supervised
+    held = setting == "evaluation.task"
+    learned = setting == "warmup.task" or config.supervised
     answers = "unused" if not any(needed) else "required" if all(needed) else "optional"
     try:
         problems = load_problems(

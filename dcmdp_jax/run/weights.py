@@ -149,7 +149,8 @@ def find_params(run_dir: str | Path, step: int | None = None) -> SavedParams:
             raise CheckpointError(
                 f"{directory}: no checkpoint, its name is not {int(directory.name)}; rename it"
             )
-        step, directory = int(directory.name) if step is None else step, directory.parent
+        step = int(directory.name) if step is None else step
+        directory = directory.parent
     elif (directory / "checkpoints").is_dir():
         directory /= "checkpoints"
     steps = saved_steps(directory)
@@ -199,7 +200,8 @@ class Weights:
 
     def initial(self) -> Params:
         """The starting parameters, read from `model.path` or drawn from the seed."""
-        settings, model = self.task.config.model, self.task.model
+        settings = self.task.config.model
+        model = self.task.model
         if settings.path:
             return self._load(hf_hub.model_directory(settings.path))
         key = jax.random.key(self.task.config.training.seed)
@@ -213,12 +215,11 @@ class Weights:
         Raises:
             UserError: if the adapters of `model.adapter` were trained on another base.
         """
-        task, adapter = self.task, self.task.adapter
+        task = self.task
+        adapter = self.task.adapter
         if adapter is None:
-            declared, key = (
-                adapter_declarations(task.model, task.lora),
-                jax.random.key(task.config.training.seed),
-            )
+            declared = adapter_declarations(task.model, task.lora)
+            key = jax.random.key(task.config.training.seed)
             return jax.jit(
                 lambda: draw_params(declared, key, task.config.model.param_dtype),
                 out_shardings=shardings,
@@ -258,7 +259,8 @@ class Weights:
 
     def save_initial(self, params: Params, hosts: Hosts) -> None:
         """Collective: write the initial policy to the run's directory."""
-        model, dtype = self.task.model, self.task.config.model.param_dtype
+        model = self.task.model
+        dtype = self.task.config.model.param_dtype
         if hosts.is_writer:
             hf_weights.save_params(params, model, self._reference, dtype=dtype, overwrite=True)
         else:
@@ -279,7 +281,8 @@ class Weights:
         """Record of the adapters for a checkpoint; None without."""
         if self.task.lora is None:
             return None
-        shape, base = dataclasses.astuple(self.task.lora), str(self.frozen_path.resolve())
+        shape = dataclasses.astuple(self.task.lora)
+        base = str(self.frozen_path.resolve())
         return SavedAdapters(*shape, self.task.config.model.lora_base, base)
 
     def _load(self, directory: Path) -> Params:

@@ -113,7 +113,8 @@ def _loop(
     function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
 ) -> tuple[Any, tuple[Any, ...]]:
     function = jax.jit(function, inline=True)  # traced once for its shapes and for the loop
-    merged, outputs = None, []
+    merged = None
+    outputs = []
     for bucket, stacked in enumerate(rows):
         statistics, output = jax.eval_shape(function, shared, jax.tree.map(lambda x: x[0], stacked))
         merged = stats.empty(statistics) if merged is None else merged

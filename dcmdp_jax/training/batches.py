@@ -106,19 +106,17 @@ class Batches:
         teacher: Callable[[Batch], Batch] | None = None,
         compiled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine, self._placement, self._task, self._programs = (
-            services.engine,
-            placement,
-            task,
-            programs,
-        )
-        self._config, self._hosts, self._exit, self._frozen = (
-            task.config,
-            placement.hosts,
-            leave,
-            frozen,
-        )
-        self._lag, self._next, self._position = task.config.rollout.lag, 0, taken
+        self._engine = services.engine
+        self._placement = placement
+        self._task = task
+        self._programs = programs
+        self._config = task.config
+        self._hosts = placement.hosts
+        self._exit = leave
+        self._frozen = frozen
+        self._lag = task.config.rollout.lag
+        self._next = 0
+        self._position = taken
         self._thread = (
             stopping.ThreadExit(leave) if self._lag and placement.samples_while_training else None
         )
@@ -136,7 +134,8 @@ class Batches:
                 discrepancy.token_discrepancy, **loss_terms.measure_of(task.config.algorithm)
             )
         )
-        self._teacher, self._compiled = teacher or (lambda batch: batch), compiled
+        self._teacher = teacher or (lambda batch: batch)
+        self._compiled = compiled
         self._in_flight: dict[int, Future[Sampled]] = {}
         # In the parameters' own dtype: a push of a copy in another one would not give the engine
         # the same weights.
@@ -255,7 +254,8 @@ class Batches:
             if self._lag:
                 check_versions(rollout.episodes, version)
             first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
-            config, sampling = self._config, self._task.sampling
+            config = self._config
+            sampling = self._task.sampling
             numbers = {
                 "seed": config.training.seed,
                 "step": step,
@@ -274,17 +274,17 @@ class Batches:
 
     def _distance(self, again: np.ndarray, sampled: np.ndarray) -> float:
         """The discrepancy of log-probs, by the statistic that c bounds."""
-        values, share = (
-            self._discrepancy(again, sampled),
-            dual.QUANTILES.get(self._config.algorithm.budget),
-        )
+        values = self._discrepancy(again, sampled)
+        share = dual.QUANTILES.get(self._config.algorithm.budget)
         return float(np.mean(values) if share is None else np.quantile(values, share))
 
     def _pack(
         self, rollout: StepRollout, step: int
     ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
-        config, packing, chosen = self._config, self._placement.packing, rollout.rows
+        config = self._config
+        packing = self._placement.packing
+        chosen = rollout.rows
         batch, (tokens, computed) = pack(
             [rollout.episodes[row] for row in chosen],
             rollout.scores.totals[chosen],
@@ -319,7 +319,8 @@ class Batches:
         is needed.
         """
         self._compiled()
-        params, batch = self._programs.policy(params, self._frozen), self._teacher(batch)
+        params = self._programs.policy(params, self._frozen)
+        batch = self._teacher(batch)
         if self._programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = self._programs.rescore(params, batch)
         return self._programs.old_logprobs(params, batch) if self._lag else batch
@@ -342,15 +343,18 @@ class ConversationBatches(Batches):
 
     def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
         """The next conversations of the stream."""
-        count, seed = self._config.training.prompts_per_step, self._config.training.seed
+        count = self._config.training.prompts_per_step
+        seed = self._config.training.seed
         chosen = self._task.stream.at(seed=seed, first=step * count, count=count)
         return Sampled(self._conversations(self._task.train, chosen), None, {}, timer)
 
     def loss(self, params: Params, held: prompts.EncodedPrompts) -> float:
         """The mean negative log-likelihood of all targets, in nats."""
         self._compiled()
-        params, total = self._programs.policy(params, self._frozen), 0.0
-        size, count = self._config.training.prompts_per_step, len(held.token_ids)
+        params = self._programs.policy(params, self._frozen)
+        total = 0.0
+        size = self._config.training.prompts_per_step
+        count = len(held.token_ids)
         for first in range(0, count, size):
             batch, *_ = self._pack(
                 self._conversations(held, np.arange(first, min(first + size, count))), 0
@@ -363,7 +367,8 @@ class ConversationBatches(Batches):
         """Conversations as completions; what is missing to a whole step is dropped."""
         with self._exit.scope():
             self._exit.check()
-        count, episodes = self._config.training.prompts_per_step, []
+        count = self._config.training.prompts_per_step
+        episodes = []
         for place, number in enumerate(np.resize(chosen, count)):
             targets = given.targets[number]
             columns = {
@@ -373,10 +378,8 @@ class ConversationBatches(Batches):
             episodes.append(
                 episode.Episode(given.token_ids[number], targets, place, 0, "stop", columns)
             )
-        scores, dropped = (
-            BatchScores(np.zeros(count, np.float32), {}, {}, None),
-            np.arange(count) >= len(chosen),
-        )
+        scores = BatchScores(np.zeros(count, np.float32), {}, {}, None)
+        dropped = np.arange(count) >= len(chosen)
         return StepRollout(
             np.resize(chosen, count), episodes, [], scores, dropped, count, taken=count
         )

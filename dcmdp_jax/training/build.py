@@ -121,13 +121,12 @@ def make_step_programs(
         placement: devices, computation and shapes of a batch.
         lora: shape of the adapters; None trains all parameters.
     """
-    compute, mesh = placement.compute, placement.mesh
+    compute = placement.compute
+    mesh = placement.mesh
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
-    dual, loss_scale = (
-        initial_dual(config.algorithm),
-        initial_loss_scale(config.model.compute_dtype),
-    )
+    dual = initial_dual(config.algorithm)
+    loss_scale = initial_loss_scale(config.model.compute_dtype)
 
     def fresh(params: Params, dual: DualState) -> TrainState:
         return new_state(params, optimizer, dual, loss_scale)
@@ -179,7 +178,9 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
     """Load the model of the reward `teacher:MODEL`; return batch -> batch with its log-probs of the
     tokens.
     """
-    config, mesh, dtype = task.config, placement.mesh, task.config.teacher_dtype
+    config = task.config
+    mesh = placement.mesh
+    dtype = task.config.teacher_dtype
     how = {"head_dtype": config.model.head_dtype, "cut": config.rollout.cuts, "mesh": mesh}
     own = make_row_logprobs(
         task.teacher, placement.compute, temperature=config.rollout.temperature, **how
@@ -217,10 +218,8 @@ def _engine_programs(
             "arrival": lambda *_: {},
         }
     marks = {"quantized": quantized_leaves(model)}
-    watch, measure = (
-        functools.partial(watched_columns, **marks),
-        functools.partial(arrival, **marks),
-    )
+    watch = functools.partial(watched_columns, **marks)
+    measure = functools.partial(arrival, **marks)
     programs = {
         "watched": jax.jit(watch),
         "arrival": jax.jit(functools.partial(measure, precision=precision)),
@@ -259,7 +258,9 @@ def start(
         EngineError: from `check`.
         CheckpointError: if there are checkpoints and none can be read.
     """
-    config, shardings, abstract = task.config, programs.shardings, programs.arguments[0]
+    config = task.config
+    shardings = programs.shardings
+    abstract = programs.arguments[0]
     dual = initial_dual(config.algorithm)
     with activity("restoring the newest checkpoint"):
         state = checkpoints.restore(abstract, task.model)
@@ -298,7 +299,9 @@ def _warm_up(
     check: Callable[[], None],
     show: Callable[[str], None],
 ) -> Params:
-    settings, mesh, compute = task.config.warmup, placement.mesh, placement.compute
+    settings = task.config.warmup
+    mesh = placement.mesh
+    compute = placement.compute
     show(f"warm-up: {settings.steps} supervised steps on {settings.task}")
     # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
     row_logprobs = make_row_logprobs(task.model, compute, temperature=1.0, mesh=mesh)

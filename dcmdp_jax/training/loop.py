@@ -87,8 +87,13 @@ class Trainer:
             frozen: see `build.frozen_params`.
             teacher, compiled: see `Batches`.
         """
-        self.services, self.task, self.config, self.programs = services, task, task.config, programs
-        self.hosts, self.checkpoints, self.frozen = placement.hosts, checkpoints, frozen
+        self.services = services
+        self.task = task
+        self.config = task.config
+        self.programs = programs
+        self.hosts = placement.hosts
+        self.checkpoints = checkpoints
+        self.frozen = frozen
         self._finished: tuple[TrainState, int] | None = None
         stop.all_saved = functools.partial(self._nothing_to_lose, checkpoints.latest_step or 0)
         self._prompts_taken = taken
@@ -151,9 +156,12 @@ class Trainer:
         signal ends sampling and evaluation at once: the state has been final since the last update.
         The resumed run samples that step, or evaluates that policy, again.
         """
-        config, step = self.config, int(state.step)
-        skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
-        self._finished, began = (state, step), step
+        config = self.config
+        step = int(state.step)
+        skipped = SkippedUpdates(config, step)
+        alarms = AlarmWatch(config, step)
+        self._finished = (state, step)
+        began = step
         if not resumed:
             self._save()
         self.batches.resume(step)
@@ -253,7 +261,10 @@ class Trainer:
             writer.write(step, losses)
             return
         self.batches.push(state.params, step, phase_timer.PhaseTimer())
-        results, samples, name, metrics = [], [], "", {}
+        results = []
+        samples = []
+        name = ""
+        metrics = {}
         for task, prompts in self.task.held_out:
             results.append(result := self._evaluate_task(step, task, prompts))
             name += f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)}) "
@@ -328,11 +339,9 @@ def train(
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
-    config, hosts, stop = (
-        task.config,
-        placement.hosts,
-        StopSignal(nothing_to_lose=placement.hosts.count == 1),
-    )
+    config = task.config
+    hosts = placement.hosts
+    stop = StopSignal(nothing_to_lose=placement.hosts.count == 1)
     with contextlib.ExitStack() as stack:
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
         stack.enter_context(directory.claimed(config, hosts))

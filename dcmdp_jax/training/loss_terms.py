@@ -40,7 +40,9 @@ from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, lags
 from dcmdp_jax.training.state import updates_made
 from dcmdp_jax.types import Array, Batch, DualState, Rows, TrainState
 
-SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
+SURROGATE = "policy/surrogate"
+KL = "policy/kl"
+ROUTER = "policy/router_loss"
 """Metrics: S / W, K / V and B, means of the updates that were made."""
 
 
@@ -269,10 +271,8 @@ def _charged(
             **measure_of(settings),
         )
 
-    mask, index = (
-        flat(lambda bucket: bucket.completion_mask),
-        flat(lambda bucket: bucket.completion_index),
-    )
+    mask = flat(lambda bucket: bucket.completion_mask)
+    index = flat(lambda bucket: bucket.completion_index)
     means = completion_means(flat(delta), CompletionIndex(mask, index, len(rewards)))
     tokens = Tokens(
         advantages=rewards[None],
@@ -428,8 +428,10 @@ def batch_metrics(
             [getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets], axis=1
         )
 
-    mask, rollout = flat(batch.rows, "completion_mask"), flat(batch.rows, "rollout_logprobs")
-    train, delta = flat(rows, "old_logprobs"), flat(rows, "discrepancy")
+    mask = flat(batch.rows, "completion_mask")
+    rollout = flat(batch.rows, "rollout_logprobs")
+    train = flat(rows, "old_logprobs")
+    delta = flat(rows, "discrepancy")
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(batch.rows, "completion_index") + offsets
     where = masked.CompletionIndex(mask, index, mini_batches * completions)
@@ -440,7 +442,8 @@ def batch_metrics(
         jnp.sum(jnp.where(mask, delta, 0.0)),
     )
 
-    rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
+    rewards = batch.rewards.reshape(-1)
+    valid = batch.valid.reshape(-1)
     group_ids = (batch.group_ids + offsets).reshape(-1)
     groups = masked.group_statistics(rewards, group_ids, valid, ddof=1)
     least = -masked.masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
@@ -490,9 +493,13 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
     def flat(values: Iterable[Array]) -> jax.Array:
         return jnp.concatenate([x.reshape(-1) for x in values])
 
-    mask, sampled = flat(b.completion_mask for b in rows), flat(b.rollout_logprobs for b in rows)
-    then, now = flat(b.old_logprobs for b in logprobs), flat(b.start_logprobs for b in logprobs)
-    staleness, mismatch, gap = now - then, then - sampled, now - sampled
+    mask = flat(b.completion_mask for b in rows)
+    sampled = flat(b.rollout_logprobs for b in rows)
+    then = flat(b.old_logprobs for b in logprobs)
+    now = flat(b.start_logprobs for b in logprobs)
+    staleness = now - then
+    mismatch = then - sampled
+    gap = now - sampled
     return {
         "staleness/log_ratio_mean": masked.masked_mean(staleness, mask),
         "staleness/log_ratio_abs_mean": masked.masked_mean(jnp.abs(staleness), mask),

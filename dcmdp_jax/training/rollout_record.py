@@ -34,7 +34,8 @@ def shown_samples(
         rollout: the step's completions and rewards.
         discrepancy: [B * G] mean of each completion of the batch.
     """
-    settings, size = task.config.observe, task.sampling.group_size
+    settings = task.config.observe
+    size = task.sampling.group_size
     if not settings.samples or (step - 1) % settings.samples_every_steps:
         return []
     return [
@@ -75,7 +76,8 @@ def recorded_completions(
     Returns:
         Columns as in `observe.rollouts`, without `step`.
     """
-    size, chosen = len(rollout.episodes) // len(rollout.problems), rollout.rows.tolist()
+    size = len(rollout.episodes) // len(rollout.problems)
+    chosen = rollout.rows.tolist()
     train_logprobs, start_logprobs, advantages, top_logprobs = recorded
     trained, started, listed = (
         None if each is None else _by_completion(rows, each, len(chosen))
@@ -85,7 +87,8 @@ def recorded_completions(
     for place, (row, train) in enumerate(zip(chosen, trained, strict=True)):
         if not len(train):
             continue
-        episode, problem = rollout.episodes[row], int(rollout.problems[row // size])
+        episode = rollout.episodes[row]
+        problem = int(rollout.problems[row // size])
         after = slice(episode.prompt_length, None)
         mask = episode.sampled_mask[after]
         log_p, log_now = np.zeros((2, len(mask)), np.float32)
@@ -135,7 +138,8 @@ def _by_completion(
     """The sampled tokens' values of each of M * N completions, in the order of its tokens; it lies
     in one row.
     """
-    keys, flat = [], []
+    keys = []
+    flat = []
     mini_batches = len(rows[0].completion_mask)
     first = np.arange(mini_batches)[:, None, None, None] * (completions // mini_batches)
     for bucket, value in zip(rows, values, strict=True):
@@ -175,7 +179,8 @@ def rollout_metrics(
             )
             metrics[f"completion/source/{source}/length_mean"] = float(lengths[mine].mean())
     if refills:
-        rewards, differing = rollout.scores.totals.astype(np.float64)[usable], rollout.differing
+        rewards = rollout.scores.totals.astype(np.float64)[usable]
+        differing = rollout.differing
         differs = differing[usable.reshape(len(differing), -1).any(axis=1)]
         metrics |= {
             "reward/mean": float(rewards.mean()) if rewards.size else 0.0,

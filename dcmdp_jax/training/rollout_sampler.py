@@ -61,7 +61,8 @@ class StepRollout:
         all_equal.
         """
         shape = len(self.problems), -1
-        usable, rewards = ~self.dropped.reshape(shape), self.scores.totals.reshape(shape)
+        usable = ~self.dropped.reshape(shape)
+        rewards = self.scores.totals.reshape(shape)
         return np.where(usable, rewards, np.inf).min(axis=1) < np.where(
             usable, rewards, -np.inf
         ).max(axis=1)
@@ -134,13 +135,11 @@ class StepRollouts:
         *,
         collective: bool = True,
     ) -> None:
-        self._services, self._task, self._hosts, self._exit, self._collective = (
-            services,
-            task,
-            hosts,
-            leave,
-            collective,
-        )
+        self._services = services
+        self._task = task
+        self._hosts = hosts
+        self._exit = leave
+        self._collective = collective
 
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
         """Sample and score the problems from position `first` of the stream on: a function of
@@ -159,11 +158,13 @@ class StepRollouts:
                 are dropped.
         """
         config = self._task.config
-        wanted, rounds = config.training.prompts_per_step, config.algorithm.refill_rounds
+        wanted = config.training.prompts_per_step
+        rounds = config.algorithm.refill_rounds
         share = self._share(step, 0, first, wanted, timer)
         if not self._collective:
             return share
-        parts, taken = [self.exchange(share)], wanted
+        parts = [self.exchange(share)]
+        taken = wanted
         while (
             len(parts) <= rounds
             and (missing := wanted - sum(int(part.differing.sum()) for part in parts)) > 0
@@ -179,8 +180,10 @@ class StepRollouts:
         """One call of the engine for this process's part of the `count` problems from `position`
         on.
         """
-        task, seed = self._task, self._task.config.training.seed
-        share, group_size = self._hosts.share(count), task.sampling.group_size
+        task = self._task
+        seed = self._task.config.training.seed
+        share = self._hosts.share(count)
+        group_size = task.sampling.group_size
         chosen = task.stream.at(seed=seed, first=position, count=count)[share]
         problems = [task.train.problems[i] for i in np.repeat(chosen, group_size)]
         state = trainer_state(task, step, position)
@@ -192,7 +195,8 @@ class StepRollouts:
             )
         with timer.phase("verify"), self._exit.scope(), as_settings(REWARDS):
             texts, scores = scoring.finish(self._exit.check)
-        dropped, batch_groups = np.zeros(len(texts), bool), task.config.training.prompts_per_step
+        dropped = np.zeros(len(texts), bool)
+        batch_groups = task.config.training.prompts_per_step
         return StepRollout(chosen, episodes, texts, scores, dropped, batch_groups, taken=count)
 
     def _generate(
@@ -222,7 +226,8 @@ class StepRollouts:
         Raises:
             EngineError: if a log-prob is not finite, unless those completions are dropped.
         """
-        task, rollout = self._task, self._task.config.rollout
+        task = self._task
+        rollout = self._task.config.rollout
         joined = join(self._hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
         with as_settings(EPISODES):
             dropped = unusable_completions(joined.episodes, drop=rollout.on_non_finite == "drop")

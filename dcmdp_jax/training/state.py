@@ -176,10 +176,8 @@ def apply_update(
 
     grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), gradient, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
-    updated, unchanged = (
-        (optax.apply_updates(state.params, updates), opt_state),
-        (state.params, state.opt_state),
-    )
+    updated = (optax.apply_updates(state.params, updates), opt_state)
+    unchanged = (state.params, state.opt_state)
     # Chosen number by number, in place: the results of `lax.cond` are copied into the state.
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), updated, unchanged
@@ -214,7 +212,8 @@ def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 INITIAL_SCALE = 2.0**10
 GROWTH_INTERVAL = 2000
-_SMALLEST, _LARGEST = 1.0, 2.0**24
+_SMALLEST = 1.0
+_LARGEST = 2.0**24
 
 
 def initial_loss_scale(compute_dtype: str) -> LossScale | None:

@@ -183,7 +183,8 @@ def _train_step(
     parts: StepParts, state: TrainState, batch: Batch, frozen: Params | None
 ) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
-    settings, dual = parts.settings, state.dual
+    settings = parts.settings
+    dual = state.dual
     with jax.named_scope(RECOMPUTE):
         batch = _recompute(parts, parts.policy(state.params, frozen), batch)
     rewards = loss_terms.punished_rewards(settings, batch, parts.max_completion_tokens)
@@ -198,10 +199,8 @@ def _train_step(
     next_dual = update_dual(settings, dual, state.step, bounded)
     metrics["dual/violation"] = bounded - dual.tolerance
     if parts.remedies.corrections:
-        mean, square = (
-            metrics["correction/weight_mean"],
-            metrics.pop("correction/weight_square_mean"),
-        )
+        mean = metrics["correction/weight_mean"]
+        square = metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
     if variance := totals.get("distribution/discrepancy_variance"):
         noise = jnp.sqrt(
@@ -222,7 +221,8 @@ def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
     sampled them. With ratio_denominator="bypass" they are not needed, except for lagged rows, where
     they measure staleness, and with a teacher, who is compared with the policy that sampled.
     """
-    lagging, computed = lags(batch.rows[0]), batch.micro_batches
+    lagging = lags(batch.rows[0])
+    computed = batch.micro_batches
     if not parts.always_recompute and (parts.settings.level != "reward" or lagging):
         bypass = parts.settings.ratio_denominator == "bypass" and not (
             lagging or parts.teacher_weight
@@ -293,7 +293,8 @@ def _terms(
     With that and the weight of the kept tokens known before, micro-batches and devices add.
     """
     settings = parts.settings
-    balances, counts = bool(settings.router_aux_loss), settings.drops_tokens
+    balances = bool(settings.router_aux_loss)
+    counts = settings.drops_tokens
     if not (settings.kl_coefficient or balances):
         return None
 
@@ -334,7 +335,8 @@ def _objective(
     Times the loss scale, if there is one. Also returns the other fields of `_Sums`, the statistics
     and token values.
     """
-    settings, remedies = parts.settings, parts.remedies
+    settings = parts.settings
+    remedies = parts.remedies
     (train_logprobs, entropy, router, _, kept_mass), signals, head = _forward(
         parts, params, constants, rows
     )
@@ -343,7 +345,8 @@ def _objective(
     loss, of_loss = losses.policy_loss(
         tokens, weights, loss=remedies.loss, ratio_level=settings.ratio_level
     )
-    surrogate, kl = loss.total, jnp.zeros(())
+    surrogate = loss.total
+    kl = jnp.zeros(())
     if settings.differentiates_head:
         surrogate += loss_terms.head_loss(
             settings, remedies, tokens, weights, signals.centered_weights, head
@@ -400,7 +403,8 @@ def _forward(
             return jnp.where(constants.first, now, rows.columns[name])
         return rows.columns.get(name, now)
 
-    start_logprobs, head = at_start(outputs.logprobs, START_LOGPROBS), None
+    start_logprobs = at_start(outputs.logprobs, START_LOGPROBS)
+    head = None
     if outputs.top_logprobs is not None:
         start = lax.stop_gradient(at_start(outputs.top_logprobs, START_TOP_LOGPROBS))
         old = rows.columns.get(OLD_TOP_LOGPROBS, start)

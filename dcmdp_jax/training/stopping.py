@@ -32,7 +32,8 @@ from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.run.task import Task
 
-_MOST_SKIPPED, _MOST_IN_ROW = 0.2, 8
+_MOST_SKIPPED = 0.2
+_MOST_IN_ROW = 8
 WINDOW = 20
 """Steps that `optimizer/skipped_share` looks back on."""
 
@@ -72,7 +73,9 @@ class CollectiveExit:
     """
 
     def __init__(self, hosts: Hosts, stop: "StopSignal", save: Callable[[], int]) -> None:
-        self._hosts, self._stop, self._save = hosts, stop, save
+        self._hosts = hosts
+        self._stop = stop
+        self._save = save
 
     def check(self) -> None:
         """Raise `ExitRequested`, within `scope`, if a signal came, here or to another process."""
@@ -247,7 +250,8 @@ class SkippedUpdates:
             config: when to give up, the updates of a step, and where the metrics are.
             step: finished steps.
         """
-        self._updates, name = config.mini_batches, "optimizer/skipped_updates"
+        self._updates = config.mini_batches
+        name = "optimizer/skipped_updates"
         before = _recorded(config, step)
         self._last = deque(
             (record[name] or 0 for record in before if name in record), maxlen=WINDOW
@@ -278,7 +282,8 @@ class SkippedUpdates:
             TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of the updates of
                 `WINDOW` steps.
         """
-        share, found = metrics["optimizer/skipped_share"], ""
+        share = metrics["optimizer/skipped_share"]
+        found = ""
         if len(self._last) == WINDOW and share > _MOST_SKIPPED:
             limit = f" (at most {_MOST_SKIPPED:.0%} may)"
             found = (
@@ -304,10 +309,8 @@ class AlarmWatch:
             config: whether an alarm stops the run, and where the metrics are.
             step: finished steps. An alarm that was raised at the last of them is not news.
         """
-        self._stops, self._measured = (
-            config.observe.on_alarm == "stop",
-            config.algorithm.measured_steps,
-        )
+        self._stops = config.observe.on_alarm == "stop"
+        self._measured = config.algorithm.measured_steps
         self._history: dict[str, tuple[list[int], list[float]]] = {
             name: ([], []) for name in WATCHED
         }

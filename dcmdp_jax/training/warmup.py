@@ -65,14 +65,16 @@ def warm_up(
         ValueError: if a loss is not finite, or there are fewer examples in a batch than rows are
             split over.
     """
-    shards, count = 1 if mesh is None else row_shards(mesh), len(examples.token_ids)
+    shards = 1 if mesh is None else row_shards(mesh)
+    count = len(examples.token_ids)
     size = min(settings.batch_size, count) // shards * shards
     if not size:
         raise UserError(
             f"config.warmup.batch_size: got {settings.batch_size}, with {count} worked solutions; "
             f"the mesh splits rows over {shards} devices, so both must be at least that"
         )
-    ids, longest = examples.token_ids, max(map(len, examples.token_ids))
+    ids = examples.token_ids
+    longest = max(map(len, examples.token_ids))
     rows = packing.one_a_row(
         ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple
     )

@@ -67,7 +67,8 @@ HEAD = 128
 """Likeliest tokens of the engine that score centering has, as published; a smaller vocabulary
 whole.
 """
-_NOISE_STEPS, _STEPS = 300, 1200
+_NOISE_STEPS = 300
+_STEPS = 1200
 _SHAKEN = {"optimizer.learning_rate": 2.002e-4}
 """A learning rate a thousandth larger: what differs from `grpo` is chance."""
 _SCORED_EXACTLY = (

@@ -53,7 +53,8 @@ class Sampler(LocalEngine):
 
     def __init__(self, arguments: EngineArguments) -> None:
         super().__init__(arguments)
-        self._settings, self._kept = arguments.settings, None
+        self._settings = arguments.settings
+        self._kept = None
 
     def push_weights(self, params: Any, policy_version: int) -> dict[str, float]:
         """Versions 0, k, 2 k, ... are taken, and the first after a restart; the noise is drawn for
@@ -80,7 +81,8 @@ class Sampler(LocalEngine):
 class SamplerKind(LocalKind):
     """The embedded engine's kind, with the settings above."""
 
-    name, settings = "sampler", Settings
+    name = "sampler"
+    settings = Settings
 
     def build(self, arguments: EngineArguments) -> Sampler:
         return Sampler(arguments)

@@ -49,7 +49,8 @@ class Size(NamedTuple):
     operations: str
 
 
-PUBLISHED, SMALL = Size(4, 100, 1000, "+-*/"), Size(3, 9, 27, "+-")
+PUBLISHED = Size(4, 100, 1000, "+-*/")
+SMALL = Size(3, 9, 27, "+-")
 
 
 def apply(operation: str, left: Fraction, right: Fraction) -> Fraction:
@@ -129,13 +130,15 @@ def worked(
 
 def last_answer(text: str) -> str | None:
     """What stands in the last <answer>...</answer>; one pass over the text."""
-    found, place = None, 0
+    found = None
+    place = 0
     while True:
         begin = text.find("<answer>", place)
         end = text.find("</answer>", begin)
         if begin < 0 or end < 0:
             return found
-        found, place = text[begin + 8 : end].strip(), end
+        found = text[begin + 8 : end].strip()
+        place = end
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:

@@ -47,7 +47,9 @@ from dcmdp_jax.models.decoder import Compute
 
 PRICE = 0.1
 """Reward lost by the clean way."""
-LEVELS, LAMBDAS, SEEDS = ("token", "sequence", "reward"), (3, 30), tuple(range(5))
+LEVELS = ("token", "sequence", "reward")
+LAMBDAS = (3, 30)
+SEEDS = tuple(range(5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +61,13 @@ class PlantedEngine:
     """The trainer's own forward pass, in float32, but for the logits of one state."""
 
     def __init__(self, arguments: EngineArguments) -> None:
-        self._model, self._shift = arguments.model, arguments.settings.shift
+        self._model = arguments.model
+        self._shift = arguments.settings.shift
         self._noisy, self._raised = build_tokenizer().convert_tokens_to_ids(["N", "A"])
 
     def push_weights(self, params: Any, policy_version: int) -> dict[str, float]:
-        self._params, self._version = params, policy_version
+        self._params = params
+        self._version = policy_version
         return {}
 
     @functools.cached_property
@@ -96,7 +100,8 @@ class PlantedEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        size, limit = sampling.group_size, sampling.max_completion_tokens
+        size = sampling.group_size
+        limit = sampling.max_completion_tokens
         length = max(map(len, prompts)) + limit
         rows = [list(prompt) for prompt in prompts for _ in range(size)]
         logprobs: list[list[float]] = [[] for _ in rows]
@@ -153,7 +158,8 @@ class PlantedEngine:
 
 
 class PlantedKind(EngineKind):
-    name, settings = "planted", Settings
+    name = "planted"
+    settings = Settings
     precisions = compute_dtypes = ("float32",)
     own_process = False
 

@@ -96,7 +96,8 @@ def calculator(
     noise = random.Random(f"calculator {difficulty} {split} {seed}")
     turns = []
     for row in rows:
-        asked, answer = row["prompt"], row["reward_model"]["ground_truth"]
+        asked = row["prompt"]
+        answer = row["reward_model"]["ground_truth"]
         call = f"calc({asked.removesuffix('=?')})"
         if tools:
             called = {"name": "calc", "arguments": {"x": asked.removesuffix("=?")}}

@@ -54,7 +54,9 @@ def main(argv: list[str]) -> None:
         )
     arms = arms_of(arguments.study) if arguments.study else None
     session, first = open_session(arguments, overrides)
-    results, algorithm, task = [], session.run.config.algorithm, session.run.config.task
+    results = []
+    algorithm = session.run.config.algorithm
+    task = session.run.config.task
     if needs_columns(session.run.config):
         problems = load_problems(
             task.train, limit=arguments.prompts, answers="unused", keep_columns=True
@@ -66,7 +68,8 @@ def main(argv: list[str]) -> None:
         )
     policy = session.run
     rewards, columns = checked_rewards(policy.config, session.problems, policy.tokenizer)
-    limits, stop = policy.config.rewards, policy.config.rewards.on_error == "error"
+    limits = policy.config.rewards
+    stop = policy.config.rewards.on_error == "error"
     judges = (
         task.verifier_workers,
         task.verifier_timeout,

@@ -85,7 +85,8 @@ def _grams(remedy: np.ndarray, control: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Products of each batch with each: the remedy's, the remedy's with the control's, the
     control's.
     """
-    mine, other = remedy.astype(np.float64), control.astype(np.float64)
+    mine = remedy.astype(np.float64)
+    other = control.astype(np.float64)
     return mine @ mine.T, mine @ other.T, other @ other.T
 
 
@@ -188,9 +189,13 @@ def token_slopes(
     Returns:
         float32 of its shape, 0 outside the mask.
     """
-    rows, count, head, every = sampled.rows, len(sampled.rewards), None, jnp.asarray(train_logprobs)
+    rows = sampled.rows
+    count = len(sampled.rewards)
+    head = None
+    every = jnp.asarray(train_logprobs)
     if every.ndim == 3:
-        train_logprobs, top = every[..., 0], every[..., 1:]
+        train_logprobs = every[..., 0]
+        top = every[..., 1:]
         head = Head(rows.columns[TOP_IDS], rows.columns[TOP_LOGPROBS], top, top, top)
     everyone = jnp.ones(count, bool)
     lengths = jnp.sum(rows.completion_mask, axis=1, dtype=jnp.int32)
@@ -254,7 +259,8 @@ class Gradients:
     def __init__(
         self, logprobs: Callable[[Params, Rows], jax.Array], params: Params, *, rows: int = 32
     ) -> None:
-        self._params, self._rows = params, rows
+        self._params = params
+        self._rows = rows
         self._logprobs = jax.jit(logprobs)
 
         def pull_back(params: Params, rows: Rows, slopes: jax.Array) -> jax.Array:
@@ -270,7 +276,8 @@ class Gradients:
 
     def of(self, rows: Rows, slopes: Mapping[str, Array]) -> dict[str, np.ndarray]:
         """The gradient of each loss, named by its derivatives in these log-probs; [K] float32."""
-        stacked, total = np.stack([np.asarray(one, np.float32) for one in slopes.values()]), 0.0
+        stacked = np.stack([np.asarray(one, np.float32) for one in slopes.values()])
+        total = 0.0
         for part, span in self._parts(rows):
             padded = np.zeros((len(stacked), *part.input_ids.shape, *stacked.shape[3:]), np.float32)
             own = stacked[:, span]

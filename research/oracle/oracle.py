@@ -156,7 +156,8 @@ def ask(
         lambda params, rows: _every(row_logprobs(params, rows)), session.run.params
     )
     truth, control_reward = _control(session, gradients, algorithm, batches, grade)
-    samples, half = len(session.problems) * session.sampling.group_size, batches // 2
+    samples = len(session.problems) * session.sampling.group_size
+    half = batches // 2
     halves = truth[:half], truth[half : 2 * half]
     own = _verdict("exact control", *halves, [(1.0, 0.0)], samples, plain=halves[0])
     for spec in specs:
@@ -211,7 +212,9 @@ def _control(
 ) -> tuple[np.ndarray, float]:
     """The gradient of each batch of the exact engine without remedy [B, K], and the mean reward."""
     program = _program(without_remedy(algorithm), session.sampling.max_completion_tokens)
-    found, rewards, signals = [], [], 0
+    found = []
+    rewards = []
+    signals = 0
     for sampled in _batches(session, EXACT, grade, batches, seed=2 * session.seed + 1):
         everyone = np.ones(len(sampled.rewards), bool)
         signals += bool(np.any(has_signal(sampled.rewards, sampled.group_ids, everyone)))
@@ -247,7 +250,10 @@ def _under_remedies(
     collected: dict[str, list[np.ndarray]] = {}
     spreads: dict[str, list[tuple[float, float]]] = {}
     programs: dict[str, Callable] = {}
-    deltas, rewards, tokens, states = [], [], [], []
+    deltas = []
+    rewards = []
+    tokens = []
+    states = []
     for sampled in _batches(session, spec, grade, batches, seed=2 * session.seed):
         train = gradients.score(sampled.rows)
         if not programs:
@@ -266,7 +272,9 @@ def _under_remedies(
                 spreads[name].append(
                     _spread(*(_of_sampled(sampled, slopes[one]) for one in (name, NOTHING)))
                 )
-        rows, mask, own = sampled.rows, sampled.rows.completion_mask, _of_sampled(sampled, train)
+        rows = sampled.rows
+        mask = sampled.rows.completion_mask
+        own = _of_sampled(sampled, train)
         deltas.append(np.abs(np.exp(own) - np.exp(rows.rollout_logprobs))[mask].mean())
         tokens.append([x[mask] for x in (rows.input_ids, own, rows.rollout_logprobs)])
         if train.ndim == 3:
@@ -290,8 +298,11 @@ def _verdict(
 ) -> Verdict:
     effective, dropped = np.mean(spreads, axis=0) if spreads else (0.0, 1.0)
     found = moments(rows, truth)
-    judged, before = quality(found), quality(moments(plain, truth))
-    left, widths, width = [], Quality(*(math.nan,) * 5), math.nan
+    judged = quality(found)
+    before = quality(moments(plain, truth))
+    left = []
+    widths = Quality(*(math.nan,) * 5)
+    width = math.nan
     if len(rows) > 2:
         left = leave_one_out(rows, truth)
         widths = Quality(*map(half_width, left.T))
@@ -342,7 +353,8 @@ def _of_sampled(sampled: JudgedBatch, values: np.ndarray) -> np.ndarray:
 
 
 def _tokens(sampled: JudgedBatch, train: np.ndarray) -> Tokens:
-    rows, train = sampled.rows, _of_sampled(sampled, train)
+    rows = sampled.rows
+    train = _of_sampled(sampled, train)
     return Tokens(
         train_logprobs=train,
         old_logprobs=train,
@@ -389,7 +401,8 @@ def _rows(prompts: Sequence[np.ndarray], found: engines.Sampled, length: int) ->
 
 def summary(verdicts: Verdicts) -> Mapping[str, str]:
     """The result in words: the best remedy if it is told from none, and what it costs."""
-    best, plain = verdicts.remedies[0], next(v for v in verdicts.remedies if v.name == NOTHING)
+    best = verdicts.remedies[0]
+    plain = next(v for v in verdicts.remedies if v.name == NOTHING)
     if not math.isfinite(best.quality.error):
         return {
             "best": "not known: noise hides the exact engine's gradient itself; give more "
@@ -400,7 +413,8 @@ def summary(verdicts: Verdicts) -> Mapping[str, str]:
             "best": "no remedy: none of them brings the gradient nearer to the exact engine's at "
             "this batch size"
         }
-    others, batches = len(verdicts.remedies) - 1, verdicts.batches
+    others = len(verdicts.remedies) - 1
+    batches = verdicts.batches
     # The best of several is ahead by chance: Bonferroni's interval.
     width = best.gain_half_width * t_quantile(batches, 1 - 0.05 / others) / t_quantile(batches)
     lead = (
@@ -433,7 +447,8 @@ def summary(verdicts: Verdicts) -> Mapping[str, str]:
     return words
 
 
-NOTHING, CONFIGURED = "no remedy", "as configured"
+NOTHING = "no remedy"
+CONFIGURED = "as configured"
 SKYRL_BAND = Call("geometric_rejection", {"low": 0.99, "high": 1.01})
 DROPPED_SHARE = 0.05
 """Share of the tokens that a filter without a default size is set to drop."""

@@ -20,7 +20,8 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_a
 from research.oracle.gradients import ZERO, Quality
 from research.oracle.oracle import Verdict, Verdicts, summary
 
-JSON_FILE, FIGURE_FILE = "remedies.json", "remedies.png"
+JSON_FILE = "remedies.json"
+FIGURE_FILE = "remedies.png"
 _NO_WIDTH = Quality(*(math.nan,) * 5)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from dcmdp_jax.number_format import markdown_table
 
 _HERE = Path(__file__).resolve().parents[1] / "kept"
-KEPT, PUBLISHED = _HERE / "oracle_remedies.json", _HERE / "oracle_smollm2.json"
+KEPT = _HERE / "oracle_remedies.json"
+PUBLISHED = _HERE / "oracle_smollm2.json"
 
 
 def oracle_page(kept: Path = KEPT) -> list[str]:
@@ -25,7 +26,8 @@ def oracle_page(kept: Path = KEPT) -> list[str]:
         ["---"] * 7,
     ]
     for one in found["remedies"]:
-        quality, width = one["quality"], one["half_width"]
+        quality = one["quality"]
+        width = one["half_width"]
         figures = (
             quality["error"],
             width["error"],
@@ -50,7 +52,8 @@ def recomputed(found: Mapping[str, float | None]) -> tuple[float, bool]:
     )
     if bias is None:
         return math.nan, True
-    cross, exact = max(length, (length**2 + 1) / 2), bias > 0 or angle > 0
+    cross = max(length, (length**2 + 1) / 2)
+    exact = bias > 0 or angle > 0
     if exact:
         cross = (
             (length**2 + 1 - bias**2) / 2 if bias > 0 else length * math.cos(math.radians(angle))

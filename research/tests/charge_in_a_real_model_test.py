@@ -14,7 +14,8 @@ def test_slopes_by_hand():
     by 2 |o_i|.
     """
     mask = np.array([[True, False, False], [True, True, True]])
-    delta, lengths = np.where(mask, [[0.5], [0.0]], 0.0), np.array([1, 3])
+    delta = np.where(mask, [[0.5], [0.0]], 0.0)
+    lengths = np.array([1, 3])
     advantages = np.array([2.0, -1.0])
     plain, charge = slopes_of(advantages, delta, mask, lengths, MEANS[0])
     np.testing.assert_allclose(plain, [[-1.0, 0, 0], [1 / 6, 1 / 6, 1 / 6]])

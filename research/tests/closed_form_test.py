@@ -48,7 +48,8 @@ PLAIN = AlgorithmSettings(
     aggregation="token_mean",
 )
 S = np.eye(4) - P  # s_a
-RATIO, DELTA = P / Q, np.abs(P - Q)
+RATIO = P / Q
+DELTA = np.abs(P - Q)
 LOG_RATIO = np.log(RATIO)
 
 
@@ -89,7 +90,8 @@ def _gradients(settings, engine, logprobs=_logprobs):
     params = {
         "theta": jnp.asarray(np.log(P) + 0.7, jnp.float32)
     }  # a constant on top changes nothing
-    gradients, remedies = Gradients(logprobs, params, rows=2), settings.remedies()
+    gradients = Gradients(logprobs, params, rows=2)
+    remedies = settings.remedies()
     slopes = jax.jit(lambda sampled, train: token_slopes(settings, remedies, sampled, train, 1))
     every = np.repeat(np.arange(4), np.round(8 * engine).astype(int))
     found = []
@@ -105,7 +107,8 @@ def _by_formula(weights, penalty, engine=Q, scores=S, added=0.0):
     sign.
     """
     at = weights if callable(weights) else lambda sign: weights
-    mean, square = np.zeros(4), 0.0
+    mean = np.zeros(4)
+    square = 0.0
     for a, b in itertools.product(range(4), range(4)):
         difference = REWARDS[a] - REWARDS[b]
         sign = np.sign(difference)
@@ -114,10 +117,8 @@ def _by_formula(weights, penalty, engine=Q, scores=S, added=0.0):
             + (penalty[a] * scores[a] + penalty[b] * scores[b]) / 2
             + added
         )
-        mean, square = (
-            mean + engine[a] * engine[b] * one,
-            square + engine[a] * engine[b] * (one @ one),
-        )
+        mean = mean + engine[a] * engine[b] * one
+        square = square + engine[a] * engine[b] * (one @ one)
     return mean, square - mean @ mean
 
 
@@ -238,7 +239,8 @@ def test_a_shorter_gradient_is_not_a_better_one():
     rng = np.random.default_rng(3)
     truth = np.eye(1, 30)[0]
     noisy, control = (truth + 2 * rng.normal(size=(40, 30)) for _ in range(2))
-    one, short = quality(moments(noisy, control)), quality(moments(noisy / 100, control))
+    one = quality(moments(noisy, control))
+    short = quality(moments(noisy / 100, control))
     # The scale-free error stays; at the gradient's own length the short one would win, as one of
     # zero does.
     assert short.error == pytest.approx(one.error, rel=1e-12) and one.error < ZERO.error
@@ -262,9 +264,11 @@ def test_products_of_different_batches_are_not_inflated_by_noise():
 
 def test_the_jackknife_knows_the_spread_of_the_squared_bias_where_there_is_none_too():
     rng = np.random.default_rng(1)
-    truth, off = np.eye(1, 10)[0], np.eye(1, 10, 1)[0]
+    truth = np.eye(1, 10)[0]
+    off = np.eye(1, 10, 1)[0]
     for bias in (0.8, 0.0):
-        found, said = [], []
+        found = []
+        said = []
         for _ in range(80):
             mine, control = (
                 v + 0.5 * rng.normal(size=(24, 10)) for v in (truth + bias * off, truth)

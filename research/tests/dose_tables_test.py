@@ -130,7 +130,8 @@ def _ascent(seed):
     """delta 0.004 for five steps of 20, then 0.003; lambda 1, 2, ... 20 and 10 more for each seed,
     falling last.
     """
-    delta, multiplier = np.where(_STEPS <= 5, 0.004, 0.003), _STEPS + 10.0 * seed
+    delta = np.where(_STEPS <= 5, 0.004, 0.003)
+    multiplier = _STEPS + 10.0 * seed
     multiplier[-1] = 4.0
     return {
         "discrepancy/mean": (_STEPS, delta),
@@ -166,10 +167,8 @@ def test_the_answer_in_one_figure_has_doses_above_and_the_ascent_below():
 def test_rank_correlation_by_hand():
     # Ranks 0 1 2 3 against 0 2 1 3: 1 - 6 (0 + 1 + 1 + 0) / (4 * 15) = 0.8. Names of one side alone
     # do not count.
-    first, second = (
-        {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1e6, "x": 0.0},
-        {"d": 9.0, "c": 2.0, "b": 3.0, "a": -1.0},
-    )
+    first = {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1e6, "x": 0.0}
+    second = {"d": 9.0, "c": 2.0, "b": 3.0, "a": -1.0}
     assert rank_correlation(first, second) == pytest.approx(0.8)
     # Equal values share a rank: 0.5 0.5 2 against 0 1 2 is 0.75 / (sqrt(1.5) ...) = sqrt(3) / 2.
     assert rank_correlation({"a": 1, "b": 1, "c": 2}, {"a": 0, "b": 1, "c": 2}) == pytest.approx(

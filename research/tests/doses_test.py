@@ -89,7 +89,8 @@ def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_one
     tmp_path, monkeypatch
 ):
     arms = list(load_study(doses.STUDY).arms)
-    here, there = tmp_path / "here.jsonl.gz", tmp_path / "there.jsonl.gz"
+    here = tmp_path / "here.jsonl.gz"
+    there = tmp_path / "there.jsonl.gz"
     write_kept_metrics(here, _runs(dict.fromkeys(arms, [21])))
     more = _runs(dict.fromkeys(arms, [20, 22]))
     del more["centered"][22]
@@ -148,7 +149,9 @@ def test_holm_counts_both_engines():
         """40 differences whose t statistic is t."""
         return noise + t * noise.std(ddof=1) / np.sqrt(40)
 
-    own, exact = shifted(0.1), shifted(2.2)  # p 0.92 and 0.034
+    # p 0.92 and 0.034
+    own = shifted(0.1)
+    exact = shifted(2.2)
     base = {s: _scored(0.5, 0.5) for s in range(40)}
     arm = {s: _scored(0.5 + own[s] / 100, 0.5 + exact[s] / 100) for s in range(40)}
     found = doses.differences({"grpo": base, "grpo_shaken": base, "arm": arm})
@@ -175,7 +178,8 @@ def test_what_the_rule_says(mean, half_width, holds, verdict):
 
 
 def test_no_table_before_every_seed_is_there(tmp_path, monkeypatch):
-    arms, seeds = list(load_study(doses.STUDY).arms), list(study_file.SEEDS)
+    arms = list(load_study(doses.STUDY).arms)
+    seeds = list(study_file.SEEDS)
     monkeypatch.setattr(doses, "METRICS", tmp_path / "doses.jsonl.gz")
     assert doses.read_complete() is None
     runs = _runs(dict.fromkeys(arms, seeds))

@@ -28,7 +28,8 @@ def _tokens():
     """Three tokens of two prompts: p 0.5, 0.5, 0.1 and q 0.75, 0.25, 0.65, in states of two
     tokens.
     """
-    p, q = np.array([0.5, 0.5, 0.1]), np.array([0.75, 0.25, 0.65])
+    p = np.array([0.5, 0.5, 0.1])
+    q = np.array([0.75, 0.25, 0.65])
     top = [np.log(np.stack([x, 1 - x], axis=1)).astype(np.float32) for x in (p, q)]
     return Tokens(
         np.array([0, 0, 1]),
@@ -87,7 +88,8 @@ def test_log_odds_stay_finite_and_histograms_and_quantiles_hold_every_token():
 
 
 def test_the_pages_answer_is_that_of_the_kept_numbers():
-    kept, page = read_kept(), PAGE.read_text()
+    kept = read_kept()
+    page = PAGE.read_text()
     assert set(kept) <= {
         *ENGINES,
         *(f"the demo's policy, {name}" for name in (CONTROL, "local:int4")),
@@ -128,12 +130,10 @@ def _engine(k3, large, tail):
 def test_the_verdicts_are_those_of_the_rule():
     # Bars: k3 0.015 and 0.15, large deltas 1e-4 and 1e-3 of the tokens, that is 0.2 and 2 of these
     # 2,000.
-    calm, watch, rare, afraid = (
-        _engine(0.014, 0, 0.1),
-        _engine(0.016, 0, 0.1),
-        _engine(0, 1, 0.1),
-        _engine(0, 2, 0.1),
-    )
+    calm = _engine(0.014, 0, 0.1)
+    watch = _engine(0.016, 0, 0.1)
+    rare = _engine(0, 1, 0.1)
+    afraid = _engine(0, 2, 0.1)
     assert [verdict(one) for one in (calm, watch, rare, afraid)] == [
         "calm",
         "watch",
@@ -143,7 +143,8 @@ def test_the_verdicts_are_those_of_the_rule():
     assert verdict(_engine(0.16, 0, 0.1)) == "afraid"
     # delta's mean is 0.01: tails of 10 and 1.5 means against the demo's 48; with 8 large ones the
     # shares count.
-    demo, other = _engine(0, 1, 0.48), _engine(0, 4, 0.48)
+    demo = _engine(0, 1, 0.48)
+    other = _engine(0, 4, 0.48)
     assert [tail_like(_engine(0, 0, tail), demo)[0] for tail in (0.3, 0.1, 0.015)] == [
         "yes",
         "open",
@@ -165,7 +166,8 @@ def test_the_verdicts_are_those_of_the_rule():
 
 
 def test_what_the_text_says_of_the_demos_policy_is_what_is_kept():
-    page, one = " ".join(PAGE.read_text().split()), read_kept()["the demo's policy, local:int4"]
+    page = " ".join(PAGE.read_text().split())
+    one = read_kept()["the demo's policy, local:int4"]
     found = one["quantiles"]["delta"]
     said = (
         f"{one['tokens']:,} tokens of `local:int4` before any training have "
@@ -180,7 +182,8 @@ def test_what_the_text_says_of_the_demos_policy_is_what_is_kept():
 
 
 def test_what_the_text_says_of_the_engines_is_what_is_kept():
-    page, kept = " ".join(PAGE.read_text().split()), read_kept()
+    page = " ".join(PAGE.read_text().split())
+    kept = read_kept()
     calm = [
         kept[name]
         for name in (
@@ -209,7 +212,8 @@ def test_what_the_text_says_of_the_engines_is_what_is_kept():
     assert (
         f"at lambda 1 the charge is {100 * int3['charge']['1']['share']:.0f}% of the update" in page
     )
-    found, int2 = int3["quantiles"]["abs_displacement"], kept["local:int2"]
+    found = int3["quantiles"]["abs_displacement"]
+    int2 = kept["local:int2"]
     coarsest = int2["quantiles"]["abs_displacement"]
     ratios = found["p99.9"] / found["p50"], coarsest["p99.9"] / coarsest["p50"]
     assert "`local:int3` ({:.0f}) and `local:int2` ({:.1f}) have".format(*ratios) in page

@@ -76,7 +76,8 @@ def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
     # One prompt, two completions of one token: |p - q| is 0.5 - 0.25 and 0; rewards 1 and 1, lambda
     # 2: 0.5 and 1.
     train = np.log(np.array([[0.5], [0.5]], np.float32))
-    index, mask = np.arange(2, dtype=np.int32)[:, None], np.ones((2, 1), bool)
+    index = np.arange(2, dtype=np.int32)[:, None]
+    mask = np.ones((2, 1), bool)
     rows = Rows(
         index, index, index, mask, index, {"rollout_logprobs": np.log(np.float32([[0.25], [0.5]]))}
     )

@@ -52,7 +52,8 @@ from research.oracle.table import KEPT, recomputed, without_sizes
 
 _ROOT = Path(__file__).resolve().parents[2]
 _KEPT = _ROOT / "research" / "kept"
-_PAGE, _APPENDIX = _ROOT / "docs" / "evidence.md", _ROOT / "research" / "appendix.md"
+_PAGE = _ROOT / "docs" / "evidence.md"
+_APPENDIX = _ROOT / "research" / "appendix.md"
 _MAP = (
     "2bits",
     "3bits",
@@ -188,7 +189,8 @@ def test_the_intervals_that_the_page_leaves_open_and_its_p_values_are_those_of_t
     assert len(rows) == 8
     for arm, int4, vllm, runs in rows:
         for said, of_study in zip((int4, vllm), found.values(), strict=True):
-            own, paired = of_study["discrepancy"]["grpo"][0].mean, of_study["discrepancy"][arm][1]
+            own = of_study["discrepancy"]["grpo"][0].mean
+            paired = of_study["discrepancy"][arm][1]
             low, high = (100 * (paired.mean + sign * paired.half_width) / own for sign in (-1, 1))
             assert said == f"{low:+.1f} to {high:+.1f}", arm
         assert len(found["dose_response_vllm"]["discrepancy"][arm][1].values) == int(runs)
@@ -360,7 +362,8 @@ def test_the_order_of_the_oracle_is_that_of_the_kept_numbers_and_lambda_alone_do
         if arm in runs
     }
     few = {arm: errors[arm] for arm, strength in strengths.items() if strength <= 10}
-    found, said = measure_doses(runs, "grpo"), []
+    found = measure_doses(runs, "grpo")
+    said = []
     for name in ("reward", "discrepancy", "held_out"):
         ends = {arm: own.mean for arm, (own, _) in found[name].items()}
         said.append(
@@ -471,7 +474,8 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     page = (_ROOT / "research" / "long.md").read_text()
     for series in (series for seeds in runs.values() for series in seeds.values()):
         assert series["reward/mean"][0].tolist() == list(range(1, 33))
-    over, found = {arm: len(seeds) for arm, seeds in ended(runs).items()}, differences(runs)
+    over = {arm: len(seeds) for arm, seeds in ended(runs).items()}
+    found = differences(runs)
     told = {
         "token_0.03": 0,
         "token_0.1": 1,
@@ -538,7 +542,8 @@ def test_the_published_models_tables_are_those_of_the_kept_metrics():
     page = (_ROOT / "research" / "real.md").read_text()
     for series in (series for seeds in runs.values() for series in seeds.values()):
         assert series["reward/mean"][0].tolist() == list(range(1, 9))
-    exactly, own = "held-out, exact engine, %", "held-out, own engine, %"
+    exactly = "held-out, exact engine, %"
+    own = "held-out, own engine, %"
     found, (p, held) = differences(runs), claims(runs)
     told = [found[exactly, arm] for arm in ("exact", "tis", "tis_centered")] + [found[own, "exact"]]
     assert all(f"{each.mean:+.1f} ± {each.half_width:.1f}" in page for each in told)
@@ -567,10 +572,8 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     long, kept = (read(folder / f"{name}.jsonl.gz") for name in ("long_completions", "regimes"))
     assert set(kept) <= set(study.arms)
     page = " ".join((_ROOT / "research" / "regimes.md").read_text().split())
-    int3, updates = (
-        parted(kept, "int3", long["exact"]),
-        parted(kept, "four_updates", kept["four_updates_exact"]),
-    )
+    int3 = parted(kept, "int3", long["exact"])
+    updates = parted(kept, "four_updates", kept["four_updates_exact"])
     for arms, names in (
         (int3, ("exact", "tis", "icepop", "tis_centered")),
         (updates, ("centered", "tis", "grpo_shaken")),
@@ -700,7 +703,8 @@ def _shares_in_time(runs):
     """The alarm by its own definition alone: the median of five shares above a tenth, of runs with
     a lambda.
     """
-    bar, over = yardstick(runs), ended(runs)
+    bar = yardstick(runs)
+    over = ended(runs)
     counts = {"in time": 0, "collapsed": 0, "warned": 0, "others": 0}
     for arm, seeds in runs.items():
         for seed, series in seeds.items():
@@ -785,7 +789,8 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     """
     folder = _KEPT
     small, long = (read(folder / f"{name}.jsonl.gz") for name in ("smollm2", "long_completions"))
-    found, c = countdown(read(folder / "countdown.jsonl.gz")), 0.0037
+    found = countdown(read(folder / "countdown.jsonl.gz"))
+    c = 0.0037
 
     def over(runs):
         return (
@@ -813,7 +818,8 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     assert round(fisher_exact([[1, 9], [0, 25]]).pvalue, 2) == 0.29
     # The same runs with the paper's eta, and what the alarm, whose threshold was chosen before
     # them, says of them.
-    again, int3 = long["dc_grpo"], parted(read(folder / "regimes.jsonl.gz"), "int3", {})
+    again = long["dc_grpo"]
+    int3 = parted(read(folder / "regimes.jsonl.gz"), "int3", {})
     assert ended(long)["dc_grpo"] == [4] and len(again) == 10
     last = {seed: float(series["dual/multiplier"][1][-1]) for seed, series in again.items()}
     assert max(value for seed, value in last.items() if seed != 4) < 0.0195 and last[4] > 0.3
@@ -855,8 +861,10 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
 
 def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did():
     """The rules are paper_regime.md's; an arm is compared with runs of its own seeds."""
-    runs, page = read(_KEPT / "paper_regime.jsonl.gz"), " ".join(_PAGE.read_text().split())
-    readme, over = " ".join((_ROOT / "README.md").read_text().split()), ended(runs)
+    runs = read(_KEPT / "paper_regime.jsonl.gz")
+    page = " ".join(_PAGE.read_text().split())
+    readme = " ".join((_ROOT / "README.md").read_text().split())
+    over = ended(runs)
     exact, own = (paper_regime.differences(runs, heading) for heading in paper_regime.PRIMARY)
     assert {len(runs[arm]) for arm in ("grpo", "grpo_shaken", "exact", "dc_grpo")} == {20}
     grpos = len(over["grpo"]) + len(over["grpo_shaken"])
@@ -1073,7 +1081,8 @@ def test_the_probe_names_no_false_defect_in_the_kept_recordings():
 
 
 def test_what_countdowns_page_says_is_what_the_kept_runs_did():
-    path, page = _KEPT / "countdown.jsonl.gz", (_ROOT / "research" / "countdown.md").read_text()
+    path = _KEPT / "countdown.jsonl.gz"
+    page = (_ROOT / "research" / "countdown.md").read_text()
     found = countdown(read(path))
     assert len(found) == 4 and not any(claims_of_all(found).values())
     over = ended(found["stale64"])
@@ -1122,7 +1131,8 @@ def test_the_table_of_long_completions_by_hand():
         "token": {0: _of_long((0.8, 0.41)), 1: _of_long((0.8, 0.19))},
     }
     assert yardstick(runs) == pytest.approx(0.4) and ended(runs) == {"grpo": [1], "token": [1]}
-    first, second = (12 * 0.8 + 4 * 0.41) / 16 - 0.8, (4 * 0.19 - 4 * 0.3) / 16
+    first = (12 * 0.8 + 4 * 0.41) / 16 - 0.8
+    second = (4 * 0.19 - 4 * 0.3) / 16
     mean, (plain, row) = (first + second) / 2, comparison(runs).splitlines()[2:]
     assert plain.startswith("| `grpo` | 2 | 1 |") and row.startswith("| `token` | 2 | 1 |")
     assert float(row.split("|")[4].split("±")[0]) == pytest.approx(mean, rel=5e-3)
@@ -1146,7 +1156,8 @@ def test_a_pooled_difference_by_hand():
 
     runs = {"grpo": scored(0.4, 0.6), "grpo_shaken": scored(0.5), "arm": scored(0.6, 0.8)}
     mean, half, p = pooled(runs, "held-out, exact engine, %", "arm")
-    square, freedom = 100 + 100 / 3, (100 + 100 / 3) ** 2 / (100**2 / 1 + (100 / 3) ** 2 / 2)
+    square = 100 + 100 / 3
+    freedom = (100 + 100 / 3) ** 2 / (100**2 / 1 + (100 / 3) ** 2 / 2)
     assert mean == pytest.approx(20) and half == pytest.approx(
         student_t.ppf(0.975, freedom) * math.sqrt(square)
     )

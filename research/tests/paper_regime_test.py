@@ -56,7 +56,8 @@ def test_welch_by_hand():
     found = differences(runs, EXACTLY)["tis"]
     # In %: means 2 and 3; variances 1 / 3 and 8 / 2: standard error sqrt(13 / 3), (13/3)^2 /
     # ((1/3)^2 / 2 + 4^2 / 1) = 1.17 degrees of freedom. Pooled variances would have three.
-    error, freedom = math.sqrt(13 / 3), (13 / 3) ** 2 / ((1 / 3) ** 2 / 2 + 16)
+    error = math.sqrt(13 / 3)
+    freedom = (13 / 3) ** 2 / ((1 / 3) ** 2 / 2 + 16)
     assert freedom == pytest.approx(1.17, abs=0.01)
     assert found.mean == pytest.approx(-1) and found.p == pytest.approx(
         2 * stats.t.sf(1 / error, freedom)

@@ -22,7 +22,8 @@ def _run(first_reward):
 
 
 def test_a_copy_is_found_in_another_study_and_under_another_seed_and_equal_arms_of_a_seed_are_none():
-    original, other = _run(0.25), _run(0.5)
+    original = _run(0.25)
+    other = _run(0.5)
     studies = {
         "old": {"grpo": {0: original, 1: other}},
         # The same run, longer names and its seed changed; and an arm that differs from another

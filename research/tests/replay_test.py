@@ -10,7 +10,8 @@ from dcmdp_jax.errors import UserError
 from research.replay import broken_rule, check_replay
 
 _C = 0.25
-_LAMBDAS, _DELTA = [0.5, 0.75, 0.625, 1.0], [0.5, 0.125, 0.75, 0.25]
+_LAMBDAS = [0.5, 0.75, 0.625, 1.0]
+_DELTA = [0.5, 0.125, 0.75, 0.25]
 """eta 1, c 0.25, cap 1: 0.5 + 0.25 = 0.75; 0.75 - 0.125 = 0.625; 0.625 + 0.5 is cut to 1."""
 
 

@@ -98,7 +98,9 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
     """The third line of the program counts how often a step was made: once, for all runs are of one
     kind.
     """
-    study, kept, out = tmp_path / "like.py", tmp_path / "kept.jsonl.gz", tmp_path / "out"
+    study = tmp_path / "like.py"
+    kept = tmp_path / "kept.jsonl.gz"
+    out = tmp_path / "out"
     study.write_text(_HEAD + _LIKE)
     program = (
         "import sys; from dcmdp_jax.training import build\nmade, make = [], "
@@ -160,11 +162,11 @@ def test_kept_runs_of_another_arm_are_refused_before_the_first_run(tmp_path, mon
     is missing.
     """
     monkeypatch.setattr(sweep, "run_in_one_process", lambda *_: pytest.fail("a run began"))
-    kept, words = (
-        tmp_path / "kept.jsonl.gz",
-        "--study=configs/studies/ablation_dual_learning_rate.py",
-    )
-    steps, delta, lambdas = np.arange(1, 41), np.linspace(0.001, 0.002, 40), [0.1]
+    kept = tmp_path / "kept.jsonl.gz"
+    words = "--study=configs/studies/ablation_dual_learning_rate.py"
+    steps = np.arange(1, 41)
+    delta = np.linspace(0.001, 0.002, 40)
+    lambdas = [0.1]
     for each in delta[:-1]:
         lambdas.append(
             float(

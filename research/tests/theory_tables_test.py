@@ -65,7 +65,8 @@ def test_lambda_has_no_scale_inside_a_normalized_reward():
 
 
 def test_one_state_is_sure_enough_for_any_mean_delta_and_for_no_displacement():
-    d, c = 0.7, 1e-4
+    d = 0.7
+    c = 1e-4
     phi = np.log((1 - np.exp(-d)) / c) + np.array([0.0, 1.0, 3.0])
     pairs = [
         [log_expit(s * logit) for s in (1, -1)] for logit in (phi, phi + d)
@@ -195,7 +196,8 @@ def test_with_two_actions_and_an_engine_that_stays_the_policy_never_moves_toward
     for noise in (0.1, 1.0, 3.0):
         policy, engine = random_states(noise, states=10_000, actions=2)
         direction = charge_direction(policy, engine)
-        y, x = policy[:, 0], engine[:, 0]
+        y = policy[:, 0]
+        x = engine[:, 0]
         # By hand: 2 |y - x| y (1 - y) times the distance is what p moves away by; D = |y - x| grows
         # by as much.
         expected = 2 * np.abs(y - x) * y * (1 - y) * np.abs(x - y)
@@ -217,7 +219,8 @@ def test_the_page_has_the_shares_of_its_states():
         ]
         return round(100 * min(found)), round(100 * max(found))
 
-    eight, loss = {"charges": ("token",), "actions": (8,)}, ("state_delta", "state_tv", "state_kl")
+    eight = {"charges": ("token",), "actions": (8,)}
+    loss = ("state_delta", "state_tv", "state_kl")
     low, high = shares(**eight, follows=False)
     assert (
         f"With eight actions the charge lowers D in {low} to {high}% of 4,000 random states"

@@ -41,7 +41,8 @@ def test_interleaved_groups():
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, -1 / 3, 1.0, 0.0])
 def test_all_equal_group_is_exactly_zero(reward, normalize_std):
     # Eight times 0.3 in float32 has the mean 0.29999998: (r - mean) / (std + 1e-6) would be 0.029.
-    rewards, group = np.full(8, reward), np.zeros(8, int)
+    rewards = np.full(8, reward)
+    group = np.zeros(8, int)
     for epsilon in (1e-6, 0.0):
         advantages = group_advantages(
             rewards, group, np.ones(8, bool), epsilon=epsilon, normalize_std=normalize_std
@@ -54,7 +55,8 @@ def test_a_constant_added_to_rewards_changes_no_advantage(offset):
     # (1, 0, 0): 2/3, -1/3, -1/3 over sqrt(1/3): 1.1547, -0.5774. The mean formed at 1e5 gives
     # 1.1502.
     for rewards in ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]):
-        shifted, group = np.float32(np.add(rewards, offset)), np.zeros(len(rewards), int)
+        shifted = np.float32(np.add(rewards, offset))
+        group = np.zeros(len(rewards), int)
         advantages = group_advantages(shifted, group, epsilon=0.0)
         np.testing.assert_allclose(
             advantages, (rewards - np.mean(rewards)) / np.std(rewards, ddof=1), rtol=1e-6
@@ -66,7 +68,8 @@ def test_a_constant_added_to_rewards_changes_no_advantage(offset):
 def test_single_valid_member_is_zero_and_invalid_ones_are_ignored():
     # group 1 has one valid member (n - 1 = 0), group 0 lost its NaN: (2, 0) -> +-0.7071, not a mean
     # over three.
-    rewards, groups = np.array([2.0, np.nan, 0.0, 5.0, np.inf]), np.array([0, 0, 0, 1, 1])
+    rewards = np.array([2.0, np.nan, 0.0, 5.0, np.inf])
+    groups = np.array([0, 0, 0, 1, 1])
     valid = np.array([True, False, True, True, False])
     for ddof, unit in ((1, np.sqrt(0.5)), (0, 1.0)):
         advantages = group_advantages(rewards, groups, valid, ddof=ddof, epsilon=0.0)
@@ -104,7 +107,8 @@ def test_soft_overlong_punishment_by_hand():
 
 
 def test_groups_without_a_signal():
-    rewards, groups = np.array([1.0, 1.0, 0.0, 1.0, 3.0, 2.0]), np.array([0, 0, 1, 1, 2, 2])
+    rewards = np.array([1.0, 1.0, 0.0, 1.0, 3.0, 2.0])
+    groups = np.array([0, 0, 1, 1, 2, 2])
     # The second member of group 2 is dropped: one valid member is no signal.
     valid = np.array([True, True, True, True, True, False])
     found = has_signal(rewards, groups, valid)

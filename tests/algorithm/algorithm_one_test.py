@@ -20,7 +20,12 @@ from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
 from tests.support.surrogate import policy_surrogate
 
-CLIP_LOW, CLIP_HIGH, TOLERANCE, MULTIPLIER, RATE, MAX_TOKENS = 0.2, 0.24, 0.05, 0.7, 1.5, 8
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.24
+TOLERANCE = 0.05
+MULTIPLIER = 0.7
+RATE = 1.5
+MAX_TOKENS = 8
 COMPLETIONS = 6
 
 
@@ -67,7 +72,8 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
         for log_p, log_q in zip(
             data.old[i].astype(float), data.rollout[i].astype(float), strict=True
         ):
-            p, q = math.exp(log_p), math.exp(log_q)
+            p = math.exp(log_p)
+            q = math.exp(log_q)
             signed = {"diff": p - q, "ratio": p / q - 1, "log": log_p - log_q}[measure]
             row.append(max(signed, 0.0) if sided == "one" else abs(signed))
         if level == "sequence" and row:
@@ -90,7 +96,8 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
 
     taking_part = [i for i in range(count) if data.in_loss[i] and len(data.old[i])]
     tokens = sum(len(data.old[i]) for i in taking_part)
-    loss, gradient = 0.0, [np.zeros(len(x)) for x in data.old]
+    loss = 0.0
+    gradient = [np.zeros(len(x)) for x in data.old]
     for i in taking_part:
         length = len(data.old[i])
         weight = {
@@ -107,7 +114,8 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
             }[method]
             shaped = advantage[i] - penalty
             gamma = math.exp(float(data.now[i][t]) - float(data.old[i][t]))
-            free, clipped = gamma * shaped, min(max(gamma, 1 - CLIP_LOW), 1 + CLIP_HIGH) * shaped
+            free = gamma * shaped
+            clipped = min(max(gamma, 1 - CLIP_LOW), 1 + CLIP_HIGH) * shaped
             loss -= weight * min(free, clipped)
             if free <= clipped:
                 gradient[i][t] = -weight * free
@@ -150,7 +158,8 @@ def packed(data: Ragged, seed: int) -> dict[str, np.ndarray]:
 @functools.partial(jax.jit, static_argnames=("method", "mode", "measure", "sided", "level"))
 def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     rewards, groups, in_loss, valid, lengths = per_completion
-    mask, index = laid["mask"], laid["index"]
+    mask = laid["mask"]
+    index = laid["index"]
     how = {"completion_mask": mask, "measure": measure, "sided": sided}
     delta = discrepancy.token_discrepancy(laid["old"], laid["rollout"], **how)
     if level == "sequence":
@@ -295,7 +304,8 @@ def test_row_order_does_not_matter():
     data = draw(3, [5, 8, 1, 0, 7, 3], equal_group=False)
     laid = packed(data, 4)
     flipped = {name: array[::-1] for name, array in laid.items()}
-    one, other = step(data, laid, **PAPER), step(data, flipped, **PAPER)
+    one = step(data, laid, **PAPER)
+    other = step(data, flipped, **PAPER)
     # Terms of size 0.1 and both signs: their order moves the last bits only.
     np.testing.assert_allclose(one["loss"], other["loss"], rtol=0, atol=1e-7)
     np.testing.assert_array_equal(one["gradient"], np.asarray(other["gradient"])[::-1])
@@ -307,7 +317,8 @@ def test_micro_batches_add(mode):
     total.
     """
     data = draw(5, [5, 8, 1, 0, 7, 3], equal_group=True)
-    laid, options = packed(data, 6), PAPER | {"mode": mode}
+    laid = packed(data, 6)
+    options = PAPER | {"mode": mode}
     whole = step(data, laid, **options)
     parts = [
         step(data, {name: x[r : r + 1] for name, x in laid.items()}, **options) for r in range(3)
@@ -374,7 +385,8 @@ def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
     sampled = np.array([[0, 1, 2, 3]])
     old = jax.nn.log_softmax(logits)[sampled]
     rollout = old + jnp.log(jnp.array([[1.0, 1.0, 0.5, 1.0]]))
-    mask, index = np.ones((1, 4), bool), np.zeros((1, 4), np.int32)
+    mask = np.ones((1, 4), bool)
+    index = np.zeros((1, 4), np.int32)
     delta = discrepancy.token_discrepancy(old, rollout)
     base = advantages.group_advantages(np.array([1.0]), np.array([0]), np.array([True]))
     shaped = PENALTIES[method](

@@ -28,10 +28,16 @@ from dcmdp_jax.algorithm import (
     trust_regions,
 )
 
-N, R, L = 3, 2, 4
-ROWS, ONE = np.full((R, L), -1.0, np.float32), np.float32(0.5)
-MASK, INDEX = np.ones((R, L), bool), np.zeros((R, L), np.int32)
-REWARDS, GROUPS, VALID = np.arange(N, dtype=np.float32), np.zeros(N, np.int32), np.ones(N, bool)
+N = 3
+R = 2
+L = 4
+ROWS = np.full((R, L), -1.0, np.float32)
+ONE = np.float32(0.5)
+MASK = np.ones((R, L), bool)
+INDEX = np.zeros((R, L), np.int32)
+REWARDS = np.arange(N, dtype=np.float32)
+GROUPS = np.zeros(N, np.int32)
+VALID = np.ones(N, bool)
 TOKENS = {
     name: ROWS
     for name in """
@@ -41,7 +47,8 @@ TOKENS = {
 } | {"completion_mask": MASK, "completion_index": INDEX, "multiplier": ONE, "tolerance": ONE}
 PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
 WHERE = {"completion_mask": MASK, "completion_index": INDEX}
-LISTS, LISTED = np.full((R, L, 3), -2.0, np.float32), np.ones((R, L, 3), bool)
+LISTS = np.full((R, L, 3), -2.0, np.float32)
+LISTED = np.ones((R, L, 3), bool)
 LOGPROBS = dict.fromkeys(("train_logprobs", "rollout_logprobs"), LISTS)
 HEAD = LOGPROBS | {
     "ids": np.zeros((R, L, 3), np.int32),

@@ -15,7 +15,8 @@ from dcmdp_jax.algorithm.losses import log_ratio_squared, policy_loss, surrogate
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 
-STATES, VOCAB = 40, 12
+STATES = 40
+VOCAB = 12
 
 
 def _log_softmax(z):
@@ -98,10 +99,12 @@ def _published(logits, log_q, sampled, advantages, k, weight):
     """-A (f(r_y) s_y - sum_H (q f(p / q) - alpha p) s) of arXiv:2609.20807 in float64, s = onehot -
     p.
     """
-    p, q = np.exp(_log_softmax(logits)), np.exp(log_q)
+    p = np.exp(_log_softmax(logits))
+    q = np.exp(log_q)
     gradient = np.zeros_like(p)
     for t, (y, a) in enumerate(zip(sampled, advantages, strict=True)):
-        head, scores = np.argsort(-q[t])[:k], np.eye(VOCAB) - p[t]
+        head = np.argsort(-q[t])[:k]
+        scores = np.eye(VOCAB) - p[t]
         rho = max(1 - q[t, head].sum(), 0) / max(1 - p[t, head].sum(), 1e-6)
         alpha = rho * weight(1 / rho) if rho else 0.0
         mean = sum(
@@ -135,7 +138,8 @@ def test_by_hand_with_two_tokens():
     """p = (0.6, 0.4), q = (0.5, 0.5): E_q[s] = q - p = (-0.1, 0.1). Token 0, A = 2: -2 ((0.4, -0.4)
     - (-0.1, 0.1)).
     """
-    log_p, log_q = np.log([[0.6, 0.4]] * STATES), np.log([[0.5, 0.5]] * STATES)
+    log_p = np.log([[0.6, 0.4]] * STATES)
+    log_q = np.log([[0.5, 0.5]] * STATES)
     found = _ours(log_p, log_q, np.zeros(STATES, int), np.full(STATES, 2.0), 2)
     np.testing.assert_allclose(found, [[-1.0, 1.0]] * STATES, atol=1e-6)
 
@@ -206,7 +210,8 @@ def test_of_a_completions_ratio_too():
         logits, log_q, sampled, advantages, VOCAB, old=old, level="sequence", loss=_LOSSES["drpo"]
     )
     assert np.isfinite(found).all()
-    p, q = np.exp(_log_softmax(logits)), np.exp(log_q)
+    p = np.exp(_log_softmax(logits))
+    q = np.exp(log_q)
     change = (_log_softmax(logits) - _log_softmax(old))[np.arange(STATES), sampled]
     loss = functools.partial(
         surrogate, trust_region=lambda tokens: TRUST_REGIONS["clip"](tokens, low=0.99, high=9.0)
@@ -234,7 +239,8 @@ def test_without_it_a_policy_drifts_to_its_engines_bias():
     the tail's model of q misses.
     """
     rng = np.random.default_rng(0)
-    bias, start = rng.normal(0, 0.3, VOCAB), rng.normal(0, 1, VOCAB)
+    bias = rng.normal(0, 0.3, VOCAB)
+    start = rng.normal(0, 1, VOCAB)
 
     def moved(k):
         logits = start
@@ -252,5 +258,7 @@ def test_without_it_a_policy_drifts_to_its_engines_bias():
             logits = logits + 0.5 * expected
         return np.abs(np.exp(_log_softmax(logits)) - np.exp(_log_softmax(start))).sum() / 2
 
-    plain, head, whole = moved(0), moved(8), moved(VOCAB)
+    plain = moved(0)
+    head = moved(8)
+    whole = moved(VOCAB)
     assert plain > 0.5 and head < 0.5 * plain and whole < 1e-4, (plain, head, whole)

@@ -61,7 +61,8 @@ def test_two_actions_by_hand():
 @pytest.mark.parametrize("charge", STATE_CHARGES)
 def test_value_and_gradient_over_a_head_and_its_tail_are_torchs(charge, k):
     rng = np.random.default_rng(1)
-    logits, weights = rng.normal(0, 2, (30, 12)), rng.choice([0.0, 0.5, 2.0], (1, 30))
+    logits = rng.normal(0, 2, (30, 12))
+    weights = rng.choice([0.0, 0.5, 2.0], (1, 30))
     log_q = np.log(softmax(logits + rng.normal(0, 0.6, logits.shape), axis=-1))
     ids = np.argsort(-log_q, axis=-1)[:, :k]
     float32 = (jnp.asarray(x, jnp.float32) for x in (logits, log_q))
@@ -91,7 +92,8 @@ def test_it_falls_where_the_papers_charge_rises(charge):
     closed = state_direction(policy, engine, charge)
     ours = -np.asarray(jax.grad(_loss)(*_whole(policy, engine), charge))
     np.testing.assert_allclose(ours, closed, atol=1e-5)
-    y, x = policy[:, 0], engine[:, 0]
+    y = policy[:, 0]
+    x = engine[:, 0]
     own = {"state_kl": np.abs(x - y), "state_tv": y * (1 - y), "state_delta": y * (1 - y)}[charge]
     slope = discrepancy_slope(policy, engine, closed, follows=False)
     np.testing.assert_allclose(

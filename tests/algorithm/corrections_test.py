@@ -57,7 +57,8 @@ _GIVEN = {
 
 
 def _binary_kl(a, b):
-    rest_a, rest_b = np.maximum(1 - a, 1e-6), np.maximum(1 - b, 1e-6)
+    rest_a = np.maximum(1 - a, 1e-6)
+    rest_b = np.maximum(1 - b, 1e-6)
     with np.errstate(divide="ignore", invalid="ignore"):
         log_ratio = np.clip(np.nan_to_num(np.log(a) - np.log(b), nan=0.0), -20, 20)
     return a * log_ratio + rest_a * (np.log(rest_a) - np.log(rest_b))
@@ -67,9 +68,11 @@ def _completion(
     name, now, old, rollout, advantage, low=None, high=None, floor=None, slope=None, power=None
 ):
     """Weights and keep of one completion's tokens, from the formulas, float64."""
-    d, one = old - rollout, np.ones(len(old))
+    d = old - rollout
+    one = np.ones(len(old))
     whole = lambda kept: np.full(len(old), kept)  # noqa: E731
-    r, product = np.exp(np.clip(d, -20, 20)), np.exp(np.clip(d.sum(), -20, 20))
+    r = np.exp(np.clip(d, -20, 20))
+    product = np.exp(np.clip(d.sum(), -20, 20))
     if name == "tis":
         return np.minimum(np.maximum(r, low), high), whole(True)
     if name == "sequence_tis":
@@ -86,7 +89,8 @@ def _completion(
         return one, whole(r.min() >= floor)
     if name == "off_policy_mask":
         return one, whole(advantage >= 0 or (rollout - now).mean() <= high)
-    p, q = np.exp(np.minimum(old, 0)), np.exp(np.minimum(rollout, 0))
+    p = np.exp(np.minimum(old, 0))
+    q = np.exp(np.minimum(rollout, 0))
     if name == "cis":
         return np.minimum(r, 1 + slope * np.maximum(1 - np.exp(old), floor)), whole(True)
     if name == "minpro":
@@ -135,9 +139,11 @@ def _rows(spread, seed=0):
     width = 50
     shape = (len(_LENGTHS) // 2, width)
     now, old, rollout = (np.full(shape, np.nan, np.float32) for _ in range(3))
-    mask, index = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    mask = np.zeros(shape, bool)
+    index = np.zeros(shape, np.int32)
     for i, length in enumerate(_LENGTHS):
-        row, start = i // 2, 2 if i % 2 == 0 else 48 - length
+        row = i // 2
+        start = 2 if i % 2 == 0 else 48 - length
         place = (row, slice(start, start + length))
         rollout[place] = -rng.exponential(1.0, length)
         old[place] = rollout[place] + spread * rng.normal(size=length) * rng.exponential(1.0)
@@ -151,10 +157,8 @@ def _rows(spread, seed=0):
 
 
 def _reference(name, tokens, advantages, given):
-    weights, keep = (
-        np.zeros(tokens.completion_mask.shape),
-        np.ones(tokens.completion_mask.shape, bool),
-    )
+    weights = np.zeros(tokens.completion_mask.shape)
+    keep = np.ones(tokens.completion_mask.shape, bool)
     if name == "m2po":  # the one that looks at all tokens together
         mask = tokens.completion_mask
         squares = (
@@ -184,7 +188,8 @@ def test_sum_k1_is_sequence_rejection_with_a_symmetric_band():
     """Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20
     first.
     """
-    old, rollout = np.array([[-31.0, -1.0]], np.float32), np.array([[-1.0, -30.5]], np.float32)
+    old = np.array([[-31.0, -1.0]], np.float32)
+    rollout = np.array([[-1.0, -30.5]], np.float32)
     zeros = np.zeros((1, 2), np.float32)
     tokens = _tokens(old, old, rollout, zeros, zeros == 0, zeros.astype(np.int32), 1)
     for high, kept in ((0.4, False), (0.6, True)):
@@ -254,7 +259,8 @@ def test_value_and_gradient_of_the_corrected_loss(name):
     total.
     """
     tokens, advantages = _rows(0.3)
-    mask, index = tokens.completion_mask, tokens.completion_index
+    mask = tokens.completion_mask
+    index = tokens.completion_index
     per_completion = (1 / np.array(_LENGTHS)).astype(np.float32)
     correction = make_correction(name, _GIVEN[name])
 
@@ -275,7 +281,8 @@ def test_value_and_gradient_of_the_corrected_loss(name):
             clip_low=0.9,
             clip_high=100.0,
         )
-        lengths, everyone = np.array(_LENGTHS), np.ones(len(_LENGTHS), bool)
+        lengths = np.array(_LENGTHS)
+        everyone = np.ones(len(_LENGTHS), bool)
         _, total = losses.aggregation_weights(
             lengths, everyone, mode="seq_mean_token_mean", dropped_tokens=found.dropped_tokens
         )
@@ -334,11 +341,9 @@ def test_nan_infinity_and_empty_masks(name):
 def test_bounds_are_inclusive():
     # r = 2 exactly: log 2 - 0 in float32 and back.
     ratio = np.float32(np.exp(np.float32(np.log(2))))
-    old, rollout, mask = (
-        np.log([[2.0, 1.0]]).astype(np.float32),
-        np.zeros((1, 2), np.float32),
-        np.ones((1, 2), bool),
-    )
+    old = np.log([[2.0, 1.0]]).astype(np.float32)
+    rollout = np.zeros((1, 2), np.float32)
+    mask = np.ones((1, 2), bool)
     tokens = _tokens(old, old, rollout, np.ones((1, 2)), mask, np.zeros((1, 2), np.int32), 1)
     high = float(ratio)
     assert np.asarray(
@@ -364,7 +369,8 @@ def test_chain_multiplies_weights_joins_masks_and_has_no_order():
 
 def test_statistics_merge_over_rows():
     tokens, advantages = _rows(0.3)
-    mask, correction = tokens.completion_mask, make_correction("tis", _GIVEN["tis"])
+    mask = tokens.completion_mask
+    correction = make_correction("tis", _GIVEN["tis"])
     weights, _ = _reference("tis", tokens, advantages, _GIVEN["tis"])
     found = correction(tokens)
     whole = corrections.statistics(found, mask)
@@ -388,7 +394,8 @@ def test_statistics_merge_over_rows():
 
 def test_dropped_tokens_count_in_the_denominator_if_asked():
     tokens, _ = _rows(0.3)
-    correction, ones = make_correction("icepop", _GIVEN["icepop"]), np.ones(12, np.float32)
+    correction = make_correction("icepop", _GIVEN["icepop"])
+    ones = np.ones(12, np.float32)
     left_out = signals.row_signals(tokens, ones, **_OPTIONS, corrections=[correction])
     counted = signals.row_signals(
         tokens, ones, **_OPTIONS, corrections=[correction], count_dropped=True

@@ -42,10 +42,8 @@ def draw(seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
     mask = np.arange(5) < np.array(LENGTHS)[:, None]
     old = np.log(rng.uniform(0.05, 0.9, mask.shape))
-    train, rollout = (
-        old + rng.normal(0, 0.3, mask.shape),
-        np.log(np.exp(old) * rng.uniform(0.6, 1.1, mask.shape)),
-    )
+    train = old + rng.normal(0, 0.3, mask.shape)
+    rollout = np.log(np.exp(old) * rng.uniform(0.6, 1.1, mask.shape))
     rewards = np.array([1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 0.0, 0.0])
     arrays = [np.where(mask, x, np.nan).astype(dtype) for x in (train, old, rollout)]
     return {
@@ -63,18 +61,17 @@ def equations(data, aggregation="seq_mean_token_mean", limit=7):
     train, old, rollout = (
         np.where(data["completion_mask"], data[name], 0).astype(np.float64) for name in NAMES[:3]
     )
-    m, r, g = (
-        data["completion_mask"].astype(float),
-        data["rewards"].astype(np.float64),
-        data["group_ids"],
-    )
+    m = data["completion_mask"].astype(float)
+    r = data["rewards"].astype(np.float64)
+    g = data["group_ids"]
     delta = np.abs(np.exp(old) - np.exp(rollout)) * m
     A = np.array(
         [(r[i] - r[g == g[i]].mean()) / (r[g == g[i]].std(ddof=1) + 1e-6) for i in range(len(r))]
     )
     A_dc = A[:, None] - data["multiplier"] * delta
     gamma = np.exp(train - old)
-    free, bound = gamma * A_dc, np.clip(gamma, 0.8, 1 + data["clip_high"]) * A_dc
+    free = gamma * A_dc
+    bound = np.clip(gamma, 0.8, 1 + data["clip_high"]) * A_dc
     weight = {
         "seq_mean_token_mean": m / m.sum(1, keepdims=True) / len(m),
         "token_mean": m / m.sum(),
@@ -100,7 +97,9 @@ def loop(data):
     groups = {}
     for group, reward in zip(data["group_ids"], data["rewards"], strict=True):
         groups.setdefault(int(group), []).append(float(reward))
-    loss, total, tokens = 0.0, 0.0, 0
+    loss = 0.0
+    total = 0.0
+    tokens = 0
     for i, length in enumerate(LENGTHS):
         members = groups[int(data["group_ids"][i])]
         average = sum(members) / len(members)
@@ -113,7 +112,8 @@ def loop(data):
             charged = advantage - data["multiplier"] * delta
             gamma = math.exp(now - old)
             of_tokens += min(gamma * charged, min(max(gamma, 0.8), 1.24) * charged)
-            total, tokens = total + delta, tokens + 1
+            total = total + delta
+            tokens = tokens + 1
         loss -= of_tokens / length / len(LENGTHS)
     moved = data["multiplier"] + data["learning_rate"] * (total / tokens - data["tolerance"])
     return loss, min(max(moved, 0.0), 1.0)
@@ -283,7 +283,8 @@ def test_it_is_the_compiled_step_on_the_same_batch_packed():
 
 
 def test_the_parts_refuse_what_does_not_fit():
-    one, row = np.ones((2, 3)), np.ones(2)
+    one = np.ones((2, 3))
+    row = np.ones(2)
     for message, part in {
         r"mean_discrepancy has shape \(2, 3\)": lambda: dcmdp_jax.dual_update(
             0.1, one, tolerance=0.1

@@ -54,7 +54,8 @@ def test_rollout_probability_of_zero_is_capped(measure, sided, expected):
 )
 def test_other_overflows_are_finite(measure, expected):
     # train -inf against 0.25; -inf against -inf; a garbage log-prob of +200 against -200.
-    train, rollout = np.array([-np.inf, -np.inf, 200.0]), np.array([LOG(0.25), -np.inf, -200.0])
+    train = np.array([-np.inf, -np.inf, 200.0])
+    rollout = np.array([LOG(0.25), -np.inf, -200.0])
     values = d.token_discrepancy(train, rollout, measure=measure, sided="two")
     np.testing.assert_allclose(values, expected, rtol=1e-6)
     one_sided = d.token_discrepancy(train, rollout, measure=measure, sided="one")
@@ -63,7 +64,8 @@ def test_other_overflows_are_finite(measure, expected):
 
 def test_ratio_charges_a_token_no_more_than_10():
     # (p, q) = (0.4, 0.2), (0.2, 0.4), (0.4, 0.01), (0.3, 0.3)
-    p, q = LOG([0.4, 0.2, 0.4, 0.3]), LOG([0.2, 0.4, 0.01, 0.3])
+    p = LOG([0.4, 0.2, 0.4, 0.3])
+    q = LOG([0.2, 0.4, 0.01, 0.3])
     values = d.token_discrepancy(p, q, measure="ratio", sided="two")
     np.testing.assert_allclose(values, [1.0, 0.5, 10.0, 0.0], rtol=3e-6)
 
@@ -79,7 +81,8 @@ def test_a_broken_token_is_not_hidden(measure, sided):
 def test_diff_keeps_relative_precision_near_agreement():
     # p = e^-1e-4, q = e^-1.1e-4: p - q = 1e-5. Subtracting float32 probabilities near 1 is good to
     # 6e-8 only, 0.6%.
-    train, rollout = np.float32([-1e-4]), np.float32([-1.1e-4])
+    train = np.float32([-1e-4])
+    rollout = np.float32([-1.1e-4])
     exact = np.exp(train.astype(np.float64)) - np.exp(rollout.astype(np.float64))
     np.testing.assert_allclose(
         d.token_discrepancy(train, rollout, measure="diff", sided="two"), exact, rtol=1e-6
@@ -148,7 +151,8 @@ def test_mismatch_statistics_by_hand():
     # breaks the symmetry: k1 = -log 4 / 4; k3 = (0.5 + 3 - log 4) / 4; q / p would give (0.5 - 0.75
     # + log 4) / 4 = 0.284. weights (2, 0.5, 1, 4): sum 7.5, squares 4 + 0.25 + 1 + 16 = 21.25;
     # 7.5^2 / (4 * 21.25) = 0.66176.
-    p, q = np.array([0.8, 0.2, 0.6, 0.8, 0.1]), np.array([0.4, 0.4, 0.6, 0.2, 0.9])
+    p = np.array([0.8, 0.2, 0.6, 0.8, 0.1])
+    q = np.array([0.4, 0.4, 0.6, 0.2, 0.9])
     mask = np.array([True, True, True, True, False])
     statistics = d.mismatch_statistics(LOG(p), LOG(q), mask)
     assert float(statistics["mismatch/k1"]) == pytest.approx(-LOG(4) / 4, rel=1e-6)
@@ -181,9 +185,11 @@ def test_displacement_stays_while_confidence_shrinks_the_discrepancy():
     """eps = 0.02 at p = 0.5, 0.9, 0.99, 0.999: |p - q| is p (1 - p) eps, from 5e-3 to 2e-5; eps is
     0.02 throughout.
     """
-    p, eps = np.array([0.5, 0.9, 0.99, 0.999]), 0.02
+    p = np.array([0.5, 0.9, 0.99, 0.999])
+    eps = 0.02
     q = 1 / (1 + np.exp(-(np.log(p / (1 - p)) - eps)))
-    train, rollout = np.log(p), np.log(q)
+    train = np.log(p)
+    rollout = np.log(q)
     delta = d.token_discrepancy(train, rollout, measure="diff", sided="two")
     np.testing.assert_allclose(delta, p * (1 - p) * eps, rtol=0.011)  # the next order is eps / 2
     np.testing.assert_allclose(d.displacement(train, rollout), eps, rtol=2e-3)
@@ -228,7 +234,8 @@ def test_mismatch_statistics_estimate_kl_of_rollout_from_train():
     # Over a whole distribution, weighted by repetition: q = (3/4, 1/4) sampled 3:1, p = (1/4, 3/4).
     # KL(q || p) = 3/4 log 3 - 1/4 log 3 = 0.5 log 3; E_q[p / q] = 1, so k1 = k3 exactly; ESS = 1 /
     # E_q[(p/q)^2] = 1 / (3/4 / 9 + 1/4 * 9) = 3/7.
-    p, q = np.array([0.25, 0.25, 0.25, 0.75]), np.array([0.75, 0.75, 0.75, 0.25])
+    p = np.array([0.25, 0.25, 0.25, 0.75])
+    q = np.array([0.75, 0.75, 0.75, 0.25])
     statistics = jax.jit(d.mismatch_statistics)(LOG(p), LOG(q), np.ones(4, bool))
     for name in ("mismatch/k1", "mismatch/k3"):
         assert float(statistics[name]) == pytest.approx(0.5 * LOG(3), rel=1e-6)

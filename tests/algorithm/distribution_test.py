@@ -6,7 +6,8 @@ import pytest
 
 from dcmdp_jax.algorithm.distribution import state_measures
 
-STATES, VOCAB = 200, 50
+STATES = 200
+VOCAB = 50
 _NAMES = (
     "total_variation",
     "kl_engine",
@@ -25,7 +26,8 @@ def _distributions(sharpness=3.0):
 
 def _exact(log_p, log_q, measure):
     """Sums over the whole vocabulary in float64."""
-    p, q = np.exp(log_p), np.exp(log_q)
+    p = np.exp(log_p)
+    q = np.exp(log_q)
     delta = {"diff": np.abs(p - q), "ratio": np.abs(p / q - 1), "log": np.abs(log_p - log_q)}
     delta["logit"] = np.abs(log_p - np.log1p(-p) - (log_q - np.log1p(-q)))
     delta = delta[measure]
@@ -89,7 +91,8 @@ def test_by_hand_two_tokens_and_a_tail():
     """p = (0.5, 0.3, 0.1, 0.1), q = (0.4, 0.4, 0.2, 0), head of two: tails 0.2 and 0.2, in one
     token they agree.
     """
-    log_p, log_q = np.log([[0.5, 0.3]]), np.log([[0.4, 0.4]])
+    log_p = np.log([[0.5, 0.3]])
+    log_q = np.log([[0.4, 0.4]])
     found = _short(state_measures(log_p, log_q, np.ones((1, 2), bool)))
     assert found["total_variation"][0] == pytest.approx(0.1, abs=1e-6)  # truly 0.2
     assert found["total_variation_bound"][0] == pytest.approx(0.2, abs=1e-6)

@@ -28,7 +28,9 @@ def test_every_number_of_the_losses_page_is_computed(capsys):
     value of the page.
     """
     page = (ROOT / "docs" / "losses.md").read_text()
-    blocks, names, lines = re.findall(r"```python\n(.*?)```", page, re.DOTALL), {}, 0
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    lines = 0
     for code in blocks:
         exec(compile(code, "docs/losses.md", "exec"), names)
         printed = capsys.readouterr().out.replace("\n", " ")
@@ -44,7 +46,8 @@ def test_every_number_of_the_losses_page_is_computed(capsys):
         assert shown == pytest.approx(numbers, rel=0, abs=2e-7), code
         lines += len(numbers)
     assert len(blocks) == 7 and lines > 30
-    mask, objective = names["mask"], np.asarray(names["objective"]) * names["mask"]
+    mask = names["mask"]
+    objective = np.asarray(names["objective"]) * names["mask"]
     values = [names["advantages"], names["penalized"], objective, objective.sum(1) / mask.sum(1)]
     values += [names[name] for name in ("gradient", "mean_delta", "multiplier", "loss")]
     values += [np.sqrt(0.5), np.sqrt(2.0), 1e-6]

@@ -53,7 +53,8 @@ def test_jitted_has_one_trace():
         traced.append(value)
         return dual.dual_update(multiplier, value, tolerance=0.25, learning_rate=0.5, **BOUNDS)
 
-    values, multiplier = (0.3, np.nan, 0.1, 0.9), dual.dual_init(0.1, tolerance=0.25).multiplier
+    values = (0.3, np.nan, 0.1, 0.9)
+    multiplier = dual.dual_init(0.1, tolerance=0.25).multiplier
     for value, eager in zip(values, run(0.1, values, learning_rate=0.5), strict=True):
         multiplier = step(multiplier, value)
         np.testing.assert_allclose(multiplier, eager, rtol=1e-6)

@@ -179,7 +179,8 @@ def test_sum_is_weighted_and_statistics_count_what_bites():
     # l = (-2.2, -2.48, 3.0, 1.6) with weights (0.5, 0.25, 1, 2): -1.1 - 0.62 + 3 + 3.2 = 4.48,
     # weight 3.75.
     ratios = np.array([[1.1, 1.5, 1.5, 0.5]])
-    advantages, weights = np.array([[2.0, 2.0, -2.0, -2.0]]), np.array([[0.5, 0.25, 1.0, 2.0]])
+    advantages = np.array([[2.0, 2.0, -2.0, -2.0]])
+    weights = np.array([[0.5, 0.25, 1.0, 2.0]])
     loss, statistics, gradient = loss_and_gradient(
         LOG(ratios / 10), LOG([[0.1] * 4]), advantages, weights=weights
     )
@@ -269,8 +270,10 @@ def test_gradient_reaches_train_logprobs_alone():
 
 def test_clip_statistics_merge():
     rng = np.random.default_rng(2)
-    train, old = -rng.exponential(size=(4, 6)), -rng.exponential(size=(4, 6))
-    advantages, mask = rng.normal(size=(4, 6)), rng.random((4, 6)) < 0.7
+    train = -rng.exponential(size=(4, 6))
+    old = -rng.exponential(size=(4, 6))
+    advantages = rng.normal(size=(4, 6))
+    mask = rng.random((4, 6)) < 0.7
     arguments = (train, old, advantages, mask, np.ones((4, 6)))
     _, whole = surrogate(*arguments)
     parts = stats.empty(whole)
@@ -341,7 +344,8 @@ def test_nothing_in_the_loss(mode):
 )
 def test_reference_kl_by_hand(estimator, value, slope):
     function = functools.partial(losses.reference_kl, estimator=estimator)
-    train, ref = jnp.float32(LOG(0.5)), jnp.float32(LOG(0.25))
+    train = jnp.float32(LOG(0.5))
+    ref = jnp.float32(LOG(0.25))
     assert float(function(train, ref)) == pytest.approx(value, rel=1e-6)
     assert float(jax.grad(function)(train, ref)) == pytest.approx(slope, rel=1e-6)
     assert float(jax.grad(function, argnums=1)(train, ref)) == 0.0
@@ -419,8 +423,11 @@ def _reference_tokens(region, now, old, advantages, low, high, dual_clip=0.0):
     """Objective and slope of each token in float64, from the formulas; `now` and `old` within 20
     nats.
     """
-    ratio, pi, mu = np.exp(now - old), np.exp(now), np.exp(old)
-    up, down = advantages > 0, advantages < 0
+    ratio = np.exp(now - old)
+    pi = np.exp(now)
+    mu = np.exp(old)
+    up = advantages > 0
+    down = advantages < 0
     if region == "drpo":
         c = np.where(up, high, low)
         objective = ratio * advantages - np.abs(advantages) / (2 * c) * mu * (ratio - 1) ** 2
@@ -430,21 +437,18 @@ def _reference_tokens(region, now, old, advantages, low, high, dual_clip=0.0):
             stopped = (up & (ratio > 1 + high)) | (down & (ratio < 1 - low))
             value = np.where(up, 1 + high, 1 - low) * advantages
         elif region == "dppo_tv":
-            stopped, value = (up & (pi - mu > high)) | (down & (pi - mu < -low)), 0.0
+            stopped = (up & (pi - mu > high)) | (down & (pi - mu < -low))
+            value = 0.0
         else:
             kl = mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
-            stopped, value = (
-                (up & (ratio > 1) & (kl > high)) | (down & (ratio < 1) & (kl > low)),
-                0.0,
-            )
+            stopped = (up & (ratio > 1) & (kl > high)) | (down & (ratio < 1) & (kl > low))
+            value = 0.0
         objective = np.where(stopped, value, ratio * advantages)
         slope = np.where(stopped, 0.0, ratio * advantages)
     if dual_clip:
         capped = down & (ratio > dual_clip)
-        objective, slope = (
-            np.where(capped, dual_clip * advantages, objective),
-            np.where(capped, 0.0, slope),
-        )
+        objective = np.where(capped, dual_clip * advantages, objective)
+        slope = np.where(capped, 0.0, slope)
     return objective, slope
 
 
@@ -458,7 +462,8 @@ def test_trust_region_equals_its_formula(region, dual_clip):
         np.float32
     )
     advantages = rng.normal(size=old.shape).astype(np.float32)
-    mask, weights = rng.random(old.shape) < 0.8, rng.uniform(0.1, 1, old.shape).astype(np.float32)
+    mask = rng.random(old.shape) < 0.8
+    weights = rng.uniform(0.1, 1, old.shape).astype(np.float32)
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -526,7 +531,8 @@ def test_trust_region_far_apart(region, apart):
 
 def test_drpo_has_no_gradient_where_dppo_begins_to_stop():
     # pi - mu = 0.15 with A > 0: the last point that dppo_tv lets through, and drpo's fixed point.
-    old, now = np.log(np.float32([[0.3]])), np.log(np.float32([[0.45]]))
+    old = np.log(np.float32([[0.3]]))
+    now = np.log(np.float32([[0.45]]))
     ones = np.ones((1, 1), np.float32)
     slope = jax.grad(
         lambda now: (
@@ -576,10 +582,8 @@ def test_sequence_ratio_is_the_geometric_mean_with_the_tokens_gradient():
     np.testing.assert_allclose(clipped[0], np.zeros(4))
     # GSPO's own gradient, through the mean, of completion 0 with one advantage on all tokens and
     # none dropped.
-    same, whole = (
-        np.where(index == 0, 1.0, -2.0).astype(np.float32),
-        np.where(index == 0, 1 / 3, 1.0).astype(np.float32),
-    )
+    same = np.where(index == 0, 1.0, -2.0).astype(np.float32)
+    whole = np.where(index == 0, 1 / 3, 1.0).astype(np.float32)
     ours = jax.grad(
         lambda now: (
             policy_surrogate(
@@ -602,7 +606,8 @@ def test_small_dual_clip_is_refused():
 
 
 def test_no_loss_takes_float16_where_its_gradient_flows():
-    narrow, wide = np.full((1, 2), -1, np.float16), np.full((1, 2), -1, np.float32)
+    narrow = np.full((1, 2), -1, np.float16)
+    wide = np.full((1, 2), -1, np.float32)
     tokens = Tokens(
         train_logprobs=narrow,
         old_logprobs=wide,

@@ -54,7 +54,8 @@ def test_empty_mask_is_zero_with_zero_gradient():
 
 
 def test_arrays_without_elements_are_empty_masks():
-    none, no_mask = np.zeros((0, 4), np.float32), np.zeros((0, 4), bool)
+    none = np.zeros((0, 4), np.float32)
+    no_mask = np.zeros((0, 4), bool)
     assert float(masked.masked_mean(none, no_mask)) == 0.0
     assert float(masked.masked_max(none, no_mask)) == 0.0
     assert float(masked.masked_quantile(none, no_mask, 0.5)) == 0.0
@@ -146,7 +147,8 @@ def test_completion_sums_and_means_over_packed_rows():
 
 def test_completion_sums_drop_tokens_of_no_completion():
     index = np.array([[-1, 0, 2]], np.int32)
-    values, mask = np.array([[5.0, 7.0, 9.0]]), np.ones((1, 3), bool)
+    values = np.array([[5.0, 7.0, 9.0]])
+    mask = np.ones((1, 3), bool)
     np.testing.assert_array_equal(
         masked.completion_sums(values, masked.CompletionIndex(mask, index, 2)), [7, 0]
     )

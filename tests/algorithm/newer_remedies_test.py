@@ -23,7 +23,8 @@ _NEEDS_TORCH = pytest.mark.skipif(torch is None, reason="torch is in the develop
 
 # One completion of three tokens: p = 0.4, 0.1, 0.8 and q = 0.2, 0.2, 0.2, so that r = 2, 1/2, 4; A
 # = 1.
-_P, _Q = (0.4, 0.1, 0.8), (0.2, 0.2, 0.2)
+_P = (0.4, 0.1, 0.8)
+_Q = (0.2, 0.2, 0.2)
 _BY_HAND = {
     "cis": (
         {"slope": 1.5, "floor": 0.005},
@@ -97,7 +98,8 @@ def test_a_prefix_skips_what_is_not_sampled_and_ends_with_the_completion():
 def _vespo(x, k, decay):
     log_w = x["log_gamma"].detach().sum().clamp(math.log(1e-8), 20)
     up = x["A"] >= 0
-    k, decay = torch.where(up, k[0], k[1]), torch.where(up, decay[0], decay[1])
+    k = torch.where(up, k[0], k[1])
+    decay = torch.where(up, decay[0], decay[1])
     return torch.exp(decay + k * log_w - decay * log_w.exp()) * x["A"] * x["log_pi"]
 
 
@@ -149,7 +151,8 @@ def test_objective_and_gradient_are_those_of_the_source(name):
     now = np.clip(p * np.exp(rng.normal(0, 0.3, p.shape)), 0.01, 0.99)
     anchor = p if name == "acr" else q
     advantages = rng.choice([-1.0, 0.5, 1.0], p.shape)
-    tokens, ones = _tokens(now, p, q, advantages, anchor), np.ones(p.shape, np.float32)
+    tokens = _tokens(now, p, q, advantages, anchor)
+    ones = np.ones(p.shape, np.float32)
 
     def loss(log_pi):
         region = lambda t: -TRUST_REGIONS[name](t, **given).objective  # noqa: E731
@@ -174,7 +177,8 @@ def test_objective_and_gradient_are_those_of_the_source(name):
 def test_the_square_of_the_log_ratio_by_hand():
     # -gamma A + tau d^2 with pi = 0.4, mu = p = 0.5, q = 0.2: gamma = 0.8, d = log 2; the slope is
     # -gamma A + 2 tau d.
-    tokens, tau = _tokens([[0.4]], [[0.5]], [[0.2]], 1.0, [[0.5]]), 0.1
+    tokens = _tokens([[0.4]], [[0.5]], [[0.2]], 1.0, [[0.5]])
+    tau = 0.1
     loss = lambda t: LOSSES["log_ratio_squared"](t, tau=tau)  # noqa: E731
 
     def total(log_pi):

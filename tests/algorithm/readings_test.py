@@ -10,7 +10,8 @@ import pytest
 from dcmdp_jax.algorithm import discrepancy, losses, masked, penalties
 from dcmdp_jax.algorithm.remedies import Tokens
 
-TOLERANCE, MULTIPLIER = 0.0037, 0.1
+TOLERANCE = 0.0037
+MULTIPLIER = 0.1
 ONE = np.ones((1, 1), bool)
 
 
@@ -41,7 +42,8 @@ def _delta(train, rollout, measure="diff"):
 def test_token_below_the_tolerance_is_charged_while_the_multiplier_is_positive():
     # delta = |0.502 - 0.5| = 0.002, below c = 0.0037. Eq. 8: 1 - 0.1 * 0.002 = 0.9998. The prose
     # would give 1.
-    delta, advantage = _delta(0.502, 0.5), np.ones((1, 1))
+    delta = _delta(0.502, 0.5)
+    advantage = np.ones((1, 1))
     tokens = Tokens(
         advantages=advantage, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE
     )

@@ -56,7 +56,8 @@ def test_signals_by_hand():
 
 
 def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
-    token, sequence = _signals(), _signals(level="sequence")
+    token = _signals()
+    sequence = _signals(level="sequence")
     # completion 0 pays 0.5 * 0.65 / 3 on every token, completion 1 pays 0.5 * 0.125
     expected = [1 - 0.325 / 3] * 3 + [-1.0625] * 2
     np.testing.assert_allclose(sequence.tokens.advantages[MASK], expected, rtol=1e-6)
@@ -117,7 +118,8 @@ def test_correction_drops_tokens_and_the_total_counts_the_rest():
     np.testing.assert_array_equal(found.dropped_tokens, [1, 0])
     # The constraint is on all tokens, dropped or not.
     assert float(found.mean_discrepancy.weight) == 5.0
-    lengths, in_loss = np.array([3, 2]), np.ones(2, bool)
+    lengths = np.array([3, 2])
+    in_loss = np.ones(2, bool)
     for mode, total in (("seq_mean_token_mean", 2 / 3 + 1), ("token_mean", 4), ("fixed_length", 2)):
         options = {"mode": mode, "max_completion_tokens": 8}
         weights, whole = losses.aggregation_weights(lengths, in_loss, **options)

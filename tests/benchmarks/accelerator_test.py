@@ -211,7 +211,8 @@ def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         accelerator, "PARTS", {"fails": Part(fails, 9, 0), "works": Part(works, 9, 0)}
     )
-    codes, written = [], []
+    codes = []
+    written = []
 
     def run(name, seconds):
         record = tmp_path / name

@@ -67,7 +67,8 @@ def test_ragged_lengths_have_the_stated_median_and_limit() -> None:
 def test_the_end_token_is_the_models_own_and_has_its_probability_at_every_position(
     tmp_path, lengths
 ) -> None:
-    config, workload = model("0.6M"), WORKLOADS[lengths]
+    config = model("0.6M")
+    workload = WORKLOADS[lengths]
     checkpoint, _ = make_inputs(config, tmp_path, workload)
     tokenizer = load_tokenizer(str(checkpoint))
     assert end_token_ids(tokenizer, checkpoint, vocab_size=config.vocab_size) == (1,)
@@ -101,7 +102,8 @@ def test_time_and_memory_of_a_process_that_was_started_count() -> None:
         "pass\nprint('done', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    seconds, mib = cpu_seconds(), peak_mib()
+    seconds = cpu_seconds()
+    mib = peak_mib()
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:
         assert child.stdout.readline() == b"done\n"
         fields = Path(f"/proc/{child.pid}/stat").read_text().split()

@@ -56,7 +56,8 @@ def test_the_record_of_the_h200():
 
 
 def test_a_run_for_the_log_compiles_nothing_beside(monkeypatch):
-    ran, compiled = [], []
+    ran = []
+    compiled = []
     for place, name in ((benchmark.build, "compile_beside"), (benchmark.engine, "compile_beside")):
         monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(benchmark.programs.Preparation, "add", benchmark.programs.Preparation.add)

@@ -28,8 +28,10 @@ def test_products_of_the_step(plan):
     """By hand. A device has one row of 80 tokens of a micro-batch; two micro-batches, two
     mini-batches.
     """
-    model, tokens = plan.run.model, 80
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    model = plan.run.model
+    tokens = 80
+    queries = model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
     down = 2 * tokens * model.hidden_size * model.intermediate_size
     # The xla kernel computes the half of attention that causality hides.
     layer = (
@@ -73,7 +75,8 @@ def test_what_a_token_of_decode_needs(plan):
     """By hand: all float32 parameters but no embedding beside the output matrix, and the rows'
     caches.
     """
-    model, engine = plan.run.model, plan.engine
+    model = plan.run.model
+    engine = plan.engine
     assert model.tie_word_embeddings
     cache = (
         2
@@ -108,8 +111,11 @@ def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
     """Two mini-batches of two micro-batches: four gradients, and p^Train of the second mini-batch,
     two passes more.
     """
-    step, model = plan.programs["step"], plan.run.model
-    hidden, wide, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    step = plan.programs["step"]
+    model = plan.run.model
+    hidden = model.hidden_size
+    wide = model.intermediate_size
+    layers = model.num_layers
     queries = model.num_heads * model.head_dim
     # On a CPU the matrices of q, k and v are one.
     fused = queries + 2 * model.num_kv_heads * model.head_dim
@@ -149,7 +155,8 @@ def test_what_the_checks_find(plan):
 
 
 def test_no_array_of_all_tokens_and_the_vocabulary(plan):
-    arrays, vocab = plan.programs["step"].account.arrays, plan.run.model.vocab_size
+    arrays = plan.programs["step"].account.arrays
+    vocab = plan.run.model.vocab_size
     # Logits exist for an eighth of the 104 tokens of the vocabulary at a time.
     assert any(array.dims == (79, vocab // 8) for array in arrays)
     assert all_logits(arrays, 79, model_shapes(plan.run.model, plan.run.placement.mesh)) == []
@@ -177,7 +184,8 @@ def test_replayed_experts_are_in_the_programs():
 
 
 def test_the_lines_and_the_record(plan):
-    text, record = "\n".join(describe_account(plan)), account_record(plan)
+    text = "\n".join(describe_account(plan))
+    record = account_record(plan)
     for heading in (
         "compiled; GiB",
         "operations of a step",
@@ -203,10 +211,8 @@ def test_the_command_writes_what_it_prints(monkeypatch, tmp_path, capsys, plan):
     assert compiled.main([*argv, "--lengths=lognormal(8,16)"]) == 0
     assert "collectives of a step" in capsys.readouterr().out
     record = json.loads((tmp_path / "c.json").read_text())
-    found, worst = (
-        record["at_lengths"],
-        record["programs"]["step"]["roofline_seconds"]["overlapped"],
-    )
+    found = record["at_lengths"]
+    worst = record["programs"]["step"]["roofline_seconds"]["overlapped"]
     # Two mini-batches of two micro-batches of a row of 80 tokens on each device; time goes with the
     # positions.
     assert record["fits"] and found["worst_computed"] == 2 * 2 * 8 * 80 >= found["computed"]
@@ -221,7 +227,8 @@ def test_the_pages_table_is_that_of_the_records():
     records = sorted((ROOT / "docs" / "plans").glob("*.json"))
     for path in records:
         record = json.loads(path.read_text(encoding="utf-8"))
-        at, usable = record["at_lengths"], record["usable_bytes"] / 2**30
+        at = record["at_lengths"]
+        usable = record["usable_bytes"] / 2**30
         figures = [
             f"{record['topology']} | {record['phases']['step']['peak_bytes'] / 2**30:.2f}, "
             f"{usable:.4g}",

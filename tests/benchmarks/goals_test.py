@@ -92,13 +92,16 @@ def _lowered(attention, data=1, fsdp=8):
     config = qwen3_8b.get_config("local,debug")
     config.model.attention, config.model.logprob_chunk = attention, 128
     architecture = config.model.architecture
-    architecture.num_layers, architecture.hidden_size, architecture.head_dim = 2, 192, 128
+    architecture.num_layers = 2
+    architecture.hidden_size = 192
+    architecture.head_dim = 128
     architecture.num_heads = architecture.num_kv_heads = 2
     config.task.max_prompt_tokens, config.rollout.max_completion_tokens = 128, 512
     config.training.row_lengths, config.training.micro_batch_tokens = (_LENGTH,), _LENGTH
     config.training.prompts_per_mini_batch = 4
     config = from_config_dict(config)
-    model, mesh = model_of(config), _mesh(data, fsdp)
+    model = model_of(config)
+    mesh = _mesh(data, fsdp)
     program = plan_step(planned_run(config, mesh, model=model))
     text = program.trace().lower(lowering_platforms=("tpu",)).as_text()
     found = {

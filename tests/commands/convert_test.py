@@ -152,10 +152,8 @@ def _damaged(tensors, fields, damage):
     ],
 )
 def test_hf_check_refuses_what_loading_refuses_in_the_same_words(source, damage, message):
-    tensors, fields = (
-        load_file(source / "model.safetensors"),
-        json.loads((source / "config.json").read_text()),
-    )
+    tensors = load_file(source / "model.safetensors")
+    fields = json.loads((source / "config.json").read_text())
     _damaged(tensors, fields, damage)
     save_file(tensors, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps(fields))

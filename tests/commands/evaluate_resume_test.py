@@ -90,7 +90,8 @@ def test_a_killed_evaluation_continues_to_the_same_bytes(hf_dir, tasks, tmp_path
 
 
 def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypatch):
-    sample, calls = evaluate.evaluate, []
+    sample = evaluate.evaluate
+    calls = []
 
     def counted(*arguments, task, seed, **options):
         if len(calls) == 3 and not any(call == "stop" for call in calls):
@@ -118,7 +119,8 @@ def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypat
 def test_another_setting_does_not_continue_an_unfinished_evaluation(
     hf_dir, tasks, tmp_path, capsys, monkeypatch
 ):
-    sample, calls = evaluate.evaluate, []
+    sample = evaluate.evaluate
+    calls = []
 
     def stop_at_the_second(*arguments, **options):
         calls.append(1)

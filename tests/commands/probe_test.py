@@ -47,7 +47,8 @@ _run = functools.partial(run_command, probe.main, "probe")
 
 
 def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
-    recording, out = tmp_path / "step <1>.jsonl", tmp_path / "out"
+    recording = tmp_path / "step <1>.jsonl"
+    out = tmp_path / "out"
     _write(recording, columns(top_p=0.9))
     code, said, error = _run(
         capsys, recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
@@ -74,7 +75,8 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
 def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismatch_first(
     tmp_path, capsys
 ):
-    recording, out = tmp_path / "r.jsonl", tmp_path / "out"
+    recording = tmp_path / "r.jsonl"
+    out = tmp_path / "out"
     rows = [
         {"token_ids": [13], "old": [np.log(0.5)], "<b>": [np.log(0.5)]},
         {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))},

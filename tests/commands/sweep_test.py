@@ -93,7 +93,8 @@ _fails = functools.partial(failed_command, main, "sweep")
 
 @pytest.mark.long
 def test_a_stopped_study_continues_and_compares(tmp_path):
-    study, out = tmp_path / "tiny.py", tmp_path / "out"
+    study = tmp_path / "tiny.py"
+    out = tmp_path / "out"
     study.write_text(_HEAD + _TINY)
     words = [f"--study={study}", f"--out={out}"]
     process = subprocess.Popen(
@@ -126,7 +127,8 @@ def test_a_stopped_study_continues_and_compares(tmp_path):
         "difference_discrepancy",
     }
     # What was kept gives the same results, without the runs.
-    kept, again = out / "metrics.jsonl.gz", tmp_path / "again"
+    kept = out / "metrics.jsonl.gz"
+    again = tmp_path / "again"
     assert main(["sweep", f"--study={study}", f"--out={again}", f"--redraw={kept}"]) == 0
     assert (again / "results.md").read_text() == (out / "results.md").read_text()
     assert {path.name for path in (again / "figures").iterdir()} == {
@@ -141,7 +143,8 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
 
     def call(words, log):
         directory = log.with_suffix("")
-        arm, seed = directory.parent.name, int(directory.name.removeprefix("seed"))
+        arm = directory.parent.name
+        seed = int(directory.name.removeprefix("seed"))
         called.append((f"{arm}, seed {seed}", words[0]))
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
@@ -248,7 +251,8 @@ def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(ar
         ":vllm": ("vllm", "bfloat16", "full", "fp8"),
         ":paper": ("vllm", "fp8_per_block", "fp8_per_block", "full"),
     }
-    model, rollout = matched.model, matched.rollout
+    model = matched.model
+    rollout = matched.rollout
     found = rollout.engine, rollout.precision, model.forward_precision, model.forward_cache
     assert found == expected[argument]
     assert configs["exact"].rollout.precision == "exact"
@@ -393,7 +397,8 @@ def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(
     bad.write_text('{"prompt": "1+1=?", "answer": "2"}\n{"prompt": "1+2=?"}\n')
     places = {"{file}": file, "{bad}": bad, "{good}": _task(good)}
     for name, path in places.items():
-        body, message = body.replace(name, str(path)), message.replace(name, str(path))
+        body = body.replace(name, str(path))
+        message = message.replace(name, str(path))
     file.write_text(_HEAD + body)
     for arguments in ((), ("--dry_run",)):
         assert _fails(capsys, f"--study={file}", f"--out={tmp_path}/out", *arguments).startswith(
@@ -473,7 +478,8 @@ def test_a_dry_run_shows_what_each_arm_resolves_to(capsys, tmp_path):
 
 
 def test_a_directory_that_holds_another_run_is_refused(tmp_path, capsys):
-    file, out = tmp_path / "s.py", tmp_path / "out"
+    file = tmp_path / "s.py"
+    out = tmp_path / "out"
     file.write_text(
         _HEAD + "    return Study('S', {'a': Arm('configs/demo.py', DEMO)}, 'a', (0,))\n"
     )

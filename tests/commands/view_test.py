@@ -65,7 +65,8 @@ def test_a_recording_of_another_framework_shows_each_token_with_both_probabiliti
     assert 1 <= len(data["rows"]) <= 3
     for row in data["rows"]:
         assert row["advantage"] in (-1.0, 1.0)
-        p, q = np.array(row["p"], float) / 1e5, np.array(row["q"], float) / 1e5
+        p = np.array(row["p"], float) / 1e5
+        q = np.array(row["q"], float) / 1e5
         assert len(p) == len(row["tokens"]) and ((p >= 0) & (p <= 1)).all()
         assert row["discrepancy"] == pytest.approx(np.abs(p - q).mean(), rel=1e-3, abs=1e-5)
 

@@ -18,7 +18,8 @@ def test_the_page_in_docs_is_that_of_the_declarations():
 
 
 def test_the_page_has_a_row_for_each_setting():
-    section, found = "", []
+    section = ""
+    found = []
     for line in settings_page().splitlines():
         if line.startswith("## "):
             section = "" if line == "## The run" else f"{line.removeprefix('## ')}."

@@ -55,7 +55,8 @@ def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
         seen = jax.device_get(checkpointer.restore(tmp_path / "batch", abstract))
     found = {}
     for rows in seen.rows:
-        marks, mask = np.asarray(rows.columns["marks"]), np.asarray(rows.completion_mask)
+        marks = np.asarray(rows.columns["marks"])
+        mask = np.asarray(rows.completion_mask)
         assert marks.dtype == np.float32 and marks.shape == (*mask.shape, *entries)
         assert (marks[~mask] == -7.0).all()  # prompts and padding
         for index in np.unique(rows.completion_index[mask]):

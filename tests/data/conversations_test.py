@@ -211,7 +211,8 @@ def test_control_tokens_in_what_is_learned_are_named(tmp_path, caplog):
 def test_conversations_over_the_limit_are_left_out_and_counted(tmp_path, caplog):
     # "<|im_start|>", user, a line break, "1+1=", "<|im_end|>" and a line break, then three for the
     # generation prompt are 12 tokens, "2" and the end token 2.
-    short, long = {"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2" * 40}
+    short = {"prompt": "1+1=", "completion": "2"}
+    long = {"prompt": "1+1=", "completion": "2" * 40}
     _, found = _encoded(tmp_path, short, long, limit=14)
     assert (len(found.problems), found.dropped, len(found.token_ids[0])) == (
         1,

@@ -62,7 +62,8 @@ def test_nulls_of_a_table_are_no_entries_of_a_tools_schema(tmp_path, answers):
         parameters = {"type": "object", "properties": properties}
         return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
-    rain, add = {"town": {"type": "string"}}, {"a": {"type": "integer", "enum": [1, 2]}}
+    rain = {"town": {"type": "string"}}
+    add = {"a": {"type": "integer", "enum": [1, 2]}}
     rows = [
         {
             "prompt": [{"role": "user", "content": "?"}],

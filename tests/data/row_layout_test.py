@@ -38,7 +38,8 @@ def test_places_of_longer_rows_take_shorter_sequences_by_hand():
 
 def _brute_force(lengths, plan):
     """The least cost over all numbers of micro-batches that hold the sequences, longest first."""
-    falling, best = sorted(lengths, reverse=True), np.inf
+    falling = sorted(lengths, reverse=True)
+    best = np.inf
     for counts in itertools.product(*(range(most + 1) for most in plan.micro_batches)):
         places = [
             length

@@ -167,7 +167,8 @@ def _tool(**properties):
     return {"name": "tool", "parameters": {"properties": properties, "required": required}}
 
 
-_INTEGER, _STRING = {"type": "integer"}, {"type": "string"}
+_INTEGER = {"type": "integer"}
+_STRING = {"type": "string"}
 _NUMBERS = {"type": "object", "additionalProperties": _INTEGER}
 
 

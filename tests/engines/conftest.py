@@ -25,7 +25,9 @@ def nothing_left() -> Iterator[None]:
     """No process, segment, socket or temporary file more after a module's tests than before them,
     killed or not.
     """
-    processes, files, descriptors = sidecars(), left_behind(), memory_files()
+    processes = sidecars()
+    files = left_behind()
+    descriptors = memory_files()
     yield
     # Tests of other modules run beside these; what is theirs goes with them.
     wait_until(

@@ -37,7 +37,8 @@ class _Broken:
     daemon_threads = True
 
     def __init__(self, address):
-        self.spoil, self.asked = lambda answer: answer, 0
+        self.spoil = lambda answer: answer
+        self.asked = 0
         self.answers = {
             "/health": {},
             "/version": {"version": "0.33.1"},
@@ -333,7 +334,9 @@ def test_a_server_that_hangs_runs_into_the_time_limit(broken):
 
 
 def test_the_first_failure_ends_the_others(broken):
-    engine, lock, turns = _engine(broken, max_rows=4), threading.Lock(), itertools.count()
+    engine = _engine(broken, max_rows=4)
+    lock = threading.Lock()
+    turns = itertools.count()
     ended = threading.Event()
 
     def spoil(answer):

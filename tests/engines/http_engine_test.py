@@ -36,7 +36,8 @@ from tests.support.sampling import local_engine, remote_engine, sample
 from tests.support.vllm_tools import shared_memory_of
 from tests.support.waiting import HANGS_S, wait_until
 
-CONTEXT, KEY = 64, "key-that-no-one-may-see"
+CONTEXT = 64
+KEY = "key-that-no-one-may-see"
 
 # The start below is that of the CPU build, which is the module `vllm` too.
 needs_vllm = pytest.mark.usefixtures("vllm_is_installed")
@@ -93,7 +94,9 @@ class _Server:
         (base / "site").mkdir()
         (base / "site" / "sitecustomize.py").write_text(_SITE)
         (base / "site" / "logprobs_switch.py").write_text(_WORKER)
-        self.socket, self._log, self._gone = str(base / "vllm.sock"), base / "log", False
+        self.socket = str(base / "vllm.sock")
+        self._log = base / "log"
+        self._gone = False
         arguments = (
             f"--uds {self.socket} --model {base / 'model'} --served-model-name tiny --dtype "
             f"float32 --enforce-eager --kv-cache-memory-bytes 268435456 --max-model-len {CONTEXT} "
@@ -298,7 +301,8 @@ def test_score_is_that_of_the_same_weights(remote, reference):
 
 @needs_vllm
 def test_score_refuses_what_a_server_can_not_score(remote, vllm):
-    engine, ids = remote(), np.arange(32, dtype=np.int32)
+    engine = remote()
+    ids = np.arange(32, dtype=np.int32)
     asked = vllm.requests()
     cases = {
         "temperature: got 0.7, a vLLM server scores at 1 (or 0, which means 1) alone": (
@@ -404,10 +408,8 @@ def test_greedy_takes_the_likeliest_token(remote, reference):
 
 @needs_vllm
 def test_raw_log_probs_are_not_taken_for_those_of_another_temperature(remote, vllm, caplog):
-    engine, sampling = (
-        remote(),
-        SamplingParams(group_size=4, max_completion_tokens=8, temperature=0.7),
-    )
+    engine = remote()
+    sampling = SamplingParams(group_size=4, max_completion_tokens=8, temperature=0.7)
     with caplog.at_level(logging.WARNING, logger="dcmdp_jax"):
         rollout = sample(engine, _prompts(), sampling, seed=0, step=0)
         sample(engine, _prompts(), sampling, seed=0, step=1)
@@ -448,10 +450,8 @@ def test_processed_log_probs_are_those_sampled_from(remote, vllm, reference, tem
 
 @needs_vllm
 def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, reference):
-    prompt, sampling = (
-        _prompts()[1],
-        SamplingParams(group_size=24, max_completion_tokens=1, top_p=0.6),
-    )
+    prompt = _prompts()[1]
+    sampling = SamplingParams(group_size=24, max_completion_tokens=1, top_p=0.6)
     every = [np.array([token], np.int32) for token in range(104)]
     full = np.concatenate(reference.score([prompt] * 104, every, temperature=1.0)).astype(
         np.float64
@@ -556,7 +556,8 @@ def test_logits_are_not_taken_for_log_probs(remote, vllm, mode):
 
 @needs_vllm
 def test_bad_input_is_refused_before_anything_is_sent(remote, vllm):
-    engine, ids = remote(), np.arange(10, dtype=np.int32)
+    engine = remote()
+    ids = np.arange(10, dtype=np.int32)
     asked = vllm.requests()
     cases = {
         "prompts: got none, at least one is needed": [],

@@ -317,7 +317,8 @@ def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows)
 def test_decoding_stops_when_every_row_is_done(monkeypatch):
     from dcmdp_jax.engines.local import decode
 
-    steps, compiled = [], decode.decode
+    steps = []
+    compiled = decode.decode
 
     def recorded(*args, **kwargs):
         result = compiled(*args, **kwargs)

@@ -134,7 +134,8 @@ def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes,
 
     monkeypatch.setattr(engine_module, "score_program", seen)
     several = _engine(DENSE, _mesh(**sizes))
-    prompt, completion = PROMPTS[1], PROMPTS[4]
+    prompt = PROMPTS[1]
+    completion = PROMPTS[4]
     [found] = several.score([prompt], [completion], temperature=0.8)
     [expected] = _one_device(DENSE, "float32")[0].score([prompt], [completion], temperature=0.8)
     np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
@@ -145,7 +146,8 @@ def test_scores_reshape_no_rows_of_odd_length():
     """The compiler for TPUs takes five minutes over 16,383 of 16,384 tokens, and seconds over
     all.
     """
-    config, mesh = DENSE, _mesh(tensor=4)
+    config = DENSE
+    mesh = _mesh(tensor=4)
     program = Program(config, "float32", "float32", engine_mesh(mesh))
     text = score.lower(
         _engine(config, mesh).weights,

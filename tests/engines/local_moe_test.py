@@ -101,7 +101,8 @@ def test_quantized_experts_have_scales_of_their_own(precision):
         )
         return values * scale
 
-    params, chosen = _params(), quantized_leaves(CONFIG)
+    params = _params()
+    chosen = quantized_leaves(CONFIG)
     assert not chosen["layers"]["mlp"]["router"]["kernel"]
     coarse = jax.tree.map(lambda leaf, yes: rounded(leaf) if yes else leaf, params, chosen)
     coarse["output"] = rounded(params["output"])
@@ -195,7 +196,8 @@ def test_replay_brings_engine_and_trainer_nearer(precision, compute):
     """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and
     0.8.
     """
-    model, total = router_replay.MODEL, router_replay.TOTAL
+    model = router_replay.MODEL
+    total = router_replay.TOTAL
     made = local_engine(
         model,
         precision=precision,

@@ -71,7 +71,8 @@ def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
     """Of a call that nobody announced, each in a thread of its own; the call waits, and compiles
     none of them again.
     """
-    threads, both = {}, threading.Barrier(3, timeout=HANGS_S)
+    threads = {}
+    both = threading.Barrier(3, timeout=HANGS_S)
 
     def beside(program, name):
         def run():
@@ -133,10 +134,8 @@ def test_first_calls_find_their_programs_compiled(
         lambda program, name: pytest.fail(f"{name} is compiled again"),
     )
     model = dataclasses.replace(MODEL, intermediate_size=44)
-    prompts, sampling = (
-        [np.array([3, 1, 4], np.int32), np.arange(1, 20, dtype=np.int32)],
-        SamplingParams(2, 6),
-    )
+    prompts = [np.array([3, 1, 4], np.int32), np.arange(1, 20, dtype=np.int32)]
+    sampling = SamplingParams(2, 6)
     engine = local_engine(
         model,
         precision=precision,
@@ -171,15 +170,16 @@ def test_first_calls_find_their_programs_compiled(
 
 def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
     monkeypatch.setattr(programs, "usable_cores", lambda: 2)
-    preparation, done, held, began = Preparation(), [], threading.Event(), threading.Event()
+    preparation = Preparation()
+    done = []
+    held = threading.Event()
+    began = threading.Event()
 
     def failing():
         raise RuntimeError("no such program")
 
-    failed, compiled = (
-        preparation.add(failing, "score"),
-        preparation.add(lambda: done.append(1), "decode"),
-    )
+    failed = preparation.add(failing, "score")
+    compiled = preparation.add(lambda: done.append(1), "decode")
     assert "no such program" in str(failed()) and compiled() is None and done == [1]
     preparation.add(lambda: began.set() or held.wait(HANGS_S), "prefill")
     preparation.add(lambda: done.append(2), "decode")

@@ -124,7 +124,8 @@ def test_states_of_recurrent_layers_move_with_their_rows(monkeypatch):
     """Refilled, preempted, moved to smaller batches and to longer caches: the samples of rows by
     themselves; a state that stayed behind, or that a finished row left, would change them by nats.
     """
-    taken, preempt = [], schedule.Scheduler._preempt
+    taken = []
+    preempt = schedule.Scheduler._preempt
     monkeypatch.setattr(
         schedule.Scheduler, "_preempt", lambda *args: taken.append(args) or preempt(*args)
     )
@@ -155,7 +156,8 @@ def test_one_doubling_is_not_waited_for(calls):
 
 
 def test_a_group_is_prefilled_once(monkeypatch):
-    ran, original = [], decode.prefill
+    ran = []
+    original = decode.prefill
 
     def prefill(weights, padded, lengths, **kwargs):
         ran.extend(tuple(row[:length]) for row, length in zip(padded, lengths, strict=True))
@@ -199,7 +201,9 @@ def test_groups_that_do_not_fit_a_batch():
 
 
 def test_preempted_rows_are_bounded(monkeypatch):
-    aside, refused, original = [], [], schedule.Scheduler._blocked
+    aside = []
+    refused = []
+    original = schedule.Scheduler._blocked
 
     def blocked(self, level):
         kept = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
@@ -249,8 +253,10 @@ def test_float8_cache_moves_as_bits():
     jax.device_count() < 2, reason="needs several devices, see XLA_FLAGS in BUILD.md"
 )
 def test_rows_stay_split_over_devices(monkeypatch, calls):
-    expected, mesh = alone(), Mesh(np.asarray(jax.devices()[:2]), ("data",))
-    split, original = [], decode.decode
+    expected = alone()
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    split = []
+    original = decode.decode
 
     def decoded(*args, **kwargs):
         result = original(*args, **kwargs)
@@ -359,7 +365,9 @@ def test_rows_are_taken_where_they_are():
 )
 def test_devices_that_count_together_now_and_then_stop_at_the_last_token(monkeypatch):
     sampling = dataclasses.replace(SAMPLING, stop_token_ids=tuple(range(13)))
-    expected, steps, original = alone(sampling), [], decode.decode
+    expected = alone(sampling)
+    steps = []
+    original = decode.decode
 
     def decoded(*args, **kwargs):
         result = original(*args, **kwargs)

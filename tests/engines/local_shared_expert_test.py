@@ -36,11 +36,10 @@ def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, wa
     each expert's columns and the shared one's apart. Its gate and the router stay in full
     precision.
     """
-    params, chosen = init_params(CONFIG, jax.random.key(0)), quantized_leaves(CONFIG)
-    mesh, rows = (
-        make_mesh(1, 1, 1, ways, devices=jax.devices()[:ways]),
-        dict(max_rows=4, min_rows=2, cache_block=4),
-    )
+    params = init_params(CONFIG, jax.random.key(0))
+    chosen = quantized_leaves(CONFIG)
+    mesh = make_mesh(1, 1, 1, ways, devices=jax.devices()[:ways])
+    rows = dict(max_rows=4, min_rows=2, cache_block=4)
     made = local_engine(
         CONFIG, precision=precision, mesh=mesh, routed_experts=True, max_total_tokens=32, **rows
     )
@@ -59,7 +58,8 @@ def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, wa
             lambda leaf, yes: in_float32(stored(leaf, "int8")) if yes else leaf, params, chosen
         )
         coarse["output"] = in_float32(stored(params["output"], "int8"))
-    count, total = len(rollout.episodes), 32
+    count = len(rollout.episodes)
+    total = 32
     plan = make_row_shapes(
         row_lengths=(total,),
         micro_batch_tokens=total * count,
@@ -71,7 +71,8 @@ def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, wa
     batch, _ = pack(rollout.episodes, np.zeros(count, np.float32), plan, mask_truncated=False)
     packed = jax.tree.map(lambda x: x[0, 0], batch.rows[0])
     score = jax.jit(make_row_logprobs(CONFIG, Compute(), temperature=0.8, mesh=None))
-    found, whole = score(coarse, packed), score(params, packed)
+    found = score(coarse, packed)
+    whole = score(params, packed)
     mask = packed.completion_mask
     assert np.std(packed.rollout_logprobs[mask]) > 0.5
     # 5e-5 measured: at these weights a change of 1e-7 of each moves a log-prob by 1e-4.

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
 CONFIG = small_model()
-FEW, MANY = prompts(30, CONFIG), prompts(400, CONFIG)
+FEW = prompts(30, CONFIG)
+MANY = prompts(400, CONFIG)
 
 
 def _pushed_and_sampled(engine, sampled=SAMPLED):
@@ -73,7 +74,8 @@ def engine(request, start, nodes):
     expected = _pushed_and_sampled(local)
     local.close()
     made = start(CONFIG, **options, placement="ray", address=nodes.address)
-    made.expected, made.precision = expected, request.param
+    made.expected = expected
+    made.precision = request.param
     yield made
     made.close()
 
@@ -100,10 +102,8 @@ def test_each_replicas_work_is_measured(engine):
 
 def test_a_call_that_is_given_up_leaves_the_actors_as_they_were(engine):
     engine.push_weights(random_params(CONFIG, 7), 7)
-    before, places = (
-        sample(engine, FEW, SAMPLED, seed=1, step=1),
-        [place_of(engine, replica) for replica in (0, 1)],
-    )
+    before = sample(engine, FEW, SAMPLED, seed=1, step=1)
+    places = [place_of(engine, replica) for replica in (0, 1)]
     groups = engine.generate(MANY, SAMPLED, seed=1, step=1)
     next(groups)
     groups.close()

@@ -21,7 +21,8 @@ pytestmark = [
         not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"
     ),
 ]
-STEPS, KILLS = 40, 20
+STEPS = 40
+KILLS = 20
 SETTINGS = (
     f"--config.training.steps={STEPS}",
     "--config.evaluation.every_steps=5",
@@ -73,7 +74,8 @@ def test_twenty_kills_change_no_bit(whole, run_environment, tmp_path, record_pro
     """While actors sample, load, score, start or idle. Every fifth kill takes a node, and a new one
     comes.
     """
-    rng, lost = random.Random(0), 0
+    rng = random.Random(0)
+    lost = 0
     with ray_nodes(2) as nodes:
         run = _start(run_environment, tmp_path, nodes)
         for kill in range(1, KILLS + 1):

@@ -170,7 +170,8 @@ def test_one_failed_connection_is_no_lost_head(monkeypatch):
     """
     from dcmdp_jax.engines.sidecar import ray_actors
 
-    now, answers = [1000.0], [True]
+    now = [1000.0]
+    answers = [True]
 
     def reach(address):
         if not answers[0]:
@@ -291,7 +292,8 @@ for replicas in (1, 2):
 def test_each_engine_of_a_process_has_a_cluster_of_its_size_and_its_files_go(
     vllm_is_installed, tmp_path
 ):
-    files, environment = left_behind(), {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    files = left_behind()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _TWO_ENGINES]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=HANGS_S, cwd=tmp_path, env=environment
@@ -322,7 +324,8 @@ def test_nothing_outlives_a_killed_trainer_and_nothing_listens_beyond_loopback(n
     """A cluster of this machine alone: heads, actors, agents, shared memory and temporary files go
     with the trainer.
     """
-    files, mark = left_behind(), f"DCMDP_TEST={tmp_path}"
+    files = left_behind()
+    mark = f"DCMDP_TEST={tmp_path}"
     marked = {"DCMDP_TEST": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     where = {"cwd": tmp_path, "env": {**os.environ, **marked}}
     trainer = subprocess.Popen(

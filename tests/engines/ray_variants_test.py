@@ -147,7 +147,8 @@ def test_two_trainers_with_a_replica_each_are_like_one_process_with_one_engine(
     ]
     for process in two:
         finish(process)
-    found, expected = _records(tmp_path / "two"), _records(tmp_path / "one")
+    found = _records(tmp_path / "two")
+    expected = _records(tmp_path / "one")
     assert set(found) == set(expected) == {1, 2, 3}
     for step, record in expected.items():
         # Tokens are the same; lambda and c follow delta, which is rounding alone between two

@@ -125,7 +125,9 @@ def test_transposed_on_the_device_or_on_the_host_the_bytes_are_the_same(
     params = _params(config)
     monkeypatch.setattr(bridge_module, "_BLOCK_BYTES", 64 * 400 * jnp.dtype(dtype).itemsize)
     bridge = WeightBridge(config, dtype=dtype)
-    host, device, sharded = segment(bridge), segment(bridge), segment(bridge)
+    host = segment(bridge)
+    device = segment(bridge)
+    sharded = segment(bridge)
     sent = bridge.publish(params, host, 0).tolist()
     mesh = make_mesh(data=1, fsdp=2, tensor=2, expert=1, devices=jax.devices()[:4])
     placed = jax.device_put(
@@ -146,9 +148,11 @@ def test_places_by_hand(segment):
     """
     config = MODELS["qwen2"]
     bridge = WeightBridge(config, dtype="float32")
-    held, params = segment(bridge), _params(config)
+    held = segment(bridge)
+    params = _params(config)
     bridge.publish(params, held, 0)
-    have, layers = _read(bridge, held), params["layers"]
+    have = _read(bridge, held)
+    layers = params["layers"]
     expected = {
         "model.embed_tokens.weight": params["embedding"],
         "model.norm.weight": params["norm"]["scale"],
@@ -248,7 +252,8 @@ def test_sharded_parameters_give_the_same_bytes(name, precision, sizes, segment,
     bridge = WeightBridge(
         config, dtype="bfloat16" if precision == "int8" else precision, int8=precision == "int8"
     )
-    whole, sharded = segment(bridge), segment(bridge)
+    whole = segment(bridge)
+    sharded = segment(bridge)
     count = math.prod(sizes.values())
     mesh = make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes}, devices=jax.devices()[:count])
     placed = jax.device_put(
@@ -296,7 +301,8 @@ def test_int8_by_numpy(name, segment):
             assert have[tensor].tobytes() == plain[tensor].tobytes(), tensor
             continue
         order.append(f"{tensor}_scale")
-        values, scale = have[tensor], have[f"{tensor}_scale"]
+        values = have[tensor]
+        scale = have[f"{tensor}_scale"]
         assert values.dtype == np.int8 and values.shape == weight.shape
         assert scale.dtype == np.float32 and scale.shape == (weight.shape[0], 1)
         largest = np.abs(weight).max(axis=1, keepdims=True)
@@ -349,7 +355,8 @@ def test_whatever_arrived_changed_is_named(segment):
     """A byte flipped, a leaf of another version, two tensors in each other's place."""
     config = MODELS["qwen3_untied"]
     bridge = WeightBridge(config, dtype="float32")
-    held, params = segment(bridge), _params(config)
+    held = segment(bridge)
+    params = _params(config)
 
     def consumed(version):
         return np.array(
@@ -499,7 +506,8 @@ def _descriptors():
 
 def test_a_segment_is_gone_once_it_is_closed():
     """Weights are gigabytes: a descriptor or a name that stays would keep them."""
-    before, named = _descriptors(), sorted(os.listdir("/dev/shm"))
+    before = _descriptors()
+    named = sorted(os.listdir("/dev/shm"))
     held = Segment("test", 1 << 20)
     assert held.bytes.shape == (1 << 20,) and held.bytes.dtype == np.uint8 and not held.bytes.any()
     assert os.fstat(held.descriptor).st_blocks * 512 == 1 << 20  # every page is there already

@@ -8,7 +8,9 @@ from dcmdp_jax.engines.sidecar.replica import split_columns
 
 # Prompts of 1, 0 and 2 tokens before completions of 3, 1 and 1: of 4, 1 and 3 tokens 3, 0 and 2 are
 # read.
-PROMPTS, COMPLETIONS, EXPERTS = [1, 0, 2], [3, 1, 1], {"routed_experts": (3, 2)}
+PROMPTS = [1, 0, 2]
+COMPLETIONS = [3, 1, 1]
+EXPERTS = {"routed_experts": (3, 2)}
 
 
 def test_columns_are_split_by_completion():

@@ -24,7 +24,8 @@ def test_calls_run_at_the_same_time_and_results_keep_their_order():
 
 
 def test_calls_begin_before_they_are_waited_for_and_tell_of_a_failure():
-    going, met = threading.Event(), threading.Event()
+    going = threading.Event()
+    met = threading.Event()
 
     def fails(calls):
         met.set()
@@ -108,7 +109,8 @@ def test_one_that_never_starts_again_ends_the_run_only_below_the_least(least):
     def start(stopped):
         raise SidecarBroken("no device")
 
-    lost.sidecar, lost._start = None, start
+    lost.sidecar = None
+    lost._start = start
 
     def works():
         lost._not_before = 0.0

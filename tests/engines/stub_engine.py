@@ -21,7 +21,8 @@ class Settings:
 
 class StubEngine:
     def __init__(self, arguments):
-        self._server, self._vocabulary = arguments.settings.server, arguments.model.vocab_size
+        self._server = arguments.settings.server
+        self._vocabulary = arguments.model.vocab_size
 
     def _ask(self, what, **fields):
         with urllib.request.urlopen(
@@ -36,7 +37,8 @@ class StubEngine:
         )
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
-        version, count = self._version, sampling.group_size
+        version = self._version
+        count = sampling.group_size
         for group, prompt in enumerate(prompts):
             row = [seed, step, first_prompt + group]
             sampled = self._ask("sample", row=row, count=count, vocabulary=self._vocabulary)
@@ -61,7 +63,9 @@ class StubEngine:
 
 
 class StubKind(EngineKind):
-    name, settings, precisions = "stub", Settings, ("float32",)
+    name = "stub"
+    settings = Settings
+    precisions = ("float32",)
 
     def check(self, arguments):
         if not (server := arguments.settings.server).startswith("http://"):

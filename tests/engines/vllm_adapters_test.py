@@ -35,7 +35,8 @@ from tests.support.vllm_tools import (
 
 FAULTY = Path(__file__).with_name("faulty_sidecar.py")
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
-MODEL, LORA = small_model(), Lora(4, 10.0)
+MODEL = small_model()
+LORA = Lora(4, 10.0)
 
 
 def _policy(version: int, model: ModelConfig = MODEL, lora: Lora = LORA) -> Adapted:
@@ -58,7 +59,8 @@ def _assert_merged_logprobs(
     """
     embedded = local_engine(model, precision="exact", max_total_tokens=TOTAL)
     embedded.push_weights(merged(*policy), 0)
-    asked, answers = prompts(6, model), prompts(6, model, seed=1)
+    asked = prompts(6, model)
+    answers = prompts(6, model, seed=1)
     found, want = (engine.score(asked, answers, temperature=0.7) for engine in (live, embedded))
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(want), atol=atol, rtol=0)
 
@@ -108,9 +110,11 @@ def test_each_push_changes_the_policy_and_the_base_is_loaded_once(live):
 
 
 def test_a_killed_engine_gets_base_and_adapters_again(live):
-    policy, asked = _policy(3), prompts(6, MODEL)
+    policy = _policy(3)
+    asked = prompts(6, MODEL)
     live.push_weights(policy, 3)
-    before, loads = sample(live, asked, SAMPLED, seed=1, step=2), _loads(live)
+    before = sample(live, asked, SAMPLED, seed=1, step=2)
+    loads = _loads(live)
     os.kill(pid_of(live), signal.SIGKILL)
     assert_same_samples(before, sample(live, asked, SAMPLED, seed=1, step=2))
     assert _loads(live) == loads + 1

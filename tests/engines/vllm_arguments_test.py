@@ -57,7 +57,8 @@ def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
     """FP8 becomes vLLM's online quantization with a scale per tensor; sleep mode is known, and
     wants a GPU.
     """
-    config, script = small_model(), tmp_path / "read.py"
+    config = small_model()
+    script = tmp_path / "read.py"
     script.write_text(_READ)
 
     def arguments(precision, **changes):

@@ -57,7 +57,8 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
     segment.
     """
     live = start(config, precision="float32")
-    asked, answers = prompts(6, config), prompts(6, config, seed=1)
+    asked = prompts(6, config)
+    answers = prompts(6, config, seed=1)
     for version, seed in enumerate((0, 1, 2, 0)):
         params = random_params(config, seed)
         live.push_weights(params, version)

@@ -62,7 +62,8 @@ def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, wh
     happened.
     """
     asked = prompts(500, engine.config)
-    before, first = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
+    before = sample(engine, asked, SAMPLED, seed=1, step=1)
+    first = pid_of(engine)
     if fault == signal.SIGSTOP:
         # One that says nothing for so long is replaced, a stopped one or one that other load holds
         # up.
@@ -147,7 +148,8 @@ def test_weights_that_arrive_changed_are_not_used(start):
 def test_an_engine_with_another_policy_is_found_out(engine):
     """The probe: the trainer's log-probs are those of other weights than the engine has."""
     config = engine.config
-    probe, other = engine.weights.probe, random_params(config, 1)
+    probe = engine.weights.probe
+    other = random_params(config, 1)
     limit, _supervisor(engine).max_restarts = _supervisor(engine).max_restarts, 0
     engine.weights.probe = lambda params, ids: probe(other, ids)
     try:
@@ -384,7 +386,8 @@ def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
     the next call.
     """
     asked = prompts(300, engine.config)
-    before, pid = sample(engine, asked, SAMPLED, seed=1, step=1), pid_of(engine)
+    before = sample(engine, asked, SAMPLED, seed=1, step=1)
+    pid = pid_of(engine)
     groups = engine.generate(asked, SAMPLED, seed=1, step=1)
     assert len(next(groups)) < 600
     if how == "closed":

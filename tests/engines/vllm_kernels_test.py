@@ -52,7 +52,8 @@ def _bfloat16(x):
 def kernels(vllm_is_installed, tmp_path_factory):
     """Inputs and what vLLM's kernels made of them."""
     skip_unless_computed("int8")
-    random, directory = np.random.default_rng(0), tmp_path_factory.mktemp("kernels")
+    random = np.random.default_rng(0)
+    directory = tmp_path_factory.mktemp("kernels")
     x = _bfloat16(random.normal(size=(40, 256)) * np.exp(random.normal(size=(40, 1))))
     # Many weights are small beside the largest of their block: those that the kernel misreads.
     w = _bfloat16(random.normal(size=(160, 256)) * np.exp(3 * random.normal(size=(160, 256))))

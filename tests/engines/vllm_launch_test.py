@@ -466,7 +466,8 @@ def test_a_model_config_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     assert _written(QWEN2, tmp_path)["model_type"] == "qwen2"
 
 
-_SHARE, _VISIBLE = "XLA_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES"
+_SHARE = "XLA_CLIENT_MEM_FRACTION"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FORMER_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 

@@ -17,7 +17,8 @@ from tests.support.processors import skip_unless_computed
 from tests.support.vllm_tools import STOP, prompts, random_params, small_model
 
 CONFIG = small_model(tied=False)
-RIGHT, OTHER = random_params(CONFIG, 0), random_params(CONFIG, 1)
+RIGHT = random_params(CONFIG, 0)
+OTHER = random_params(CONFIG, 1)
 SAMPLING = SamplingParams(4, 24, stop_token_ids=(STOP,))
 
 

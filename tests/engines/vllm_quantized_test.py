@@ -126,7 +126,8 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(
     fresh = fresh_answers(tmp_path, checkpoints, asked, SAMPLINGS, seed=5, llm=llm)
     assert_same_bits(ours, [fresh[version] for version in order])
 
-    found, plain = measure(family, regime).probability, measure(family, BF16).probability
+    found = measure(family, regime).probability
+    plain = measure(family, BF16).probability
     record_property("pushes", len(order))
     record_property("mismatch", f"{found:.3g}, bfloat16 {plain:.3g}")
     _assert_as_documented(family, BF16, plain)

@@ -29,7 +29,8 @@ def test_two_replicas_are_one_engine_to_rounding(two, monkeypatch):
     does not divide.
     """
     for count in (1, 7):
-        asked, found = prompts(count, two.config), []
+        asked = prompts(count, two.config)
+        found = []
         for replicas in (two.replicas, two.replicas[:1]):
             monkeypatch.setattr(two, "replicas", replicas)
             rollout = sample(two, asked, SAMPLED, seed=3, step=4)

@@ -37,7 +37,8 @@ def test_an_engine_sleeps_after_each_call_and_wakes_for_the_next(start, tmp_path
     config = small_model()
     engine = start(config, directory=tmp_path, sleep=level)
     assert f"sleep={level}: vLLM's CPU build frees nothing by it" in caplog.text
-    asked, params = prompts(4, config), random_params(config, 7)
+    asked = prompts(4, config)
+    params = random_params(config, 7)
     engine.push_weights(params, 7)
     first = sample(engine, asked, SAMPLED, seed=1, step=1)
     order = ["asleep"]

@@ -26,7 +26,8 @@ def test_two_workers_give_the_embedded_engines_logprobs_after_each_push(
     config = small_model(family)
     live = start(config, tensor_parallel_size=2)
     embedded = local_engine(config, precision="exact", max_total_tokens=TOTAL)
-    asked, largest = prompts(8, config), 0.0
+    asked = prompts(8, config)
+    largest = 0.0
     for version in range(pushes):
         params = random_params(config, version)
         live.push_weights(params, version)

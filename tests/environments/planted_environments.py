@@ -9,7 +9,8 @@ class Count:
     observation_role = "tool"
 
     def reset(self, prompt, goal, **columns):
-        self.goal, self.said = goal, []
+        self.goal = goal
+        self.said = []
 
     def step(self, text):
         print("said", text)

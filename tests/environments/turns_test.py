@@ -101,7 +101,8 @@ def _play(
     timeout_s=_LONG_S,
     **settings,
 ):
-    answers, tokenizer = settings.pop("answers", "unused"), settings.pop("tokenizer", _TOKENIZER)
+    answers = settings.pop("answers", "unused")
+    tokenizer = settings.pop("tokenizer", _TOKENIZER)
     problems = [
         problem_from_row(row, source="f", index=n, keep_columns=True, answers=answers)
         for n, row in enumerate(rows)
@@ -198,7 +199,8 @@ def test_an_answer_begins_behind_the_end_token_that_was_sampled(template, sample
         tokenizer.convert_tokens_to_ids(token)
         for token in ("<eos>", "<end_of_turn>", "<|im_end|>", "<|user|>")
     ]
-    ends, end = end_texts(tokenizer, stops), tokenizer.convert_tokens_to_ids(sampled)
+    ends = end_texts(tokenizer, stops)
+    end = tokenizer.convert_tokens_to_ids(sampled)
     assert (
         answer_text(tokenizer, [{"role": "user", "content": "u<eos>"}], {}, sampled=end, ends=ends)
         == written

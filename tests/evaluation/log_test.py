@@ -83,7 +83,8 @@ def test_a_file_cut_anywhere_ends_with_the_same_bytes(tmp_path):
 )
 def test_a_damaged_part_that_is_still_json_is_evaluated_again(tmp_path, good, bad):
     whole = _write(tmp_path / "whole")
-    first, rest = whole[: (cut := whole.index(b'"row": 2'))], whole[cut:]
+    first = whole[: (cut := whole.index(b'"row": 2'))]
+    rest = whole[cut:]
     (tmp_path / "damaged").write_bytes(first + rest.replace(good, bad, 1))
     assert _write(tmp_path / "damaged") == whole
 
@@ -92,7 +93,8 @@ def test_finished_parts_come_back_as_they_were(tmp_path):
     _write(tmp_path / "e")
     with EvaluationLog(tmp_path / "e", _HEADER) as log:
         for part in range(3):
-            found, made = log.finished("t", part), _part(part)
+            found = log.finished("t", part)
+            made = _part(part)
             for name in ("scores", "lengths", "truncated", "unparsed"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(made, name))
                 assert getattr(found, name).dtype == getattr(made, name).dtype

@@ -61,7 +61,8 @@ def test_dapo_math_17k_has_the_benchmark_problems_of_an_independent_list():
         "aime25": 0,
         "minerva": 0,
     }
-    names, prompts = [], []
+    names = []
+    prompts = []
     for name in counts:
         problems = load_problems(str(_DATA / "benchmarks" / f"{name}.jsonl"))
         names += [(name, row) for row in range(len(problems))]

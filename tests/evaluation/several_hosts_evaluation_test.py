@@ -11,7 +11,8 @@ def test_texts_and_answers_of_all_hosts_come_in_order():
     shape = (3, 2)
     texts = np.array([["a", "b\n"], ["ü", ""], ["{", '"']], object)
     found = np.array([["1", None], [None, None], ["x", "2"]], object)
-    scores, no = np.arange(6, dtype=np.float32).reshape(shape), np.zeros(shape, bool)
+    scores = np.arange(6, dtype=np.float32).reshape(shape)
+    no = np.zeros(shape, bool)
     own = EvaluationResult(
         *("eval/t", scores, np.ones(shape, np.int32), no, no, texts, found),
         {"verifier_timeouts": 1, "verifier_errors": 0, "verifier_over_budget": 0},

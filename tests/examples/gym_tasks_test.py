@@ -40,7 +40,8 @@ def test_the_dataset_scores_in_the_process_of_the_reward():
     """
     problems = _load(f"{_GYM},dataset=spell_backward,size=2,seed=1") + _load(_LOCATION, limit=1)
     dataset = gym.create_dataset("spell_backward", size=2, seed=1)
-    first, second = dataset[0]["answer"], dataset[1]["answer"]
+    first = dataset[0]["answer"]
+    second = dataset[1]["answer"]
     texts = [f"<answer>{first}</answer>", rf"so \boxed{{{second[:-1]}x}}", "no answer"]
     expected = [
         dataset.score_answer(first, dataset[0]),

@@ -54,7 +54,9 @@ def test_token_discrepancy_is_ours(measure, sided):
 
 def test_fifty_steps_of_charging_and_dual_ascent_are_ours():
     settings = {"tolerance": 0.02, "learning_rate": 0.5, "minimum": 0.0, "maximum": 1.0}
-    theirs, multiplier, seen = DcGrpo(multiplier=0.1, **settings), 0.1, set()
+    theirs = DcGrpo(multiplier=0.1, **settings)
+    multiplier = 0.1
+    seen = set()
     for seed in range(50):
         train, rollout, mask, advantages = _batch(seed)
         charged, metrics = theirs.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
@@ -111,7 +113,8 @@ def test_the_surrogate_and_its_gradient_are_ours():
 def test_a_charge_by_hand():
     """p = 0.5, 0.4; q = 0.4, 0.6: deltas 0.1 and 0.2, mean 0.15. A = 1, lambda = 2: 0.8 and 0.6. lambda += 10 (0.15 - 0.05)."""  # noqa: E501
     dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, learning_rate=10.0, maximum=5.0)
-    p, q = torch.tensor([[0.5, 0.4, 0.9]]).log(), torch.tensor([[0.4, 0.6, 0.1]]).log()
+    p = torch.tensor([[0.5, 0.4, 0.9]]).log()
+    q = torch.tensor([[0.4, 0.6, 0.1]]).log()
     charged, metrics = dc_grpo.charge(torch.ones(1), p, q, torch.tensor([[1, 1, 0]]))
     # Were the unsampled token charged, its advantage would be 1 - 2 * 0.8 = -0.6.
     torch.testing.assert_close(charged, torch.tensor([[0.8, 0.6, 1.0]]))
@@ -123,7 +126,8 @@ def test_a_charge_by_hand():
 
 def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
     train, rollout, mask, advantages = _batch(3)
-    whole, halves = DcGrpo(tolerance=0.01), [DcGrpo(tolerance=0.01) for _ in range(2)]
+    whole = DcGrpo(tolerance=0.01)
+    halves = [DcGrpo(tolerance=0.01) for _ in range(2)]
     whole.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
     sums = []
     for part, half in ((slice(0, 2), halves[0]), (slice(2, 6), halves[1])):
@@ -139,7 +143,8 @@ def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
 
 
 def test_a_token_without_a_logprob_is_neither_charged_nor_counted():
-    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, float("nan")]]).log()
+    p = torch.tensor([[0.5, 0.5]]).log()
+    q = torch.tensor([[0.4, float("nan")]]).log()
     charged, metrics = DcGrpo(tolerance=0.0, multiplier=1.0).charge(
         torch.zeros(1), p, q, torch.ones(1, 2)
     )
@@ -197,7 +202,8 @@ def test_it_imports_neither_jax_nor_the_rest_of_the_package():
 
 
 def test_log_probs_in_float16_are_refused_and_in_bfloat16_have_a_finite_gradient():
-    old, advantages = torch.full((1, 1), -12.5), torch.full((1, 1), -1.0)
+    old = torch.full((1, 1), -12.5)
+    advantages = torch.full((1, 1), -1.0)
     with pytest.raises(
         ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"
     ):

@@ -34,7 +34,9 @@ def _dc_grpo():
 def test_skyrl_charges_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path):
     class Base:
         def __init__(self, cfg):
-            self.cfg, self.all_metrics, self.folder = cfg, {}, str(tmp_path)
+            self.cfg = cfg
+            self.all_metrics = {}
+            self.folder = str(tmp_path)
 
         def compute_advantages_and_returns(self, data):
             data["advantages"] = A[:, None] * MASK
@@ -235,7 +237,8 @@ def test_shapes_that_would_broadcast_are_refused():
 
 
 def test_verls_batch_is_charged_in_place():
-    dc_grpo, advantages = _dc_grpo(), A[:, None] * MASK
+    dc_grpo = _dc_grpo()
+    advantages = A[:, None] * MASK
     batch = {
         "advantages": advantages,
         "old_log_probs": P,
@@ -257,7 +260,8 @@ class _Data:
     """What the hooks use of verl's DataProto."""
 
     def __init__(self, batch, uid):
-        self.batch, self.non_tensor_batch = batch, {"uid": uid}
+        self.batch = batch
+        self.non_tensor_batch = {"uid": uid}
 
     def select_idxs(self, rows):
         return _Data(
@@ -341,7 +345,8 @@ def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_
     its reward.
     """
     modules = _verl(monkeypatch)
-    dc_grpo, recorded = _dc_grpo(), []
+    dc_grpo = _dc_grpo()
+    recorded = []
     verl_hooks.register(dc_grpo, on_batch=recorded.append)
     rewards = torch.zeros(4, 3)
     rewards[:3, 0] = 1.0

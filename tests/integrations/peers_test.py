@@ -33,7 +33,8 @@ def verl():
     _installed("verl.trainer.ppo.ray_trainer")
     from dcmdp_jax.integrations.verl_hooks import register
 
-    dc_grpo, recorded = DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0), []
+    dc_grpo = DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
+    recorded = []
     register(dc_grpo, on_batch=recorded.append)
     return dc_grpo, recorded
 

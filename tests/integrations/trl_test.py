@@ -40,7 +40,10 @@ from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo  # noqa: E40
 from dcmdp_jax.integrations.trl_trainer import DcGrpoTrainer  # noqa: E402
 from dcmdp_jax.record import Recorder, record_trl  # noqa: E402
 
-STEPS, GROUP, PROMPTS, TOKENS = 20, 8, 4, 24
+STEPS = 20
+GROUP = 8
+PROMPTS = 4
+TOKENS = 24
 SETTINGS = {"tolerance": 0.016, "learning_rate": 10.0, "minimum": 0.0, "maximum": 1.0}
 START = 0.3
 
@@ -70,7 +73,8 @@ class RoundedEngine:
         return {name: [values[i] for i in order] for name, values in result.items()}
 
     def _sample(self, engine, ids, rows, result):
-        sequences, logprobs = torch.tensor(ids), []
+        sequences = torch.tensor(ids)
+        logprobs = []
         with torch.no_grad():
             for _ in range(TOKENS):
                 step = engine(sequences).logits[:, -1].float().log_softmax(-1)
@@ -160,7 +164,8 @@ def _trainer(path, steps, on_batch, dc_grpo, reward=_reward):
 def run(tmp_path_factory):
     """Twenty steps of TRL's trainer, with every batch it trained on."""
     torch.set_num_threads(1)
-    path, batches = tmp_path_factory.mktemp("trl"), []
+    path = tmp_path_factory.mktemp("trl")
+    batches = []
     recorder = Recorder(path / "recordings", "trl")
 
     def keep(step, output, train):
@@ -174,7 +179,8 @@ def run(tmp_path_factory):
         rewarded.append(_reward(**arguments))
         return rewarded[-1]
 
-    dc_grpo, rewarded = DcGrpo(multiplier=START, **SETTINGS), []
+    dc_grpo = DcGrpo(multiplier=START, **SETTINGS)
+    rewarded = []
     trainer = _trainer(path, STEPS, keep, dc_grpo, reward)
     trainer.train()
     return path, trainer, batches
@@ -184,7 +190,8 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
     _, _, batches = run
     assert len(batches) == STEPS
     multiplier = START
-    lambdas, largest = [], 0.0
+    lambdas = []
+    largest = 0.0
     for batch in batches:
         mask = batch["completion_mask"].astype(bool)
         rewards = batch["rewards"]
@@ -231,7 +238,8 @@ def test_the_metrics_are_logged_and_the_state_is_beside_each_checkpoint(run):
 
 def test_a_resumed_run_takes_lambda_from_its_checkpoint(run, tmp_path):
     path, _, batches = run
-    dc_grpo, used = DcGrpo(multiplier=START, **SETTINGS), []
+    dc_grpo = DcGrpo(multiplier=START, **SETTINGS)
+    used = []
     trainer = _trainer(tmp_path, 11, lambda *_: used.append(len(dc_grpo.history)), dc_grpo)
     trainer.train(resume_from_checkpoint=str(path / "checkpoint-10"))
     assert used == [11]

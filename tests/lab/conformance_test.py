@@ -275,7 +275,8 @@ def _episode(group=0, **changes):
 
 class _Engine:
     def __init__(self, groups=(), scores=()):
-        self._groups, self._scores = groups, scores
+        self._groups = groups
+        self._scores = scores
 
     def push_weights(self, params, policy_version):
         return {}

@@ -114,10 +114,8 @@ def test_a_window_hides_what_is_before_it(ops):
     """Scores of zero: each token gets the mean of what it sees. Window 3 with segments 1 1 1 1 2,
     values 1 2 3 4 5.
     """
-    zero, value = (
-        jnp.zeros((1, 5, 1, 2)),
-        jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None, None], (1, 5, 1, 2)),
-    )
+    zero = jnp.zeros((1, 5, 1, 2))
+    value = jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None, None], (1, 5, 1, 2))
     segments = jnp.asarray([[1, 1, 1, 1, 2]])
     how = {"kernel": "xla", "one_segment": False, "ops": ops, "window": 3}
     for slides, fourth in (
@@ -279,7 +277,8 @@ def test_cudnn_gets_the_rows_and_heads_of_one_device(monkeypatch, inside, one_se
     if inside:
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
     segment_ids = np.array([[1] * 7 + [0] * 3, [1] * 10], np.int32) if one_segment else SEGMENTS
-    ours, real = jax.jit(attend)(query, key, value, jnp.asarray(segment_ids)), segment_ids > 0
+    ours = jax.jit(attend)(query, key, value, jnp.asarray(segment_ids))
+    real = segment_ids > 0
     np.testing.assert_allclose(
         np.asarray(ours)[real], _reference(query, key, value, segment_ids)[real], atol=2e-6
     )

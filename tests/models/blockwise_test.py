@@ -62,10 +62,8 @@ _reference = functools.partial(row_attention, kernel="xla", one_segment=False, o
 
 
 def _compare(attend, segment_ids, inputs, rounding=2e-6, window=0):
-    ids, reference = (
-        jnp.asarray(segment_ids, jnp.int32),
-        functools.partial(_reference, window=window),
-    )
+    ids = jnp.asarray(segment_ids, jnp.int32)
+    reference = functools.partial(_reference, window=window)
     for have, want in zip(
         _evaluate(attend, ids, inputs), _evaluate(reference, ids, inputs), strict=True
     ):

@@ -100,7 +100,8 @@ def test_rotary_fields_are_found_wherever_transformers_finds_them(tmp_path):
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    yarn, outside = {"rope_type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 16}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    outside = {"original_max_position_embeddings": 16}
     places = [
         {"rope_scaling": scaling, "rope_theta": 5e3} | place
         for scaling in (yarn, _LLAMA3, {"type": "linear", "factor": 2.0})

@@ -110,7 +110,8 @@ def test_gradients_equal_torch(hf_directory, pack, family, tied):
     config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     rng = np.random.default_rng(1)
-    ids, weights = rng.integers(0, 97, (2, 32)), rng.normal(size=(2, 32)).astype(np.float32)
+    ids = rng.integers(0, 97, (2, 32))
+    weights = rng.normal(size=(2, 32)).astype(np.float32)
     logprobs = torch.log_softmax(model(torch.tensor(ids)).logits / TEMPERATURE, -1)
     chosen = logprobs[:, :-1].gather(2, torch.tensor(ids)[:, 1:, None])[..., 0]
     (chosen * torch.tensor(weights[:, 1:])).sum().backward()
@@ -165,7 +166,8 @@ def test_packed_equals_one_to_a_row(tiny_model, pack):
     """Three segments in one row against three rows: same log-probs, same gradients."""
     config, params = tiny_model
     segments = _segments()
-    packed, apart = pack([segments, [], []], 24), pack([[segment] for segment in segments], 24)
+    packed = pack([segments, [], []], 24)
+    apart = pack([[segment] for segment in segments], 24)
     weights = np.zeros((3, 24), np.float32)
     weights[0] = np.random.default_rng(5).normal(size=24)
     spread = np.zeros((3, 24), np.float32)
@@ -198,7 +200,8 @@ def test_padding_changes_nothing(tiny_model, pack):
     """Longer rows, more rows, and any token ids under the padding."""
     config, params = tiny_model
     segments = _segments()
-    plain, padded = pack([segments[:2]], 19), pack([segments[:2], [], []], 24)
+    plain = pack([segments[:2]], 19)
+    padded = pack([segments[:2], [], []], 24)
     padded["input_ids"] = jnp.where(padded["segment_ids"] == 0, 96, padded["input_ids"])
     weights = np.random.default_rng(5).normal(size=(1, 19)).astype(np.float32)
     wide = np.pad(weights, ((0, 2), (0, 5)), constant_values=7.0)
@@ -232,14 +235,10 @@ def test_a_cpu_scans_more_than_eight_layers_with_the_values_and_gradients_of_unr
     tiny_model, pack
 ):
     config, params = tiny_model
-    config, layers = (
-        dataclasses.replace(config, num_layers=9),
-        jax.tree.map(lambda x: jnp.tile(x, (3,) + (1,) * (x.ndim - 1)), params["layers"]),
-    )
-    settings, mesh = (
-        from_config_dict(base.get_config("debug")),
-        make_mesh(devices=jax.devices()[:1]),
-    )
+    config = dataclasses.replace(config, num_layers=9)
+    layers = jax.tree.map(lambda x: jnp.tile(x, (3,) + (1,) * (x.ndim - 1)), params["layers"])
+    settings = from_config_dict(base.get_config("debug"))
+    mesh = make_mesh(devices=jax.devices()[:1])
     chosen = [compute_on(settings, mesh, layers=count).scan_unroll for count in (3, 8, 9, 30)]
     assert chosen == [8, 8, 1, 1]
     arguments = (
@@ -291,8 +290,10 @@ def test_rematerialization_changes_memory_only(tiny_model, pack):
     layers = jax.tree.map(
         lambda leaf: jnp.tile(leaf, (4,) + (1,) * (leaf.ndim - 1)), params["layers"]
     )
-    rows, weights = pack([[np.arange(64)]] * 8, 64), jnp.ones((8, 64))
-    memory, results = {}, {}
+    rows = pack([[np.arange(64)]] * 8, 64)
+    weights = jnp.ones((8, 64))
+    memory = {}
+    results = {}
     for remat in ("none", "dots", "full"):
         arguments = (params | {"layers": layers}, config, rows, Compute(remat=remat), weights)
         compiled = _value_and_grad.lower(*arguments).compile()
@@ -312,7 +313,8 @@ def test_on_a_gpu_only_what_is_elementwise_is_computed_twice(tiny_model, pack, m
     them.
     """
     config, params = tiny_model
-    rows, weights = pack([[np.arange(64)]] * 8, 64), jnp.ones((8, 64))
+    rows = pack([[np.arange(64)]] * 8, 64)
+    weights = jnp.ones((8, 64))
 
     def compiled(platform, remat):
         monkeypatch.setattr(jax, "default_backend", lambda: platform)

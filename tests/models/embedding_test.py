@@ -34,7 +34,8 @@ def _look_up(fsdp, tensor, dtype):
 def test_values_and_gradient_are_those_of_the_whole_table(fsdp, tensor):
     rng = np.random.default_rng(0)
     table = rng.normal(size=(12, 16)).astype(np.float32)
-    ids, bar = rng.integers(0, 12, (8, 5)), rng.normal(size=(8, 5, 16)).astype(np.float32)
+    ids = rng.integers(0, 12, (8, 5))
+    bar = rng.normal(size=(8, 5, 16)).astype(np.float32)
     found, pull = jax.vjp(
         lambda table: _look_up(fsdp, tensor, jnp.float32)(table, jnp.asarray(ids)),
         jnp.asarray(table),

@@ -28,7 +28,8 @@ from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.plan.published import PUBLISHED
 
 SMALL = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6}
-WINDOW, LENGTH = 7, 40
+WINDOW = 7
+LENGTH = 40
 # Published shape -> what a small one keeps of its pattern; a window is 7 tokens of rows of 40.
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-1b-it": {
@@ -117,8 +118,10 @@ def _theirs(
     """Log-probs of the rows' tokens, segment by segment; and gradients of their weighted sum."""
     import torch
 
-    logprobs, total = np.zeros(weights.shape, np.float32), 0.0
-    ids, segments = np.asarray(rows["input_ids"]), np.asarray(rows["segment_ids"])
+    logprobs = np.zeros(weights.shape, np.float32)
+    total = 0.0
+    ids = np.asarray(rows["input_ids"])
+    segments = np.asarray(rows["segment_ids"])
     for row, number in ((0, 1), (1, 1), (1, 2)):
         at = np.flatnonzero(segments[row] == number)
         given = torch.tensor(ids[row, at].astype(np.int64))
@@ -154,7 +157,8 @@ def _close(gradients, theirs: dict[str, np.ndarray], config: ModelConfig) -> Non
         for key in place.path:
             leaf = leaf[key]
         mine = np.asarray(leaf[place.index])
-        mine, want = (mine.T if place.transposed else mine), theirs[name]
+        mine = mine.T if place.transposed else mine
+        want = theirs[name]
         assert np.abs(mine - want).max() < 2e-4 * np.abs(want).max(), name
 
 
@@ -190,7 +194,8 @@ def test_transformers_reads_an_export_as_the_same_model(directory, tmp_path, nam
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", attn_implementation="eager"
     )
-    theirs, ids = model.state_dict(), torch.arange(LENGTH)[None]
+    theirs = model.state_dict()
+    ids = torch.arange(LENGTH)[None]
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in again.state_dict().items())
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
@@ -214,17 +219,16 @@ def test_how_a_family_runs_changes_nothing(pack, monkeypatch, name, shape):
         small(name)
         | {"num_key_value_heads": 2, "num_attention_heads": 6, "initializer_range": scale}
     )
-    params, rows = (
-        init_params(config, jax.random.key(0)),
-        pack([[np.arange(30), np.arange(9)]] * 4, LENGTH),
-    )
+    params = init_params(config, jax.random.key(0))
+    rows = pack([[np.arange(30), np.arange(9)]] * 4, LENGTH)
     weights = np.asarray(np.random.default_rng(1).normal(size=(4, LENGTH)), np.float32)
     of_whole_rows = _value_and_grad(config, rows, weights, Compute(attention="xla"))
     want = _named(of_whole_rows(params))
     moved = [_named(of_whole_rows(_next_to(params, seed))) for seed in range(3)]
 
     monkeypatch.setattr(attention, "_SHORT", 8)
-    compute, mesh = Compute(attention="blockwise", remat="full", scan_unroll=2), None
+    compute = Compute(attention="blockwise", remat="full", scan_unroll=2)
+    mesh = None
     if shape is not None:
         mesh = make_mesh(*shape)
         params = jax.device_put(

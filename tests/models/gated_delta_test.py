@@ -41,7 +41,8 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.plan.plan_text import forward_flops
 
-LENGTH, SEGMENTS = 150, ((150,), (70, 61, 15))
+LENGTH = 150
+SEGMENTS = ((150,), (70, 61, 15))
 FIELDS: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 97,
@@ -85,7 +86,8 @@ def heads(length: int, dtype: Any = np.float64, *, same_keys: bool = False) -> H
     if same_keys:
         key = np.broadcast_to(key[:, :1], key.shape)
     query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
-    decay, rate = -draw.exponential(0.2, (2, length, 3)), draw.uniform(0.1, 1, (2, length, 3))
+    decay = -draw.exponential(0.2, (2, length, 3))
+    rate = draw.uniform(0.1, 1, (2, length, 3))
     parts = query, key, draw.normal(size=(2, length, 3, 12)), decay, rate
     return Heads(*(jnp.asarray(x, dtype) for x in parts))
 
@@ -151,7 +153,8 @@ def test_prefill_and_single_tokens_are_the_whole_row():
     """Prompts of 1, 3 and 70 of 80 padded tokens (shorter than the window, as long, beyond a
     chunk), then 10 tokens one by one: outputs and states as of the whole rows, 1e-5.
     """
-    lengths, mixed = jnp.asarray([1, 3, 70]), _mixed(80)
+    lengths = jnp.asarray([1, 3, 70])
+    mixed = _mixed(80)
     y, state = gated_delta.prefill(CONFIG, lengths, mixed)
     for row, length in enumerate(lengths.tolist()):
         own = jax.tree.map(
@@ -248,9 +251,11 @@ def test_float32_is_transformers_in_float64(theirs, pack):
         == from_hf(to_hf(config, dtype="float32"))
     )
     assert set(load_file(path / "model.safetensors")) == set(hf_tensors(config))
-    rows, params = _rows(pack), load_params(path, config, dtype="float32")
+    rows = _rows(pack)
+    params = load_params(path, config, dtype="float32")
     weights = np.random.default_rng(1).normal(size=(2, LENGTH))
-    want, total = np.zeros((2, LENGTH)), 0.0
+    want = np.zeros((2, LENGTH))
+    total = 0.0
     for row, number in ((0, 1), (1, 1), (1, 2), (1, 3)):
         at = np.flatnonzero(np.asarray(rows["segment_ids"])[row] == number)
         given = torch.tensor(np.asarray(rows["input_ids"])[row, at].astype(np.int64))
@@ -291,7 +296,8 @@ def test_float32_is_transformers_in_float64(theirs, pack):
 
 def test_packed_rows_are_the_rows_alone(pack):
     """Segments of 70, 61 and 15 tokens in one row and each in its own; bfloat16 too."""
-    params, packed = init_params(CONFIG, jax.random.key(0)), _rows(pack)
+    params = init_params(CONFIG, jax.random.key(0))
+    packed = _rows(pack)
     segments = np.split(np.asarray(packed["input_ids"])[1, :146], (70, 131))
     alone = pack([[segment] for segment in segments], LENGTH)
     for dtype, atol in (("float32", 1e-5), ("bfloat16", 0.02)):
@@ -306,18 +312,15 @@ def test_adapters_of_recurrent_layers(pack):
     """Every projection of both kinds of layers but the two small gates; with B = 0 the base to the
     bit; a gradient reaches the adapter of each.
     """
-    lora, rows = Lora(2, 4.0), _rows(pack)
+    lora = Lora(2, 4.0)
+    rows = _rows(pack)
     named = {one.hf_name.split(".")[-2] for one in adapted_layers(CONFIG, lora)}
-    recurrent, full = (
-        {"in_proj_qkv", "in_proj_z", "out_proj"},
-        {"q_proj", "k_proj", "v_proj", "o_proj"},
-    )
+    recurrent = {"in_proj_qkv", "in_proj_z", "out_proj"}
+    full = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert named == recurrent | full | {"gate_proj", "up_proj", "down_proj"}
     declared = adapter_declarations(CONFIG, lora)
-    base, adapters = (
-        init_params(CONFIG, jax.random.key(0)),
-        draw_params(declared, jax.random.key(1), "float32"),
-    )
+    base = init_params(CONFIG, jax.random.key(0))
+    adapters = draw_params(declared, jax.random.key(1), "float32")
 
     def total(adapters):
         return jnp.sum(_logprobs(adapted(base, adapters, lora), rows))
@@ -337,7 +340,8 @@ def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
     2 tensors of images and 1 of token prediction, counted.
     """
     model, path = theirs
-    shape, config = read_model_config(path), json.loads((path / "config.json").read_text())
+    shape = read_model_config(path)
+    config = json.loads((path / "config.json").read_text())
     own = load_params(path, shape, dtype="float32")
     tensors = {
         name: tensor.float().numpy()

@@ -40,20 +40,22 @@ def _sentencepiece(model: GGUFModel):
     library = pytest.importorskip("sentencepiece", reason="needs sentencepiece")
     from sentencepiece import sentencepiece_model_pb2
 
-    proto, fields = sentencepiece_model_pb2.ModelProto(), model.fields
+    proto = sentencepiece_model_pb2.ModelProto()
+    fields = model.fields
     lists = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
     for token, score, kind in zip(*lists, strict=True):
         piece = proto.pieces.add()
         piece.piece = token.replace(" ", "▁") if kind == 4 else token
-        piece.score, piece.type = score if kind == 1 else 0.0, 2 if token == "<unk>" else kind
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    trainer.model_type, trainer.byte_fallback = 2, True
+        piece.score = score if kind == 1 else 0.0
+        piece.type = 2 if token == "<unk>" else kind
+    trainer = proto.trainer_spec
+    normalizer = proto.normalizer_spec
+    trainer.model_type = 2
+    trainer.byte_fallback = True
     trainer.pad_id, trainer.eos_id, trainer.bos_id, trainer.unk_id = range(4)
-    normalizer.name, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces = (
-        "identity",
-        False,
-        False,
-    )
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = False
+    normalizer.remove_extra_whitespaces = False
     return library.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
 
@@ -62,7 +64,8 @@ def test_ids_are_those_of_another_reader(converted, tmp_path):
     same header.
     """
     name, directory = converted
-    ours, text = AutoTokenizer.from_pretrained(directory), _text()
+    ours = AutoTokenizer.from_pretrained(directory)
+    text = _text()
     ids = ours(text, add_special_tokens=False)["input_ids"]
     # Qwen's normalizer composes the decomposed letters.
     assert ours.decode(ids) == (text if "gemma" in name else unicodedata.normalize("NFC", text))

@@ -301,7 +301,8 @@ def test_damaged_headers_are_refused_or_harmless(tmp_path):
     there.
     """
     whole = _write(tmp_path / "m.gguf", _config("qwen2")).read_bytes()
-    file, refused = tmp_path / "damaged.gguf", 0
+    file = tmp_path / "damaged.gguf"
+    refused = 0
     for place in range(0, 600, 3):
         file.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
         try:
@@ -340,7 +341,8 @@ def test_a_header_that_is_refused(tmp_path, changes, said):
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path, monkeypatch):
-    config, name = _config("qwen2"), "model.layers.1.mlp.down_proj.weight"
+    config = _config("qwen2")
+    name = "model.layers.1.mlp.down_proj.weight"
     values = _values(config)
     cases = {
         "tensor blk.1.ffn_down.weight is [64, 64], its header gives [64, 96]": values

@@ -91,7 +91,8 @@ def test_values_and_scales_are_those_derived_in_numpy(precision, std):
     e2m1 through float16.
     """
     w = np.random.default_rng(0).normal(scale=std, size=(256, 48)).astype(np.float32)
-    found, size = jax.jit(quantize_kernel, static_argnums=1)(w, precision), GROUPED[precision].size
+    found = jax.jit(quantize_kernel, static_argnums=1)(w, precision)
+    size = GROUPED[precision].size
     quotient, scale = _by_hand(w, precision)
     rounded = _integer if "int" in precision else _nearest
     values = _in_groups(np.asarray(found.values, np.float32), size)
@@ -212,7 +213,8 @@ def test_decoding_agrees_with_the_matched_forward_to_rounding(precision):
 def test_two_devices_of_a_tensor_group_hold_the_values_of_one():
     params = init_params(MODEL, jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 31, (2, LENGTH)).astype(np.int32)
-    scored, prints = [], []
+    scored = []
+    prints = []
     for mesh in (None, Mesh(np.asarray(jax.devices()[:2]).reshape(1, 1, 2, 1), AXES)):
         engine = local_engine(
             MODEL, precision="nvfp4", compute_dtype="float32", max_total_tokens=LENGTH, mesh=mesh

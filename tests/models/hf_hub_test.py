@@ -46,7 +46,8 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_POST(self):
-        hub, body = self.server.files, self._body()
+        hub = self.server.files
+        body = self._body()
         self.server.asked.append((self.path, self.headers.get("Authorization")))
         if self.server.refuses:
             return self._answer(
@@ -109,7 +110,9 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def hub():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.files, server.asked, server.refuses = {}, [], False
+    server.files = {}
+    server.asked = []
+    server.refuses = False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -183,10 +186,8 @@ def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(
     assert f"{name}" in fetched.stdout and "3,064 parameters" in fetched.stdout
     [snapshot] = (tmp_path / "hub").glob("models--me--policy/snapshots/*")
     assert not (snapshot / "modeling_policy.py").exists()
-    tensors, ours = (
-        load_file(snapshot / "model.safetensors"),
-        load_file(run_dir.parent / "same/model.safetensors"),
-    )
+    tensors = load_file(snapshot / "model.safetensors")
+    ours = load_file(run_dir.parent / "same/model.safetensors")
     assert tensors.keys() == ours.keys() and all(
         (tensors[each] == ours[each]).all() for each in ours
     )

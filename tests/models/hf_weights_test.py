@@ -171,7 +171,8 @@ def test_transformers_loads_an_export_with_the_same_logits(
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        want, have = model(ids).logits, again(ids).logits
+        want = model(ids).logits
+        have = again(ids).logits
     assert torch.equal(have, want)
 
 
@@ -508,10 +509,8 @@ def test_the_files_of_a_model_may_be_read_by_whom_the_directory_may(tmp_path):
 
 def test_index_against_files(tmp_path):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
-    index, second = (
-        source / "model.safetensors.index.json",
-        source / "model-00002-of-00002.safetensors",
-    )
+    index = source / "model.safetensors.index.json"
+    second = source / "model-00002-of-00002.safetensors"
     intact = index.read_text()
     weight_map = json.loads(intact)["weight_map"]
     here = [name for name, file in weight_map.items() if file == second.name]

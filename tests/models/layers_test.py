@@ -65,7 +65,10 @@ def test_rotary_by_hand(ops):
     np.testing.assert_allclose(rotary_frequencies(config)[0], [1.0, 0.01], rtol=1e-7)
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     turned = ops.rotate(x, rotary_tables(config, jnp.array([[2]])))[0, 0, 0]
-    c0, s0, c1, s1 = np.cos(2.0), np.sin(2.0), np.cos(0.02), np.sin(0.02)
+    c0 = np.cos(2.0)
+    s0 = np.sin(2.0)
+    c1 = np.cos(0.02)
+    s1 = np.sin(0.02)
     np.testing.assert_allclose(
         turned, [1 * c0 - 3 * s0, 2 * c1 - 4 * s1, 3 * c0 + 1 * s0, 4 * c1 + 2 * s1], rtol=1e-6
     )

@@ -13,7 +13,10 @@ from dcmdp_jax.models.ops import CPU, REFERENCE
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import MODEL_AXES, shard_map_over
 
-ROWS, LENGTH, WIDTH, VOCAB = 3, 10, 8, 31
+ROWS = 3
+LENGTH = 10
+WIDTH = 8
+VOCAB = 31
 # Logits up to 20 carry 1e-6 each in float32, and gradients up to 10 are sums of 31 of them.
 ROUNDING = 3e-5
 
@@ -36,9 +39,12 @@ def _reference(x, temperature):
     """logprobs, entropy, d hidden, d kernel of sum(logprob_bar * logprobs + entropy_bar * entropy),
     token by token.
     """
-    hidden, kernel = x["hidden"].astype(np.float64), x["kernel"].astype(np.float64)
-    logprobs, entropy = np.zeros((ROWS, LENGTH)), np.zeros((ROWS, LENGTH))
-    hidden_bar, kernel_bar = np.zeros_like(hidden), np.zeros_like(kernel)
+    hidden = x["hidden"].astype(np.float64)
+    kernel = x["kernel"].astype(np.float64)
+    logprobs = np.zeros((ROWS, LENGTH))
+    entropy = np.zeros((ROWS, LENGTH))
+    hidden_bar = np.zeros_like(hidden)
+    kernel_bar = np.zeros_like(kernel)
     for row, t in zip(*np.nonzero(x["mask"]), strict=True):
         state = hidden[row, t - 1]
         z = state @ kernel / temperature
@@ -126,7 +132,8 @@ def test_uniform_and_certain_distributions():
 def test_the_shift_is_by_one():
     """Token t is scored by the state before it: a state that votes for token v, then v."""
     hidden = jnp.zeros((1, 4, 5)).at[0, 1, 3].set(1.0)
-    ids, mask = jnp.array([[0, 0, 3, 0]]), jnp.array([[False, True, True, True]])
+    ids = jnp.array([[0, 0, 3, 0]])
+    mask = jnp.array([[False, True, True, True]])
     logprobs, _ = token_logprobs(
         hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, ops=CPU
     )
@@ -159,7 +166,8 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32():
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 1025, 16)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(16, 32)), jnp.bfloat16)
-    ids, mask = jnp.asarray(rng.integers(0, 32, (1, 1025)), jnp.int32), jnp.arange(1025)[None] > 0
+    ids = jnp.asarray(rng.integers(0, 32, (1, 1025)), jnp.int32)
+    mask = jnp.arange(1025)[None] > 0
 
     def total(kernel, hidden, chunk):
         return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, ops=CPU)[
@@ -178,7 +186,10 @@ def test_memory_at_the_full_vocabulary(ops):
     """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing
     is run.
     """
-    rows, length, width, vocab = 2, 512, 64, 151_936
+    rows = 2
+    length = 512
+    width = 64
+    vocab = 151_936
     naive = rows * length * vocab * 4
     shapes = (
         jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
@@ -235,7 +246,8 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(8, LENGTH, WIDTH)).astype(np.float32)
     kernel = rng.normal(size=(WIDTH, vocab)).astype(np.float32)
-    ids, mask = rng.integers(0, vocab, (8, LENGTH)).astype(np.int32), rng.random((8, LENGTH)) < 0.6
+    ids = rng.integers(0, vocab, (8, LENGTH)).astype(np.int32)
+    mask = rng.random((8, LENGTH)) < 0.6
     mask[:, 0], mask[3] = False, False
     bars = (
         *rng.normal(size=(2, 8, LENGTH)).astype(np.float32),
@@ -292,7 +304,8 @@ def test_listed_ids_have_values_and_gradients_of_float64(chunk):
     """Five ids a token, one of them absent, one twice: log-probs, and gradients beside those of the
     token's own.
     """
-    x, temperature = _inputs(), 0.7
+    x = _inputs()
+    temperature = 0.7
     rng = np.random.default_rng(5)
     listed = rng.integers(0, VOCAB, (ROWS, LENGTH, 5)).astype(np.int32)
     listed[..., 3], listed[..., 4] = -1, listed[..., 0]
@@ -311,7 +324,8 @@ def test_listed_ids_have_values_and_gradients_of_float64(chunk):
         x["hidden"], x["kernel"]
     )
     _, _, hidden_bar, kernel_bar = _reference(x, temperature)
-    hidden, kernel = x["hidden"].astype(np.float64), x["kernel"].astype(np.float64)
+    hidden = x["hidden"].astype(np.float64)
+    kernel = x["kernel"].astype(np.float64)
     expected = np.zeros(listed.shape)
     for row, t in zip(*np.nonzero(x["mask"]), strict=True):
         z = hidden[row, t - 1] @ kernel / temperature

@@ -88,20 +88,16 @@ def test_a_fresh_adapter_leaves_the_policy_as_it_is_bit_for_bit(base: Any) -> No
 
 def test_the_product_beside_equals_the_product_merged(base: Any) -> None:
     adapters = _adapters(MODEL, LORA)
-    beside, inside = (
-        _logits(adapted(base, adapters, LORA), MODEL),
-        _logits(merged(base, adapters, LORA), MODEL),
-    )
+    beside = _logits(adapted(base, adapters, LORA), MODEL)
+    inside = _logits(merged(base, adapters, LORA), MODEL)
     np.testing.assert_allclose(beside, inside, atol=2e-5)
     assert float(jnp.abs(inside - _logits(base, MODEL)).max()) > 0.1
 
 
 def test_with_a_full_rank_and_a_the_identity_the_gradient_of_b_is_that_of_the_matrix() -> None:
     """r = in, A = I, alpha = r: y = x (W + B), so training B is training W."""
-    x, w = (
-        jax.random.normal(jax.random.key(0), (5, 8)),
-        jax.random.normal(jax.random.key(1), (8, 6)),
-    )
+    x = jax.random.normal(jax.random.key(0), (5, 8))
+    w = jax.random.normal(jax.random.key(1), (8, 6))
     loss = lambda y: jnp.sum(jnp.sin(y) * jnp.arange(30.0).reshape(5, 6))  # noqa: E731
     by_b = jax.grad(lambda b: loss(kernel_matmul(x, LoraKernel(w, jnp.eye(8), b, 1.0))))(
         jnp.zeros((8, 6))
@@ -112,7 +108,9 @@ def test_with_a_full_rank_and_a_the_identity_the_gradient_of_b_is_that_of_the_ma
 
 def test_an_int8_base_is_merged_from_what_it_stands_for() -> None:
     w = jax.random.normal(jax.random.key(1), (8, 6))
-    kernel, a, b = quantize_kernel(w, "int8"), jnp.ones((8, 2)), jnp.full((2, 6), 0.25)
+    kernel = quantize_kernel(w, "int8")
+    a = jnp.ones((8, 2))
+    b = jnp.full((2, 6), 0.25)
     want = np.asarray(kernel.values, np.float32) * np.asarray(kernel.scale) + 2 * 0.25 * 3.0
     got = merged({"kernel": kernel}, {"a": a, "b": b}, Lora(2, 6.0))["kernel"]
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -240,7 +238,8 @@ def test_values_and_gradients_are_pefts(theirs: tuple[Any, Path], tmp_path: Path
 
 
 def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> None:
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     _, directory = theirs
     model = read_model_config(directory)
@@ -407,7 +406,8 @@ def test_adapters_of_a_wrapped_model_act_on_its_published_class(
     wrapped: Path, tmp_path: Path
 ) -> None:
     """By the names of the decoder's own class PEFT warns of missing keys, and no logit changes."""
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
     model = read_model_config(wrapped)
     base = load_params(wrapped, model, dtype="float32")
     adapters = _adapters(model, LORA)
@@ -437,7 +437,8 @@ def test_adapters_of_a_wrapped_model_act_on_its_published_class(
 
 
 def test_pefts_adapters_of_a_wrapped_class_are_read(wrapped: Path, tmp_path: Path) -> None:
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(wrapped)
     targets = r"model\.language_model\.layers\.\d+\.mlp\.(up|down)_proj"

@@ -115,10 +115,8 @@ def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized, replay
     x = rng.normal(size=(2, 3, 16))
     logits = x @ values["router"]
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    want, given = (
-        np.zeros_like(x),
-        np.stack([rng.permutation(4)[:2] for _ in range(6)]).reshape(2, 3, 2),
-    )
+    want = np.zeros_like(x)
+    given = np.stack([rng.permutation(4)[:2] for _ in range(6)]).reshape(2, 3, 2)
     given[0, 0] = -1
     likeliest = np.argsort(-probabilities)[..., :2]
     used = np.where(given >= 0, given, likeliest) if replayed else likeliest
@@ -185,7 +183,8 @@ def test_load_and_loss_are_those_of_transformers(hf_directory):
     model, directory = hf_directory("qwen3_moe")
     config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
-    ids, mask = np.random.default_rng(0).integers(0, 97, (2, 40)), np.ones((2, 40), np.int32)
+    ids = np.random.default_rng(0).integers(0, 97, (2, 40))
+    mask = np.ones((2, 40), np.int32)
     mask[1, 25:] = 0
     with torch.no_grad():
         theirs = model(
@@ -433,7 +432,8 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape):
     """Experts on 1, 2 and 4 devices beside other axes, mapped over data as a training step is."""
     params = init_params(CONFIG, jax.random.key(0))
     rng = np.random.default_rng(0)
-    ids, segments = rng.integers(0, 31, (8, 12)), np.ones((8, 12), np.int32)
+    ids = rng.integers(0, 31, (8, 12))
+    segments = np.ones((8, 12), np.int32)
     segments[5:, 7:] = 0
     weights = rng.normal(size=(8, 12, 31)).astype(np.float32)
     rows = tuple(map(jnp.asarray, (ids, segments, weights)))

@@ -149,7 +149,8 @@ def test_tree_has_every_matrix_quantized_per_layer_and_nothing_else(precision, t
     tree = in_precision(params, config, precision)
     np.testing.assert_array_equal(tree["embedding"], params["embedding"])
     np.testing.assert_array_equal(tree["norm"]["scale"], params["norm"]["scale"])
-    layers, original = tree["layers"], params["layers"]
+    layers = tree["layers"]
+    original = params["layers"]
     np.testing.assert_array_equal(
         layers["attention"]["q"]["bias"], original["attention"]["q"]["bias"]
     )

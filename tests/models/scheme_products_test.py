@@ -107,13 +107,15 @@ def test_a_product_is_that_of_the_scheme_in_float64(products):
         np.random.default_rng(1).normal(size=(9, 160)) * np.exp(np.arange(9))[:, None] / 50
     )
     found = products_of(params, Scheme(products=products), jnp.asarray(x, jnp.float32))
-    tokens, plain_error = rounded_tokens(x, products), 0.0
+    tokens = rounded_tokens(x, products)
+    plain_error = 0.0
     for names in ("qkv", ("gate", "up")):
         matrices = [{**params["attention"], **params["mlp"]}[name]["kernel"] for name in names]
         for name, matrix, weights in zip(
             names, matrices, rounded_weights(matrices, products), strict=True
         ):
-            expected, plain = tokens @ weights, x @ matrix.astype(np.float64)
+            expected = tokens @ weights
+            plain = x @ matrix.astype(np.float64)
             size = np.abs(plain).mean()
             np.testing.assert_allclose(found[name], expected, atol=2e-5 * size, rtol=2e-5)
             plain_error = max(plain_error, np.abs(plain - expected).mean() / size)
@@ -244,15 +246,18 @@ def _cached(x, cache):
 
 def float64_logprobs(params, ids, scheme):
     """log pi of each token after the first of one row, by loops over heads in float64."""
-    config, size = WHOLE, WHOLE.head_dim
+    config = WHOLE
+    size = WHOLE.head_dim
 
     def norm(x, weight):
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.rms_norm_eps) * weight
 
     def rotate(x):
         angles = np.arange(len(x))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
-        first, second = x[:, : size // 2], x[:, size // 2 :]
-        sine, cosine = np.sin(angles), np.cos(angles)
+        first = x[:, : size // 2]
+        second = x[:, size // 2 :]
+        sine = np.sin(angles)
+        cosine = np.cos(angles)
         return np.concatenate(
             [first * cosine - second * sine, second * cosine + first * sine], axis=1
         )
@@ -264,16 +269,19 @@ def float64_logprobs(params, ids, scheme):
         ]
 
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    x, layers = params["embedding"][ids], params["layers"]
+    x = params["embedding"][ids]
+    layers = params["layers"]
     visible = np.tril(np.ones((len(ids), len(ids)), bool))
     for i in range(config.num_layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
-        own, mlp = layer["attention"], layer["mlp"]
+        own = layer["attention"]
+        mlp = layer["mlp"]
         query, key, value = linear(
             norm(x, layer["attention_norm"]["scale"]), [own[n]["kernel"] for n in "qkv"]
         )
         key = _cached(rotate(norm(key, own["k_norm"]["scale"])), scheme.cache)
-        value, heads = _cached(value, scheme.cache), []
+        value = _cached(value, scheme.cache)
+        heads = []
         for head in np.split(query, config.num_heads, axis=1):
             scores = rotate(norm(head, own["q_norm"]["scale"])) @ key.T / np.sqrt(size)
             weights = np.where(visible, np.exp(scores - scores.max(axis=1, keepdims=True)), 0)
@@ -301,10 +309,8 @@ def test_the_forward_pass_is_that_of_the_scheme_in_float64(products, cache):
     """Fused or not on this platform: blocks of 128 lie across q and k, of 96 and 32 columns."""
     params = init_params(WHOLE, jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
-    ids, scheme = (
-        np.random.default_rng(0).integers(0, 61, (6, 5)).astype(np.int32),
-        Scheme(products=products, cache=cache),
-    )
+    ids = np.random.default_rng(0).integers(0, 61, (6, 5)).astype(np.int32)
+    scheme = Scheme(products=products, cache=cache)
     expected = np.exp([float64_logprobs(params, row, scheme) for row in ids])
     apart = {}
     for name, used in (("full", Scheme()), ("scheme", scheme)):

@@ -108,10 +108,8 @@ def test_what_is_exported_transformers_reads_with_its_special_tokens(converted, 
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    tokenizer, config = (
-        load_tokenizer(str(converted), vocab_size=49_152),
-        read_model_config(converted),
-    )
+    tokenizer = load_tokenizer(str(converted), vocab_size=49_152)
+    config = read_model_config(converted)
     save_tokenizer(
         tokenizer, tmp_path / "tokenizer", end_token_ids(tokenizer, converted, vocab_size=49_152)
     )

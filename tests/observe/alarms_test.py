@@ -82,7 +82,8 @@ def test_completions_more_alike_than_chance_are_not_independent():
     assert _named(completion__identical_fraction=0.9, completion__identical_chance=0.9) == []
 
 
-DELTA, C = CLEAN["discrepancy/mean"][1], float(CLEAN["dual/tolerance"][1][-1])
+DELTA = CLEAN["discrepancy/mean"][1]
+C = float(CLEAN["dual/tolerance"][1][-1])
 ENTROPY = CLEAN["policy/entropy"][1]
 
 
@@ -211,7 +212,9 @@ def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
     assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == [
         "charge"
     ]
-    flat, rising = np.full(50, 1.1 * C), 0.1 + 0.01 * STEPS  # the last ten steps: 0.51 to 0.6
+    # the last ten steps: 0.51 to 0.6
+    flat = np.full(50, 1.1 * C)
+    rising = 0.1 + 0.01 * STEPS
     steep = np.where(STEPS <= 40, 0.1, 0.1 + 0.01 * (STEPS - 40))  # 0.11 to 0.2
     assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["charge"]
     assert _named(discrepancy__mean=flat * 0.8, dual__multiplier=steep) == []  # within the budget

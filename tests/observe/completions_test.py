@@ -142,7 +142,8 @@ def test_a_browser_groups_identical_completions_and_hides_control_tokens_when_as
         _completion(tokens=tokens, step=2, prompt="<|im_start|>user\n6 * 7?"),
         _completion(tokens=("4", "1", "<|im_end|>"), step=1, prompt="<|im_start|>user\n6 * 7?"),
     ]
-    data, page = completions_data(four), tmp_path / "view.html"
+    data = completions_data(four)
+    page = tmp_path / "view.html"
     page.write_text(
         render_page("view.html", scripts=["completions.js"], title="t", completions=data, **_EMPTY)
     )

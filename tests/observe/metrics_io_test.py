@@ -52,7 +52,8 @@ def _events(run_dir):
     for path in sorted(
         (run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns
     ):
-        data, place = path.read_bytes(), 0
+        data = path.read_bytes()
+        place = 0
         while place < len(data):
             (length,) = struct.unpack_from("<Q", data, place)
             events.append(event_pb2.Event.FromString(data[place + 12 : place + 12 + length]))

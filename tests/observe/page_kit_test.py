@@ -66,7 +66,8 @@ def test_a_curve_is_drawn_within_the_page_and_a_long_one_is_a_picture_in_it():
     """A short line's path has a point for each value; of 100,000 values the page has fewer bytes
     than values.
     """
-    short, long = _figure("a"), _figure("a")
+    short = _figure("a")
+    long = _figure("a")
     short.axes[0].plot([0, 1, 2], [0, 5, 1], color="#0072B2")
     long.axes[0].plot(np.random.default_rng(0).normal(size=100_000))
     svg = inline_svg(short)

@@ -39,14 +39,12 @@ class _Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.in_cell = False
-        self.tags, self.addresses, self.rows, self.texts, self.paths, self.policies = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
+        self.tags = []
+        self.addresses = []
+        self.rows = []
+        self.texts = []
+        self.paths = []
+        self.policies = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -229,7 +227,8 @@ def test_the_report_says_when_lambda_began_at_its_cap(tmp_path, eta, first, cap,
 
 
 def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(tmp_path):
-    run_dir, prompt = tmp_path / "run", "<|im_start|>assistant\n12 + 5 ="
+    run_dir = tmp_path / "run"
+    prompt = "<|im_start|>assistant\n12 + 5 ="
     scores = {0: (0.25, 0.125, 0.375, " 18 <b>"), 20: (0.75, 0.5, 0.875, " 17")}
     with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, (score, low, high, text) in scores.items():

@@ -187,7 +187,8 @@ def test_shares_are_disjoint_complete_and_about_equal(count, processes):
     taken = []
     for index in range(processes):
         hosts = Hosts()
-        hosts.index, hosts.names = index, ("host",) * processes
+        hosts.index = index
+        hosts.names = ("host",) * processes
         taken.append(range(count)[hosts.share(count)])
     assert [i for part in taken for i in part] == list(range(count))
     assert max(map(len, taken)) - min(map(len, taken)) <= 1 <= min(map(len, taken))
@@ -292,7 +293,8 @@ def test_the_job_set_has_as_many_pods_as_processes():
     pods = job["template"]["spec"]
     [container] = pods["template"]["spec"]["containers"]
     given = dict(re.findall(r"--config\.hosts\.(\w+)=(\S+)", container["args"][0]))
-    name, subdomain = job_set["metadata"]["name"], job_set["spec"]["network"]["subdomain"]
+    name = job_set["metadata"]["name"]
+    subdomain = job_set["spec"]["network"]["subdomain"]
     assert int(given["processes"]) == pods["parallelism"] == pods["completions"]
     assert (
         given["coordinator"]

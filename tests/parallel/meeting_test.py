@@ -108,7 +108,8 @@ def test_a_coordinator_whose_own_name_is_loopback_is_told(
     name, warns, address, monkeypatch, caplog
 ):
     """As Debian's /etc/hosts has a machine's own name: no other host would ever come."""
-    port, resolve = int(address.rpartition(":")[2]), socket.getaddrinfo
+    port = int(address.rpartition(":")[2])
+    resolve = socket.getaddrinfo
     known = {"thishost": "127.0.1.1", "localhost": "127.0.0.1"}
     monkeypatch.setattr(
         socket,

@@ -80,7 +80,8 @@ def test_param_shardings():
     assert specs["embedding"] == P("tensor", "fsdp")
     assert specs["output"] == P("fsdp", "tensor")
     assert specs["norm"]["scale"] == P(None)
-    attention, mlp = specs["layers"]["attention"], specs["layers"]["mlp"]
+    attention = specs["layers"]["attention"]
+    mlp = specs["layers"]["mlp"]
     assert attention["q"] == {"kernel": P(None, "fsdp", "tensor"), "bias": P(None, "tensor")}
     assert attention["k"] == attention["v"] == attention["q"]
     assert attention["o"] == {"kernel": P(None, "tensor", "fsdp"), "bias": P(None, "fsdp")}
@@ -141,7 +142,9 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog):
     ids=["adamw", "chain", "masked", "multi_transform"],
 )
 def test_moments_are_sharded_like_their_parameters(optimizer):
-    mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
+    mesh = _mesh(2, 2, 2)
+    shapes = param_shapes(CONFIG)
+    axes = logical_axes(CONFIG)
     state = jax.eval_shape(optimizer.init, shapes)
     shardings = state_shardings(
         {"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh
@@ -164,14 +167,18 @@ def test_moments_are_sharded_like_their_parameters(optimizer):
 
 
 def test_every_moment_of_adamw():
-    mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
+    mesh = _mesh(2, 2, 2)
+    shapes = param_shapes(CONFIG)
+    axes = logical_axes(CONFIG)
     shardings = state_shardings(jax.eval_shape(optax.adamw(1e-3).init, shapes), shapes, axes, mesh)
     assert shardings[0].mu == shardings[0].nu == param_shardings(axes, shapes, mesh)
 
 
 def test_a_leaf_of_another_shape_is_replicated():
     """Factored moments keep a parameter's path and not its shape."""
-    mesh, shapes, axes = _mesh(1, 8, 1), param_shapes(CONFIG), logical_axes(CONFIG)
+    mesh = _mesh(1, 8, 1)
+    shapes = param_shapes(CONFIG)
+    axes = logical_axes(CONFIG)
     rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[:-1], leaf.dtype), shapes)
     shardings = state_shardings(rows, shapes, axes, mesh)
     assert set(jax.tree.leaves(_specs(shardings), is_leaf=lambda x: isinstance(x, P))) == {P()}
@@ -181,7 +188,9 @@ def test_state_made_under_jit_has_its_shardings():
     """jit(optimizer.init) alone puts the moments on one device; with these out_shardings they are
     split.
     """
-    mesh, shapes, axes = _mesh(1, 4, 2), param_shapes(CONFIG), logical_axes(CONFIG)
+    mesh = _mesh(1, 4, 2)
+    shapes = param_shapes(CONFIG)
+    axes = logical_axes(CONFIG)
     optimizer = optax.adam(1e-3)
     shardings = state_shardings(jax.eval_shape(optimizer.init, shapes), shapes, axes, mesh)
     params = jax.device_put(

@@ -70,7 +70,8 @@ def test_caches_of_preempted_rows_are_beside_a_decoding_batch():
 
 def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
-    awake, asleep = _with_vllm(), _with_vllm(sleep=1)
+    awake = _with_vllm()
+    asleep = _with_vllm(sleep=1)
     assert usable_memory(awake, gpus) == (40 * GIB, "80 GiB less vLLM's share of 0.4 and a tenth")
     assert usable_memory(asleep, gpus) == (72 * GIB, "80 GiB less a tenth, while vLLM sleeps")
     assert usable_memory(_with_vllm(visible_devices="8,9"), gpus)[0] == int(79.1 * 0.9 * GIB)
@@ -114,7 +115,8 @@ def test_what_does_not_fit_is_refused(plan):
 
 
 def test_the_report_and_the_record(plan):
-    text, record = describe_plan(plan), plan_record(plan)
+    text = describe_plan(plan)
+    record = plan_record(plan)
     assert f"{num_params(plan.run.model):,} parameters" in text
     for heading in (
         "by arithmetic, exact",

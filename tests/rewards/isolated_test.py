@@ -105,7 +105,8 @@ def test_memory_is_limited(pool):
 
 def test_a_cancelled_call_is_not_begun(pool, tmp_path):
     file = tmp_path / "calls"
-    first, cancelled = _submit(pool, "compute", 0.2), _submit(pool, "die", str(file))
+    first = _submit(pool, "compute", 0.2)
+    cancelled = _submit(pool, "die", str(file))
     assert cancelled.cancel()
     assert first.result(HANGS_S) is True and _run(pool, "echo", 3) == 3
     assert not file.exists()
@@ -143,7 +144,8 @@ def test_a_process_that_can_not_start_is_one_error(tmp_path, monkeypatch, progra
 
 
 def test_close_leaves_nothing_behind():
-    others, threads = set(descendants(os.getpid())), threading.active_count()
+    others = set(descendants(os.getpid()))
+    threads = threading.active_count()
     files = set(os.listdir("/proc/self/fd"))
     pool = IsolatedPool(_PLANTED, workers=2)
     pids = {_run(pool, "pid") for _ in range(10)}

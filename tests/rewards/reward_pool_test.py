@@ -78,7 +78,8 @@ def _begin(
 
 
 def test_functions_are_called_with_one_batch_after_the_other():
-    length, algebra = _name("length"), _name("only_for_algebra")
+    length = _name("length")
+    algebra = _name("only_for_algebra")
     with RewardPool([length, algebra], ["source"], timeout_s=_LONG_S) as pool:
         pool.wait_until_loaded()
         _begin(pool, (1, 2), "algebra")
@@ -129,7 +130,8 @@ def test_types_that_json_lacks_arrive_as_text(tmp_path):
     ],
 )
 def test_a_function_that_fails_is_named_and_hurts_no_other(function, timeout_s, reason, row):
-    bad, good = _name(function), _name("length")
+    bad = _name(function)
+    good = _name("length")
     with (
         RewardPool([bad], ["source"], timeout_s=timeout_s) as pool,
         RewardPool([good], ["source"], timeout_s=_LONG_S) as other,
@@ -265,7 +267,8 @@ def _started(path):
 
 
 def test_what_a_function_starts_lives_until_the_pool_is_closed(tmp_path):
-    name, path = _name("starts_processes"), tmp_path / "returns"
+    name = _name("starts_processes")
+    path = tmp_path / "returns"
     with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
         _begin(pool, source=str(path))
         assert pool.collect() == {name: Returned([1.0, 1.0])}
@@ -275,7 +278,8 @@ def test_what_a_function_starts_lives_until_the_pool_is_closed(tmp_path):
 
 
 def test_what_a_function_starts_ends_with_a_call_that_is_killed(tmp_path):
-    name, path = _name("starts_processes"), tmp_path / "hangs"
+    name = _name("starts_processes")
+    path = tmp_path / "hangs"
     with RewardPool([name], ["source"], timeout_s=3.0) as pool:
         _begin(pool, source=str(path))
         assert _failure(pool) == (f"reward {name}: no result in 3 s", None)

@@ -133,7 +133,8 @@ def test_numbers_of_numpy_are_logged_as_numbers_and_other_objects_as_text(tmp_pa
 
 
 def test_what_a_function_prints_goes_to_its_file_at_once(tmp_path):
-    path, log = tmp_path / "own.py", tmp_path / "rewards.log"
+    path = tmp_path / "own.py"
+    log = tmp_path / "rewards.log"
     path.write_text(
         "import os, sys, time\nprint('imported')\ndef f(completions, **columns):\n    "
         "print('called', *completions); print('to stderr', file=sys.stderr); os.system('echo from "

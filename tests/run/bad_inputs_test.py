@@ -29,7 +29,8 @@ from dcmdp_jax.run.weights import Weights
 from tests.support.refusals import refused
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
-_NORM, _QUERY = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+_NORM = "model.layers.1.input_layernorm.weight"
+_QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")

@@ -627,7 +627,9 @@ def test_a_run_does_not_begin_anew_beside_a_renamed_checkpoint(opened, two, tmp_
 
 def test_a_digest_sees_a_changed_bit_a_swap_and_a_sign():
     leaf = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
-    swapped, bit, sign = leaf.copy(), leaf.copy(), leaf.copy()
+    swapped = leaf.copy()
+    bit = leaf.copy()
+    sign = leaf.copy()
     swapped[[0, 1]] = leaf[[1, 0]]
     bit.view(np.uint32)[2, 3] ^= 1
     sign[1, 1] = -0.0  # equal to 0.0, other bits

@@ -47,14 +47,16 @@ QWEN3_0_6B = ModelConfig(
 
 def test_older_versions_and_batches_ahead_are_counted_where_they_are():
     """Lag 2 on eight GPUs: two sharded copies; a run that they do not fit says so."""
-    config, machine = qwen3_8b.get_config("local"), Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    config = qwen3_8b.get_config("local")
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
     without = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     config.rollout.lag = 2
     kept = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     item = {"float32": 4, "bfloat16": 2}[config.model.param_dtype]
     share = (8_190_735_360 - 308_224) // 8 + 308_224
     assert part_of(kept, "parameters of 2 older").each == 2 * share * item
-    batch, ahead = part_of(kept, "batch"), part_of(kept, "2 batch(es) sampled ahead")
+    batch = part_of(kept, "batch")
+    ahead = part_of(kept, "2 batch(es) sampled ahead")
     assert ahead.each == 2 * batch.each and batch.each > part_of(without, "batch").each
     config.rollout.lag = 60
     with pytest.raises(
@@ -68,7 +70,8 @@ def test_layers_without_a_loop_are_cast_and_their_gradients_kept():
     """All matrices, 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), and their gradients,
     bfloat16.
     """
-    config, machine = qwen3_8b.get_config("local"), Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
+    config = qwen3_8b.get_config("local")
+    machine = Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
     config.model.remat, config.model.scan_unroll = "none", 36
     plan = memory_plan_of(config, QWEN3_8B, machine, (8, 1, 1))
     whole = 2 * 2 * 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
@@ -120,7 +123,8 @@ def test_the_packed_layout_of_cudnn_by_hand():
     """A micro-batch of 9,216 tokens: 4 bytes of each head, and 8 of each of its 128 elements, 16
     times.
     """
-    machine, plans = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB), []
+    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    plans = []
     for segments in (1, 16, 33):
         config = qwen3_8b.get_config("local")
         config.training.row_lengths, config.training.micro_batch_tokens = (9216,), 9216

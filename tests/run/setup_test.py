@@ -62,7 +62,8 @@ def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
     """On a GPU too: cuDNN takes each segment as a sequence of its own, and keeps memory for each of
     them.
     """
-    config, mesh = from_config_dict(qwen3_8b.get_config()), make_mesh(devices=jax.devices()[:1])
+    config = from_config_dict(qwen3_8b.get_config())
+    mesh = make_mesh(devices=jax.devices()[:1])
     shapes = placement.packing_on(config, mesh, Compute(attention=kernel))
     assert shapes.segments_per_row == most and (len(shapes.row_lengths) > 3) == (kernel == "xla")
     given = dataclasses.replace(

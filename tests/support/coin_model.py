@@ -18,11 +18,9 @@ VOCABULARY = len(TOKENIZER)
 TASK, SAMPLES, TEMPERATURE = (
     f"--config.evaluation.{name}" for name in ("task", "samples", "temperature")
 )
-TOKENS, ROWS, SEED = (
-    "--config.rollout.max_completion_tokens",
-    "--config.rollout.max_rows",
-    "--config.training.seed",
-)
+TOKENS = "--config.rollout.max_completion_tokens"
+ROWS = "--config.rollout.max_rows"
+SEED = "--config.training.seed"
 
 
 def coin_model(context=256):

@@ -17,7 +17,8 @@ class StandIn:
     """A primitive's `bind`. What cuDNN does not write is NaN."""
 
     def __init__(self, *, backward: bool) -> None:
-        self._backward, self.calls = backward, 0
+        self._backward = backward
+        self.calls = 0
 
     def bind(
         self, query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any, **options: Any
@@ -36,10 +37,12 @@ class StandIn:
         )
         if self._backward:
             assert saved[0].shape == statistics.shape
-            shapes, arguments = (query, key, value), (saved[1], saved[2])
+            shapes = (query, key, value)
+            arguments = (saved[1], saved[2])
         else:
             assert options["is_training"]
-            shapes, arguments = (query, statistics), ()
+            shapes = (query, statistics)
+            arguments = ()
         run = functools.partial(
             _run, self._backward, options["scale"], options["sliding_window_length"]
         )
@@ -51,7 +54,9 @@ class StandIn:
 
 def _run(backward, scale, window, *arrays):
     query, key, value, lengths, offsets, key_offsets, *rest = (np.asarray(x) for x in arrays)
-    heads, kv_heads, width = query.shape[2], key.shape[2], query.shape[3]
+    heads = query.shape[2]
+    kv_heads = key.shape[2]
+    width = query.shape[3]
     results = [np.full(x.size, np.nan) for x in ((query, key, value) if backward else (query,))]
 
     def read(x, offset, tokens):
@@ -67,11 +72,9 @@ def _run(backward, scale, window, *arrays):
     ):
         if not tokens:
             continue
-        q, k, v = (
-            read(query, offset, tokens),
-            read(key, key_offset, tokens),
-            read(value, key_offset, tokens),
-        )
+        q = read(query, offset, tokens)
+        k = read(key, key_offset, tokens)
+        v = read(value, key_offset, tokens)
         k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
         # cuDNN's window holds the query itself.
         seen = np.tri(tokens, dtype=bool) & ~np.tri(tokens, k=-(window or tokens), dtype=bool)

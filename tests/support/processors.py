@@ -25,7 +25,8 @@ _AVX512 = f"{_AVX2} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni avx5
 PROCESSORS = {"avx2": _AVX2, "avx512": _AVX512, "amx": f"{_AVX512} amx_bf16 amx_tile amx_int8"}
 """Name -> instruction sets, as /proc/cpuinfo lists them."""
 
-WEIGHTS, CACHES = ("int8", "fp8_per_block"), ("fp8", "fp8_e5m2")
+WEIGHTS = ("int8", "fp8_per_block")
+CACHES = ("fp8", "fp8_e5m2")
 _FORMATS = {"float32", "float16", "bfloat16", "auto", *WEIGHTS, *CACHES}
 REFUSED = {"avx2": {*WEIGHTS, *CACHES}, "avx512": {*WEIGHTS}, "amx": set()}
 """Name -> the precisions and caches that vLLM's CPU build does not compute there."""

@@ -74,7 +74,8 @@ def contradictions(run_dir: str | Path) -> list[str]:
         run_dir: a run directory with metrics.jsonl and config.json.
     """
     # The report leaves out the steps that measure c.
-    series, config = read_metrics(run_dir), read_run(run_dir).config
+    series = read_metrics(run_dir)
+    config = read_run(run_dir).config
     # What is missing somewhere can't be compared with what is there.
     return [*_of_steps(series, config)] or [
         *_of_values(series, config),
@@ -86,7 +87,8 @@ def contradictions(run_dir: str | Path) -> list[str]:
 def _of_steps(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     """Every training metric at every step from 1 on; an evaluation wherever one is due."""
     last = int(series["reward/mean"][0][-1])
-    every, steps = config["evaluation.every_steps"], config["training.steps"]
+    every = config["evaluation.every_steps"]
+    steps = config["training.steps"]
     if last > steps:
         yield f"step {last} of {steps}"
     due = [step for step in range(last + 1) if every and (step % every == 0 or step == steps)]
@@ -158,7 +160,8 @@ def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
     get = {name: values for name, (_, values) in series.items()}
     # Dynamic sampling samples more prompts than the step trains on.
     prompts = get.get("rollout/sampled_prompts", config["training.prompts_per_step"])
-    total, limit = prompts * config["rollout.group_size"], config["rollout.max_completion_tokens"]
+    total = prompts * config["rollout.group_size"]
+    limit = config["rollout.max_completion_tokens"]
     steps = series["reward/mean"][0]
     kept = total - get["rollout/dropped_completions"]
     wholes = {
@@ -228,7 +231,8 @@ def _of_the_multiplier(series: Series, config: Mapping[str, Any]) -> Iterator[st
     lambda_max).
     """
     steps, multiplier = series["dual/multiplier"]
-    discrepancy, violation = series["discrepancy/mean"][1], series["dual/violation"][1]
+    discrepancy = series["discrepancy/mean"][1]
+    violation = series["dual/violation"][1]
     measured = (
         config.get("algorithm.tolerance_steps", 0) if config["algorithm.method"] == "dc_grpo" else 0
     )

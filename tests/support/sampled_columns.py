@@ -6,7 +6,9 @@ import numpy as np
 
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 
-VOCABULARY, COMPLETIONS, LENGTH = 50, 40, 40
+VOCABULARY = 50
+COMPLETIONS = 40
+LENGTH = 40
 
 
 def _log_softmax(logits):
@@ -57,12 +59,11 @@ def columns(
         if start:
             engine[:4] = rng.normal(0, 2, (4, VOCABULARY))
         sampled_from = _truncated(_log_softmax(engine / temperature), top_p)
-        train, rollout = _log_softmax(logits), sampled_from
+        train = _log_softmax(logits)
+        rollout = sampled_from
         if raw:
-            train, rollout = (
-                _truncated(_log_softmax(logits / temperature), top_p),
-                _log_softmax(engine),
-            )
+            train = _truncated(_log_softmax(logits / temperature), top_p)
+            rollout = _log_softmax(engine)
         ids = np.array([rng.choice(VOCABULARY, p=np.exp(row)) for row in sampled_from])
         scored = ids.copy()
         if row < broken:

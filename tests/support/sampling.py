@@ -75,7 +75,8 @@ def sample(
         engine, prompts, sampling, seed, step: of `generate`.
         on_pull: called with each list, before the next one is asked for.
     """
-    episodes, pulled = [], []
+    episodes = []
+    pulled = []
     for complete in engine.generate(prompts, sampling, seed=seed, step=step):
         on_pull(complete)
         groups = [episode.group for episode in complete[:: sampling.group_size]]

@@ -66,7 +66,10 @@ class EchoEngine:
     """
 
     def __init__(self, *, scored=0.0, alone=0.0):
-        self.calls, self.version, self._scored, self._alone = [], -1, scored, alone
+        self.calls = []
+        self.version = -1
+        self._scored = scored
+        self._alone = alone
 
     def push_weights(self, params, version):
         self.version = version

@@ -50,12 +50,15 @@ OPTIMIZER = dataclasses.replace(
 
 ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4, multiplier_max=1.0)
 
-PROMPT, LENGTH = 5, 24
+PROMPT = 5
+LENGTH = 24
 UPDATES = 100
 
 TEMPERATURE = 0.8
 
-GROUP, PROMPTS, LIMIT = 4, 4, 9
+GROUP = 4
+PROMPTS = 4
+LIMIT = 9
 
 MAX_APART = 2.0  # nats
 
@@ -270,7 +273,8 @@ def algorithm_one(
     sizes = {"low": 0.2, "high": 0.24} | region.parameters
     delta = []
     for train, engine in zip(old, rollout.rollout_logprobs, strict=True):
-        p, q = np.exp(train), np.exp(engine.astype(np.float64))
+        p = np.exp(train)
+        q = np.exp(engine.astype(np.float64))
         d = {"diff": p - q, "ratio": p / q - 1, "log": np.log(p / q)}[settings.measure]
         d = np.abs(d) if settings.sided == "two" else np.maximum(d, 0)
         delta.append(np.minimum(d, 10.0) if settings.measure == "ratio" else d)
@@ -303,8 +307,12 @@ def algorithm_one(
         """The mini-batch's surrogate, its divergence, and the loss's derivative in each
         log-prob.
         """
-        total, weight, slopes = 0.0, 0.0, np.zeros(now.shape)
-        kl_total, kl_weight, kl_slopes = 0.0, 0.0, np.zeros(now.shape)
+        total = 0.0
+        weight = 0.0
+        slopes = np.zeros(now.shape)
+        kl_total = 0.0
+        kl_weight = 0.0
+        kl_slopes = np.zeros(now.shape)
         for i in members:
             if settings.mask_truncated and rollout.finish_reasons[i] == "length":
                 continue
@@ -333,11 +341,13 @@ def algorithm_one(
                 capped = (advantage < 0) & (ratio > sizes["dual"])
                 token_losses = np.where(capped, -sizes["dual"] * advantage, token_losses)
                 slope = np.where(capped, 0.0, slope)
-            keep, factor = np.ones(b - a, bool), 1.0
+            keep = np.ones(b - a, bool)
+            factor = 1.0
             if corrected:
                 apart = old[i] - rollout.rollout_logprobs[i].astype(np.float64)
                 limit = MAX_APART if corrected is True else corrected
-                keep, factor = np.abs(apart) < limit, np.minimum(np.exp(apart), 2.0)
+                keep = np.abs(apart) < limit
+                factor = np.minimum(np.exp(apart), 2.0)
             planned, all_tokens, kept_tokens = {
                 "seq_mean_token_mean": (1 / (b - a), 1, keep.mean()),
                 "token_mean": (1, b - a, keep.sum()),
@@ -345,7 +355,8 @@ def algorithm_one(
             }[settings.aggregation]
             unit = kept_tokens if settings.correction_denominator == "kept" else all_tokens
             scale = planned * keep * factor
-            total, weight = total + (scale * token_losses).sum(), weight + unit
+            total = total + (scale * token_losses).sum()
+            weight = weight + unit
             slopes[i, a:b] = scale * slope
             if settings.kl_coefficient:
                 x = reference[i, a:b] - now[i, a:b]
@@ -358,7 +369,10 @@ def algorithm_one(
 
     leaves, tree = jax.tree.flatten(params)
     moments = [(np.zeros(x.shape), np.zeros(x.shape)) for x in leaves]
-    b1, b2, losses, norms = OPTIMIZER.beta1, OPTIMIZER.beta2, [], []
+    b1 = OPTIMIZER.beta1
+    b2 = OPTIMIZER.beta2
+    losses = []
+    norms = []
     for m in range(mini_batches):
         members = tuple(range(m * n // mini_batches, (m + 1) * n // mini_batches))
         current = jax.tree.unflatten(tree, leaves)
@@ -377,7 +391,8 @@ def algorithm_one(
             np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
         )
         for k, g in enumerate(np.asarray(g, np.float64) for g in jax.tree.leaves(grads)):
-            mu, nu = b1 * moments[k][0] + (1 - b1) * g, b2 * moments[k][1] + (1 - b2) * g * g
+            mu = b1 * moments[k][0] + (1 - b1) * g
+            nu = b2 * moments[k][1] + (1 - b2) * g * g
             moments[k] = mu, nu
             direction = (
                 mu / (1 - b1 ** (m + 1)) / (np.sqrt(nu / (1 - b2 ** (m + 1))) + OPTIMIZER.epsilon)
@@ -422,7 +437,8 @@ def make_model(tied):
 
 def unpacked_rows(ids):
     """Rows of one completion each, of `LENGTH` tokens after `PROMPT`."""
-    shape, positions = ids.shape, np.arange(ids.shape[1], dtype=np.int32)
+    shape = ids.shape
+    positions = np.arange(ids.shape[1], dtype=np.int32)
     mask = np.broadcast_to(positions >= PROMPT, shape)
     index = np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
     rows = Rows(ids, np.broadcast_to(positions, shape), np.ones(shape, np.int32), mask, index, {})

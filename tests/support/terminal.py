@@ -24,13 +24,18 @@ class Screen:
     """
 
     def __init__(self, lines, columns):
-        self.columns, self.lines = columns, lines
-        self.rows, self.history = [[] for _ in range(lines)], []
+        self.columns = columns
+        self.lines = lines
+        self.rows = [[] for _ in range(lines)]
+        self.history = []
         self.row = self.column = 0
-        self.saved, self.region, self._rest = (0, 0), (0, lines - 1), ""
+        self.saved = (0, 0)
+        self.region = (0, lines - 1)
+        self._rest = ""
 
     def feed(self, text):
-        text, self._rest = self._rest + text, ""
+        text = self._rest + text
+        self._rest = ""
         while text:
             if text[0] == "\x1b" and not _SEQUENCE.match(text) and len(text) < 20:
                 self._rest = text  # a sequence that another read goes on with
@@ -79,12 +84,15 @@ class Screen:
             self._down()
         elif final == "H":
             row, column = (int(each) for each in (numbers or "1;1").split(";"))
-            self.row, self.column = min(row, self.lines) - 1, column - 1
+            self.row = min(row, self.lines) - 1
+            self.column = column - 1
         elif final == "A":
             self.row = max(self.region[0], self.row - int(numbers or 1))
         elif final == "r":
             top, bottom = (int(each) for each in (numbers or f"1;{self.lines}").split(";"))
-            self.region, self.row, self.column = (top - 1, bottom - 1), 0, 0
+            self.region = (top - 1, bottom - 1)
+            self.row = 0
+            self.column = 0
         elif final == "K":
             self.rows[self.row] = []
         elif final == "J":
@@ -117,7 +125,9 @@ def run_in_terminal(program, *, lines=24, columns=100, at=None, environment=()):
         start_new_session=True,
     )
     os.close(child)
-    screen, waiting, ends = Screen(lines, columns), dict(at or {}), time.monotonic() + HANGS_S
+    screen = Screen(lines, columns)
+    waiting = dict(at or {})
+    ends = time.monotonic() + HANGS_S
     try:
         while time.monotonic() < ends:
             if select.select([main], [], [], 0.1)[0]:

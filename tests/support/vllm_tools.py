@@ -28,7 +28,9 @@ from dcmdp_jax.types import Params
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S
 
-TOTAL, ROWS, STOP = 64, 64, 3
+TOTAL = 64
+ROWS = 64
+STOP = 3
 
 
 def vllm_settings(**changes: object) -> VllmSettings:
@@ -199,7 +201,8 @@ def fresh_answers(
             for sampling in samplings
         ],
     }
-    given, answer = directory / "request.json", directory / "answer.json"
+    given = directory / "request.json"
+    answer = directory / "answer.json"
     given.write_text(json.dumps(request))
     script = Path(__file__).with_name("fresh_vllm.py")
     command = [sys.executable, str(script), str(given), str(answer)]

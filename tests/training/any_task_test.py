@@ -246,7 +246,8 @@ def test_tools_train_and_a_resumed_run_repeats_their_bits(run_environment, tmp_p
         --config.task.train={task},difficulty=1,count=16 --config.rollout.max_completion_tokens=160
         --config.warmup.steps=200 --config.warmup.task={task},difficulty=1,count=64,worked=true,tools=true
     """.split()
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     records = [
         record for record in _run(run_environment, whole, *settings) if "reward/mean" in record
     ]

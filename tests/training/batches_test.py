@@ -49,7 +49,10 @@ class _Sampler:
     """Takes `step + 1` prompts for the batch of a step, and notes (step, weights, position)."""
 
     def __init__(self, services, task, hosts, leave, *, collective=True):
-        self.engine, self.exit, self.collective, self.made = services.engine, leave, collective, []
+        self.engine = services.engine
+        self.exit = leave
+        self.collective = collective
+        self.made = []
 
     def sample(self, step, first, timer):
         for name in ("generate", "verify"):
@@ -171,7 +174,8 @@ def test_a_failure_ends_the_later_batches_and_is_the_one_that_is_raised(monkeypa
 class _SecondOfTwo(Hosts):
     """This host is the second of two; the other one's engine has a noise floor of 0.5."""
 
-    index, names = 1, ("first", "second")
+    index = 1
+    names = ("first", "second")
 
     def __init__(self):
         self.floors = []
@@ -245,7 +249,8 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
 
 def test_a_token_of_another_version_than_the_one_announced_names_both():
     def episode(version):
-        ids, logprobs = np.array([7, 8], np.int32), np.zeros(2, np.float32)
+        ids = np.array([7, 8], np.int32)
+        logprobs = np.zeros(2, np.float32)
         given = {"policy_version": version, "group": 0, "member": 0, "finish_reason": "stop"}
         return single_turn(np.array([1], np.int32), ids, logprobs, **given)
 

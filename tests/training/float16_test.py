@@ -113,7 +113,8 @@ def test_the_update_is_float32s_to_float16s_rounding():
     )
     assert "optimizer/loss_scale" not in of_float32[0]
     assert of_float16[0]["optimizer/skipped_updates"] == 0
-    wanted, found = _moved(exact), _moved(half)
+    wanted = _moved(exact)
+    found = _moved(half)
     assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
     for name in ("policy/loss", "optimizer/grad_norm", "discrepancy/mean"):
         np.testing.assert_allclose(of_float16[0][name], of_float32[0][name], rtol=5e-3)

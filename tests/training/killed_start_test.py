@@ -82,7 +82,8 @@ def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(
     run_environment, tmp_path
 ):
     """Ten problems, then fourteen: the order of prompts is another one."""
-    data, run_dir = tmp_path / "problems.jsonl", tmp_path / "run"
+    data = tmp_path / "problems.jsonl"
+    run_dir = tmp_path / "run"
     settings = (*_SHORT, _NOT_EVALUATED, f"--config.task.train={data}")
     rows = [
         json.dumps({"problem": f"{n}+{n + 1}=", "answer": str(2 * n + 1)}) + "\n" for n in range(14)

@@ -107,7 +107,8 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
     """Kill the trainer, or its sampler, at random moments of a run until it has had `kills`; then
     let it end.
     """
-    chance, done = random.Random(seed), 0
+    chance = random.Random(seed)
+    done = 0
     process = _start(environment, run_dir, *settings)
     while done < kills:
         seen = max(read_records(run_dir), default=0)
@@ -188,10 +189,8 @@ def test_a_lag_that_can_not_be_is_one_line(overrides, said):
     assert str(raised.value).startswith(said) and "\n" not in str(raised.value)
 
 
-_TIS, _PROXIMAL = (
-    "--config.algorithm.corrections=tis(high=2)",
-    "--config.algorithm.ratio_denominator=proximal",
-)
+_TIS = "--config.algorithm.corrections=tis(high=2)"
+_PROXIMAL = "--config.algorithm.ratio_denominator=proximal"
 
 
 @pytest.mark.long

@@ -26,8 +26,11 @@ MODELS = {
         moe_intermediate_size=16,
     ),
 }
-OLDER, NOW = 1, 2  # seeds of two versions' parameters
-MEASURE, SIDED = "diff", "two"
+# seeds of two versions' parameters
+OLDER = 1
+NOW = 2
+MEASURE = "diff"
+SIDED = "two"
 
 
 def _normed(x, scale, epsilon):
@@ -38,8 +41,10 @@ def _rotated(x, base):
     """[T, heads, D], each pair (i, i + D / 2) turned by position / base^(2 i / D)."""
     half = x.shape[-1] // 2
     angle = np.arange(len(x))[:, None] / base ** (np.arange(half) * 2 / x.shape[-1])
-    sin, cos = np.sin(angle)[:, None], np.cos(angle)[:, None]
-    first, second = x[..., :half], x[..., half:]
+    sin = np.sin(angle)[:, None]
+    cos = np.cos(angle)[:, None]
+    first = x[..., :half]
+    second = x[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
@@ -54,7 +59,8 @@ def _mlp(x, gate, up, down):
 
 
 def _experts(x, layer, model):
-    probabilities, out = _softmax(x @ layer["router"]["kernel"]), np.zeros_like(x)
+    probabilities = _softmax(x @ layer["router"]["kernel"])
+    out = np.zeros_like(x)
     for t, row in enumerate(probabilities):
         chosen = np.argsort(-row)[: model.num_experts_per_tok]
         for expert in chosen:
@@ -66,11 +72,13 @@ def _experts(x, layer, model):
 def _logprobs(params, model, ids):
     """log pi of each token after the first, in float64."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    x, epsilon = params["embedding"][ids], model.rms_norm_eps
+    x = params["embedding"][ids]
+    epsilon = model.rms_norm_eps
     causal = np.tril(np.ones((len(ids), len(ids)), bool))
     for number in range(model.num_layers):
         layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
-        attention, h = layer["attention"], _normed(x, layer["attention_norm"]["scale"], epsilon)
+        attention = layer["attention"]
+        h = _normed(x, layer["attention_norm"]["scale"], epsilon)
         q, k, v = (
             (h @ attention[name]["kernel"]).reshape(len(ids), -1, model.head_dim)
             for name in ("q", "k", "v")
@@ -81,7 +89,8 @@ def _logprobs(params, model, ids):
         scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(model.head_dim)
         mixed = np.einsum("hts,shd->thd", _softmax(np.where(causal, scores, -np.inf)), v)
         x = x + mixed.reshape(len(ids), -1) @ attention["o"]["kernel"]
-        h, mlp = _normed(x, layer["mlp_norm"]["scale"], epsilon), layer["mlp"]
+        h = _normed(x, layer["mlp_norm"]["scale"], epsilon)
+        mlp = layer["mlp"]
         kernels = (
             [mlp[name]["kernel"] for name in ("gate", "up", "down")] if "gate" in mlp else None
         )
@@ -238,7 +247,8 @@ def test_the_decoupled_objective_weighs_by_what_the_policy_moved():
     settings = dataclasses.replace(step_runs.ALGORITHM, method="grpo", ratio_denominator="proximal")
     sampled = _sampled(then)
     _, metrics = _lagged_step(step_runs.MODEL, sampled, mini_batches=1, settings=settings)
-    rewards, lengths = sampled[1].astype(np.float64), [len(ids) for ids in rollout.completion_ids]
+    rewards = sampled[1].astype(np.float64)
+    lengths = [len(ids) for ids in rollout.completion_ids]
     groups = [rewards[rollout.group_ids == g] for g in rollout.group_ids]
     advantages = [
         0.0

@@ -28,7 +28,8 @@ from dcmdp_jax.training.state import batch_shardings
 from tests.support.packed_attention import stand_in_for_cudnn
 from tests.support.step_runs import MODEL, make_params
 
-CAP, COUNT = 24, 12
+CAP = 24
+COUNT = 12
 
 
 def _row_logprobs(plan, mesh, scheme=FULL, **compute):
@@ -80,7 +81,8 @@ def _inputs(seed, plan, mesh):
     """The batch and the weights: completion i has the same tokens and weight wherever a permutation
     puts it.
     """
-    rng, lengths = np.random.default_rng(100 + seed), _lengths(seed)
+    rng = np.random.default_rng(100 + seed)
+    lengths = _lengths(seed)
     weights = np.linspace(0.5, 2.0, COUNT).astype(np.float32)
     prompts = [rng.integers(0, 31, rng.integers(1, 5)).astype(np.int32) for _ in range(COUNT)]
     filled = np.pad(lengths, (0, COUNT - len(lengths)), constant_values=1)
@@ -161,7 +163,8 @@ def test_any_layout_gives_the_same_gradient(shape, name, monkeypatch):
     )
     packed = {"attention": "cudnn", "segments": plan.segments_per_row} if name == "cudnn" else {}
     stand_ins = stand_in_for_cudnn(monkeypatch) if packed else []
-    gradient, used = _gradient(plan, mesh, **packed), set()
+    gradient = _gradient(plan, mesh, **packed)
+    used = set()
     for seed, expected in _reference().items():
         batch, weights = _inputs(seed, plan, mesh)
         used.add(tuple(np.asarray(batch.micro_batches)[0].tolist()))
@@ -209,7 +212,8 @@ def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypat
     for plan, how in (cudnn, (RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP), {})):
         lagged = make_old_logprobs(_row_logprobs(plan, None, **how), mesh=None)
         batch = jax.device_get(lagged(make_params(), _inputs(0, plan, None)[0]))
-        order, values = np.random.default_rng(len(plan.row_lengths)).permutation(COUNT), {}
+        order = np.random.default_rng(len(plan.row_lengths)).permutation(COUNT)
+        values = {}
         for rows in batch.rows:
             for number in np.unique(rows.completion_index[rows.completion_mask]):
                 own = rows.completion_mask & (rows.completion_index == number)
@@ -229,10 +233,8 @@ def test_a_mesh_rounds_by_the_largest_entry_of_all_devices(products):
     """Tokens before the o and down projections, and all matrices, are split: a part's maximum is
     another scale.
     """
-    scheme, mesh = (
-        Scheme(products=products, cache="fp8"),
-        make_mesh(1, 2, 2, devices=jax.devices()[:4]),
-    )
+    scheme = Scheme(products=products, cache="fp8")
+    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
     plan = make_row_shapes(
         longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh), **_PLANS["one"]
     )

@@ -195,7 +195,8 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     finish(start(run_environment, broken, *settings))
 
     assert read_digests(broken, 6) == read_digests(whole[0], 6)
-    undisturbed, resumed = read_records(whole[0]), read_records(broken)
+    undisturbed = read_records(whole[0])
+    resumed = read_records(broken)
     assert sorted(undisturbed) == list(range(7))
     assert all("eval/arithmetic/avg@2" in record for record in undisturbed.values())
     # Every evaluated policy is kept until the newer ones push it out, whatever
@@ -405,7 +406,9 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
         command, cwd=ROOT, env=run_environment, check=True, capture_output=True, timeout=HANGS_S
     )
     saved = find_params(run_dir)
-    params, model, step = saved.load(), saved.model, saved.step
+    params = saved.load()
+    model = saved.model
+    step = saved.step
     assert step == 10
     ids = np.arange(2, 50, dtype=np.int32)[None]
     hidden = decoder.hidden_states(

@@ -86,14 +86,13 @@ def test_a_resumed_run_repeats_the_bits_of_an_undisturbed_one(run_environment, t
 
 
 def test_the_export_is_the_base_and_the_product_of_the_adapters(run_environment, tmp_path, run_dir):
-    export, adapter = tmp_path / "export", tmp_path / "adapter"
+    export = tmp_path / "export"
+    adapter = tmp_path / "adapter"
     _convert(run_environment, run_dir, export, "--dtype", "float32")
     _convert(run_environment, run_dir, adapter, "--adapter")
-    base, whole, parts = (
-        _tensors(run_dir / "reference"),
-        _tensors(export),
-        _tensors(adapter, "adapter_model.safetensors"),
-    )
+    base = _tensors(run_dir / "reference")
+    whole = _tensors(export)
+    parts = _tensors(adapter, "adapter_model.safetensors")
     assert base.keys() == whole.keys() and len(parts) == 2 * 3 * len(MODULES)
     moved = 0
     for name, value in base.items():
@@ -130,7 +129,8 @@ def test_a_base_goes_with_its_run_and_a_lost_one_is_named(run_environment, tmp_p
 def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_base(
     run_environment, tmp_path, run_dir
 ):
-    adapter, base = tmp_path / "adapter", tmp_path / "base"
+    adapter = tmp_path / "adapter"
+    base = tmp_path / "base"
     _convert(run_environment, run_dir, adapter, "--adapter")
     shutil.copytree(run_dir / "reference", base)
     given = (

@@ -92,11 +92,9 @@ def _run(
         lora=lora,
     )
     state = jax.jit(fresh, out_shardings=shardings)(jax.tree.map(jnp.copy, params))
-    batch, step, history = (
-        packed_batch(cut or make_rollout(), mini_batches, mesh, tokens=64),
-        make_train_step(parts, shardings),
-        [],
-    )
+    batch = packed_batch(cut or make_rollout(), mini_batches, mesh, tokens=64)
+    step = make_train_step(parts, shardings)
+    history = []
     for _ in range(steps):
         state, metrics = step(state, batch, frozen)
         history.append({name: np.asarray(value) for name, value in metrics.items()})
@@ -119,7 +117,8 @@ def test_at_full_rank_training_adapters_is_training_the_matrices() -> None:
     """y = x W + (1/c) (x A) (c I): the gradient of A is that of W; that of B is smaller by c, its
     weight by c again.
     """
-    base, adapters = make_params(), _adapters(FULL_RANK, 0.0, C)
+    base = make_params()
+    adapters = _adapters(FULL_RANK, 0.0, C)
     state, metrics = _run(FULL_RANK, adapters, base, steps=3)
     full, want = _run(
         None, base, None, steps=3, only=[jax.tree_util.DictKey("k"), jax.tree_util.DictKey("v")]
@@ -139,7 +138,8 @@ def test_at_full_rank_training_adapters_is_training_the_matrices() -> None:
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
 def test_metrics_are_those_of_the_merged_model_and_the_base_stays(quantized: bool) -> None:
-    base, adapters = make_params(), _adapters(ALL, 0.3, None)
+    base = make_params()
+    adapters = _adapters(ALL, 0.3, None)
     if quantized:
         base = quantize_tree(base, quantized_leaves(MODEL), "int8")
     before = jax.tree.map(np.asarray, base)
@@ -157,7 +157,8 @@ def test_metrics_are_those_of_the_merged_model_and_the_base_stays(quantized: boo
 )
 def test_several_devices_equal_one(shape: tuple[int, ...], quantized: bool) -> None:
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
-    base, adapters = make_params(), _adapters(ALL, 0.3, None)
+    base = make_params()
+    adapters = _adapters(ALL, 0.3, None)
     there = jax.device_put(base, param_shardings(logical_axes(MODEL), base, mesh))
     if quantized:
         base, there = (
@@ -171,10 +172,8 @@ def test_several_devices_equal_one(shape: tuple[int, ...], quantized: bool) -> N
         np.testing.assert_allclose(got, want, atol=2e-5)
     for metrics, wanted in zip(many, one, strict=True):
         same_metrics(metrics, wanted)
-    whole, wanted = (
-        jax.jit(merged, static_argnums=2)(there, state.params, ALL),
-        merged(base, expected.params, ALL),
-    )
+    whole = jax.jit(merged, static_argnums=2)(there, state.params, ALL)
+    wanted = merged(base, expected.params, ALL)
     for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
@@ -183,7 +182,9 @@ def test_a_cut_distribution_is_that_of_the_merged_weights() -> None:
     """The kept set is the engine's in both; its mass, the discrepancy and the loss are those of
     base and product.
     """
-    base, adapters, rollout = make_params(), _adapters(ALL, 0.1, 0.5), cut_rollout()
+    base = make_params()
+    adapters = _adapters(ALL, 0.1, 0.5)
+    rollout = cut_rollout()
     _, [found] = _run(ALL, adapters, base, mini_batches=1, cut=rollout)
     _, [want] = _run(None, merged(base, adapters, ALL), None, mini_batches=1, cut=rollout)
     _, [without] = _run(None, base, None, mini_batches=1, cut=rollout)

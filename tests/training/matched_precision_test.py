@@ -100,7 +100,8 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
 
 
 def test_float32_head_multiplies_by_the_full_output_matrix():
-    model, compute = make_model(True), Compute(dtype="bfloat16", one_segment=True)
+    model = make_model(True)
+    compute = Compute(dtype="bfloat16", one_segment=True)
     params = init_params(model, jax.random.key(2))
     rows = unpacked_rows(np.random.default_rng(2).integers(0, 31, (3, LENGTH)).astype(np.int32))
     hidden = jax.jit(lambda p: decoder.hidden_states(p, model, *rows[:3], compute))(params)
@@ -144,7 +145,8 @@ def test_a_run_with_matched_weights_and_cache_has_no_discrepancy_and_lambda_fall
         subprocess.run(command, cwd=ROOT, env=run_environment, check=True, timeout=HANGS_S)
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         found[name] = [line for line in lines if "discrepancy/mean" in line]
-    last, control = found["matched"][-1], found["full"][-1]
+    last = found["matched"][-1]
+    control = found["full"][-1]
     assert (
         control["discrepancy/mean"] > 1e-4
         and last["discrepancy/mean"] < control["discrepancy/mean"] / 50

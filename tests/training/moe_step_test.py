@@ -147,7 +147,8 @@ def test_balancing_loss_has_its_weight():
 def _balance(params, members):
     """E sum f P over the completions of a mini-batch, and its gradient."""
     ids, spans = step_runs.padded(step_runs.make_rollout()[0])
-    ids, spans = ids[list(members)], [spans[i] for i in members]
+    ids = ids[list(members)]
+    spans = [spans[i] for i in members]
     counted = np.zeros(ids.shape, bool)
     for row, (start, stop) in enumerate(spans):
         counted[row, start - 1 : stop - 1] = True

@@ -38,7 +38,9 @@ def _rates(settings, updates, at):
 def _run(settings, gradients, start):
     """Parameters after each update."""
     optimizer = make_optimizer(settings, make_schedule(settings, updates=10))
-    params, state, seen = jnp.asarray(start, jnp.float32), None, []
+    params = jnp.asarray(start, jnp.float32)
+    state = None
+    seen = []
     state = optimizer.init(params)
     for gradient in gradients:
         updates, state = optimizer.update(jnp.asarray(gradient, jnp.float32), state, params)

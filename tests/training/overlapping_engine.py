@@ -21,7 +21,8 @@ def _serve():
     for line in sys.stdin:
         asked = json.loads(line)
         time.sleep(asked.get("seconds", _GROUP_S))
-        words, count = np.random.default_rng([asked["weights"], *asked["row"]]), asked["count"]
+        words = np.random.default_rng([asked["weights"], *asked["row"]])
+        count = asked["count"]
         ids = words.integers(4, asked["vocabulary"], (count, 5))
         # Near an even choice, so that there is a discrepancy from a policy that knows nothing.
         logprobs = -np.log(asked["vocabulary"]) + words.normal(0, 0.1, (count, 5))
@@ -32,7 +33,9 @@ class OverlappingEngine:
     """Of the protocol in `engines.protocol`."""
 
     def __init__(self, arguments):
-        self._vocabulary, self._process, self._version = arguments.model.vocab_size, None, -1
+        self._vocabulary = arguments.model.vocab_size
+        self._process = None
+        self._version = -1
 
     def _ask(self, **fields):
         for _ in range(9):
@@ -57,16 +60,15 @@ class OverlappingEngine:
         import jax
 
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        self._weights, self._version = (
-            zlib.crc32(b"".join(leaf.tobytes() for leaf in leaves)),
-            policy_version,
-        )
+        self._weights = zlib.crc32(b"".join(leaf.tobytes() for leaf in leaves))
+        self._version = policy_version
         return {}
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         from dcmdp_jax.data.episode import single_turn
 
-        version, weights = self._version, self._weights
+        version = self._version
+        weights = self._weights
         for group, prompt in enumerate(prompts):
             ids, logprobs = self._ask(
                 weights=weights,
@@ -100,7 +102,8 @@ else:
     from dcmdp_jax.engines.engine_kind import EngineKind
 
     class OverlappingKind(EngineKind):
-        name, precisions = "overlapping", ("float32",)
+        name = "overlapping"
+        precisions = ("float32",)
 
         def build(self, arguments):
             return OverlappingEngine(arguments)

@@ -22,7 +22,8 @@ from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.stopping import TrainingStopped
 
-STEPS, STUCK_AFTER = 50, 20
+STEPS = 50
+STUCK_AFTER = 20
 _SETTINGS = """
     --config.training.steps=50 --config.training.prompts_per_step=8
     --config.training.prompts_per_mini_batch=8 --config.evaluation.every_steps=0
@@ -73,7 +74,8 @@ class Mismatch(Planted):
     it is asked.
     """
 
-    spread, scored_spread = 0.5, 0.5
+    spread = 0.5
+    scored_spread = 0.5
 
     def change(self, episode, step):
         return _noisy(episode, self.spread)
@@ -89,7 +91,8 @@ class Noise(Mismatch):
     with the trainer.
     """
 
-    spread, scored_spread = 0.1, 0.05
+    spread = 0.1
+    scored_spread = 0.05
 
 
 class Staleness(Mismatch):
@@ -127,7 +130,8 @@ class Retokenization(Planted):
     """
 
     def change(self, episode, step):
-        start, n = episode.prompt_length, episode.num_sampled
+        start = episode.prompt_length
+        n = episode.num_sampled
         if step < 4 or (episode.group * 4 + episode.member) % 4 or n < 8:
             return episode
         place = start + 2
@@ -169,7 +173,8 @@ def _config(run_dir, *settings):
 
 def _policy(directory):
     """A policy that knows the task a little, as a Hugging Face directory."""
-    run, out = directory / "start", directory / "policy"
+    run = directory / "start"
+    out = directory / "policy"
     if not out.exists():
         still = "--config.training.steps=1 --config.optimizer.learning_rate=1e-12"
         config = _config(

@@ -60,7 +60,8 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
         *(f"--config.{name}={config[name]}" for name in changed),
     )
     assert f"resuming {run_dir} after step 2" in out and "warm-up: " not in out
-    before, after = _records(_RECORDED), _records(run_dir)
+    before = _records(_RECORDED)
+    after = _records(run_dir)
     assert sorted(after) == [0, 1, 2, 3, 4] and all(
         after[step] == before[step] for step in (0, 1, 2)
     )

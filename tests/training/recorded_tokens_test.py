@@ -92,7 +92,8 @@ def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
     """The embedded engine scores what it decoded to rounding, so the second leg is the gap
     itself.
     """
-    metrics, step = read_metrics(run), 17
+    metrics = read_metrics(run)
+    step = 17
     legs = {
         name: metrics[f"mismatch/leg_{name}"] for name in ("decoding", "one_pass", "decoding_share")
     }
@@ -130,7 +131,8 @@ def test_legs_by_hand():
 def test_every_completion_is_there_with_its_reward_and_advantage(run):
     metrics = read_metrics(run)
     config = json.loads((run / "config.json").read_text())
-    size, prompts = config["rollout"]["group_size"], config["training"]["prompts_per_step"]
+    size = config["rollout"]["group_size"]
+    prompts = config["training"]["prompts_per_step"]
     assert prompts > config["training"]["prompts_per_mini_batch"]
     for number in range(20):
         rows = _recorded(run, number + 1)
@@ -157,10 +159,8 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
 
-    settings, metrics = (
-        json.loads((run / "config.json").read_text())["algorithm"],
-        read_metrics(run),
-    )
+    settings = json.loads((run / "config.json").read_text())["algorithm"]
+    metrics = read_metrics(run)
     dc_grpo = DcGrpo(
         tolerance=settings["tolerance"],
         multiplier=settings["multiplier"],
@@ -169,7 +169,8 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
     )
     lambdas = metrics["dual/multiplier"][1]
     by_step = recorded_penalty.read(run.with_name("charged"))
-    largest, learned = 0.0, 0
+    largest = 0.0
+    learned = 0
     for number in range(20):
         rows = _recorded(run, number + 1)
         p, q, mask = (
@@ -231,7 +232,8 @@ def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_
         find_files([str(recorded / "rollouts")], LeftOut()), LeftOut(), max_tokens=10**7
     )
     assert found.pairs.discrepancy.max() == 0 and np.exp(found.pairs.train_logprobs).std() > 0.01
-    a, b = read_metrics(recorded), read_metrics(plain)
+    a = read_metrics(recorded)
+    b = read_metrics(plain)
     for name in a:
         if not name.startswith(("time/", "throughput/")):
             np.testing.assert_array_equal(a[name][1], b[name][1], err_msg=name)

@@ -343,7 +343,8 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(
     # Stopped while one of them samples beside the first steps, it ends with what all have finished,
     # and goes on alike.
     for number in (0, 1):
-        run_dir, programs = tmp_path / f"stopped{number}", [_PLAIN, _PLAIN]
+        run_dir = tmp_path / f"stopped{number}"
+        programs = [_PLAIN, _PLAIN]
         programs[number] = _signalled_beside(signal.SIGTERM, 2)
         ended = _two(run_environment, run_dir, *settings, programs=programs)
         assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
@@ -518,7 +519,8 @@ cli.run_main(train.main)
 def test_a_declared_column_reaches_the_step_from_two_processes_and_after_a_resume(
     run_environment, tmp_path
 ):
-    run_dir, program = tmp_path / "run", ("-c", _WITH_A_COLUMN)
+    run_dir = tmp_path / "run"
+    program = ("-c", _WITH_A_COLUMN)
     for steps in (1, 2):
         ended = _two(
             run_environment,

@@ -125,12 +125,14 @@ def test_the_loss_is_that_of_transformers_packed_or_not(rows, tmp_path, kind):
         batches, task, programs, state = _batches(rows, tmp_path / "model", segments)
         held = batches.loss(state.params, task.train)
         results[segments] = held, *_trained(batches, programs, state)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for ids, targets in zip(task.train.token_ids, task.train.targets, strict=True):
         labels = torch.tensor(np.where(targets, ids, -100))[None].long()
         with torch.no_grad():
             found = model(torch.tensor(ids)[None].long(), labels=labels).loss
-        total, count = total + float(found) * int(targets.sum()), count + int(targets.sum())
+        total = total + float(found) * int(targets.sum())
+        count = count + int(targets.sum())
     assert count == sum(int(targets.sum()) for targets in task.train.targets) and count > 60
     for held, loss, *_ in results.values():
         # A mean of the conversations' means would give the answers of one digit a third of the

@@ -147,7 +147,8 @@ def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
             for r, g in pairs
         ]
 
-    lam, plain = settings.multiplier, relative(rewards.astype(np.float64))
+    lam = settings.multiplier
+    plain = relative(rewards.astype(np.float64))
     charged = relative(rewards - lam * np.array([each.mean() for each in delta]))
     charge = sum_of_plain = 0.0
     for i, x in enumerate(train):
@@ -158,7 +159,8 @@ def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
     assert history[0]["dual/charge_share"] == pytest.approx(
         charge / (charge + sum_of_plain), rel=1e-4
     )
-    x, y = np.concatenate(train), np.concatenate(engine)
+    x = np.concatenate(train)
+    y = np.concatenate(engine)
     eps = x - np.log1p(-np.exp(x)) - (y - np.log1p(-np.exp(y)))
     expected = {"mean": eps.mean(), "abs_mean": np.abs(eps).mean()}
     expected |= {f"abs_p{q}": np.percentile(np.abs(eps), q) for q in (50, 95, 99)}
@@ -573,7 +575,9 @@ def test_mini_batch_without_completions_still_moves_parameters_by_momentum():
     state, history, _ = run_steps(settings=settings, rollout=batch)
     assert history[0]["optimizer/skipped_updates"] == 0 and state.opt_state[0].count == 2
 
-    b1, b2, eps = OPTIMIZER.beta1, OPTIMIZER.beta2, OPTIMIZER.epsilon
+    b1 = OPTIMIZER.beta1
+    b2 = OPTIMIZER.beta2
+    eps = OPTIMIZER.epsilon
     adam = state.opt_state[0]
     # Undo the second update's decay of the moments: m1 = mu / b1 = (1 - b1) g, n1 = nu / b2 = (1 -
     # b2) g^2.

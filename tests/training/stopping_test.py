@@ -95,7 +95,8 @@ def test_few_skips_stop_nothing(tmp_path):
 
 def test_updates_skipped_in_a_row_end_the_run_at_once(tmp_path):
     counted, _ = _skipped(tmp_path)
-    seven, eight = _metrics(4, in_row=7), _metrics(4, in_row=8)
+    seven = _metrics(4, in_row=7)
+    eight = _metrics(4, in_row=8)
     counted.check(seven | counted.record(1, seven))
     with pytest.raises(TrainingStopped, match="^8 updates in a row .* not finite; export"):
         counted.check(eight | counted.record(2, eight))

@@ -64,7 +64,8 @@ def test_the_mean_over_the_policys_tokens_is_the_gradient_of_the_reverse_kl():
         row of its own.
         """
         old = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
-        place, mask = np.arange(7)[:, None], np.ones((7, 1), bool)
+        place = np.arange(7)[:, None]
+        mask = np.ones((7, 1), bool)
         rows = Rows(*[place] * 3, mask, place, {"teacher_logprobs": teacher[:, None]})
         rewards = token_advantages(jnp.full(7, 2.0), rows, old[:, None], weight)[:, 0]
         return jnp.sum(jnp.exp(old) * rewards * jax.nn.log_softmax(logits))
@@ -132,7 +133,9 @@ def test_a_teacher_of_another_shape_scores_as_transformers_does(tmp_path, rows_o
     model = _save_teacher(tmp_path / "teacher")
     run = _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **{"rewards.weights": (0.25,)})
     batch, metrics, *_ = rows_of(run)
-    temperature, gaps, count = run.task.config.rollout.temperature, 0.0, 0
+    temperature = run.task.config.rollout.temperature
+    gaps = 0.0
+    count = 0
     for bucket in batch.rows:
         flat = [np.reshape(x, (-1, x.shape[-1])) for x in bucket[:4]]
         found = np.reshape(bucket.columns["teacher_logprobs"], flat[0].shape)
@@ -148,7 +151,8 @@ def test_a_teacher_of_another_shape_scores_as_transformers_does(tmp_path, rows_o
                 np.testing.assert_allclose(
                     own[here][1:][sampled], expected.numpy()[sampled, 0], atol=2e-5
                 )
-                gaps, count = gaps - expected.numpy()[sampled, 0].sum(), count + sampled.sum()
+                gaps = gaps - expected.numpy()[sampled, 0].sum()
+                count = count + sampled.sum()
             assert not own[~mask].any()
     assert count > 50
     # The demo's fresh policy is nearly uniform: its own mean log-prob is -log V; the weight is not
@@ -201,7 +205,8 @@ def test_a_resumed_run_with_a_teacher_has_the_bits_of_one_that_went_on(run_envir
     finish(start(run_environment, tmp_path / "run", *words, "--config.training.steps=2"))
     finish(start(run_environment, tmp_path / "run", *words, "--config.training.steps=3"))
     assert read_digests(tmp_path / "run", 3) == read_digests(tmp_path / "whole", 3)
-    records, resumed = read_records(tmp_path / "whole"), read_records(tmp_path / "run")
+    records = read_records(tmp_path / "whole")
+    resumed = read_records(tmp_path / "run")
     assert resumed[3]["policy/teacher_kl"] == records[3]["policy/teacher_kl"] > 0
     # A weight of 0 leaves math to evaluation, which has no teacher.
     scores = [
@@ -289,7 +294,8 @@ def test_a_teacher_that_knows_more_is_taken_and_its_other_end_is_said_once(tmp_p
     )  # rows beyond both vocabularies, too
     assert _checked(tmp_path, f"teacher:{tmp_path / 'more'}").task.teacher.vocab_size == 112
     assert "ends with" not in caplog.text
-    own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<more>")
+    own = tokenizer.eos_token_id
+    other = tokenizer.convert_tokens_to_ids("<more>")
     for ends in ([own, other], other):
         caplog.clear()
         path = tmp_path / "more" / "generation_config.json"

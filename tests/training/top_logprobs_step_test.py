@@ -109,8 +109,10 @@ def test_measures_of_the_whole_vocabulary_are_float64_sums(shape):
     rollout, rewards, log_p = _rollout()
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
     _, (metrics,), _ = step_runs.run_steps(settings=SETTINGS, rollout=(rollout, rewards), mesh=mesh)
-    p, q = np.exp(np.concatenate(log_p)), np.exp(np.concatenate(rollout.tables))
-    delta, log_ratio = np.abs(p - q), np.log(p / q)
+    p = np.exp(np.concatenate(log_p))
+    q = np.exp(np.concatenate(rollout.tables))
+    delta = np.abs(p - q)
+    log_ratio = np.log(p / q)
     expected = (q * delta).sum(-1)
     wanted = {
         "total_variation": delta.sum(-1).mean() / 2,
@@ -177,7 +179,8 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
     for i, ((a, b), x, y, tokens) in enumerate(
         zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)
     ):
-        p, q = np.exp(x), np.exp(y)
+        p = np.exp(x)
+        q = np.exp(y)
         own = {
             "state_tv": p * np.sign(p - q) / 2,
             "state_kl": -q,
@@ -194,11 +197,13 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
         )
     )
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    charged, plain = 0.0, 0.0
+    charged = 0.0
+    plain = 0.0
     for advantage, x, y, tokens in zip(
         advantages, log_p, rollout.tables, rollout.completion_ids, strict=True
     ):
-        p, q = np.exp(x), np.exp(y)
+        p = np.exp(x)
+        q = np.exp(y)
         own = {
             "state_tv": p * np.sign(p - q) / 2,
             "state_kl": -q,
@@ -254,7 +259,9 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
     discrepancy.
     """
     ours, rewards = cut_rollout()
-    tables, chosen, sampled = ours.tables, ours.completion_ids, ours.rollout_logprobs
+    tables = ours.tables
+    chosen = ours.completion_ids
+    sampled = ours.rollout_logprobs
     base, spans = step_runs.padded(ours)
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
     options = {
@@ -300,7 +307,8 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
         (np.asarray(tokens)[i, a - 1 : b - 1], np.asarray(masses)[i, a - 1 : b - 1])
         for i, (a, b) in enumerate(spans)
     ]
-    p, q = np.exp(np.concatenate([x for x, _ in there])), np.exp(np.concatenate(sampled))
+    p = np.exp(np.concatenate([x for x, _ in there]))
+    q = np.exp(np.concatenate(sampled))
     assert metrics["discrepancy/mean"] == pytest.approx(np.abs(p - q).mean(), abs=1e-6)
     assert metrics["distribution/kept_mass"] == pytest.approx(
         np.concatenate([x for _, x in there]).mean(), abs=1e-6
@@ -320,11 +328,10 @@ def test_a_cut_batch_that_lags_is_compared_under_the_weights_that_sampled_it():
     row_logprobs = make_row_logprobs(
         step_runs.MODEL, Compute(one_segment=True, logprob_chunk=16), **how
     )
-    batch, old = (
-        step_runs.packed_batch(cut_rollout(), 1, None, tokens=64),
-        make_old_logprobs(row_logprobs, mesh=None),
-    )
-    now, older = step_runs.make_params(), step_runs.make_params(7)
+    batch = step_runs.packed_batch(cut_rollout(), 1, None, tokens=64)
+    old = make_old_logprobs(row_logprobs, mesh=None)
+    now = step_runs.make_params()
+    older = step_runs.make_params(7)
     ran = {
         name: step(create(jax.tree.map(jnp.copy, params)), used, None)
         for name, params, used in (

@@ -136,7 +136,8 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
         )
     )
     assert contradictions(run_dir) == [] and _left_behind(environment) == []
-    calls, records = _lines(files / "calls.jsonl"), _lines(run_dir / "metrics.jsonl")
+    calls = _lines(files / "calls.jsonl")
+    records = _lines(run_dir / "metrics.jsonl")
     samples = _lines(run_dir / "samples.jsonl")
     assert len(calls) == 2 and [record["step"] for record in records] == [1, 2]
     for call, record in zip(calls, records, strict=True):
@@ -205,7 +206,8 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
 def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(
     environment, files, tmp_path, function, problem
 ):
-    name, run_dir = f"{files}/bad.py:{function}", tmp_path / "run"
+    name = f"{files}/bad.py:{function}"
+    run_dir = tmp_path / "run"
     errors = _finish(
         _start(
             environment,

@@ -57,7 +57,8 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
     """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and
     multiplier.
     """
-    steps, kills = 40, 20
+    steps = 40
+    kills = 20
     whole = _start(run_environment, tmp_path / "whole", steps)
     output, _ = whole.communicate(timeout=HANGS_S)
     assert whole.returncode == 0, output
@@ -108,13 +109,16 @@ def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(
     """Lag 1: SIGKILL to the trainer or to the sidecar at random moments, the trainer resumed each
     time.
     """
-    steps, kills, lag = 40, 20, "--config.rollout.lag=1"
+    steps = 40
+    kills = 20
+    lag = "--config.rollout.lag=1"
     output, _ = (
         whole := _start(run_environment, tmp_path / "whole", steps, "debug", lag)
     ).communicate(timeout=HANGS_S)
     assert whole.returncode == 0, output
     killed = _start(run_environment, tmp_path / "killed", steps, "debug", lag)
-    chance, done = random.Random(1), 0
+    chance = random.Random(1)
+    done = 0
     while done < kills:
         seen = _steps(tmp_path / "killed")
         wait_until(
@@ -156,7 +160,8 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(
     """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random
     points.
     """
-    steps, kills = 40, 10
+    steps = 40
+    kills = 10
     for name, replicas in (("one", 1), ("two", 2)):
         run = _start(
             run_environment,
@@ -194,7 +199,8 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(
     output, _ = killed.communicate(timeout=HANGS_S)
     assert killed.returncode == 0, output
     record_property("kills", kills)
-    one, two = read_records(tmp_path / "one"), read_records(tmp_path / "two")
+    one = read_records(tmp_path / "one")
+    two = read_records(tmp_path / "two")
     assert read_records(tmp_path / "killed") == two
     assert _samples(tmp_path / "killed") == _samples(tmp_path / "two")
     assert set(one) == set(two) == set(range(steps + 1))

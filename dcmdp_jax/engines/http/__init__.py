@@ -30,9 +30,14 @@ class HttpSettings:
 class HttpKind(EngineKind):
     """A vLLM server, for evaluation and scoring."""
 
-    name, settings = "http", HttpSettings
-    precisions, compute_dtypes, cache_dtypes = (), (), ()
-    temperatures, pushes, most_top_logprobs = VLLM_TEMPERATURES, False, 20
+    name = "http"
+    settings = HttpSettings
+    precisions = ()
+    compute_dtypes = ()
+    cache_dtypes = ()
+    temperatures = VLLM_TEMPERATURES
+    pushes = False
+    most_top_logprobs = 20
 
     def check(self, arguments: EngineArguments) -> None:
         if not arguments.settings.server:

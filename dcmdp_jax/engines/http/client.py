@@ -25,7 +25,8 @@ T = TypeVar("T")
 _KEY_VARIABLE = "VLLM_API_KEY"
 _INSPECTION_S = 30.0
 _POLL_S = 0.05
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 8.0
 # All that shapes the distribution is said: what is left out comes from the model's
 # generation_config.json.
 _PLAIN: dict[str, Any] = {
@@ -65,7 +66,9 @@ class VllmHttpClient:
         self.address = address
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))
-        self.timeout_s, self._max_concurrent, self._retries = timeout_s, max_concurrent, retries
+        self.timeout_s = timeout_s
+        self._max_concurrent = max_concurrent
+        self._retries = retries
         # Reading the certificates takes 40 ms, which a new client would do for each call.
         self._tls = httpx.create_ssl_context()
         self.model, self.max_model_len = asyncio.run(self._inspect())
@@ -121,7 +124,8 @@ class VllmHttpClient:
 
         async def work(client: httpx.AsyncClient) -> None:
             for index in waiting:
-                name, body = f"{what} {index}", {"model": self.model, **_PLAIN, **payloads[index]}
+                name = f"{what} {index}"
+                body = {"model": self.model, **_PLAIN, **payloads[index]}
                 answer = _json(
                     await self._request(client, name, "/v1/completions", body, self.timeout_s), name
                 )

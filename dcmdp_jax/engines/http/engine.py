@@ -58,7 +58,8 @@ class RemoteEngine:
                 shorter context.
             EngineError: if the server can't be reached or gives no sensible answer.
         """
-        self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
+        self.config = arguments.model
+        self.max_total_tokens = arguments.max_total_tokens
         server = arguments.settings.server
         self.server = VllmHttpClient(
             server,
@@ -105,7 +106,8 @@ class RemoteEngine:
                 then.
             EngineError: if the server fails, or gives an answer that can't be right.
         """
-        temperature, group = sampling.temperature, sampling.group_size
+        temperature = sampling.temperature
+        group = sampling.group_size
         engine_kind.check_temperature("http", temperature, vllm_common.VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         seeds = vllm_common.request_seeds(
@@ -208,7 +210,8 @@ class RemoteEngine:
         ]
 
         def read(index: int, choice: dict[str, Any]) -> np.ndarray:
-            listed, tokens = choice["prompt_logprobs"], rows[index][prompts[index].size :].tolist()
+            listed = choice["prompt_logprobs"]
+            tokens = rows[index][prompts[index].size :].tolist()
             if len(listed) != rows[index].size:
                 raise ValueError(f"{len(listed)} prompt_logprobs for {rows[index].size} tokens")
             entries = zip(listed[prompts[index].size :], tokens, strict=True)
@@ -274,11 +277,9 @@ def _sampled(
     choice: dict[str, Any], sampling: SamplingParams, vocab_size: int
 ) -> tuple[np.ndarray, str]:
     """Token ids and finish reason of a completion that is what was asked for."""
-    ids, reason, limit = (
-        choice["token_ids"],
-        choice["finish_reason"],
-        sampling.max_completion_tokens,
-    )
+    ids = choice["token_ids"]
+    reason = choice["finish_reason"]
+    limit = sampling.max_completion_tokens
     if not 1 <= len(ids) <= limit:
         raise ValueError(f"{len(ids)} token_ids, must be 1 .. {limit}")
     for token in ids:
@@ -316,10 +317,8 @@ def _likeliest(listed: list[dict[str, Any]], tokens: np.ndarray, top: int) -> di
     """
     if len(listed) != tokens.size:
         raise ValueError(f"{len(listed)} top_logprobs for {tokens.size} tokens")
-    ids, logprobs = (
-        np.full((tokens.size, top), -1, np.int32),
-        np.zeros((tokens.size, top), np.float32),
-    )
+    ids = np.full((tokens.size, top), -1, np.int32)
+    logprobs = np.zeros((tokens.size, top), np.float32)
     for place, (entries, token) in enumerate(zip(listed, tokens.tolist(), strict=True)):
         named = {
             int(name.removeprefix("token_id:")): float(value) for name, value in entries.items()

@@ -36,12 +36,15 @@ class LocalSettings:
 class LocalKind(EngineKind):
     """The embedded engine."""
 
-    name, settings = "local", LocalSettings
+    name = "local"
+    settings = LocalSettings
     precisions = ("exact", "float32", "bfloat16", "float16", *_QUANTIZED)
     cache_dtypes = ("auto", "fp8")
     quantized = emulated = _QUANTIZED
     emulated_caches = ("fp8",)
-    routes, own_process, most_top_logprobs = True, False, math.inf
+    routes = True
+    own_process = False
+    most_top_logprobs = math.inf
 
     def check(self, arguments: EngineArguments) -> None:
         if arguments.compute_dtype == "float16" and arguments.precision in _BY_CHANNEL:

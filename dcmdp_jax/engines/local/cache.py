@@ -54,10 +54,8 @@ def abstract(
     def held(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
-    stored, sizes = (
-        "uint8" if dtype == FLOAT8 else dtype,
-        (rows, slots, config.num_kv_heads, config.head_dim),
-    )
+    stored = "uint8" if dtype == FLOAT8 else dtype
+    sizes = (rows, slots, config.num_kv_heads, config.head_dim)
     layer = tuple(
         held(stored, *(sizes[axis] for axis in axes[1:]))
         for axes in (key_axes(platform), (0, 2, 1, 3))

@@ -232,7 +232,8 @@ def decode(
         "prefix_slots": prefix_slots,
         "mode": mode,
     }
-    sampled, whole = P(None, ROW_AXES), P()
+    sampled = P(None, ROW_AXES)
+    whole = P()
     decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled, sampled)
     local = functools.partial(_decode_local, **options)
     return on_devices(program, local, (CACHE, ROWS, whole, whole), (CACHE, decoded))(
@@ -256,7 +257,8 @@ def _decode_local(
     clock, steps, live_floor = limits
     config = program.part
     weights = program.own_weights(weights)
-    slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
+    slots = jnp.arange(slots_of(cache))
+    window = slots_of(cache) - prefix_slots
     tables = layers.all_rotary_tables(config, slots)
     spans = config.layer_windows(slots_of(cache))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding
@@ -282,7 +284,8 @@ def _decode_local(
             biases[max(spans)] = jnp.where(seen & (distances < max(spans)), 0.0, HIDDEN)
         rotary = jax.tree.map(lambda table: table[position], tables)
         x = embed(weights, last, program)[:, None]
-        kept, reports = [], []
+        kept = []
+        reports = []
         for layer, held, rope, span in zip(
             weights["layers"], cache, config.layer_ropes, spans, strict=True
         ):
@@ -313,7 +316,8 @@ def _decode_local(
 
     def body(state: _State) -> _State:
         cache, last, decoded = state
-        step, sampled = decoded.steps, decoded.sampled
+        step = decoded.steps
+        sampled = decoded.sampled
         cache, hidden, routed = forward(cache, last, sampled, clock + step)
         if routed is not None:
             routed = decoded.routed_experts.at[step].set(routed[:, 0])
@@ -382,7 +386,9 @@ def _attend_cached(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
     rows, _, heads, width = query.shape
-    kv_heads, dtype, late = key.shape[2], program.cache_dtype, program.platform != "gpu"
+    kv_heads = key.shape[2]
+    dtype = program.cache_dtype
+    late = program.platform != "gpu"
     (keys, values), axes, at = cache, key_axes(program.platform), (0, slot, 0, 0)
     keys = jax.lax.dynamic_update_slice(
         keys, store(key, dtype).transpose(axes), [at[axis] for axis in axes]

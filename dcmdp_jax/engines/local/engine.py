@@ -83,14 +83,14 @@ class LocalEngine:
             )
         self.program = Program.of(arguments, engine_mesh(mesh))
         platform = self.program.platform
-        self.config, self.precision = arguments.model, arguments.precision
+        self.config = arguments.model
+        self.precision = arguments.precision
         self.max_total_tokens = arguments.max_total_tokens
-        self._max_rows, self._min_rows = (
-            arguments.max_rows,
-            arguments.min_rows or smallest_batch(platform),
-        )
+        self._max_rows = arguments.max_rows
+        self._min_rows = arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
-        self.preparation, self._prepares = Preparation(), arguments.prepare
+        self.preparation = Preparation()
+        self._prepares = arguments.prepare
         self._how = {"program": self.program, "dtype": arguments.param_dtype}
         self._compiled: dict[str, list[Callable[[], object]]] = {}
         for prompts, sampling in arguments.first_calls:
@@ -140,10 +140,8 @@ class LocalEngine:
                 f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums "
                 "differ"
             )
-        self.weights, self._policy_version = (
-            share_copies(weights, self.program.mesh),
-            policy_version,
-        )
+        self.weights = share_copies(weights, self.program.mesh)
+        self._policy_version = policy_version
         self.weights_fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug(
             "weights of version %d in use, fingerprint %08x",
@@ -172,14 +170,17 @@ class LocalEngine:
             if not 0 <= value < 2**32:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
-        group, limit = sampling.group_size, sampling.max_completion_tokens
+        group = sampling.group_size
+        limit = sampling.max_completion_tokens
         mode, draw, sizes, buckets = self._batches(prompts, sampling)
         routed = self.config.routing[:2] if self.program.routed_experts else None
         first_row = first_prompt * group
         asked = {"routed_shape": routed, "top": self.program.listed(mode)}
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, **asked)
-        weights, options = self.weights, {"program": self.program, "trims": not self._prepares}
-        version, stops = self._policy_version, set(sampling.stop_token_ids)
+        weights = self.weights
+        options = {"program": self.program, "trims": not self._prepares}
+        version = self._policy_version
+        stops = set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
             tokens = sampled.tokens[row, : sampled.sampled[row]]
@@ -200,7 +201,8 @@ class LocalEngine:
                 scheduler = Scheduler(
                     weights, sampled, draw, mode, sizes, members, bucket, **options
                 )
-                shapes, of = scheduler.shapes(), (group, draw.stop_ids.size, bucket, mode)
+                shapes = scheduler.shapes()
+                of = (group, draw.stop_ids.size, bucket, mode)
                 for wait in self._compile(compile_beside, sampling_programs, shapes[:1], *of):
                     wait()
                 for _ in scheduler.sample():
@@ -219,7 +221,8 @@ class LocalEngine:
         draw = Draw(
             inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32)
         )
-        group, limit = sampling.group_size, sampling.max_completion_tokens
+        group = sampling.group_size
+        limit = sampling.max_completion_tokens
         size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         sizes = Sizes(
             round_up(size, self.program.mesh.size), self._min_rows, self._cache_block, limit
@@ -238,7 +241,8 @@ class LocalEngine:
 
     def _scored(self, tokens: int, count: int) -> tuple[int, int]:
         """Rows of a pass that scores so many of them, and the length that they are padded to."""
-        length, most = length_bucket(tokens), min(self._max_rows, 1 << (count - 1).bit_length())
+        length = length_bucket(tokens)
+        most = min(self._max_rows, 1 << (count - 1).bit_length())
         return score_rows(self.config.num_heads, length, most, self.program.row_shards), length
 
     def score(
@@ -264,7 +268,8 @@ class LocalEngine:
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
             for start in range(0, len(members), size):
                 part = members[start : start + size]
-                padded, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
+                padded = np.zeros((size, length), np.int32)
+                lengths = np.ones(size, np.int32)
                 for place, index in enumerate(part):
                     padded[place, : rows[index].size] = rows[index]
                     lengths[place] = rows[index].size

@@ -49,7 +49,8 @@ def forward_rows(
         Hidden states [R, L, D], each layer's stored keys and values [R, L, K, h] or its state after
         the last token, and the tokens' experts, see `routed_experts`.
     """
-    config, dtype = program.part, jnp.dtype(program.compute_dtype)
+    config = program.part
+    dtype = jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
     kernel = attention.choose_kernel("auto", dtype, program.platform, length)
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
@@ -64,7 +65,8 @@ def forward_rows(
         return attention.row_attention(query, *read, segment_ids, window=window, **how), stored
 
     x = embed(weights, tokens, program).astype(dtype)
-    stored, reports = [], []
+    stored = []
+    reports = []
     for layer, rope, window in zip(
         weights["layers"], config.layer_ropes, config.layer_windows(length), strict=True
     ):

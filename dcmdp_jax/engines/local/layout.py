@@ -30,7 +30,8 @@ from dcmdp_jax.parallel.mesh import AXES
 from dcmdp_jax.parallel.sharding import ACTIVATION_AXES, PARAM_AXES, Axes, partition_spec
 from dcmdp_jax.types import Params
 
-TENSOR, EXPERT = "tensor", "expert"
+TENSOR = "tensor"
+EXPERT = "expert"
 ROW_AXES: tuple[str, ...] = ACTIVATION_AXES["rows"]
 ROWS = P(ROW_AXES)
 # Keys and values [R, K, ...].
@@ -127,7 +128,8 @@ class Program:
     @property
     def part(self) -> ModelConfig:
         """The model as one device of a tensor group computes it."""
-        config, ways = self.config, self.tensor
+        config = self.config
+        ways = self.tensor
         if ways == 1:
             return config
         return dataclasses.replace(

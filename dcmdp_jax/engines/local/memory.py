@@ -32,14 +32,13 @@ def parts(
         machine: the memory available.
         rows: at most.
     """
-    model, limit = arguments.model, load.max_completion_tokens
+    model = arguments.model
+    limit = load.max_completion_tokens
     mesh = arguments.mesh(**dataclasses.asdict(arguments.settings)).abstract_mesh
-    cpu, sample, tensor, devices = (
-        machine.platform == "cpu",
-        frozenset({"sample"}),
-        mesh.shape[TENSOR],
-        mesh.size,
-    )
+    cpu = machine.platform == "cpu"
+    sample = frozenset({"sample"})
+    tensor = mesh.shape[TENSOR]
+    devices = mesh.size
     split = "more devices along `tensor`, " if load.training and not cpu else ""
     lower = f"a smaller model, {split}or `engine`=vllm"
     exact_weights = arguments.precision in ("exact", "float32")
@@ -88,12 +87,11 @@ def parts(
 
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
     longest = sizes.length_bucket(max(load.prompt_lengths))
-    full, least = (
-        cache_of(longest + limit),
-        cache_of(sizes.length_bucket(min(load.prompt_lengths)) + first),
-    )
+    full = cache_of(longest + limit)
+    least = cache_of(sizes.length_bucket(min(load.prompt_lengths)) + first)
     fewer = "`max_rows` or `max_completion_tokens`"
-    cache, certainly = machine.on_each(full, devices), certain(**machine.on_each(least, devices))
+    cache = machine.on_each(full, devices)
+    certainly = certain(**machine.on_each(least, devices))
     name = "key-value cache, rows at their longest"
     found.append(MemoryPart(name, **cache, phases=sample, lower=fewer, certain=certainly))
     if load.completions > rows and first < limit:

@@ -36,11 +36,13 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     Raises:
         UserError: if `tensor` or `expert` does not divide the devices or the model.
     """
-    model, split = arguments.model, dataclasses.asdict(arguments.settings)
+    model = arguments.model
+    split = dataclasses.asdict(arguments.settings)
     engine = arguments.mesh(**split)
     program = layout.Program.of(arguments, engine)
     weights = abstract_weights(program, load.param_dtype)
-    group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
+    group = load.group_size
+    bucket = sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
     cache, *decoded = _decode_arguments(program, rows, slots, 0, 1, sharded=True)
@@ -109,7 +111,8 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
 
 def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
     """Shapes and shardings of the engine's tree, pushed by a trainer with parameters of a dtype."""
-    model, mesh = program.config, program.mesh
+    model = program.config
+    mesh = program.mesh
     shapes = engine_shapes(model, program.precision, param_dtype)
     return sharded(
         shapes,
@@ -139,7 +142,9 @@ def _decode_arguments(
         return jax.ShapeDtypeStruct(dims, kind, sharding=sharding)
 
     by_row = functools.partial(given, sharding=of_rows)
-    number, real, integers = given("int32"), given("float32"), by_row("int32", rows)
+    number = given("int32")
+    real = given("float32")
+    integers = by_row("int32", rows)
     held = by_row("int32", rows, sampled) if program.config.sliding_window else None
     return (
         abstract(
@@ -167,10 +172,8 @@ class Preparation:
     """
 
     def __init__(self) -> None:
-        self._threads, self.asked = (
-            ThreadPoolExecutor(max(1, usable_cores() - 1)),
-            list[Future[None]](),
-        )
+        self._threads = ThreadPoolExecutor(max(1, usable_cores() - 1))
+        self.asked = list[Future[None]]()
 
     def add(self, program: Callable[[], object], name: str) -> Callable[[], object]:
         """Compile this one too; returns a function that waits for it."""
@@ -182,7 +185,8 @@ class Preparation:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, program: Callable[[], object], name: str) -> None:
-        thread, left = threading.current_thread(), sum(not asked.done() for asked in self.asked)
+        thread = threading.current_thread()
+        left = sum(not asked.done() for asked in self.asked)
         thread.name = f"{COMPILING}{name} ({left})"
         try:
             program()
@@ -213,7 +217,9 @@ def sampling_programs(
         bucket, mode, program: see `decode`; `bucket` is its `prompt_slots`.
         dtype: of the pushed parameters.
     """
-    config, array, how = program.config, jax.ShapeDtypeStruct, {"program": program, "mode": mode}
+    config = program.config
+    array = jax.ShapeDtypeStruct
+    how = {"program": program, "mode": mode}
     prompts, groups = sizes.prefill_shape(
         config.num_heads, max(1, shapes[0][0] // group), bucket, program.mesh.size
     )
@@ -238,7 +244,8 @@ def scoring_programs(
     """The call that compiles `score` for rows of a length, with its name. Arguments as of
     `sampling_programs`.
     """
-    array, how = jax.ShapeDtypeStruct, {"sharding": program.rows}
+    array = jax.ShapeDtypeStruct
+    how = {"sharding": program.rows}
     given = (
         array((rows, length), "int32", **how),
         array((rows,), "int32", **how),

@@ -99,7 +99,8 @@ class Completions:
         self.top = tuple(
             np.empty((count, limit, top), dtype) for dtype in (np.int32, np.float32) if top
         )
-        self.prompts, self.group = prompts, group
+        self.prompts = prompts
+        self.group = group
 
     def add(
         self,
@@ -131,7 +132,8 @@ class Completions:
         The experts of its prompt and its completion without the last token, [P + C - 1, layers, k],
         and the likeliest tokens of its completion, [C, k].
         """
-        columns, count = {}, self.sampled[row]
+        columns = {}
+        count = self.sampled[row]
         if self.routed_experts is not None:
             parts = [
                 self.prompt_routed_experts[row // self.group],
@@ -143,7 +145,8 @@ class Completions:
 
     def take_finished(self) -> list[int]:
         """Return the rows that finished since the last call."""
-        finished, self.finished = self.finished, []
+        finished = self.finished
+        self.finished = []
         return finished
 
 
@@ -200,16 +203,18 @@ class Scheduler:
             trims: memory of a cache that is done with returns to the system, so that the heap of
                 another device's thread can have it.
         """
-        self._weights, self._completions, self._draw, self._mode = weights, completions, draw, mode
-        self._sizes, self._program, self._devices, self._trims = (
-            sizes,
-            program,
-            program.mesh.size,
-            trims,
-        )
+        self._weights = weights
+        self._completions = completions
+        self._draw = draw
+        self._mode = mode
+        self._sizes = sizes
+        self._program = program
+        self._devices = program.mesh.size
+        self._trims = trims
         self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
         self._capacities = cache_capacities(sizes.cache_block, sizes.limit)
-        self._members, self._bucket = deque(members), bucket
+        self._members = deque(members)
+        self._bucket = bucket
         self._slots = [bucket + capacity for capacity in self._capacities]
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
 
@@ -245,19 +250,22 @@ class Scheduler:
 
     def _run(self, level: int) -> Iterator[None]:
         """Run a batch, refilling it, until all its rows are done or preempted."""
-        completions, sizes = self._completions, self._sizes
+        completions = self._completions
+        sizes = self._sizes
         waiting = self._supply(level, sizes.rows)
         if not waiting:
             return
         first = [row for row in waiting if row.kept is waiting[0].kept]
-        size, source = self._shrunk(sizes.rows, len(waiting)), first[0].kept.cache
+        size = self._shrunk(sizes.rows, len(waiting))
+        source = first[0].kept.cache
         # Other queued rows may still use this cache.
         cache, order = self._take(
             source, [row.place for row in first], size, self._slots[level], release=False
         )
         places = _ordered([row.row for row in first], order)
         cache = self._enter(cache, places, waiting[len(first) :])
-        clock, prefix = 0, slots_of(first[0].kept.cache)
+        clock = 0
+        prefix = slots_of(first[0].kept.cache)
         while True:
             more = self._has(level) and not self._blocked(level)
             free = int((places < 0).sum())
@@ -287,8 +295,10 @@ class Scheduler:
             if not full.size:
                 continue
             if full.size == (places >= 0).sum() and self._keeps_together(level, full.size, more):
-                prefix, size = slots_of(cache), self._shrunk(places.size, full.size)
-                level, clock = level + 1, 0
+                prefix = slots_of(cache)
+                size = self._shrunk(places.size, full.size)
+                level = level + 1
+                clock = 0
                 if size == places.size:
                     extra = self._slots[level] - prefix
                     cache = self._trimmed(
@@ -339,7 +349,8 @@ class Scheduler:
             mode=self._mode,
         )
         decoded = jax.device_get(decoded)
-        steps, of = int(decoded.steps), places[live]
+        steps = int(decoded.steps)
+        of = places[live]
         written = prefix - self._bucket + (clock + np.arange(steps)) % (slots_of(cache) - prefix)
         completions.held[of[:, None], written] = sampled[live][:, None] - 1 + np.arange(steps)
         routed = None if decoded.routed_experts is None else decoded.routed_experts[:steps, live]
@@ -373,7 +384,9 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Run the next prompts and sample the first token of each of their rows."""
-        program, completions, draw = self._program, self._completions, self._draw
+        program = self._program
+        completions = self._completions
+        draw = self._draw
         group = completions.group
         count = max(1, self._sizes.rows // group)
         members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
@@ -396,10 +409,8 @@ class Scheduler:
         of = np.repeat(np.arange(len(members), dtype=np.int32), group)
         kept = _QueuedCache(cache, len(members))
         for start in range(0, rows.size, self._sizes.rows):
-            part, prompts = (
-                rows[start : start + self._sizes.rows],
-                of[start : start + self._sizes.rows],
-            )
+            part = rows[start : start + self._sizes.rows]
+            prompts = of[start : start + self._sizes.rows]
             tokens, logprobs, top = jax.device_get(
                 programs.first_tokens(
                     self._weights,
@@ -411,7 +422,8 @@ class Scheduler:
                     mode=self._mode,
                 )
             )
-            tokens, logprobs = tokens[: part.size], logprobs[: part.size]
+            tokens = tokens[: part.size]
+            logprobs = logprobs[: part.size]
             top = [values[None, : part.size] for values in top]
             completions.add(
                 part, tokens[None], logprobs[None], np.ones(part.size, np.int32), top=top
@@ -433,15 +445,18 @@ class Scheduler:
 
     def _preempt(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
         """Preempt rows of a batch and queue them for `level`."""
-        queue, size = self._queues[level], self._sizes.rows
+        queue = self._queues[level]
+        size = self._sizes.rows
         while full.size:
             kept = queue[-1].kept if queue else None
             if kept is None or kept.used == size:
-                part, full = full[:size], full[size:]
+                part = full[:size]
+                full = full[size:]
                 filled = np.resize(np.asarray(part, np.int32), size)
                 kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.cache), 0)
             else:
-                part, full = full[: size - kept.used], full[size - kept.used :]
+                part = full[: size - kept.used]
+                full = full[size - kept.used :]
                 kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
             queue.extend(
                 _Waiting(kept, kept.used + i, row) for i, row in enumerate(places[part].tolist())
@@ -458,8 +473,10 @@ class Scheduler:
         Frees the old cache if `release`. Rows stay on their devices if there is room, else they are
         placed in order.
         """
-        rows, devices = np.asarray(rows, np.int32), self._program.row_shards
-        share, room = cache[0][0].shape[0] // devices, size // devices
+        rows = np.asarray(rows, np.int32)
+        devices = self._program.row_shards
+        share = cache[0][0].shape[0] // devices
+        room = size // devices
         owners = rows // share
         local = devices > 1 and np.bincount(owners).max() <= room
         order = np.full((devices, room), -1)

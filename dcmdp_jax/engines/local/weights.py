@@ -96,7 +96,9 @@ class Conversion:
                 of `quantize.PRECISIONS`.
             mesh: see `conversion_mesh`.
         """
-        self._config, self._mesh, ways = config, mesh, mesh.shape[TENSOR]
+        self._config = config
+        self._mesh = mesh
+        ways = mesh.shape[TENSOR]
         specs = weight_specs(engine_shapes(config, precision), config, mesh)
         fused = {
             kind: own
@@ -152,7 +154,8 @@ class Conversion:
                 on_parts(separate, fused[kind], unfused[kind])(engine_layer), flat=mesh.size == 1
             )
 
-        self.layer, self.layer_checksums = {}, {}
+        self.layer = {}
+        self.layer_checksums = {}
         for kind in config.kinds:
             self.layer[kind] = jax.jit(
                 functools.partial(layer, kind=kind), out_shardings=shardings(fused[kind])
@@ -171,7 +174,8 @@ class Conversion:
         buffers may be donated afterwards.
         """
         rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-        layers, kinds = self._config.by_kind(params["layers"]), self._config.layer_kinds
+        layers = self._config.by_kind(params["layers"])
+        kinds = self._config.layer_kinds
         if _devices(rest["norm"]["scale"]) == list(self._mesh.devices.flat):
             made = [self.layer[kind](layers[kind], np.int32(place)) for kind, place in kinds]
             return {**self.outside(rest), "layers": made}

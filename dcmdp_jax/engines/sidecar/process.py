@@ -24,7 +24,8 @@ from dcmdp_jax.engines.sidecar.segments import Segment
 
 logger = logging.getLogger(__name__)
 
-_LOG, _TEMPORARY = "sidecar.log", "tmp"
+_LOG = "sidecar.log"
+_TEMPORARY = "tmp"
 # A socket's name has at most 107 bytes; an engine's begin with this directory and end with up to 37
 # more.
 _LONGEST_TEMPORARY = 64
@@ -93,10 +94,14 @@ class EngineProcess:
 
     def __init__(self, name: str, log: str, connection: Any) -> None:
         """Take over a connection to a process that was started."""
-        self.name, self.log, self.connection = name, log, connection
+        self.name = name
+        self.log = log
+        self.connection = connection
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
-        self.node, self.started, self.work = "", False, collections.Counter()
+        self.node = ""
+        self.started = False
+        self.work = collections.Counter()
 
     def request(
         self,
@@ -124,7 +129,8 @@ class EngineProcess:
             SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
             Stopped: if `stopped` was set.
         """
-        limit, began = timeout_s or STALL_TIMEOUT_S, time.monotonic()
+        limit = timeout_s or STALL_TIMEOUT_S
+        began = time.monotonic()
         try:
             self.connection.send(op, header, arrays, timeout_s=limit)
             heard = time.monotonic()
@@ -134,7 +140,8 @@ class EngineProcess:
                     raise Stopped
                 # Something to receive, the end of the connection included; waited for a moment.
                 if self.connection.wait(_POLL_S):
-                    message, heard = self.connection.receive(timeout_s=limit), time.monotonic()
+                    message = self.connection.receive(timeout_s=limit)
+                    heard = time.monotonic()
                     if message.header["op"] != "progress":
                         return self._checked(message, op, answer)
                     on_progress(message)
@@ -210,7 +217,8 @@ class Sidecar(EngineProcess):
         ours, theirs = socket.socketpair()
         super().__init__(launch.name, str(launch.directory / _LOG), wire.Connection(ours))
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
-        began, limit = time.monotonic(), launch.start_timeout_s
+        began = time.monotonic()
+        limit = launch.start_timeout_s
         fields = {**shared, "engine": dict(launch.engine), "segments": inherited[1:]}
         with theirs:
             self._process = _STARTER.submit(
@@ -235,7 +243,8 @@ class Sidecar(EngineProcess):
             self.kill()
             raise
         self.started = True
-        version, seconds = ready.header.get("version"), time.monotonic() - began
+        version = ready.header.get("version")
+        seconds = time.monotonic() - began
         logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
 
     def _broken(self, what: str) -> SidecarBroken:

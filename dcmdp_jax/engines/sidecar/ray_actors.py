@@ -17,9 +17,11 @@ from dcmdp_jax.ray_cluster import reach
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _FREE_S = 120.0, 15.0
+_LOOK_S = 120.0
+_FREE_S = 15.0
 # The head is looked for so often, and lost when nobody answered for so long.
-_HEAD_S, _LOST_S = 5.0, 20.0
+_HEAD_S = 5.0
+_LOST_S = 20.0
 # When it was looked for, and since when nobody answers; 0: it answered.
 _seen = [0.0, 0.0]
 
@@ -129,7 +131,8 @@ class ActorConnection:
 
     def __init__(self, actor: Any) -> None:
         """Take over an actor with the methods `ask` and `more`."""
-        self._actor, self.call = actor, None
+        self._actor = actor
+        self.call = None
 
     def send(
         self, op: str, header: Any = None, arrays: Any = None, *, timeout_s: float | None = None
@@ -193,7 +196,8 @@ class ActorProcess(process.EngineProcess):
             ray.remote(actor).options(**options, num_cpus=0, scheduling_strategy="SPREAD").remote()
         )
         super().__init__(name, "in Ray's directory on its node", ActorConnection(self._actor))
-        self.pid, self._places = 0, places
+        self.pid = 0
+        self._places = places
         self.connection.send("start", start)
 
     def ready(self) -> bool:
@@ -205,7 +209,9 @@ class ActorProcess(process.EngineProcess):
         try:
             if not self.started and ray.wait([self.connection.call], timeout=0)[0]:
                 found = self._checked(self.connection.receive(), "start", "ready").header
-                self.started, self.pid, self.node = True, found["pid"], found["node"]
+                self.started = True
+                self.pid = found["pid"]
+                self.node = found["node"]
                 with open(self._places, "a", encoding="utf-8") as places:
                     places.write(f"{self.node}\n")
                 logger.info(

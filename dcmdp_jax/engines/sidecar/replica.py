@@ -72,7 +72,8 @@ class Replica:
 
     def _push(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> None:
         """Have the engine load what was published, and compare the checksums."""
-        version, manifest = publication.policy_version, publication.bridge.manifest
+        version = publication.policy_version
+        manifest = publication.bridge.manifest
         asked = {"segment": publication.place, "policy_version": version}
         if lora := publication.lora:
             asked["adapters"] = (
@@ -160,7 +161,8 @@ class Replica:
             ValueError: for a seed or step out of range, at once.
             EngineError: if the sidecar fails again and again.
         """
-        groups, group_size = list(prompts), sampling.group_size
+        groups = list(prompts)
+        group_size = sampling.group_size
         count = len(groups) * group_size
         header = {
             "sampling": {
@@ -265,7 +267,8 @@ class Replica:
         Raises:
             EngineError: if the sidecar fails again and again.
         """
-        trust, header = _Trust(), {"temperature": temperature, "sleep_level": self.sleep_level}
+        trust = _Trust()
+        header = {"temperature": temperature, "sleep_level": self.sleep_level}
 
         def score(sidecar: EngineProcess) -> list[np.ndarray]:
             values = _score(sidecar, calls, rows, starts, header)

@@ -51,14 +51,16 @@ def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
         ValueError: for a name twice, tensors that overlap or leave the segment.
     """
     tensors = [Tensor(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in listed]
-    end, before = 0, "the segment's start"
+    end = 0
+    before = "the segment's start"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end or tensor.offset % ITEM_SIZES[tensor.dtype]:
             raise ValueError(
                 f"manifest: {tensor.name} at byte {tensor.offset} overlaps {before} or is not "
                 "aligned"
             )
-        end, before = tensor.offset + tensor.num_bytes, tensor.name
+        end = tensor.offset + tensor.num_bytes
+        before = tensor.name
     if end > size:
         raise ValueError(f"manifest: {before} ends at byte {end}, the segment has {size}")
     if len({tensor.name for tensor in tensors}) != len(tensors):

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
+_FIRST_BACK_OFF_S = 0.5
+_LONGEST_BACK_OFF_S = 30.0
 # The caller can look for a signal that often.
 _PAUSE_S = 0.5
 _POLL_S = 0.05
@@ -37,7 +38,8 @@ class Calls:
         """Store the calls; `begin`, `values` or `results` starts them. Each is given this
         object.
         """
-        self.stopped, self.failed = threading.Event(), False
+        self.stopped = threading.Event()
+        self.failed = False
         self._results: dict[int, Any] = {}
         self._arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._threads = [
@@ -125,7 +127,8 @@ class Supervisor:
             name: name of its engine, in errors and logs.
             start: starts a sidecar and waits until it is ready, or the event is set.
         """
-        self.name, self._start = name, start
+        self.name = name
+        self._start = start
         self.sidecar: EngineProcess | None = None
         self.work: collections.Counter[str] = collections.Counter()
         self._failures = 0
@@ -207,9 +210,11 @@ class Supervisor:
         """Count what the sidecars did since the last such call, also those that broke, and the
         restarts.
         """
-        done, self.work = self.work, collections.Counter()
+        done = self.work
+        self.work = collections.Counter()
         if one := self.sidecar:
-            done, one.work = done + one.work, collections.Counter()
+            done = done + one.work
+            one.work = collections.Counter()
         return {name: done[name] for name in ("restarts", "tokens", "seconds")}
 
     def close(self) -> None:
@@ -234,8 +239,10 @@ class Fleet:
     limit_s: float
     check: Callable[[], None]
     members: "list[Member]" = dataclasses.field(default_factory=list)
-    _below, _stood = 0.0, False
-    _seen, _calls = 0.0, None
+    _below = 0.0
+    _stood = False
+    _seen = 0.0
+    _calls = None
 
     def count(self) -> int:
         """How many are there."""
@@ -247,9 +254,11 @@ class Fleet:
         Raises:
             EngineError: if there were too few for too long.
         """
-        there, now = self.count(), time.monotonic()
+        there = self.count()
+        now = time.monotonic()
         if calls is not self._calls:
-            self._calls, self._below = calls, self._below and self._below + now - self._seen
+            self._calls = calls
+            self._below = self._below and self._below + now - self._seen
         self._seen = now
         self._stood = self._stood or there == len(self.members)
         least = self.least if self._stood else len(self.members)
@@ -274,7 +283,8 @@ class Member(Supervisor):
     def __init__(self, name: str, start: Callable[[threading.Event], Any], fleet: Fleet) -> None:
         """See `Supervisor`; `start` does not wait: the sidecar's `ready` tells."""
         super().__init__(name, start)
-        self._fleet, self._lock = fleet, threading.Lock()
+        self._fleet = fleet
+        self._lock = threading.Lock()
         fleet.members.append(self)
 
     def _begin(self, calls: Calls) -> None:

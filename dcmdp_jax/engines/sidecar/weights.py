@@ -28,7 +28,8 @@ from dcmdp_jax.types import Array, Params
 
 # Fixed sequences on which the engine's log-probs are compared with the trainer's own after each
 # push.
-_PROBE_ROWS, _PROBE_TOKENS = 2, 32
+_PROBE_ROWS = 2
+_PROBE_TOKENS = 32
 _THREADS = min(4, os.cpu_count() or 1)
 # A converted block; larger ones are mapped again each time, and clearing their pages takes longer
 # than writing them.
@@ -97,12 +98,14 @@ class SharedWeights:
                 free.
         """
         self.config: ModelConfig = arguments.model
-        self._put, self._serial = put, 0
+        self._put = put
+        self._serial = 0
         self.probe = arguments.probe and arguments.probe()
         int8 = arguments.precision == "int8"
         self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
         self.num_bytes: int = self.bridge.num_bytes
-        self._base, lora = None, arguments.lora
+        self._base = None
+        lora = arguments.lora
         self.adapters = lora and WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
         needed, said = shared_bytes(self.bridge, self.adapters, stored=put is not None)
         if needed > (available := available_bytes()):
@@ -133,14 +136,14 @@ class SharedWeights:
         Raises:
             ValueError: for parameters that do not fit the model.
         """
-        bridge, written, of_adapters = self.bridge, params, {}
+        bridge = self.bridge
+        written = params
+        of_adapters = {}
         if isinstance(params, Adapted):
             self._base = self._base or self._write_base(params.base)
-            bridge, written, of_adapters = (
-                self.adapters,
-                params.adapters,
-                {"lora": params.lora, "base": self._base},
-            )
+            bridge = self.adapters
+            written = params.adapters
+            of_adapters = {"lora": params.lora, "base": self._base}
             params = adapted(*params)
         published = self._write(
             bridge, written, self._serial % (1 if self._put else 2), int(policy_version)
@@ -261,10 +264,8 @@ class WeightBridge:
         def job(first: int, numbers: list[int]) -> None:
             place, _ = self._jobs[numbers[0]]
             leaf = place.leaf(params)
-            several, turned = (
-                len(numbers) > 1 and len(leaf.devices()) == 1,
-                _turned_there(leaf, place),
-            )
+            several = len(numbers) > 1 and len(leaf.devices()) == 1
+            turned = _turned_there(leaf, place)
             together = (
                 _converted(leaf, place.index, first, len(numbers), self._dtype, turned)
                 if several
@@ -408,11 +409,9 @@ def _parts(
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         # Other processes have the rest: each is given all of this array, and nothing of the others
         # in the stack.
-        leaf, index, stacked = (
-            jax.device_put(_at(leaf, index), NamedSharding(leaf.sharding.mesh, P())),
-            (),
-            0,
-        )
+        leaf = jax.device_put(_at(leaf, index), NamedSharding(leaf.sharding.mesh, P()))
+        index = ()
+        stacked = 0
     seen = set()
     for shard in leaf.addressable_shards:
         bounds = [

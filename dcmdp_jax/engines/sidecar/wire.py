@@ -54,7 +54,8 @@ class Connection:
             sock: a connected Unix stream socket.
             max_bytes: a frame that announces more is refused before anything is allocated.
         """
-        self._socket, self._max_bytes = sock, max_bytes
+        self._socket = sock
+        self._max_bytes = max_bytes
 
     def fileno(self) -> int:
         """The descriptor; -1 once closed."""

@@ -21,21 +21,21 @@ _QUANTIZED = ("int8", "fp8", "fp8_per_block")
 class VllmKind(EngineKind):
     """Stock vLLM in sidecars. One dtype holds whatever is not quantized."""
 
-    name, settings = "vllm", VllmSettings
+    name = "vllm"
+    settings = VllmSettings
     precisions = (*_DTYPES, *_QUANTIZED)
     cache_dtypes = ("auto", *FP8_CACHES)
     quantized = emulated = _QUANTIZED
     emulated_caches = FP8_CACHES
     quantized_compute = "bfloat16"
     temperatures = VLLM_TEMPERATURES
-    routes, most_top_logprobs = True, math.inf
+    routes = True
+    most_top_logprobs = math.inf
 
     def check(self, arguments: EngineArguments) -> None:
-        precision, dtype, settings = (
-            arguments.precision,
-            arguments.compute_dtype,
-            arguments.settings,
-        )
+        precision = arguments.precision
+        dtype = arguments.compute_dtype
+        settings = arguments.settings
         if dtype != (needed := precision if precision in _DTYPES else "bfloat16"):
             raise ArgumentError(
                 "compute_dtype",
@@ -94,7 +94,8 @@ class VllmKind(EngineKind):
         stores an FP8 cache rounded towards zero.
         """
         products = "" if precision == "full" else precision
-        model, parts = arguments.model, arguments.settings.tensor_parallel_size
+        model = arguments.model
+        parts = arguments.settings.tensor_parallel_size
         if products and (parts > 1 or (model is not None and model.num_experts)):
             raise ArgumentError(
                 "forward_precision",

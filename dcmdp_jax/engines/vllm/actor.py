@@ -71,10 +71,8 @@ class VllmActor:
             )
         directory = Path(tempfile.mkdtemp(prefix="dcmdp-"))
         # Nothing is left of it, whatever ends this process: not a child that Ray ends too.
-        script, apart = (
-            'exec 3<&0; { read _ <&3; rm -r "$0"; } &',
-            {"env": {}, "start_new_session": True},
-        )
+        script = 'exec 3<&0; { read _ <&3; rm -r "$0"; } &'
+        apart = {"env": {}, "start_new_session": True}
         removal = subprocess.Popen(["sh", "-c", script, directory], stdin=subprocess.PIPE, **apart)
         tempfile.tempdir = os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
         (directory / "config.json").write_text(header["config"], encoding="utf-8")

@@ -7,7 +7,8 @@ from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
-_MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
+_MARGIN = 0.1
+_LEAST_TRAINER_SHARE = 0.1
 # Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
 _UNUSED = 0.1
 # JAX's name for what allocates a GPU's memory; empty: a pool, from which nothing goes back.

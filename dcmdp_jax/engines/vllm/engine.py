@@ -72,9 +72,11 @@ class VllmEngine:
         if not arguments.platform:
             arguments = dataclasses.replace(arguments, platform=launch.check_machine(arguments))
             launch.check_planned(arguments)
-        settings, platform = arguments.settings, arguments.platform
+        settings = arguments.settings
+        platform = arguments.platform
         self.cache_rounding = vllm_common.cache_rounding(arguments.kv_cache_dtype, platform)
-        self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
+        self.config = arguments.model
+        self.max_total_tokens = arguments.max_total_tokens
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
         self._by_ray = settings.placement == "ray"
@@ -98,7 +100,9 @@ class VllmEngine:
             "segment_bytes": self.weights.num_bytes,
         }
         self.replicas: list[Replica] = []
-        self._calls, self._starting, self._open = Calls([]), None, contextlib.ExitStack()
+        self._calls = Calls([])
+        self._starting = None
+        self._open = contextlib.ExitStack()
         try:
             launch.write_model_config(arguments)
             engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
@@ -177,7 +181,8 @@ class VllmEngine:
         wait for its end.
         """
         if self._starting is not None and (wait or self._starting.failed):
-            starting, self._starting = self._starting, None
+            starting = self._starting
+            self._starting = None
             with activity("waiting for vLLM to start"):
                 starting.results()
 
@@ -302,7 +307,8 @@ class VllmEngine:
             self.replicas[0].observe, publication=publication, rows=rows, modules=modules
         )
         [kept] = self._begin([ask]).results()
-        tokens, found = sum(row.size for row in rows), {}
+        tokens = sum(row.size for row in rows)
+        found = {}
         for name in modules:
             gave = kept.get(f"{name} gave", np.empty(0))
             if gave.ndim != 2 or len(gave) != tokens:

@@ -28,7 +28,8 @@ _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=l
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
-_LEAST_CACHE, _SMALL_CACHE = 1 << 26, 1 << 30
+_LEAST_CACHE = 1 << 26
+_SMALL_CACHE = 1 << 30
 # Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each
 # precision on small random models (docs/vllm.md), and well below what a layer left out or put in
 # the wrong place makes.
@@ -186,13 +187,16 @@ def check_planned(arguments: EngineArguments) -> None:
             Qwen2 model whose heads don't divide its width, or a tensor parallelism that vLLM
             refuses when it loads the model.
     """
-    config, settings = arguments.model, arguments.settings
+    config = arguments.model
+    settings = arguments.settings
     if arguments.platform == "tpu":
         raise ArgumentError(*_NO_TPU)
     if arguments.platform == "cpu" and config.recurrent_layers:
         needs = f"whose CPU build can't load {config.model_type} without torchvision"
         raise ArgumentError("engine", f"got 'vllm', {needs}; set `engine`=local")
-    heads, kv_heads, parts = config.num_heads, config.num_kv_heads, settings.tensor_parallel_size
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    parts = settings.tensor_parallel_size
     if not config.family.own_head_dim and config.head_dim * heads != config.hidden_size:
         raise ArgumentError(
             "model",
@@ -360,8 +364,11 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
             `top_logprobs` beyond the max_logprobs of `engine_args`, or a prefix cache that does not
             fit `routed_experts`, which the sidecar records itself in the CPU build.
     """
-    config, settings, precision = engine.model, engine.settings, engine.precision
-    cpu, replicas = engine.platform == "cpu", max(1, settings.replicas)
+    config = engine.model
+    settings = engine.settings
+    precision = engine.precision
+    cpu = engine.platform == "cpu"
+    replicas = max(1, settings.replicas)
     if precision == "int8" and config.num_experts:
         raise ArgumentError(
             "precision",
@@ -451,7 +458,9 @@ def _adapter_arguments(engine: EngineArguments) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for adapters that are pushed apart from their base; refuses those
     that it can't hold.
     """
-    model, lora, highest = engine.model, engine.lora, _RANKS[-1]
+    model = engine.model
+    lora = engine.lora
+    highest = _RANKS[-1]
     for refused, what in (
         (lora.rank > highest, f"a rank of {lora.rank}; vLLM takes at most {highest}"),
         (
@@ -524,7 +533,8 @@ def write_model_config(arguments: EngineArguments) -> None:
     """Write the config.json that the engine is built from, atomically. Weights are pushed, none are
     written.
     """
-    config, directory = arguments.model, arguments.directory
+    config = arguments.model
+    directory = arguments.directory
     fields = to_hf(config, dtype=arguments.compute_dtype)
     # Room for the token that scoring a whole row samples; nothing is computed with it.
     fields["max_position_embeddings"] = max(

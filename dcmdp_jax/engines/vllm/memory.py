@@ -8,7 +8,9 @@ from dcmdp_jax.engines.vllm.launch import engine_arguments
 
 def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPart]:
     """The weights in shared memory; what vLLM takes on a CPU, its cache of fixed size."""
-    model, dtype, lora = arguments.model, arguments.compute_dtype, arguments.lora
+    model = arguments.model
+    dtype = arguments.compute_dtype
+    lora = arguments.lora
     bridge = WeightBridge(model, dtype=dtype, int8=arguments.precision == "int8")
     adapters = lora and WeightBridge(model, dtype=dtype, lora=lora)
     lower = "a smaller model" + ", or `compute_dtype`=bfloat16" * (dtype == "float32")
@@ -16,7 +18,8 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     found = [exact(f"{said} for vLLM", host=shared, lower=lower)]
     if arguments.platform != "cpu" or arguments.settings.address:
         return found
-    count, available = arguments.settings.replicas or 1, max(0, (machine.host_bytes or 0) - shared)
+    count = arguments.settings.replicas or 1
+    available = max(0, (machine.host_bytes or 0) - shared)
     cache = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
     fewer = "`replicas`, " * (count > 1)
     return [

@@ -78,7 +78,8 @@ class EngineHost:
         # AMX must be granted before the engine is built: `worker` asks for it when it is imported.
         from dcmdp_jax.engines.vllm.worker import Routing
 
-        self._segments, self._size = fields["segments"], fields["segment_bytes"]
+        self._segments = fields["segments"]
+        self._size = fields["segment_bytes"]
         self._manifest = fields["manifest"]
         check_received_tensors(
             fields["engine"]["model"], segments.parse(self._manifest, self._size)
@@ -219,7 +220,8 @@ class EngineHost:
         self.llm.collective_rpc("dcmdp_observe", args=(fields["modules"],))
         try:
             for row in _split(arrays["row_ids"], arrays["row_lengths"]):
-                ids, length = np.array(row, np.int32), np.array([len(row)], np.int32)
+                ids = np.array(row, np.int32)
+                length = np.array([len(row)], np.int32)
                 yield from self.score(
                     one, {"row_ids": ids, "row_lengths": length, "starts": np.ones(1, np.int32)}
                 )
@@ -294,7 +296,8 @@ def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
         return {}
     completions = [output.outputs[0] for output in outputs.values()]
     listed = [np.asarray(c.logprobs.logprobs, np.float32).reshape(-1, top + 1) for c in completions]
-    logprobs, columns = np.concatenate(listed), {}
+    logprobs = np.concatenate(listed)
+    columns = {}
     if top:
         ids = np.concatenate(
             [np.asarray(c.logprobs.token_ids, np.int32).reshape(-1, top + 1) for c in completions]
@@ -407,7 +410,8 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
 
 def main() -> None:
     """Build the engine that the first frame asks for, and serve."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    descriptor = int(sys.argv[1])
+    parent = int(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

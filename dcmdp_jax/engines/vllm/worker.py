@@ -64,7 +64,8 @@ class WeightReceiver:
         """
         for handle in self.__dict__.pop("_dcmdp_handles", ()):
             handle.remove()
-        before, kept = self.__dict__.pop("_dcmdp_kept", {}), {}
+        before = self.__dict__.pop("_dcmdp_kept", {})
+        kept = {}
         self._dcmdp_kept: dict[str, list[torch.Tensor]] = kept
         self._dcmdp_handles = [
             module.register_forward_hook(functools.partial(_keep, kept, name), with_kwargs=True)
@@ -200,7 +201,8 @@ def _recorded() -> Iterator[list[_Load]]:
     processes the layer once all is there. A layer with nothing to load has no part in it, and
     attention without scales of its own neither.
     """
-    process, plan = layerwise._layerwise_process, []
+    process = layerwise._layerwise_process
+    plan = []
 
     def note(layer: torch.nn.Module, info: Any) -> None:
         plan.append((layer, list(info.loaded_weights)))
@@ -368,7 +370,8 @@ class RoutingRecorder:
     def restart(self, on: bool) -> None:
         """Forget everything, and record from now on or not."""
         self._on = on
-        self._layers, self._passes = {}, {}
+        self._layers = {}
+        self._passes = {}
 
     def take(self, requests: list[str]) -> list[np.ndarray]:
         """Return what was recorded of finished requests, and forget it.

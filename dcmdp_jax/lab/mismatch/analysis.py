@@ -32,7 +32,8 @@ ENTROPY_EDGES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 _TOKENS_SHOWN = 20
 _MOST_ALIKE = 50
 _WORST_SHOWN = 20
-_CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 4
+_CONTEXT_BEFORE = 16
+_CONTEXT_AFTER = 4
 
 
 class Group(NamedTuple):
@@ -128,7 +129,9 @@ def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
 
     Completions of one prompt are often the same up to a token, which is then shown once.
     """
-    delta, starts, completion = pairs.discrepancy, pairs.starts, pairs.completion
+    delta = pairs.discrepancy
+    starts = pairs.starts
+    completion = pairs.completion
     found: dict[tuple[bytes, str], WorstToken] = {}
     for index in np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE].tolist():
         row = int(completion[index])
@@ -154,7 +157,8 @@ def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
 
 def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:
     """Groups by number, in order, without the empty ones."""
-    delta, d = pairs.discrepancy, np.abs(pairs.log_ratio)
+    delta = pairs.discrepancy
+    d = np.abs(pairs.log_ratio)
     counts, sums, ratios = (
         np.bincount(group, weights, len(labels)) for weights in (None, delta, d)
     )
@@ -205,12 +209,14 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     """
     if pairs.states is None:
         return ()
-    log_ratio, states = pairs.log_ratio, pairs.states.astype(np.float64)
+    log_ratio = pairs.log_ratio
+    states = pairs.states.astype(np.float64)
     ratio = np.exp(log_ratio)
     terms = np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy
     found = []
     for place, (title, term) in enumerate(zip(STATE_MEASURES.values(), terms, strict=True)):
-        exact, bound = states[:, 2 * place], states[:, 2 * place + 1]
+        exact = states[:, 2 * place]
+        bound = states[:, 2 * place + 1]
         noise = float(np.sqrt(np.sum((term - exact) ** 2)) / len(term))
         found.append(
             StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise)
@@ -291,7 +297,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         measured: the pair.
         tolerance: c for the share of completions over it; None takes the recommended one.
     """
-    pairs, text = measured.pairs, measured.text
+    pairs = measured.pairs
+    text = measured.text
     floor = max(measured.floors.values(), default=None)
     known = {field.name: getattr(measured, field.name) for field in dataclasses.fields(Known)}
     legs = (

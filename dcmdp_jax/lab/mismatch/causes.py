@@ -211,6 +211,7 @@ def setting_of(cause: str, framework: str) -> str:
     """Setting of a framework that the remedy of a cause is about; "" if it is not known."""
     if (framework, cause) == ("verl", "raw_logprobs"):
         return "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
-    prefix, names = _SAMPLING.get(framework, ""), _SETTINGS.get(cause, ())
+    prefix = _SAMPLING.get(framework, "")
+    names = _SETTINGS.get(cause, ())
     dashed = (name.replace("_", "-") if prefix.startswith("--") else name for name in names)
     return ", ".join(prefix + name for name in dashed) if prefix else ""

@@ -18,27 +18,41 @@ from dcmdp_jax.lab.mismatch.evidence import (
 )
 from dcmdp_jax.observe.legs import DECODING
 
-FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
+FEWEST_TOKENS = 200
+FEWEST_COMPLETIONS = 8
 """With fewer, the columns alone give no verdict."""
 FLOAT32_ROUNDING = 1e-5
 """Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured."""
 _TIMES = 3.0
 # SmolLM2-135M in bfloat16: median 0.021 to 0.031 nats, root mean square up to 0.06
 # (research/causes.md).
-_ROUNDING_LOG_RATIO, _ROUNDING_SQUARE = 0.04, 0.15**2
-_EXPLAINED, _EXPLAINED_ALONE = 0.5, 0.9
+_ROUNDING_LOG_RATIO = 0.04
+_ROUNDING_SQUARE = 0.15**2
+_EXPLAINED = 0.5
+_EXPLAINED_ALONE = 0.9
 _LIFTED_AT_ALL = 0.1
-_MISSING_MASS, _SAMPLE_SHARE = 0.005, 0.5
-_SHARPER_ALIGNED, _COLD_ALIGNED, _COLD = 0.85, 0.75, 0.2
-_FLATTER_ALIGNED, _FLATTEST = -0.96, -0.6
-_LEAST_POWER, _LEAST_LOWERED, _FEWEST_UNCERTAIN = 0.02, 0.01, 32
-_CORRELATED, _LEAST_SPREAD, _SPREAD_TIMES = 0.97, 0.03, 5.0
-_LEAST_SURPRISE, _SURPRISE_TIMES = 0.01, 3.0
+_MISSING_MASS = 0.005
+_SAMPLE_SHARE = 0.5
+_SHARPER_ALIGNED = 0.85
+_COLD_ALIGNED = 0.75
+_COLD = 0.2
+_FLATTER_ALIGNED = -0.96
+_FLATTEST = -0.6
+_LEAST_POWER = 0.02
+_LEAST_LOWERED = 0.01
+_FEWEST_UNCERTAIN = 32
+_CORRELATED = 0.97
+_LEAST_SPREAD = 0.03
+_SPREAD_TIMES = 5.0
+_LEAST_SURPRISE = 0.01
+_SURPRISE_TIMES = 3.0
 # Columns of really other weights: 0.97 for a policy 32 steps older, 0.8 at 3 bits, 0.4 to 0.6 with
 # noise of half the weights' size, 0.1 to 0.2 with as much noise as weights (research/causes.md).
 _NO_RELATION = 0.3
-_PENALTY_SHARE, _LEAST_PENALTY = 0.08, 0.005
-_VARIANCE_FALLS, _OLDER_TIMES = 1.6, 2.0
+_PENALTY_SHARE = 0.08
+_LEAST_PENALTY = 0.005
+_VARIANCE_FALLS = 1.6
+_OLDER_TIMES = 2.0
 
 
 def _say(cause: str, *evidence: str) -> Finding:
@@ -181,10 +195,8 @@ def _explained(e: Evidence, least: float = _EXPLAINED) -> Iterator[Finding]:
     ranked = sorted(e.explanations, key=lambda each: -each.share)
     if not ranked or (best := ranked[0]).share < least:
         return
-    cause, lines = (
-        best.cause,
-        [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."],
-    )
+    cause = best.cause
+    lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
         whose, said = _which_temperature(e)
         cause = whose or cause
@@ -288,7 +300,8 @@ def _by_columns(e: Evidence) -> Iterator[Finding]:
 
 def _shifted(e: Evidence) -> Finding:
     """Which completions are shifted, and where to."""
-    shifted, places = sum(e.columns.shifts.values()), []
+    shifted = sum(e.columns.shifts.values())
+    places = []
     for by, count in e.columns.shifts.items():
         place = f"{abs(by)} place{'s' * (abs(by) > 1)} {'earlier' if by > 0 else 'later'}"
         places.append(place if len(e.columns.shifts) == 1 else f"{place} in {count}")
@@ -309,15 +322,11 @@ def _unsampled(e: Evidence) -> Iterator[Finding]:
     if not (e.ratio.above(1) or e.capped_ratio.above(1)):
         return
     if np.isnan(e.surprise.mean):
-        fits, said = (
-            not (e.inverse_ratio.below(1) or e.inverse_ratio.above(1)),
-            f"Mean q / p: {e.inverse_ratio}",
-        )
+        fits = not (e.inverse_ratio.below(1) or e.inverse_ratio.above(1))
+        said = f"Mean q / p: {e.inverse_ratio}"
     else:
-        fits, said = (
-            not (e.surprise.below(0) or e.surprise.above(0)),
-            f"Surprise less entropy: {e.surprise} nats",
-        )
+        fits = not (e.surprise.below(0) or e.surprise.above(0))
+        said = f"Surprise less entropy: {e.surprise} nats"
     said += ", as for tokens sampled from p." if fits else ": they were not sampled from p either."
     yield _say(
         "raw_logprobs" if fits and e.correlation > RELATED else "unsampled",
@@ -353,7 +362,8 @@ def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
     if e.uncertain < _FEWEST_UNCERTAIN:
         return "", ()
     if not np.isnan(e.alignment):
-        power, expected = e.power, abs(e.power) * e.variance
+        power = e.power
+        expected = abs(e.power) * e.variance
         low, high = power - e.power_margin, power + e.power_margin
         if power > 0:
             # Far below the entropy, where no noise leads, a looser line is enough: nearly all log q
@@ -374,7 +384,8 @@ def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
         fits = fits and signs and abs(power) >= _LEAST_POWER
         line = f"log q - log p follows log p + entropy at a correlation of {e.alignment:.2f}"
     else:
-        power, expected = float(np.expm1(e.spread.mean)), np.inf
+        power = float(np.expm1(e.spread.mean))
+        expected = np.inf
         fits = e.correlation >= _CORRELATED and abs(e.spread.mean) > _least_spread(e)
         # A cut alone makes every token that is left likelier; a power makes some less likely.
         fits = fits and (e.lowered >= _LEAST_LOWERED or not _cut(e))
@@ -489,7 +500,8 @@ def _power_of_tests(e: Evidence) -> list[str]:
     """Name the least effect that each test would have seen, and the tests that were not
     possible.
     """
-    seen, unseen = [], []
+    seen = []
+    unseen = []
     if np.isnan(e.surprise.mean):
         unseen.append(
             "what neither column contains, as raw log-probs on both sides do (no entropies)"

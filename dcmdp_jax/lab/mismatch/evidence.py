@@ -19,18 +19,37 @@ LARGE_LOG_RATIO = 0.3
 it.
 """
 INNER_LOG_RATIO = 1.5
-_UNCERTAIN, _FEWEST_UNCERTAIN = 0.9, 16
-_SHORTEST_PART, _TIMES_BEFORE = 4, 5.0
-RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
-_START_TOKENS, _SETTLED_FROM, _START_TIMES, _FEWEST_ALIKE = 4, 16, 3.0, 16
+_UNCERTAIN = 0.9
+_FEWEST_UNCERTAIN = 16
+_SHORTEST_PART = 4
+_TIMES_BEFORE = 5.0
+RELATED = 0.8
+_UNRELATED = 0.5
+_FEWEST_UNRELATED = 8
+_START_TOKENS = 4
+_SETTLED_FROM = 16
+_START_TIMES = 3.0
+_FEWEST_ALIKE = 16
 _LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
-CERTAIN, _LOWERED = 3.5, 0.02
-_FAR, _NEAR, _FEWEST_FILLED, _FEWEST_FILLED_ROWS, _TIMES_NEAR = 0.7, 0.05, 8, 4, 5
+CERTAIN = 3.5
+_LOWERED = 0.02
+_FAR = 0.7
+_NEAR = 0.05
+_FEWEST_FILLED = 8
+_FEWEST_FILLED_ROWS = 4
+_TIMES_NEAR = 5
 _RATIO_CAP = 4.0
-_CUT_SURPRISE, _CUT_FAR, _AT_EDGES = 0.1, 0.7, 0.9
-_SHIFTS, _FEWEST_LAGGED, _LEAST_GAIN = (-2, -1, 1, 2), 16, 0.1
-_NEARER, _FIRST_TOKENS, ALL_SHIFTED = 0.7, 8, 0.9
-_COMPARED, _MOST_SUSPECTS = 64, 16
+_CUT_SURPRISE = 0.1
+_CUT_FAR = 0.7
+_AT_EDGES = 0.9
+_SHIFTS = (-2, -1, 1, 2)
+_FEWEST_LAGGED = 16
+_LEAST_GAIN = 0.1
+_NEARER = 0.7
+_FIRST_TOKENS = 8
+ALL_SHIFTED = 0.9
+_COMPARED = 64
+_MOST_SUSPECTS = 16
 
 
 class Explanation(NamedTuple):
@@ -91,7 +110,8 @@ def in_order(sizes: Mapping[str, Any], layer: int | None) -> list[OperatorDiffer
     ]
 
 
-_TIMES_MEDIAN, _LEAST_RELATIVE = 10.0, 1e-4
+_TIMES_MEDIAN = 10.0
+_LEAST_RELATIVE = 1e-4
 
 
 def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference]:
@@ -161,8 +181,10 @@ class TokenMean(NamedTuple):
         """3.5 standard errors; for few completions the quantile of Student's t that is as rare (1
         in 4,300).
         """
-        z, df = CERTAIN, max(self.completions - 1, 1)
-        first, second = (z**2 + 1) / 4, (5 * z**4 + 16 * z**2 + 3) / 96
+        z = CERTAIN
+        df = max(self.completions - 1, 1)
+        first = (z**2 + 1) / 4
+        second = (5 * z**4 + 16 * z**2 + 3) / 96
         third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
         return z * self.error * (1 + first / df + second / df**2 + third / df**3)
 
@@ -314,7 +336,8 @@ def collect(pairs: TokenPairs, **known: Any) -> Evidence:
         "completions": len(pairs.lengths),
         "mean": float(pairs.discrepancy.mean()),
     }
-    lags, identical = _lag_means(pairs), _identical(pairs)
+    lags = _lag_means(pairs)
+    identical = _identical(pairs)
     filled, pairs = _filled(pairs)
     misplaced, alignment = _alignment(pairs)
     broken, correlations = _breaks(pairs, misplaced)
@@ -342,7 +365,8 @@ def _identical(pairs: TokenPairs) -> int:
     """See `Evidence.identical`. A pair of rare ones has a chance of sum_y q_i(y) q_j(y) <= 1 /
     (1000 N^2).
     """
-    columns, spans = (pairs.train_logprobs, pairs.rollout_logprobs), {}
+    columns = (pairs.train_logprobs, pairs.rollout_logprobs)
+    spans = {}
     likeliest = np.maximum(*(np.add.reduceat(x, pairs.starts, dtype=np.float64) for x in columns))
     for row in np.flatnonzero(likeliest < -np.log(1000.0) - 2 * np.log(len(pairs.lengths))):
         span = slice(pairs.starts[row], pairs.starts[row] + pairs.lengths[row])
@@ -356,7 +380,8 @@ def _identical(pairs: TokenPairs) -> int:
 
 
 def _lag_means(pairs: TokenPairs) -> dict[int, TokenMean]:
-    delta, rows = pairs.discrepancy, pairs.completion
+    delta = pairs.discrepancy
+    rows = pairs.completion
     chosen = (
         {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
     )
@@ -365,11 +390,13 @@ def _lag_means(pairs: TokenPairs) -> dict[int, TokenMean]:
 
 def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
     """Measure which distribution the kept tokens were sampled from."""
-    d, rows = pairs.log_ratio[kept], pairs.completion[kept]
+    d = pairs.log_ratio[kept]
+    rows = pairs.completion[kept]
     log_p, log_q = (
         x[kept].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs)
     )
-    weight, inner = np.exp(d), np.abs(d) <= INNER_LOG_RATIO
+    weight = np.exp(d)
+    inner = np.abs(d) <= INNER_LOG_RATIO
     uncertain = np.minimum(log_p, log_q) < np.log(_UNCERTAIN)
     found: dict[str, float | TokenMean] = {
         "median_log_ratio": float(
@@ -400,7 +427,8 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
             "weighted_surprise": _estimate(-x * weight, rows),
         }
         found["variance"] = float(np.mean(x**2))
-        slope, aligned = _slope(x, -d, rows), _correlation(-d, x)
+        slope = _slope(x, -d, rows)
+        aligned = _correlation(-d, x)
         unexplained = abs(slope.mean) * np.sqrt(max(1 - aligned**2, 0.0))
         found |= {
             "power": slope.mean,
@@ -421,7 +449,8 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
 
 def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
     """Least-squares slope of y over x, its error clustered by completion; 0 for a constant x."""
-    x, y = x - x.mean(), y - y.mean()
+    x = x - x.mean()
+    y = y - y.mean()
     if not (square := float(np.mean(x**2))):
         return TokenMean(0.0, np.inf)
     slope = float(np.mean(x * y)) / square
@@ -463,7 +492,8 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         )
         enough = exact.sum() >= max(_FEWEST_FILLED, _TIMES_NEAR * near.sum())
         if spread_out and enough and not (value == 0 and _left_by_a_cut(pairs, same, column)):
-            last, first = exact[pairs.starts + pairs.lengths - 1].sum(), exact[pairs.starts].sum()
+            last = exact[pairs.starts + pairs.lengths - 1].sum()
+            first = exact[pairs.starts].sum()
             return Filled(name, float(value), int(exact.sum()), int(last), int(first)), pairs.where(
                 ~exact
             )
@@ -512,7 +542,8 @@ def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
 
     if shifted.mean() > ALL_SHIFTED:
         return shifted, Alignment(correlations, counts, exchanged=0, unrelated=0)
-    exchanged, unrelated = _exchanged(pairs, shifted), _unrelated(pairs, shifted)
+    exchanged = _exchanged(pairs, shifted)
+    unrelated = _unrelated(pairs, shifted)
     # A few of many unrelated ones resemble another completion by chance; of exchanged ones most are
     # found.
     if 2 * exchanged.sum() < unrelated.sum():
@@ -527,7 +558,8 @@ def _lagged(pairs: TokenPairs, own: np.ndarray, by: int) -> tuple[np.ndarray, np
     """Indices of the tokens of `own`, [n] bool, that have one `by` places later in their
     completion, and of these.
     """
-    position, length = pairs.position, pairs.lengths[pairs.completion]
+    position = pairs.position
+    length = pairs.lengths[pairs.completion]
     early = np.flatnonzero(own & (position + by >= 0) & (position + by < length))
     return early, early + by
 
@@ -540,9 +572,11 @@ def _shifts(pairs: TokenPairs) -> np.ndarray:
     30% of the mean |d|, significantly. A completion that was re-tokenized is shifted too, from its
     break on: at least half of the completions whose later tokens are nearer must be candidates.
     """
-    rows, count = pairs.completion, len(pairs.lengths)
+    rows = pairs.completion
+    count = len(pairs.lengths)
     everything = np.ones(len(rows), bool)
-    shifts, best = np.zeros(count, np.int64), np.zeros(count)
+    shifts = np.zeros(count, np.int64)
+    best = np.zeros(count)
     for by in _SHIFTS:
         early, late = _lagged(pairs, everything, by)
         if len(early) < _FEWEST_LAGGED:
@@ -550,8 +584,10 @@ def _shifts(pairs: TokenPairs) -> np.ndarray:
         shifted_ratio = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(
             np.float64
         )
-        gap, before = np.abs(shifted_ratio), np.abs(pairs.log_ratio[early])
-        gain, row = before - gap, rows[early]
+        gap = np.abs(shifted_ratio)
+        before = np.abs(pairs.log_ratio[early])
+        gain = before - gap
+        row = rows[early]
         place = pairs.position[early] - max(-by, 0)
         first = place < np.minimum(_FIRST_TOKENS, (pairs.lengths[row] - abs(by)) // 2)
 
@@ -584,8 +620,11 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
         below that of the others. Those
     that were re-tokenized agree in their 5th to 8th token: the unrelated ones must not.
     """
-    log_p, log_q = pairs.train_logprobs, pairs.rollout_logprobs
-    rows, position, none = pairs.completion, pairs.position, np.zeros(len(shifted), bool)
+    log_p = pairs.train_logprobs
+    log_q = pairs.rollout_logprobs
+    rows = pairs.completion
+    position = pairs.position
+    none = np.zeros(len(shifted), bool)
     # Other prompts make the first tokens unrelated too; that is told apart by `_start`.
     first = (position >= _START_TOKENS) & (position < _FIRST_TOKENS)
     chosen = ~shifted
@@ -631,7 +670,8 @@ def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     )
     wild = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths > LARGE_LOG_RATIO
     wild &= ~shifted
-    found, chance = np.zeros(len(wild), bool), CERTAIN**2 + 2 * np.log(len(wild))
+    found = np.zeros(len(wild), bool)
+    chance = CERTAIN**2 + 2 * np.log(len(wild))
     suspects = [
         row for row in np.flatnonzero(wild) if _correlation(log_p[row], log_q[row]) < _UNRELATED
     ]
@@ -667,7 +707,8 @@ def break_at(log_ratio: np.ndarray) -> int | None:
         return None
     levels = np.cumsum(np.log(size))
     splits = np.arange(_SHORTEST_PART, n - _SHORTEST_PART + 1)
-    before, after = levels[splits - 1] / splits, (levels[-1] - levels[splits - 1]) / (n - splits)
+    before = levels[splits - 1] / splits
+    after = (levels[-1] - levels[splits - 1]) / (n - splits)
     best = int(splits[np.argmax(splits * (n - splits) * (after - before) ** 2)])
     low, high = np.median(size[:best]), np.median(size[best:])
     return best if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low else None
@@ -687,7 +728,8 @@ def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple
     columns go on to agree about which tokens are likely. After a real break they have nothing to do
     with each other.
     """
-    d, starts = pairs.log_ratio, pairs.starts
+    d = pairs.log_ratio
+    starts = pairs.starts
     # A break needs a token above the level; most recordings are done here.
     wild = (np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO) & ~misplaced
     places = [
@@ -699,10 +741,8 @@ def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple
         if place is not None:
             after[at + place : at + n] = True
     broken = np.array([place is not None for place in places])
-    log_p, log_q = (
-        pairs.train_logprobs.astype(np.float64),
-        pairs.rollout_logprobs.astype(np.float64),
-    )
+    log_p = pairs.train_logprobs.astype(np.float64)
+    log_q = pairs.rollout_logprobs.astype(np.float64)
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
     before = ~after & (pairs.position >= _START_TOKENS) & ~misplaced[pairs.completion]
     correlations = (
@@ -735,9 +775,12 @@ def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
     """The first tokens against later ones of the same q: uncertain tokens differ more, wherever
     they are.
     """
-    size, position, rows = np.abs(pairs.log_ratio), pairs.position, pairs.completion
+    size = np.abs(pairs.log_ratio)
+    position = pairs.position
+    rows = pairs.completion
     group = np.digitize(pairs.rollout_logprobs, _LOG_Q_EDGES)
-    first, later = kept & (position < _START_TOKENS), kept & (position >= _SETTLED_FROM)
+    first = kept & (position < _START_TOKENS)
+    later = kept & (position >= _SETTLED_FROM)
     counts = np.bincount(group[later], minlength=len(_LOG_Q_EDGES) + 1)
     usual = np.bincount(group[later], size[later], len(_LOG_Q_EDGES) + 1) / np.maximum(counts, 1)
     known = first & (counts[group] >= _FEWEST_ALIKE)

@@ -123,7 +123,9 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
 
 def _numbers_of(path: Path, names: list[str], left_out: LeftOut) -> tuple[list[str], list[str]]:
     """Columns whose cells in the first row are lists of log-probs, and of token ids."""
-    row, logprobs, ids = next(read_rows(path, {}, names, left_out=left_out), {}), [], []
+    row = next(read_rows(path, {}, names, left_out=left_out), {})
+    logprobs = []
+    ids = []
     for name in names:
         cell = row.get(name)
         values = [x for x in cell if x is not None] if isinstance(cell, list | np.ndarray) else []
@@ -154,7 +156,8 @@ def rows_of(
     """
     each = format_of(file.framework)
     for row in _file_rows(file.path, each, left_out):
-        place, source = each.place(file.path, row), row.get(each.source) if each.source else None
+        place = each.place(file.path, row)
+        source = row.get(each.source) if each.source else None
         each.prepare(row)
         given = {kind: name for kind, name in each.optional.items() if row.get(name) is not None}
         yield place, _source_name(source), dataclasses.replace(each.columns, **given), row

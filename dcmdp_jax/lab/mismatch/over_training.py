@@ -37,7 +37,8 @@ _SHOWN = 5
 _FIRST_STEPS = 5
 # A rank or source stands out where its mean is this many times the others' median, and not within
 # float32's rounding.
-_STANDS_OUT, _ROUNDING = 3.0, 1e-5
+_STANDS_OUT = 3.0
+_ROUNDING = 1e-5
 
 
 class StepMismatch(NamedTuple):
@@ -193,7 +194,8 @@ def read_run(
     if not allow_gaps:
         left_out.unfinished += _refuse_gaps([file.place for file in files])
     _refuse_doubles(files)
-    kept, places = KeptRows(max_tokens), set()
+    kept = KeptRows(max_tokens)
+    places = set()
     ranks, sources = (collections.defaultdict(lambda: np.zeros(3)) for _ in range(2))
 
     def rows() -> Iterator[tuple[int | None, Row]]:
@@ -254,7 +256,8 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
             raise UserError(
                 f"{other} and {option}: both are {shorten(name)}; name a column of its own for each"
             )
-    kept, left_out = KeptRows(max_tokens), LeftOut()
+    kept = KeptRows(max_tokens)
+    left_out = LeftOut()
     for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
         kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
     return Recording(kept.pairs(path, columns, left_out), kept.rows, kept.every, left_out)
@@ -290,15 +293,14 @@ def _over_training(
     series = _series(steps) if metrics is None else dict(metrics)
     said = "--tolerance"
     if tolerance is None and "dual/tolerance" in series:
-        tolerance, said = float(series["dual/tolerance"][1][-1]), "the run's own"
+        tolerance = float(series["dual/tolerance"][1][-1])
+        said = "the run's own"
     if tolerance is None:
         first = steps[:_FIRST_STEPS]
         tokens = np.array([step.statistics.tokens for step in first], np.float64)
         mean = float(np.average([step.statistics.mean for step in first], weights=tokens))
-        tolerance, said = (
-            recommend(mean, None, None).tolerance,
-            f"recommended for the first {len(first)} steps",
-        )
+        tolerance = recommend(mean, None, None).tolerance
+        said = f"recommended for the first {len(first)} steps"
     numbers = np.array([step.step for step in steps])
     if said != "the run's own" and np.isfinite(tolerance):
         series["dual/tolerance"] = (numbers, np.full(len(numbers), tolerance))

@@ -23,7 +23,9 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
+JSON_FILE = "probe.json"
+PAGE_FILE = "probe.html"
+PLOTS_DIRECTORY = "plots"
 LEFT_OUT = "left out"
 """Label, in a pair's source, of what a recording holds and was not read."""
 _MOST_COMPLETIONS = 500
@@ -77,7 +79,8 @@ def write_json(title: str, analyses: Sequence[Analysis], out_dir: Path, *, finis
 
 
 def _completions(one: Measured) -> Iterator[page_kit.Completion]:
-    pairs, text = one.pairs, one.text
+    pairs = one.pairs
+    text = one.text
     for row in np.argsort(-means_by_completion(pairs), kind="stable")[:_MOST_COMPLETIONS]:
         span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
         p, q = (

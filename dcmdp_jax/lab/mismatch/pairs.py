@@ -170,7 +170,8 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
         pairs: the tokens.
         tolerance: c in units of |p - q|; a completion's mean of exactly c is within it.
     """
-    delta, d = pairs.discrepancy, pairs.log_ratio
+    delta = pairs.discrepancy
+    d = pairs.log_ratio
     p50, p99 = np.quantile(delta, (0.5, 0.99))
     eps = _log_odds(pairs.train_logprobs) - _log_odds(pairs.rollout_logprobs)
     eps_p50, eps_p95, eps_p99 = np.quantile(np.abs(eps), (0.5, 0.95, 0.99))
@@ -258,7 +259,8 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
         return Recommendation(
             math.nan, "None: the two agree to the last bit, there is nothing to bound."
         )
-    wanted, least = BUDGET_ROOM * mean, _FLOORS * (floor or 0.0)
+    wanted = BUDGET_ROOM * mean
+    least = _FLOORS * (floor or 0.0)
     value = max(wanted, least)
     scale = 10.0 ** (math.floor(math.log10(value)) - 1)
     value = math.ceil(value / scale - 1e-9) * scale
@@ -299,7 +301,8 @@ def measure_states(
         [T, 10] float32: each of `STATE_MEASURES` and its bound, the head's mass, and k.
     """
     names = [name for each in STATE_MEASURES for name in (each, f"{each}_bound")] + ["head_mass"]
-    size, found = max(1, _ENTRIES // ids.shape[1]), [np.zeros((0, len(names)), np.float32)]
+    size = max(1, _ENTRIES // ids.shape[1])
+    found = [np.zeros((0, len(names)), np.float32)]
     for start in range(0, len(ids), size):
         parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
         train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)

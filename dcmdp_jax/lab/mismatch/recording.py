@@ -280,13 +280,16 @@ class KeptRows:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens, self._held = max_tokens, 0
+        self._max_tokens = max_tokens
+        self._held = 0
         self._kept: list[tuple[int, Row]] = []
-        self.rows, self.every = 0, 1
+        self.rows = 0
+        self.every = 1
 
     def add(self, row: Row) -> None:
         """Take the next row, or leave it out."""
-        number, self.rows = self.rows, self.rows + 1
+        number = self.rows
+        self.rows = self.rows + 1
         if number % self.every or not len(row["token"]):
             return
         self._kept.append((number, row))

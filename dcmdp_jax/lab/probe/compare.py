@@ -46,11 +46,15 @@ from dcmdp_jax.types import Array, Params, Rows
 
 logger = logging.getLogger(__name__)
 
-_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_AGAIN = 16, 4, 32
+_SCORED_AGAIN = 16
+_SAMPLED_AGAIN = 4
+_TOKENS_AGAIN = 32
 _ENOUGH = 0.95
 _MOST_TOKENS = 4096
 _TEMPERATURES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0)
-_GRIDS, _PROMISING, _LEAST_CHANGE = 3, 0.2, 0.02
+_GRIDS = 3
+_PROMISING = 0.2
+_LEAST_CHANGE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,8 @@ def compare(
     prompts = [setup.prompts[index] for index in sampled.prompt_index]
     (first, sampler), (_, scorer) = engines.items()
     show(f"{name}: scoring {sum(map(len, sampled.completion_ids)):,} tokens")
-    entropies, states = None, None
+    entropies = None
+    states = None
     asked = prompts, sampled.completion_ids
     if isinstance(scorer, TrainingStack):
         train, entropies = scorer.score_with_entropies(*asked, temperature=setup.temperature)
@@ -294,9 +299,11 @@ class Rescoring:
         """
         count = max(1, int(np.searchsorted(np.cumsum(pairs.lengths), _MOST_TOKENS, side="right")))
         tokens = int(pairs.lengths[:count].sum())
-        self._setup, self._prompt_index = setup, prompt_index[:count]
+        self._setup = setup
+        self._prompt_index = prompt_index[:count]
         self._completions = np.split(pairs.token_ids[:tokens], pairs.starts[1:count])
-        self._train, self._rollout = pairs.train_logprobs[:tokens], pairs.rollout_logprobs[:tokens]
+        self._train = pairs.train_logprobs[:tokens]
+        self._rollout = pairs.rollout_logprobs[:tokens]
 
     def rounding(self) -> float:
         """Mean |p - h| of the same model computed in the engine's dtype."""
@@ -308,7 +315,8 @@ class Rescoring:
 
     def explanations(self) -> Iterator[Explanation]:
         """Every re-scoring, the likeliest and cheapest first."""
-        setup, compute = self._setup, self._setup.compute
+        setup = self._setup
+        compute = self._setup.compute
         if setup.as_rounded is not None:
             yield self._tried(
                 _Change(
@@ -375,12 +383,14 @@ class Rescoring:
         """The best temperature but the one scored at: grids, each between the neighbors of the best
         of the last.
         """
-        factors, shares = _TEMPERATURES, {}
+        factors = _TEMPERATURES
+        shares = {}
         for _ in range(_GRIDS):
             shares |= zip(
                 factors, map(self._share, self._ask(_Change("", ""), factors)), strict=True
             )
-            best, known = max(shares, key=shares.get), sorted(shares)
+            best = max(shares, key=shares.get)
+            known = sorted(shares)
             if shares[best] < _PROMISING:
                 break
             place = known.index(best)
@@ -401,7 +411,8 @@ class Rescoring:
         shown.
         """
         now = self._setup.params
-        tensors, layers = {}, {}
+        tensors = {}
+        layers = {}
         for tensor, place in hf_tensors(self._setup.config).items():
             if not np.array_equal(_part(now, place), _part(earlier, place)):
                 tensors[tensor] = [place]
@@ -476,16 +487,12 @@ def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Param
     def leaf(x: jax.Array, chosen: bool) -> jax.Array | QuantizedKernel:
         return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if chosen else x
 
-    layers, output, chosen = (
-        params["layers"],
-        output_kernel(params),
-        quantized_leaves(config)["layers"],
-    )
+    layers = params["layers"]
+    output = output_kernel(params)
+    chosen = quantized_leaves(config)["layers"]
     if precision in GROUPED:
-        layers, output = (
-            straight_through(layers, chosen, precision),
-            straight_through(output, True, precision),
-        )
+        layers = straight_through(layers, chosen, precision)
+        output = straight_through(output, True, precision)
     elif precision:
         return params | _quantized(params, config=config, precision=precision)
     return params | {

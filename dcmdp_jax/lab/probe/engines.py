@@ -161,7 +161,8 @@ def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:
 
 LOGPROB_CHUNK = 256
 """Tokens whose logits exist at one time: 50 MB of a vocabulary of 50,000."""
-_MOST_ROWS, _ROWS = 32, 8
+_MOST_ROWS = 32
+_ROWS = 8
 _SHORTEST = 16
 
 
@@ -184,7 +185,10 @@ class TrainingStack:
             compute: dtype and kernel of the forward pass.
             scheme: roundings of an engine that it repeats.
         """
-        self._config, self._params, self._compute, self._scheme = config, params, compute, scheme
+        self._config = config
+        self._params = params
+        self._compute = compute
+        self._scheme = scheme
 
     def score(
         self,
@@ -375,7 +379,8 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
     Raises:
         UserError, EngineError, MemoryError: in one line, if this machine can't run it.
     """
-    config, params = policy.model, policy.params
+    config = policy.model
+    params = policy.params
     if spec.kind == "trainer":
         compute = decoder.Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
         return TrainingStack(config, params, compute=compute, scheme=_scheme(spec, config))
@@ -518,7 +523,8 @@ class HuggingFace:
         temperature: float,
     ) -> list[np.ndarray]:
         """Log-probs, float32 nats, one array for each completion."""
-        torch, found = self._torch, []
+        torch = self._torch
+        found = []
         with torch.no_grad():
             for prompt, completion in zip(prompts, completions, strict=True):
                 ids = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long)

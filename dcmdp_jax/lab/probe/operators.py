@@ -31,7 +31,8 @@ from dcmdp_jax.types import Params
 _TOKENS = 256
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
-Pair, Sizes = tuple[Any, Any], dict[str, jax.Array]
+Pair = tuple[Any, Any]
+Sizes = dict[str, jax.Array]
 """What an operator read and gave, [T, width] each, floating point; operator -> relative
 difference.
 """
@@ -184,7 +185,9 @@ def _layer(
     """
     (positions, segment_ids), (rope, window, rounding) = rows, kind
     block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
-    platform, rotary, sizes = jax.default_backend(), all_rotary_tables(config, positions)[rope], {}
+    platform = jax.default_backend()
+    rotary = all_rotary_tables(config, positions)[rope]
+    sizes = {}
     mixer = functools.partial(_mixer, trained, config, segment_ids, window, platform)
     ops = choose_ops(platform)
 
@@ -219,8 +222,10 @@ def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
     """By hooks. Its attention reads the cache in one pass too, so the training stack's has that
     rounding.
     """
-    config, rounding = engine.config, engine.cache_rounding
-    parts, mixers = dict(config.family.norms), {"recurrent": "linear_attn"}
+    config = engine.config
+    rounding = engine.cache_rounding
+    parts = dict(config.family.norms)
+    mixers = {"recurrent": "linear_attn"}
     every = [
         parts | {"attention": mixers.get(kind, "self_attn"), "mlp": "mlp"}
         for kind, _ in config.layer_kinds
@@ -240,7 +245,8 @@ def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
 
 
 def _of_embedded(program: layout.Program, weights: Params, tokens: OnePass) -> Observed:
-    config, layers = program.config, []
+    config = program.config
+    layers = []
     outer = program.own_weights({key: leaf for key, leaf in weights.items() if key != "layers"})
     x = looked_up = forward.embed(outer, np.concatenate(tokens.rows)[None], program).astype(
         program.compute_dtype
@@ -259,11 +265,9 @@ def _engine_layer(
 ) -> tuple[jax.Array, dict[str, Pair]]:
     """The residual stream after the layer, and what its operators read and gave."""
     (positions, segment_ids), (rope, window), config = rows, kind, program.config
-    block, rotary, seen = (
-        block_of(program.own_weights(own), config),
-        all_rotary_tables(config, positions)[rope],
-        {},
-    )
+    block = block_of(program.own_weights(own), config)
+    rotary = all_rotary_tables(config, positions)[rope]
+    seen = {}
     mixer = functools.partial(_mixer, own, config, segment_ids, window, program.platform)
 
     def keep(part: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:

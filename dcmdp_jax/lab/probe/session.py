@@ -77,7 +77,8 @@ class Session:
         Raises:
             UserError: in one line, if a model has no room for them.
         """
-        limit, longest = self.sampling.max_completion_tokens, max(map(len, prompts))
+        limit = self.sampling.max_completion_tokens
+        longest = max(map(len, prompts))
         if (total := longest + limit) > (
             room := min(run.model.max_position_embeddings for run in runs)
         ):
@@ -145,7 +146,8 @@ def _probe(
     # Each engine renders the prompts by its own tokenizer, as two frameworks would.
     prompts = [session.prompts(model) for model in models]
     total = session.total_tokens([*prompts[0], *prompts[1]], models)
-    config, limit = session.run.config, session.sampling.max_completion_tokens
+    config = session.run.config
+    limit = session.sampling.max_completion_tokens
     room = min(model.model.max_position_embeddings for model in models)
     variants = (
         prompt_variants(session.problems, models[1].tokenizer, config.task)
@@ -272,7 +274,8 @@ def lift(
     """
     count = min(_MOST_LIFTED, len(pairs.lengths))
     tokens = int(pairs.lengths[:count].sum())
-    train, whole = pairs.train_logprobs[:tokens], pairs.discrepancy[:tokens].sum()
+    train = pairs.train_logprobs[:tokens]
+    whole = pairs.discrepancy[:tokens].sum()
     asked = (
         [prompts[index] for index in sampled.prompt_index[:count]],
         sampled.completion_ids[:count],
@@ -298,7 +301,8 @@ def prompt_variants(
     without the suffix, with the beginning-of-sequence token in front.
     """
 
-    variables, suffix = template_variables(task.chat_template_kwargs, tokenizer), task.prompt_suffix
+    variables = template_variables(task.chat_template_kwargs, tokenizer)
+    suffix = task.prompt_suffix
 
     def chat(
         problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True

@@ -81,7 +81,8 @@ def check_arm(
             overrides; for an arm with the paper's name that differs from the paper in what
             `differs` does not say, or says and does not.
     """
-    algorithm, default = algorithm_of(values), algorithm_of(base)
+    algorithm = algorithm_of(values)
+    default = algorithm_of(base)
     idle = {f"algorithm.{name}" for name in unused(algorithm)}
     for name, value in values.items():
         if name.startswith(_TUNED) and value != base.get(name) and not {name} & {*given, *idle}:
@@ -127,7 +128,8 @@ def arm_table(arms: Mapping[str, tuple[Arm, Values]], base: Values) -> str:
 
 
 def _row(label: str, arm: Arm, values: Values, base: Values) -> list[str]:
-    algorithm, idle = algorithm_of(values), unused(algorithm_of(values))
+    algorithm = algorithm_of(values)
+    idle = unused(algorithm_of(values))
 
     def shown(name: str) -> str:
         return "-" if name in idle else f"{algorithm[name]:g}"

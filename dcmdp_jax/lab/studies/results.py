@@ -436,7 +436,9 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            arm, seed, step = row.pop("arm"), row.pop("seed"), row.pop("step")
+            arm = row.pop("arm")
+            seed = row.pop("seed")
+            step = row.pop("step")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path}, line {number}: must be an object with arm, seed, step and metrics"

@@ -82,7 +82,8 @@ def finish_run(
     Returns:
         0, or the exit code of the command that failed.
     """
-    done, scores = run.directory / _FINISHED, run.directory / EVALUATION
+    done = run.directory / _FINISHED
+    scores = run.directory / EVALUATION
     log = run.directory.with_name(f"{run.directory.name}.log")
     began = time.monotonic()
     if not done.exists() or json.loads(done.read_text())["steps"] < steps:

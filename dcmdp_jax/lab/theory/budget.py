@@ -137,8 +137,10 @@ def _at_the_budget(
     below = above = optimum(multiplier)
     step = 4 * _EPSILON
     while below.mismatch > budget:
-        below, step = optimum(multiplier * (1 + step)), 2 * step
+        below = optimum(multiplier * (1 + step))
+        step = 2 * step
     step = 4 * _EPSILON
     while above.mismatch <= budget and step < 1:
-        above, step = optimum(multiplier * (1 - step)), 2 * step
+        above = optimum(multiplier * (1 - step))
+        step = 2 * step
     return below, above

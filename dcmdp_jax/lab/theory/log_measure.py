@@ -71,7 +71,8 @@ def _two_sided(
 
     # Below the first the best action has no W_0 solution; q sums to at most 1 but for rounding, so
     # nu is at most 0.
-    lowest, highest = -2 * multiplier / np.e, 2 * multiplier * _ROUNDING
+    lowest = -2 * multiplier / np.e
+    highest = 2 * multiplier * _ROUNDING
     if policy(lowest).sum() >= 1:
         nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, **_BEST)
         yield policy(nu), nu
@@ -163,7 +164,9 @@ def fill_levels(
         lowest: `policy` has no value below it; None is returned if the probabilities don't sum to 1
             there.
     """
-    active, upper, filled = np.zeros(len(a), bool), np.inf, np.zeros(len(a))
+    active = np.zeros(len(a), bool)
+    upper = np.inf
+    filled = np.zeros(len(a))
     for level in [*np.unique(a)[::-1], -np.inf]:
         lower = max(level, lowest)
         if active.any() and np.isfinite(lower):
@@ -176,5 +179,6 @@ def fill_levels(
         room = q[here].sum()
         if filled.sum() + room >= 1:
             return np.where(here, q * (1 - filled.sum()) / room, filled), float(level)
-        active, upper = active | here, level
+        active = active | here
+        upper = level
     return None

@@ -48,7 +48,8 @@ def mismatch(
         ValueError: for an unknown measure or side.
     """
     check_names(measure, sided)
-    pi, q = np.asarray(policy, np.float64), np.asarray(inference_policy, np.float64)
+    pi = np.asarray(policy, np.float64)
+    q = np.asarray(inference_policy, np.float64)
     if sided == "one":
         pi = np.maximum(pi, q)
     if measure == "diff":
@@ -169,7 +170,8 @@ def check_state(
         ValueError: if they are not two finite vectors of one length, or q does not give every
             action a probability.
     """
-    a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
+    a = np.asarray(advantages, np.float64)
+    q = np.asarray(inference_policy, np.float64)
     if a.ndim != 1 or a.shape != q.shape or not len(a):
         raise ValueError(
             f"advantages {a.shape}, inference_policy {q.shape}: must be two vectors of one length"

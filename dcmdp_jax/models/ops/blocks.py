@@ -38,7 +38,8 @@ def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
     groups = group_sizes.shape[0]
     size = min(_MOST_BLOCK_ROWS, max(8, 1 << (rows // groups).bit_length()))
     in_group = -(-group_sizes // size)
-    ends, index = jnp.cumsum(in_group), jnp.arange(rows // size + groups)
+    ends = jnp.cumsum(in_group)
+    index = jnp.arange(rows // size + groups)
     owner = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), groups - 1)
     within = (index - (ends - in_group)[owner]) * size
     first = (jnp.cumsum(group_sizes) - group_sizes)[owner] + within

@@ -16,7 +16,8 @@ from dcmdp_jax.models.ops.cpu import softmax_maximum
 
 # Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one
 # segment: of all queries, and of the keys of a row's last queries.
-QUERY_BLOCKS, KEY_BLOCKS = "attention_query_blocks", "attention_key_blocks"
+QUERY_BLOCKS = "attention_query_blocks"
+KEY_BLOCKS = "attention_key_blocks"
 _HIDDEN = -1e30
 _LONG = 1024
 
@@ -56,7 +57,8 @@ def attention(
         [R, L, H, h], the dtype of `query`.
     """
     rows, length, heads, width = query.shape
-    kv_heads, total = key.shape[2], rows * length
+    kv_heads = key.shape[2]
+    total = rows * length
     size = min(block or block_size(length), total)
     query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
     grouped = query.reshape(total, kv_heads, heads // kv_heads, width)
@@ -82,7 +84,8 @@ class _Segments(NamedTuple):
 
 
 def _segments(segment_ids: jax.Array, size: int, window: int | jax.Array) -> _Segments:
-    total, ids = segment_ids.size, segment_ids.reshape(-1)
+    total = segment_ids.size
+    ids = segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
     begins = (index % segment_ids.shape[1] == 0) | (ids != jnp.roll(ids, 1))
     first = lax.cummax(jnp.where(begins, index, 0))
@@ -122,11 +125,9 @@ class _Queries(NamedTuple):
         which are not valid.
         """
         at = jnp.minimum(begin, segments.first.shape[0] - size)
-        own, after, first = (
-            at + jnp.arange(size, dtype=jnp.int32),
-            segments.after[begin],
-            segments.first[begin],
-        )
+        own = at + jnp.arange(size, dtype=jnp.int32)
+        after = segments.after[begin]
+        first = segments.first[begin]
         valid = (own >= begin) & (own < after) & (_rows(segments.real, at, size) == own)
         seen = jnp.where(valid, _rows(segments.first, at, size), segments.first.shape[0])
         # Computed once and not in every fusion, whose loops over the columns of a group would not
@@ -217,7 +218,8 @@ def _attended_forward(
             # A query that sees none of these keys gets weights of one, until its own key, the last,
             # makes them zero.
             larger = jnp.maximum(maximum, softmax_maximum(scores, 1))
-            exponentials, before = jnp.exp(scores - larger), jnp.exp(maximum - larger)
+            exponentials = jnp.exp(scores - larger)
+            before = jnp.exp(maximum - larger)
             weight = weight * before + jnp.sum(exponentials, axis=1, keepdims=True)
             values = _rows(value, at, size).transpose(1, 2, 0)
             return (

@@ -37,7 +37,8 @@ def _swiglu_backward(
 ) -> tuple[jax.Array, jax.Array]:
     # The barrier keeps XLA from finding the forward pass's sigmoid equal and keeping it.
     gate, up = jax.lax.optimization_barrier(saved)
-    gate32, cotangent32 = gate.astype(jnp.float32), cotangent.astype(jnp.float32)
+    gate32 = gate.astype(jnp.float32)
+    cotangent32 = cotangent.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(gate32)
     slope = sigmoid * (1 + gate32 * (1 - sigmoid))
     gate_bar = cotangent32 * up.astype(jnp.float32) * slope
@@ -142,7 +143,8 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
         rows, length, -1, group, width
     )
     query = query.transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
-    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    key = key.transpose(0, 2, 1, 3)
+    value = value.transpose(0, 2, 1, 3)
     bias = jnp.tile(jnp.where(visible, 0.0, HIDDEN), (1, group, 1))[:, None]
     attended = _attended(query, key, value, bias)
     return (

@@ -79,7 +79,8 @@ def _sequences(
     segment_ids: jax.Array, segments: int, query_stride: int, key_stride: int
 ) -> _Sequences:
     rows, length = segment_ids.shape
-    total, ids = rows * length, segment_ids.reshape(-1)
+    total = rows * length
+    ids = segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
     begins = (index % length == 0) | (ids != jnp.roll(ids, 1))
     # The begin of the next segment, or padding, after each token.
@@ -147,7 +148,8 @@ def _bind(
     options |= {
         name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in known
     }  # of jax 0.12
-    unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
+    unused = jnp.zeros(0, query.dtype)
+    lengths = sequences.lengths
     options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
     options |= {"variadic_args": (False, False), "sliding_window_length": window}
     options |= {

@@ -99,7 +99,8 @@ def same_value(left: str, right: str, factor: Fraction | int = 1) -> bool:
     ):  # `SRMC` is a name, no product
         return False
     seed = hashlib.sha256(f"{left}\0{right}".encode()).digest()
-    left_values, right_values = parse(left), parse(right)
+    left_values = parse(left)
+    right_values = parse(right)
     decided = []
     for a in left_values:
         for b in right_values:
@@ -269,7 +270,8 @@ def _same_expression(
         _plain_symbols(_with_exact_decimals(left)),
         _plain_symbols(_with_exact_decimals(right)),
     )
-    decades, constant = _decades(left, right), not (left.free_symbols | right.free_symbols)
+    decades = _decades(left, right)
+    constant = not (left.free_symbols | right.free_symbols)
     if decades > _MAX_DECADES:
         return bool(left == right or (constant and _same_integers(left, right)))
     if constant and (left.has(*_INFINITIES) or right.has(*_INFINITIES)):

@@ -170,11 +170,13 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
     if (decided := _compare_clocks(left, right)) is not None:
         return decided
     left_measure, right_measure = measures(left, right)
-    left_text, right_text = left_measure.text, right_measure.text
+    left_text = left_measure.text
+    right_text = right_measure.text
     scales = factors(left_measure, right_measure)
     if (decided := _compare_series(left_text, right_text)) is not None:
         return decided and any(a == b for a, b in scales)
-    left_value, right_value = parse_number(left_text), parse_number(right_text)
+    left_value = parse_number(left_text)
+    right_value = parse_number(right_text)
     if left_value is not None and right_value is not None:
         if tolerance is not None:
             return any(abs(left_value * a - right_value * b) <= tolerance * b for a, b in scales)
@@ -207,7 +209,8 @@ def answer_defect(answer: str) -> str | None:
     depths = nesting(re.sub(r"\\[{}]", "", answer), "{", "}")
     if min(depths) < 0 or depths[-1] != 0:
         return "has braces that do not balance"
-    begins, ends = re.findall(r"\\begin\{(\w+)\}", answer), re.findall(r"\\end\{(\w+)\}", answer)
+    begins = re.findall(r"\\begin\{(\w+)\}", answer)
+    ends = re.findall(r"\\end\{(\w+)\}", answer)
     if sorted(begins) != sorted(ends):
         return r"has \begin and \end that do not match"
     ending = answer.rstrip(" \t\n$")
@@ -239,10 +242,8 @@ def _compare_clocks(left: str, right: str) -> bool | None:
     no twelve hours.
     """
     found = [_CLOCK.fullmatch(unwrap_text(text)) for text in (left, right)]
-    named, bare = (
-        [m for m in found if m and m[3]],
-        [m for m in found if m and not m[3] and not 1 <= int(m[1]) <= 12],
-    )
+    named = [m for m in found if m and m[3]]
+    bare = [m for m in found if m and not m[3] and not 1 <= int(m[1]) <= 12]
     if not (named and bare):
         return None
     hour = int(named[0][1]) % 12 + 12 * (named[0][3].lower() == "p")
@@ -268,7 +269,8 @@ def _compare_based(left: str, right: str) -> bool | None:
     """
     if _PREFIXED.fullmatch(left) or _PREFIXED.fullmatch(right):
         return _with_base_as_index(left) == _with_base_as_index(right)
-    left_based, right_based = _BASED.fullmatch(left), _BASED.fullmatch(right)
+    left_based = _BASED.fullmatch(left)
+    right_based = _BASED.fullmatch(right)
     bases = [
         match and (match[2] or _BASE_WORDS.get(match[3], match[3]))
         for match in (left_based, right_based)
@@ -290,12 +292,11 @@ def _with_base_as_index(text: str) -> str:
 
 
 def _compare_words(left: str, right: str) -> bool | None:
-    left_words, right_words = unwrap_text(left).strip(), unwrap_text(right).strip()
+    left_words = unwrap_text(left).strip()
+    right_words = unwrap_text(right).strip()
     wrapped = (left_words, right_words) != (left, right)
-    left_words, right_words = (
-        _OPTION.sub("", left_words, count=1),
-        _OPTION.sub("", right_words, count=1),
-    )
+    left_words = _OPTION.sub("", left_words, count=1)
+    right_words = _OPTION.sub("", right_words, count=1)
     if choice := _CHOICE.fullmatch(right_words):
         if picked := _CHOICE.fullmatch(left_words):
             in_any_case = wrapped or "(" in left_words + right_words
@@ -318,10 +319,8 @@ def _compare_words(left: str, right: str) -> bool | None:
         return None
     if "'" in left_words + right_words:
         return left_words.lower() == right_words.lower() if wrapped else None
-    left_split, right_split = (
-        left_words.replace("-", " ").split(),
-        right_words.replace("-", " ").split(),
-    )
+    left_split = left_words.replace("-", " ").split()
+    right_split = right_words.replace("-", " ").split()
     shortest, longest = (f(map(len, left_split + right_split)) for f in (min, max))
     if [word.lower() for word in left_split] == [word.lower() for word in right_split]:
         if left_words.count("-") != right_words.count("-"):  # `x-y` is not `x y`

@@ -261,7 +261,8 @@ def _without_approximation(text: str, *, trusted: bool = False) -> str | None:
 
 def _same_lists(left: list[str], right: list[str]) -> bool:
     """Compare as multisets; in order where only one side gives its elements different names."""
-    left_labels, right_labels = _labels(left), _labels(right)
+    left_labels = _labels(left)
+    right_labels = _labels(right)
     if len(left) == 1 and None not in right_labels:
         left = _tuple_elements(left[0])
     elif len(right) == 1 and None not in left_labels:
@@ -269,7 +270,8 @@ def _same_lists(left: list[str], right: list[str]) -> bool:
     left, right = _without_repeats(left), _without_repeats(right)
     if len(left) != len(right):
         return False
-    left_labels, right_labels = _labels(left), _labels(right)
+    left_labels = _labels(left)
+    right_labels = _labels(right)
     if None not in left_labels and set(right_labels) == {None} and _out_of_order(left_labels):
         return False  # `y = 1, x = 2` for (1, 2)
     in_order = None not in left_labels and left_labels == right_labels and len(set(left_labels)) > 1
@@ -327,7 +329,8 @@ def _match_all(left: list[str], right: list[str]) -> bool:
 
 def _ordered(left: str, right: str) -> bool | None:
     """Compare two tuples or intervals element by element; None unless both are."""
-    left_body, right_body = _bracketed(left), _bracketed(right)
+    left_body = _bracketed(left)
+    right_body = _bracketed(right)
     if left_body is None or right_body is None:
         return None
     left_items, right_items = (
@@ -349,7 +352,8 @@ def _same_element(left: str, right: str) -> bool:
 
 def _matrices(left: str, right: str) -> bool | None:
     """Compare two matrices cell by cell; None unless both are."""
-    given, wanted = _rows(left), _rows(right)
+    given = _rows(left)
+    wanted = _rows(right)
     if given is None or wanted is None:
         return None
     return len(given) == len(wanted) and all(map(_same_in_order, given, wanted))
@@ -369,7 +373,8 @@ def _equations(left: str, right: str) -> bool | None:
     """Compare equations; None where only algebra can decide, and when neither answer is an
     equation.
     """
-    left_parts, right_parts = equation_parts(left), equation_parts(right)
+    left_parts = equation_parts(left)
+    right_parts = equation_parts(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
     if not all(left_parts + right_parts):
@@ -394,7 +399,8 @@ def _ratios(left: str, right: str) -> bool | None:
     """Compare `11:21`, `11 to 21` and `11/21` part by part; ratios in other terms do not match, nor
     times of day.
     """
-    left_parts, right_parts = _TO.split(left), _TO.split(right)
+    left_parts = _TO.split(left)
+    right_parts = _TO.split(right)
     if len(left_parts) == 1 and len(right_parts) == 1:
         return None
     if any(map(_CLOCK.fullmatch, (left, right))) and not (":" in left and ":" in right):

@@ -260,7 +260,8 @@ def upright(text: str) -> str:
 
 
 def _plain(match: re.Match[str], whole: int) -> str:
-    name, stands_alone = match["name"], match["factor"] is None and match["applied"] is None
+    name = match["name"]
+    stands_alone = match["factor"] is None and match["applied"] is None
     if len(name) > 1:
         return match[0] if match["bold"] else f"{name} "
     keeps = (is_unit(name) and match["index"] is None) or (
@@ -276,7 +277,8 @@ def without_spaces(text: str) -> str:
     """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and
     after commands.
     """
-    words, kept = text.split(), []
+    words = text.split()
+    kept = []
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         command = (
             "\\" in word and word.rpartition("\\")[2].isalpha()
@@ -320,7 +322,8 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
     """
     groups = _DIGIT_GROUPS.finditer(text) if digit_groups and separator == "," else ()
     grouped = {position for match in groups for position in range(*match.span())}
-    parts, start = [], 0
+    parts = []
+    start = 0
     for position, depth in enumerate(nesting(text)):
         if text[position] == separator and depth <= 0 and position not in grouped:
             parts.append(text[start:position].strip())
@@ -391,15 +394,20 @@ def _outside_delimiters(text: str) -> str:
     """The content of math delimiters; the whole text where the words around them may change its
     meaning.
     """
-    segments, around, start, opened = [], [], 0, ""
+    segments = []
+    around = []
+    start = 0
+    opened = ""
     bare = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
     for token in bare:
         if not opened and token[0] in _CLOSES:
             around.append(text[start : token.start()])
-            opened, start = token[0], token.end()
+            opened = token[0]
+            start = token.end()
         elif token[0] == _CLOSES.get(opened):
             segments.append(text[start : token.start()].strip())
-            opened, start = "", token.end()
+            opened = ""
+            start = token.end()
         elif opened == "$" and token[0] == "$$":  # `$1$$2$`: one closes, one opens
             segments.append(text[start : token.start()].strip())
             around.append("")
@@ -416,7 +424,8 @@ def _outside_delimiters(text: str) -> str:
     if all(map(_JOINERS.fullmatch, between)):
         return ", ".join(segments)
     if len(segments) == 1:
-        before, after = between[0], between[-1]
+        before = between[0]
+        after = between[-1]
         words = [word.strip(".,:;'\"()") for word in before.lower().split()]
         states = not before or before[-1] in "=:" or words[-1] in _STATES_A_VALUE
         if states and not _TURNS_A_VALUE & set(words):

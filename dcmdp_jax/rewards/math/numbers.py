@@ -127,7 +127,8 @@ def _read_repeating(text: str) -> Fraction | None:
         repeated = _PERIOD.fullmatch(fixed)
         if repeated is None or len(repeated["period"]) < 3:
             return None
-        fixed, period = repeated["fixed"], repeated["one"]
+        fixed = repeated["fixed"]
+        period = repeated["one"]
     repeating = Fraction(int(period), 10 ** len(period) - 1)
     return _sign(match["sign"]) * (
         int(match["whole"] or 0) + (int(fixed or 0) + repeating) / 10 ** len(fixed)

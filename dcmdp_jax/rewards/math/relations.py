@@ -171,11 +171,13 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
     The fourfold: name, kinds of the ends such as `<` and `\\leq` joined by a space, lower end,
     upper end.
     """
-    relations, parts = SIGN.findall(text), [part.strip() for part in SIGN.split(text)]
+    relations = SIGN.findall(text)
+    parts = [part.strip() for part in SIGN.split(text)]
     if not relations or not all(parts):
         return None
     if all(relation in _DOWNWARD for relation in relations):
-        relations, parts = [_DOWNWARD[relation] for relation in reversed(relations)], parts[::-1]
+        relations = [_DOWNWARD[relation] for relation in reversed(relations)]
+        parts = parts[::-1]
     if len(parts) == 3 and all(relation in _UPWARD for relation in relations):
         low, name, high = parts
     elif len(parts) == 2 and relations[0] in _UPWARD and "|" not in text:
@@ -186,7 +188,10 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
     ):
         return bounds
     elif len(parts) == 2 and relations == [r"\neq"]:
-        low, name, high, relations = parts[1], parts[0], parts[1], [r"\neq"]
+        low = parts[1]
+        name = parts[0]
+        high = parts[1]
+        relations = [r"\neq"]
     else:
         return None
     if not is_variable(name) or {name} & {
@@ -204,8 +209,10 @@ def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] |
     """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`; the latter's ends are `outside` and
     the relation.
     """
-    inside, outside = _ABSOLUTE.fullmatch(low), _ABSOLUTE.fullmatch(high)
-    found, size = inside or outside, numbers.parse_number(high if inside else low)
+    inside = _ABSOLUTE.fullmatch(low)
+    outside = _ABSOLUTE.fullmatch(high)
+    found = inside or outside
+    size = numbers.parse_number(high if inside else low)
     if found is None or size is None or size <= 0:
         return None
     center = Fraction(found[3] or 0) * (1 if found[2] == "-" else -1)

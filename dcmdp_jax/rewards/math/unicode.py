@@ -137,7 +137,8 @@ def _script(sign: str, content: str, match: re.Match[str]) -> str:
 
 def _with_roots(text: str) -> str:
     """Roots as commands; the brackets around what a root reaches over become braces."""
-    characters, closes = list(text), closing_brackets(text, "({", ")}")
+    characters = list(text)
+    closes = closing_brackets(text, "({", ")}")
     for root in _ROOT.finditer(text):
         start, end = root.span()
         command = rf"\sqrt{f'[{root[2]}]' if root[2] else _INDICES[root[1]]}"

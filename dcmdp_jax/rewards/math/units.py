@@ -107,7 +107,8 @@ _CHANGES_A_VALUE = vocabulary(
 
 def _sizes() -> dict[str, tuple[str, Fraction]]:
     """Dimension and size of every unit by name, with its prefixes."""
-    sizes, prefixes = {}, [prefix.split() for prefix in _PREFIXES.split(", ")]
+    sizes = {}
+    prefixes = [prefix.split() for prefix in _PREFIXES.split(", ")]
     for dimension, units in _MEASURES.items():
         for place, unit in enumerate(units.split(", ")):
             symbol, *words, size = unit.split()
@@ -282,18 +283,18 @@ def _sum_of_amounts(text: str) -> Quantity | None:
     r"""`1 hour 30 minutes`, `5\text{ feet }3\text{ inches}` in the dimension's own unit; None for
     anything else.
     """
-    plain, position, total, sizes = (
-        " ".join(WRAPPED_TEXT.sub(r" \1 ", text).split()),
-        0,
-        Fraction(0),
-        [],
-    )
+    plain = " ".join(WRAPPED_TEXT.sub(r" \1 ", text).split())
+    position = 0
+    total = Fraction(0)
+    sizes = []
     while match := _AMOUNT.match(plain, position):
-        known, value = _look_up(match[2]), parse_number(match[1])
+        known = _look_up(match[2])
+        value = parse_number(match[1])
         if known is None or value is None:
             return None
         sizes.append(known)
-        total, position = total + value * known[1], match.end()
+        total = total + value * known[1]
+        position = match.end()
     falling = all(a[0] == b[0] and a[1] > b[1] for a, b in itertools.pairwise(sizes))
     if len(sizes) < 2 or position < len(plain) or not falling:
         return None
@@ -324,7 +325,9 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is
     not a unit.
     """
-    plain, in_text, in_prose = [], False, False
+    plain = []
+    in_text = False
+    in_prose = False
     for piece in _PIECE.finditer(tail):
         if piece.lastgroup == "text":
             in_text = True
@@ -356,10 +359,18 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     if (fraction := _FRACTIONS.get(words, _FRACTIONS.get(words.removesuffix("s")))) is not None:
         return Quantity("", scale=fraction)
 
-    scale, size, percent = Fraction(1), Fraction(1), False
+    scale = Fraction(1)
+    size = Fraction(1)
+    percent = False
     powers: dict[str, int] = {}
-    sign, next_power, last = 1, 1, None
-    nouns, counts, lone_letters, joined, position = [], False, 0, False, 0
+    sign = 1
+    next_power = 1
+    last = None
+    nouns = []
+    counts = False
+    lone_letters = 0
+    joined = False
+    position = 0
     for token in _UNIT_TOKEN.finditer(text):
         if text[position : token.start()].strip(" }·()"):
             return None
@@ -378,7 +389,8 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             size *= one ** (power * exponent - power)
             last = None
         elif word == "/" or word == "per":
-            sign, joined = -1, True
+            sign = -1
+            joined = True
         elif word.lower().rstrip(".") in ("square", "sq", "cubic", "cu") and next_power == 1:
             next_power = 2 if word.lower().startswith("sq") else 3
         elif word in _SCALES or (word.endswith("s") and word[:-1] in _SCALES):
@@ -404,7 +416,9 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             power = sign * next_power
             powers[name] = powers.get(name, 0) + power
             size *= one**power
-            sign, next_power, last = 1, 1, (name, power, one)
+            sign = 1
+            next_power = 1
+            last = (name, power, one)
     if text[position:].strip(" .,})") or next_power != 1 and not powers:
         return None
     if lone_letters and not letters and not joined:

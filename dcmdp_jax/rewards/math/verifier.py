@@ -32,7 +32,8 @@ COMPARISON = "dcmdp_jax.rewards.math.equivalence"
 _MEMORY_BYTES = 2 * 1024**3
 # Of a comparison on the wall, where another process has the processor: a loaded machine gets it
 # done, a sleeper ends.
-WALL_FACTOR, WALL_SECONDS = 3, 15.0
+WALL_FACTOR = 3
+WALL_SECONDS = 15.0
 _OVER_BUDGET = "over budget"
 _Pair = tuple[str, str]
 
@@ -100,7 +101,9 @@ class Verifier(Closing):
                 f"budget_s = {budget_s}: the budget of a batch must be at least 0 seconds (0: none)"
             )
         self._pool = IsolatedPool(COMPARISON, workers=num_workers, memory_bytes=_MEMORY_BYTES)
-        self._timeout_s, self._budget_s, self._extraction = timeout_s, budget_s, extraction
+        self._timeout_s = timeout_s
+        self._budget_s = budget_s
+        self._extraction = extraction
         self._warned = self._graded = self._closed = False
         # Every started pair that is not yet graded is in one of the two.
         self._decided: dict[_Pair, bool | str] = {}

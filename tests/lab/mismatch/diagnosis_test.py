@@ -25,7 +25,8 @@ def _named(pairs, **measured):
 
 
 def test_evidence_by_hand():
-    p, q = np.array([0.5, 0.5, 0.2, 0.4]), np.array([0.25, 0.5, 0.4, 0.5])
+    p = np.array([0.5, 0.5, 0.2, 0.4])
+    q = np.array([0.25, 0.5, 0.4, 0.5])
     halves = lambda x: [x[:2], x[2:]]  # noqa: E731 - two completions of two tokens
     pairs = make_pairs(
         halves([1, 2, 3, 4]), halves(np.log(p)), halves(np.log(q)), entropies=halves([1.0] * 4)
@@ -45,13 +46,15 @@ def test_evidence_by_hand():
 
 
 def test_the_inner_ratio_does_not_follow_a_token_that_one_side_finds_impossible():
-    p, q = np.array([0.5] * 9 + [1e-6]), np.full(10, 0.5)
+    p = np.array([0.5] * 9 + [1e-6])
+    q = np.full(10, 0.5)
     found = collect(make_pairs([np.arange(10)] * 2, [np.log(p)] * 2, [np.log(q)] * 2))
     assert found.ratio.mean == pytest.approx(0.9, abs=1e-5) and found.inner_ratio.mean == 1
 
 
 def test_a_power_of_p_renormalized_is_aligned_and_noise_is_not():
-    cool, noisy = collect(columns(temperature=0.9)), collect(columns(noise=0.5))
+    cool = collect(columns(temperature=0.9))
+    noisy = collect(columns(noise=0.5))
     # 1 / 0.9 - 1, and the surprise of its sign.
     assert (
         cool.power == pytest.approx(1 / 9, rel=0.02)
@@ -430,7 +433,8 @@ def test_a_strong_rescoring_beats_the_columns_and_a_weak_one_does_not():
 
 def test_the_tokens_say_whose_temperature_is_wrong():
     fitted = Explanation("temperature 0.7", "temperature", 0.99)
-    off, fits = TokenMean(-0.5, 0.01), TokenMean(0.01, 0.01)
+    off = TokenMean(-0.5, 0.01)
+    fits = TokenMean(0.01, 0.01)
     assert _decide(explanations=[fitted], surprise=off)[0].cause == "temperature"
     assert _decide(explanations=[fitted], surprise=fits)[0].cause == "raw_logprobs"
     unknown = TokenMean(np.nan, np.nan)
@@ -489,7 +493,8 @@ def _with_rollout(pairs, rows):
 @pytest.mark.parametrize("order", ["within", "over"])
 @pytest.mark.parametrize("entropies", [True, False])
 def test_columns_that_have_nothing_in_common_are_not_called_other_weights(name, order, entropies):
-    rng, pairs = np.random.default_rng(0), _REAL[name]
+    rng = np.random.default_rng(0)
+    pairs = _REAL[name]
     rows = np.split(pairs.rollout_logprobs, pairs.starts[1:])
     shuffled = (
         [rng.permutation(row) for row in rows]
@@ -517,7 +522,8 @@ def test_an_engine_of_random_weights_over_a_large_vocabulary_is_not_clean():
     # p and q are both near 1 / 100,000: |p - q| is below what float32 rounds, and the columns are 2
     # nats apart.
     rng = np.random.default_rng(0)
-    train, rollout = -13.5 + rng.normal(0, 1, (40, 30)), -11.5 + 0.1 * rng.normal(0, 1, (40, 30))
+    train = -13.5 + rng.normal(0, 1, (40, 30))
+    rollout = -11.5 + 0.1 * rng.normal(0, 1, (40, 30))
     pairs = make_pairs(
         rng.integers(0, 9**5, (40, 30)), train, rollout, entropies=np.full((40, 30), 2.0)
     )

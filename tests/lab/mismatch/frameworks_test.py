@@ -90,7 +90,8 @@ def test_the_numbers_of_a_step_are_those_that_were_planted(name):
 def _recorded(path, rank=0, steps=(1, 2, 3), framework="trl", size=0.01, rows=4):
     """p = 0.5 and q = 0.5 + size on every token, in steps of 4 completions of 3 tokens."""
     recorder = Recorder(path, framework, rank=rank)
-    p, q = np.full((rows, 3), np.log(0.5)), np.full((rows, 3), np.log(0.5 + size))
+    p = np.full((rows, 3), np.log(0.5))
+    q = np.full((rows, 3), np.log(0.5 + size))
     for step in steps:
         recorder.write(step, np.arange(rows * 3).reshape(rows, 3), p, q)
 
@@ -186,7 +187,8 @@ def test_the_newest_file_may_be_half_written_and_an_older_one_may_not(tmp_path):
 def test_compressed_json_lines_of_a_framework_are_the_same_recording(tmp_path):
     for path in (FIXTURES / "nemo_rl").rglob("*.jsonl"):
         (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-    packed, plain = _read(tmp_path), _read(FIXTURES / "nemo_rl")
+    packed = _read(tmp_path)
+    plain = _read(FIXTURES / "nemo_rl")
     assert [step.step for step in packed.over_training.steps] == [1, 2]
     assert packed.over_training.steps == plain.over_training.steps
 
@@ -359,7 +361,8 @@ def test_a_run_directory_without_recordings_says_what_to_do(tmp_path, capsys):
 
 
 def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path):
-    recorder, ids = Recorder(tmp_path, "trl"), np.zeros((1, 2), int)
+    recorder = Recorder(tmp_path, "trl")
+    ids = np.zeros((1, 2), int)
     with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
         record_trl(recorder, 0, {"completion_ids": ids, "old_per_token_logps": ids})
     # TRL's default, use_vllm=False, computes neither: the other setting is True already.
@@ -427,7 +430,8 @@ def _steps(directory, behind, steps=12):
     `behind`, not at all.
     """
     rng = np.random.default_rng(0)
-    start, change = rng.normal(0, 2, (40, 30)), rng.normal(0, 0.3, (40, 30))
+    start = rng.normal(0, 2, (40, 30))
+    change = rng.normal(0, 0.3, (40, 30))
     for step in range(steps):
         logits = start + step * change
         p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -529,7 +533,8 @@ def test_the_remedy_names_the_frameworks_own_setting(tmp_path, capsys):
 
 
 def test_entropies_reach_the_recording_of_each_framework(tmp_path):
-    p, ones = np.log(np.full((1, 2), 0.5)), np.ones((1, 2), int)
+    p = np.log(np.full((1, 2), 0.5))
+    ones = np.ones((1, 2), int)
     trl = {
         "completion_ids": ones,
         "completion_mask": ones,

@@ -101,7 +101,8 @@ def test_a_job_that_is_still_writing_is_read_as_far_as_it_goes(tmp_path):
     whole = "".join(
         json.dumps(_ROW | {"text": "\u00e9"}, ensure_ascii=False) + "\n" for _ in range(3)
     ).encode()
-    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
+    plain = tmp_path / "a.jsonl"
+    packed = tmp_path / "a.jsonl.gz"
     # Within a number, within a character of two bytes, within a key, after a bracket.
     for cut in (
         whole[:-30],

@@ -58,7 +58,8 @@ def test_statistics_by_hand():
 
 def test_statistics_are_those_of_the_training_step():
     rng = np.random.default_rng(0)
-    train, rollout = -rng.exponential(2.0, 500), -rng.exponential(2.0, 500)
+    train = -rng.exponential(2.0, 500)
+    rollout = -rng.exponential(2.0, 500)
     found = measure(make_pairs([np.arange(500)], [train], [rollout]))
     other = mismatch_statistics(jnp.asarray(train), jnp.asarray(rollout), np.ones(500, bool))
     ours = {name: getattr(found, name.removeprefix("mismatch/")) for name in other}
@@ -138,7 +139,8 @@ def test_worst_tokens_stay_within_their_completion():
 
 
 def test_completions_that_are_alike_up_to_a_token_show_it_once():
-    p, q = [0.5, 0.5, 0.5, 0.5, 0.5, 0.9], [0.5, 0.2, 0.5, 0.2, 0.5, 0.2]
+    p = [0.5, 0.5, 0.5, 0.5, 0.5, 0.9]
+    q = [0.5, 0.2, 0.5, 0.2, 0.5, 0.2]
     pairs = _pairs(p, q, [2, 2, 2], ids=[7, 8, 7, 8, 7, 8])
     # The third has the same tokens and another probability, so another prompt.
     worst = analysis.worst_tokens(pairs, str)

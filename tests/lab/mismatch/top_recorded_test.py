@@ -19,7 +19,9 @@ from dcmdp_jax.record import (
 )
 from tests.support.commands import failed_command, run_command
 
-N, T, K = 3, 40, 16
+N = 3
+T = 40
+K = 16
 
 
 def _lists(k=K):
@@ -59,7 +61,8 @@ def test_lists_come_back_to_half_precision_of_their_differences(tmp_path):
         ).all()
         assert len(json.dumps(line["top"])) < 11 * K * T + 200
         # An exact measure of the recording is that of the run to what half precision leaves.
-        kept, measured = np.where(there, 1.0, 0.0), state_measures(train, rollout, there)
+        kept = np.where(there, 1.0, 0.0)
+        measured = state_measures(train, rollout, there)
         exact = (
             np.exp(lists[2][row]) * np.abs(np.exp(lists[1][row]) - np.exp(lists[2][row])) * kept
         ).sum(-1)
@@ -93,7 +96,8 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     )
     assert (code, errors) == (0, "") and "whole states" in output
     [pair] = json.loads((tmp_path / "out/probe.json").read_text())["pairs"]
-    p, q = np.exp(lists[1]), np.exp(lists[2])
+    p = np.exp(lists[1])
+    q = np.exp(lists[2])
     found = {each["title"]: each for each in pair["states"]}
     assert found["expected |p - q|"]["exact"] == pytest.approx(
         (q * np.abs(p - q)).sum(-1).mean(), rel=0.02
@@ -156,7 +160,8 @@ def test_the_recorders_of_frameworks_take_lists_beside_their_batch(tmp_path, fra
     ids, train, rollout = (x[..., 0] for x in lists)
     mask = np.ones((N, T), int)
     mask[:, :2], mask[:, -1:] = 0, 0
-    advantages, recorder = np.zeros((N, T)), Recorder(tmp_path, framework)
+    advantages = np.zeros((N, T))
+    recorder = Recorder(tmp_path, framework)
     if framework == "trl":
         names = (
             "completion_ids",

@@ -68,10 +68,8 @@ def analysis(
     weights=None,
     **more,
 ):
-    others, weights = (
-        ({"step 3": params(True)}, {"text without a chat template": BARE}),
-        weights or params(),
-    )
+    others = ({"step 3": params(True)}, {"text without a chat template": BARE})
+    weights = weights or params()
     setup = Setup(
         CONFIG, weights, PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute, **more
     )
@@ -167,13 +165,10 @@ def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
     """vLLM's CPU build truncates, ours rounds to nearest: scored again the other way, much of it is
     left.
     """
-    engine, form = (
-        local(),
-        {
-            each: cache_rounding(parse_spec(each))
-            for each in ("local:exact,cache=fp8", "local:int8")
-        },
-    )
+    engine = local()
+    form = {
+        each: cache_rounding(parse_spec(each)) for each in ("local:exact,cache=fp8", "local:int8")
+    }
     assert set(form.values()) == {"fp8"}
     form = {
         each: cache_rounding(parse_spec(f"vllm:bfloat16,cache={each}"))
@@ -184,9 +179,9 @@ def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
         "fp8": "fp8_truncated",
         "fp8_e5m2": "fp8_e5m2_truncated",
     }
-    found, truncating = (
-        sampled(engine),
-        TrainingStack(CONFIG, params(), compute=Compute(), scheme=Scheme(cache=form["fp8"])),
+    found = sampled(engine)
+    truncating = TrainingStack(
+        CONFIG, params(), compute=Compute(), scheme=Scheme(cache=form["fp8"])
     )
     prompts = [PROMPTS[index] for index in found.prompt_index]
     found = dataclasses.replace(
@@ -309,7 +304,8 @@ def test_an_engine_with_another_chat_template():
 def test_completions_that_were_decoded_and_encoded_again():
     engine = local()
     found = sampled(engine)
-    completions, logprobs = [], []
+    completions = []
+    logprobs = []
     for place, (ids, values) in enumerate(zip(found.completion_ids, found.logprobs, strict=True)):
         if place % 4 == 0:
             # Two tokens become one at the middle, as a merge does; the pipeline lines the rest up

@@ -58,7 +58,8 @@ def test_an_engine_that_only_scores_cannot_sample():
 
 
 def test_two_vocabularies_that_differ_are_refused_in_one_line():
-    first, second = {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1}
+    first = {"a": 0, "b": 1, "c": 2}
+    second = {"a": 0, "c": 1}
     check_same_tokens(first, dict(first), ("x", "y"))
     with pytest.raises(
         UserError, match="differ in 2 tokens: token 1 is 'b' for x and 'c' for y; log-probs"

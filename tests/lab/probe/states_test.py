@@ -37,7 +37,8 @@ def test_the_probe_has_exact_measures_beside_the_sampled_tokens_estimates():
     log_p = np.concatenate([_log_p(PROMPTS[index], ids) for index, ids in states])
     log_q = np.zeros_like(log_p)
     np.put_along_axis(log_q, np.concatenate(found.top_ids), np.concatenate(found.top_logprobs), 1)
-    p, q = np.exp(log_p), np.exp(log_q)
+    p = np.exp(log_p)
+    q = np.exp(log_q)
     exact = {
         "total variation": np.abs(p - q).sum(1) / 2,
         "KL(q || p), nats": (q * (log_q - log_p)).sum(1),

@@ -9,7 +9,8 @@ import pytest
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies.results import read_kept_metrics, tables, write_kept_metrics
 
-_REWARD, _SCORE = "reward/mean", "eval/arithmetic/avg@8"
+_REWARD = "reward/mean"
+_SCORE = "eval/arithmetic/avg@8"
 
 
 def _series(scale):

@@ -183,7 +183,8 @@ def test_two_sided_log_budgets_are_met_however_large(a, q, budget):
     found = policy_for_budget(a, q, budget=budget, measure="log")
     assert found.status == "met"
     with _PRECISION:
-        pi, exact_q = _exact(found.optimum.policy), _exact(q)
+        pi = _exact(found.optimum.policy)
+        exact_q = _exact(q)
         log_ratio = [mp.log(x / y) for x, y in zip(pi, exact_q, strict=True)]
         spent = sum(y * x**2 for x, y in zip(log_ratio, exact_q, strict=True))
         assert abs(spent / budget - 1) < 1e-9 and abs(sum(pi) - 1) < 1e-15

@@ -40,7 +40,8 @@ def test_a_budget_out_of_reach_is_called_slack_and_not_met():
 
 def test_a_budget_within_a_jump_is_met_by_no_multiplier():
     result = policy_for_budget(ADVANTAGES, INFERENCE_POLICY, budget=0.1, measure="log", sided="one")
-    below, above = result.optimum, result.above
+    below = result.optimum
+    above = result.above
     assert result.status == "jump" and below.mismatch < 0.1 < above.mismatch
     # Two optima of one objective, far from each other.
     multiplier = below.multiplier
@@ -92,7 +93,8 @@ def test_a_budget_that_no_policy_meets_is_one_line(budget, measure, sided, messa
 
 def test_the_papers_takeaway_and_its_other_sentence():
     budgets = (0.005, 0.02, 0.1)
-    two, one = solve_toy("two", budgets), solve_toy("one", budgets)
+    two = solve_toy("two", budgets)
+    one = solve_toy("one", budgets)
     for row in [*two, *one]:
         names = {"measure": row.measure, "sided": row.sided}
         assert disagreement(ADVANTAGES, INFERENCE_POLICY, row.result, **names) < 1e-6

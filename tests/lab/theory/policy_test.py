@@ -21,7 +21,8 @@ def _random_state(rng):
 
 
 def test_the_three_measures_by_hand():
-    pi, q = np.array([0.5, 0.5]), np.array([0.8, 0.2])
+    pi = np.array([0.5, 0.5])
+    q = np.array([0.8, 0.2])
     # diff: .8 * .09 + .2 * .09; ratio: .09 / .8 + .09 / .2; log: .8 log(.625)^2 + .2 log(2.5)^2.
     # One-sided: a2 alone.
     assert mismatch(pi, q, measure="diff") == pytest.approx(0.09, abs=1e-15)
@@ -53,7 +54,8 @@ def test_two_actions_by_hand():
     # q = (1/2, 1/2), A = (1, -1): nu = 0 by symmetry. diff: pi_1 = 1/2 + 1 / (2 lambda / 2) = 1/2 +
     # 1/lambda.
     # ratio: pi_1 = 1/2 + (1/2) / (2 lambda) = 1/2 + 1 / (4 lambda).
-    a, q = np.array([1.0, -1.0]), np.array([0.5, 0.5])
+    a = np.array([1.0, -1.0])
+    q = np.array([0.5, 0.5])
     diff = optimal_policy(a, q, multiplier=10.0, measure="diff")
     np.testing.assert_allclose(diff.policy, [0.6, 0.4], atol=1e-15)
     assert diff.normalizer == pytest.approx(0, abs=1e-14) and diff.advantage == pytest.approx(0.2)
@@ -71,7 +73,8 @@ def test_two_actions_by_hand():
 
 def test_projection_leaves_out_what_would_be_negative():
     # lambda = 1: the closed form over both gives pi_2 = 1/2 - 1 < 0, so a1 has everything.
-    a, q = np.array([1.0, -1.0]), np.array([0.5, 0.5])
+    a = np.array([1.0, -1.0])
+    q = np.array([0.5, 0.5])
     np.testing.assert_array_equal(
         optimal_policy(a, q, multiplier=1.0, measure="diff").policy, [1.0, 0.0]
     )
@@ -137,7 +140,8 @@ def test_random_multipliers_agree_with_slsqp(measure, sided):
 
 
 def test_both_branches_of_lamberts_function_are_needed():
-    a, q = np.array([-0.1, 0.1, -0.5, 0.5, -1.0, 1.0]), np.array([0.3, 0.3, 0.15, 0.15, 0.05, 0.05])
+    a = np.array([-0.1, 0.1, -0.5, 0.5, -1.0, 1.0])
+    q = np.array([0.3, 0.3, 0.15, 0.15, 0.05, 0.05])
     low = policy_for_budget(a, q, budget=0.05, measure="log").optimum
     high = policy_for_budget(a, q, budget=0.1, measure="log").optimum
     assert low.policy[5] / q[5] < np.e < high.policy[5] / q[5]
@@ -154,7 +158,8 @@ def test_both_branches_of_lamberts_function_are_needed():
 def test_equal_advantages_share_and_slack_ties_have_the_least_mismatch():
     # Both best actions share 1 so that sum q (pi - q)^2 is least: pi = q + d / q with d (1/.2 +
     # 1/.3) = 1/2, d = .06.
-    a, q = np.array([1.0, 1.0, 0.0]), np.array([0.2, 0.3, 0.5])
+    a = np.array([1.0, 1.0, 0.0])
+    q = np.array([0.2, 0.3, 0.5])
     found = optimal_policy(a, q, multiplier=0.0, measure="diff")
     np.testing.assert_allclose(found.policy, [0.5, 0.5, 0.0], atol=1e-12)
     # All advantages equal: nothing to gain, the inference policy at every multiplier.

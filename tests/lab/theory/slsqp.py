@@ -31,7 +31,8 @@ def solve_within_budget(
     Raises:
         RuntimeError: if no start ends at a policy.
     """
-    a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
+    a = np.asarray(advantages, np.float64)
+    q = np.asarray(inference_policy, np.float64)
     omega, slope = _omega(q, measure, sided)
     within = {
         "type": "ineq",
@@ -52,7 +53,8 @@ def solve_penalized(
     """Maximize <pi, A> - lambda Omega(pi, q), by SLSQP; the best of its answers. Arguments as of
     `optimal_policy`.
     """
-    a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
+    a = np.asarray(advantages, np.float64)
+    q = np.asarray(inference_policy, np.float64)
     omega, slope = _omega(q, measure, sided)
     return _best(
         a, q, lambda pi: multiplier * omega(pi) - a @ pi, lambda pi: multiplier * slope(pi) - a, []
@@ -79,7 +81,8 @@ def _omega(q, measure, sided):
 
 def _best(a, q, loss, gradient, constraints):
     simplex = {"type": "eq", "fun": lambda pi: pi.sum() - 1, "jac": lambda pi: np.ones_like(pi)}
-    best, answer = np.inf, None
+    best = np.inf
+    answer = None
     for start in [
         q,
         *(
@@ -100,7 +103,8 @@ def _best(a, q, loss, gradient, constraints):
         pi = done.x
         ok = abs(pi.sum() - 1) < 1e-9 and all(c["fun"](pi) > -1e-8 for c in constraints)
         if ok and done.fun < best:
-            best, answer = done.fun, pi
+            best = done.fun
+            answer = pi
     if answer is None:
         raise RuntimeError("SLSQP found no policy")
     return answer

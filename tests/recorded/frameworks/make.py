@@ -24,7 +24,9 @@ from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
 from tests.support.sampled_columns import COMPLETIONS, LENGTH, columns
 
 HERE = Path(__file__).parent
-PROMPT, STEPS, RANKS = 5, 2, 2
+PROMPT = 5
+STEPS = 2
+RANKS = 2
 
 
 def _table(**planted):
@@ -134,7 +136,8 @@ def prime_rl(sources, out):
         exporter = export.TokenExporter(out, rank)
         for step in range(STEPS):
             rows = _rows(table, step, rank, RANKS)
-            count, width = len(rows["ids"]), PROMPT + LENGTH
+            count = len(rows["ids"])
+            width = PROMPT + LENGTH
             packed = {
                 name: torch.nn.functional.pad(rows[name], (PROMPT, 0)).reshape(1, -1)
                 for name in ("ids", "train", "rollout", "entropy")

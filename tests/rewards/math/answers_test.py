@@ -136,7 +136,8 @@ def test_parse_number_reads_back_every_fraction(value):
 
 @given(st.integers())
 def test_digit_groups_and_leading_zeros_are_the_integer(value):
-    sign, digits = ("-" if value < 0 else ""), str(abs(value))
+    sign = "-" if value < 0 else ""
+    digits = str(abs(value))
     assert compare_literals(f"{value:,}", str(value)) is True
     assert compare_literals(f"{value:,}".replace(",", "{,}"), str(value)) is True
     assert compare_literals(f"{value:,}".replace(",", r",\!"), str(value)) is True

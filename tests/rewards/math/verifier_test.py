@@ -77,7 +77,8 @@ def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier):
 def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for(asks):
     # About 0.15 s of processor time, eight times the limit. It ends by itself, long before any hang
     # would be noticed.
-    completions, answers = [_boxed(r"\sin(x)^2+\cos(x)^2+y")], ["1+y"]
+    completions = [_boxed(r"\sin(x)^2+\cos(x)^2+y")]
+    answers = ["1+y"]
     with Verifier(num_workers=1, timeout_s=0.02) as pool:
         if asks != "at once":
             pool.begin(completions, answers)
@@ -92,7 +93,8 @@ def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for
 def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(monkeypatch, asks):
     # The planted worker sleeps for longer than the limit, which is processor time.
     _plant(monkeypatch, "sleep 0.6")
-    completions, answers = [_boxed("x+1")], ["1+x"]
+    completions = [_boxed("x+1")]
+    answers = ["1+x"]
     with Verifier(num_workers=1, timeout_s=0.3) as pool:
         if asks != "at once":
             pool.begin(completions, answers)
@@ -112,7 +114,8 @@ def test_an_answer_that_waits_ends_by_the_clock(monkeypatch):
 
 
 def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_them(caplog):
-    texts, answers = ["#### 7", "the answer is 7.", "no idea"], ["7", "7", "7"]
+    texts = ["#### 7", "the answer is 7.", "no idea"]
+    answers = ["7", "7", "7"]
     with Verifier() as pool:
         assert pool.grade(texts, answers).unparsed == 3 and pool.found_answer("#### 7") is None
         pool.grade(texts, answers)
@@ -133,7 +136,8 @@ def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path):
     """
     log = tmp_path / "log"
     _plant(monkeypatch, f"log {log}")
-    completions, answers = [_boxed(f"{k}x+1") for k in range(2, 22)], ["1+x"] * 20
+    completions = [_boxed(f"{k}x+1") for k in range(2, 22)]
+    answers = ["1+x"] * 20
     with Verifier(num_workers=1) as pool:
         pool.begin(completions, answers)
         wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 20, "20 calls")
@@ -144,7 +148,8 @@ def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path):
 def test_a_batch_ends_with_its_budget_and_counts_what_was_undecided(caplog):
     # 40 answers of 600 s each on two workers would take over three hours.
     bombs = [_boxed(rf"{k}^{{9^{{9^{{9}}}}}} x") for k in range(2, 42)]
-    completions, answers = [*bombs, _boxed("7"), "none", bombs[0]], [*["5x"] * 40, "7", "1", "5x"]
+    completions = [*bombs, _boxed("7"), "none", bombs[0]]
+    answers = [*["5x"] * 40, "7", "1", "5x"]
     with Verifier(num_workers=2, timeout_s=600.0, budget_s=1.0) as pool:
         for _ in range(2):
             grades = pool.grade(completions, answers)
