@@ -135,22 +135,22 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
     JAX has printed have the dead process's number.
     """
     host, _, port = coordinator.rpartition(":")
-    known = ", ".join(f"{number} is on {name}" for number, name in enumerate(names))
+    hosts_of_processes = ", ".join(f"{number} is on {name}" for number, name in enumerate(names))
 
     def explain(_: int) -> None:
-        said = (
+        message = (
             f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s "
-            f"raises it); JAX's lines above have its number: {known}; rerun the same commands to "
-            "resume"
+            f"raises it); JAX's lines above have its number: {hosts_of_processes}; rerun the same "
+            "commands to resume"
         )
         try:
             if index:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
-            said = (
+            message = (
                 f"lost the coordinator, process 0 on {names[0]}; rerun the same commands to resume"
             )
-        print_line("error", said)
+        print_line("error", message)
         if not index:
             time.sleep(2 * _GRACE_S)  # the others would take the end of the service for the cause
         os._exit(1)
@@ -254,7 +254,11 @@ class SeveralHosts(Hosts):
         self._set("name", socket.gethostname())
         self.names = tuple(self._get("name", index) for index in range(count))
         self._monitor = HostMonitor(
-            self._client, self.index, self.names, timeout_s, global_state.coordinator_address
+            client=self._client,
+            index=self.index,
+            names=self.names,
+            timeout_s=timeout_s,
+            coordinator=global_state.coordinator_address,
         )
 
     def gather(self, value: Any, *types: type) -> list[Any]:
@@ -266,7 +270,7 @@ class SeveralHosts(Hosts):
         padded = np.zeros(-(-longest // chunk) * chunk, np.uint8)
         padded[: payload.size] = payload
         received = np.concatenate(
-            [self._exchange(part) for part in padded.reshape(-1, chunk)], axis=1
+            [self._exchange(row) for row in padded.reshape(-1, chunk)], axis=1
         )
         return [_decode(row[:size], types) for row, size in zip(received, sizes, strict=True)]
 
@@ -367,32 +371,37 @@ _TEXT = "surrogatepass"
 def _encode(value: Any) -> np.ndarray:
     """[bytes] uint8, msgpack."""
 
-    def plain(part: Any) -> Any:
-        if dataclasses.is_dataclass(part):
-            return {_TYPE: type(part).__name__} | vars(part)
-        if isinstance(part, np.ndarray):
-            content = part.reshape(-1).tolist() if part.dtype == object else part.tobytes()
-            return {_ARRAY: content, "dtype": part.dtype.name, "shape": part.shape}
-        return dict(part) if isinstance(part, Mapping) else part.item()
+    def encode(item: Any) -> Any:
+        """What msgpack has no type for, as a dict of what it has."""
+        if dataclasses.is_dataclass(item):
+            return {_TYPE: type(item).__name__} | vars(item)
+        if isinstance(item, np.ndarray):
+            content = item.reshape(-1).tolist() if item.dtype == object else item.tobytes()
+            return {_ARRAY: content, "dtype": item.dtype.name, "shape": item.shape}
+        if isinstance(item, Mapping):
+            return dict(item)
+        return item.item()
 
-    return np.frombuffer(msgpack.packb(value, default=plain, unicode_errors=_TEXT), np.uint8)
+    return np.frombuffer(msgpack.packb(value, default=encode, unicode_errors=_TEXT), np.uint8)
 
 
 def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
     """The value of `_encode`; `types` are the dataclasses in it."""
-    named = {each.__name__: each for each in types}
+    types_by_name = {dataclass.__name__: dataclass for dataclass in types}
 
-    def made(part: dict[Any, Any]) -> Any:
-        if _ARRAY in part:
-            content = part[_ARRAY]
-            dtype = np.dtype(part["dtype"])
-            array = np.empty(math.prod(part["shape"]), dtype)
+    def decode(item: dict[Any, Any]) -> Any:
+        if _ARRAY in item:
+            content = item[_ARRAY]
+            dtype = np.dtype(item["dtype"])
+            array = np.empty(math.prod(item["shape"]), dtype)
             array[:] = np.frombuffer(content, dtype) if isinstance(content, bytes) else content
-            return array.reshape(part["shape"])
-        return named[part.pop(_TYPE)](**part) if _TYPE in part else part
+            return array.reshape(item["shape"])
+        if _TYPE in item:
+            return types_by_name[item.pop(_TYPE)](**item)
+        return item
 
     return msgpack.unpackb(
-        data.tobytes(), object_hook=made, strict_map_key=False, unicode_errors=_TEXT
+        data.tobytes(), object_hook=decode, strict_map_key=False, unicode_errors=_TEXT
     )
 
 
@@ -412,10 +421,12 @@ def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
     tasks = environment.get("SLURM_NTASKS")
     nodes = environment.get("SLURM_STEP_NUM_NODES")
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    told = environment.get("JAX_LOCAL_DEVICE_IDS")
-    if told:
-        return [int(number) for number in told.split(",")]
-    return range(int(gpus)) if tasks is not None and tasks == nodes and gpus.isdecimal() else None
+    device_ids = environment.get("JAX_LOCAL_DEVICE_IDS")
+    if device_ids:
+        return [int(number) for number in device_ids.split(",")]
+    if tasks is not None and tasks == nodes and gpus.isdecimal():
+        return range(int(gpus))
+    return None
 
 
 def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
@@ -428,15 +439,19 @@ def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
     # jax (0.10 to 0.12) has no public name for what `initialize` calls.
     from jax._src.clusters import ClusterEnv
 
-    given = (None, None, None, _slurm_devices(os.environ), None, timeout_s)
-    found = ClusterEnv.auto_detect_unset_distributed_params(*given)
-    if None in found[:3]:
+    # Coordinator, processes, process, local devices, method, timeout: None is to be detected.
+    coordinator, processes, process, local_devices = (
+        ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, _slurm_devices(os.environ), None, timeout_s
+        )
+    )
+    if coordinator is None or processes is None or process is None:
         raise ArgumentError(
             "coordinator",
             "got 'auto', and JAX finds no SLURM, TPU pod or Open MPI here; give host:port of "
             "process 0, `processes` and `process`",
         )
-    return found
+    return coordinator, processes, process, local_devices
 
 
 @contextlib.contextmanager
@@ -456,6 +471,7 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     if not coordinator:
         yield ONE_PROCESS
         return
+
     local_devices = None
     if coordinator == AUTO:
         coordinator, processes, process, local_devices = _find_out(int(timeout_s))
@@ -464,16 +480,20 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     # JAX would catch SIGTERM itself, and only tell who asks it at every step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        limits = {
-            "initialization_timeout": max(60, int(timeout_s)),
-            "coordinator_bind_address": listen_at,
-        }
-        limits["heartbeat_timeout_seconds"] = math.ceil(timeout_s)
         jax.distributed.initialize(
-            coordinator, processes, process, local_devices, "deactivate", **limits
+            coordinator,
+            processes,
+            process,
+            local_devices,
+            # JAX asks no cluster by itself.
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(60, int(timeout_s)),
+            coordinator_bind_address=listen_at,
+            heartbeat_timeout_seconds=math.ceil(timeout_s),
         )
     except (RuntimeError, ValueError) as error:
         raise ArgumentError("coordinator", f"got {coordinator!r}: {one_line(error)}") from error
+
     hosts = SeveralHosts(timeout_s)
     try:
         with hosts.starting_programs_together():

@@ -60,13 +60,15 @@ def _wait_for_all(
     began = time.monotonic()
     end = began + timeout_s
     next_line = began + _SAY_EVERY_S
+
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
             while len(here) < processes - 1:
                 numbers = [number for number in range(1, processes) if number not in here]
                 missing = f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-                if (now := time.monotonic()) >= end:
+                now = time.monotonic()
+                if now >= end:
                     raise ArgumentError(
                         "coordinator",
                         f"{missing} of {processes} did not come to {coordinator} in {timeout_s:g} "
@@ -79,12 +81,13 @@ def _wait_for_all(
                     logger.warning(line)
                     _send(here, say=line)
                 for key, _ in selector.select(min(end, next_line) - now):
-                    if (
-                        key.data
-                    ):  # nobody speaks twice: its connection has ended, and it is missing again
+                    if key.data:
+                        # Nobody speaks twice: its connection has ended, and it is missing again.
                         selector.unregister(key.fileobj)
                         here.pop(key.data)[1].close()
-                    elif number := _greet(listener, here, processes):
+                        continue
+                    number = _greet(listener, here, processes)
+                    if number:
                         selector.register(here[number][1], selectors.EVENT_READ, number)
         except UserError as error:
             answer = {"error": str(error)}
@@ -111,21 +114,25 @@ def _greet(
         return 0
     caller.settimeout(_GREETING_S)
     try:
-        told = json.loads(caller.makefile("rb").readline(_LONGEST_LINE))
-        number = int(told["process"])
-        count = int(told["processes"])
-        name = str(told["host"])
+        greeting = json.loads(caller.makefile("rb").readline(_LONGEST_LINE))
+        number = int(greeting["process"])
+        count = int(greeting["processes"])
+        name = str(greeting["host"])
     except (ValueError, TypeError, KeyError, OSError):
         caller.close()
         return 0
+
     if number in here:
-        both = f"{here[number][0]} and {name}"
         problem = ArgumentError(
-            "process", f"{number} on both {both}; each process has a number of its own"
+            "process",
+            f"{number} on both {here[number][0]} and {name}; each process has a number of its own",
         )
     elif count != processes or not 0 < number < processes:
-        said = f"process {number} on {name} has {count}, process 0 has {processes}"
-        problem = ArgumentError("processes", f"{said}; start all hosts with the same command")
+        problem = ArgumentError(
+            "processes",
+            f"process {number} on {name} has {count}, process 0 has {processes}; start all hosts "
+            "with the same command",
+        )
     else:
         here[number] = name, caller
         _send({number: here[number]}, heard=True)
@@ -145,22 +152,27 @@ def _listen(listen_at: str) -> socket.socket:
     """A socket at the named address alone."""
     host, port = _split(listen_at)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ArgumentError(
             "coordinator",
             f"got {listen_at!r}, whose name is not known on process 0's host "
             f"({error.strerror or error}); give host:port of process 0",
         ) from error
-    own = found[0][4][0]
-    if own.startswith("127.") and not host.startswith(("127.", "localhost")):  # Debian's /etc/hosts
+
+    first_ip = addresses[0][4][0]
+    # Debian's /etc/hosts gives a host's own name a loopback address.
+    if first_ip.startswith("127.") and not host.startswith(("127.", "localhost")):
         logger.warning(
-            "coordinator: %s is %s here, which no other host reaches; give its address", host, own
+            "coordinator: %s is %s here, which no other host reaches; give its address",
+            host,
+            first_ip,
         )
+
     problem: OSError | None = None
-    for family, *_, place in found:
+    for family, *_, address in addresses:
         try:
-            return socket.create_server(place, family=family, backlog=128)
+            return socket.create_server(address, family=family, backlog=128)
         except OSError as error:
             problem = error
     raise ArgumentError(
@@ -173,18 +185,17 @@ def _listen(listen_at: str) -> socket.socket:
 
 
 def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> None:
-    """Another process: come to process 0, wait for its word, and try again where there was
-    nobody.
-    """
+    """Connect to process 0, wait for its go-ahead, and retry while it is unreachable."""
     greeting = {"process": process, "processes": processes, "host": socket.gethostname()}
     end = time.monotonic() + timeout_s
-    said_at = time.monotonic()
+    warned_at = time.monotonic()
     reason = "nobody answers"
     refused = None
-    while (left := end - time.monotonic()) > 0:
+    while time.monotonic() < end:
+        seconds_left = max(_RETRY_S, end - time.monotonic())
         try:
             with socket.create_connection(
-                _split(coordinator), timeout=min(left, _SAY_EVERY_S)
+                _split(coordinator), timeout=min(seconds_left, _SAY_EVERY_S)
             ) as connection:
                 reason = "process 0 left before all were here, or another program has this address"
                 connection.sendall(json.dumps(greeting).encode() + b"\n")
@@ -195,21 +206,22 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
                     # Process 0 answers at once and every ten seconds, and knows better than this
                     # one how long to wait.
                     while line := lines.readline(_LONGEST_LINE):
-                        told = json.loads(line)
-                        if refused := told.get("error"):
+                        answer = json.loads(line)
+                        refused = answer.get("error")
+                        if refused:
                             break
-                        if told.get("go") is True:
+                        if answer.get("go") is True:
                             return
-                        if said := told.get("say"):
-                            said_at = time.monotonic()
-                            logger.warning(str(said))
+                        if answer.get("say"):
+                            warned_at = time.monotonic()
+                            logger.warning(str(answer["say"]))
                         connection.settimeout(1.5 * _SAY_EVERY_S)
         except OSError as error:
             reason = error.strerror or str(error)
         if refused:
             raise ArgumentError(*str(refused).partition(": ")[::2])
-        if time.monotonic() - said_at >= _SAY_EVERY_S:
-            said_at = time.monotonic()
+        if time.monotonic() - warned_at >= _SAY_EVERY_S:
+            warned_at = time.monotonic()
             logger.warning(
                 "process %d: waiting for process 0 at %s (%s)", process, coordinator, reason
             )

@@ -49,25 +49,31 @@ def make_mesh(
 def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> dict[str, int]:
     """Devices along each axis, with the -1 filled in. Arguments and errors as for `make_mesh`."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
-    given = f" ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
-    if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
-        raise ArgumentError(
-            bad[0], f"got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over"
-        )
+    for name, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ArgumentError(
+                name, f"got {size}, must be at least 1, or -1 for the devices left over"
+            )
+
+    settings = f" ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ArgumentError("mesh", "only one axis may be -1", given)
+        raise ArgumentError("mesh", "only one axis may be -1", settings)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if devices % fixed:
             allowed = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
             raise ArgumentError(
-                "mesh", f"{fixed} does not divide the {devices} devices; that do {allowed}", given
+                "mesh",
+                f"{fixed} does not divide the {devices} devices; that do {allowed}",
+                settings,
             )
         sizes[open_axes[0]] = devices // fixed
     elif fixed != devices:
         raise ArgumentError(
-            "mesh", f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit", given
+            "mesh",
+            f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit",
+            settings,
         )
     return sizes
 
@@ -92,16 +98,17 @@ def training_mesh(
         num_params: parameters of the model.
     """
     devices = jax.devices()
-    sizes = (data, fsdp, tensor, expert)
     if backend.cpu_is_split() and jax.process_count() == 1:
+        sizes = (data, fsdp, tensor, expert)
         fixed = math.prod(size for size in sizes if size != -1)
         if -1 not in sizes:
             devices = devices[:fixed]
         elif fixed == 1:
-            one = num_params > _MAX_REPLICATED_PARAMS or len(devices) < backend.usable_cores()
-            devices = devices[:1] if one else devices
-            sizes = (-1, 1, 1, 1)
-    return make_mesh(*sizes, devices=devices)
+            is_large = num_params > _MAX_REPLICATED_PARAMS
+            if is_large or len(devices) < backend.usable_cores():
+                devices = devices[:1]
+            return make_mesh(data=-1, devices=devices)
+    return make_mesh(data, fsdp, tensor, expert, devices=devices)
 
 
 def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, expert: int = 1) -> Mesh:
@@ -123,18 +130,20 @@ def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, exper
     Raises:
         UserError: naming the settings, if they do not divide the number of devices.
     """
-    devices = (
-        np.asarray(jax.local_devices()) if backend.cpu_is_split() else training.devices.reshape(-1)
-    )
+    if backend.cpu_is_split():
+        devices = np.asarray(jax.local_devices())
+    else:
+        devices = training.devices.reshape(-1)
     if jax.process_count() > 1:
-        own = [device for device in devices if device.process_index == jax.process_index()]
-        devices = np.asarray(own)
+        process = jax.process_index()
+        devices = np.asarray([device for device in devices if device.process_index == process])
     if backend.cpu_is_split() and tensor * expert == 1 and num_params > _MAX_REPLICATED_PARAMS:
         devices = devices[:1]
     if devices.size % (tensor * expert):
-        given = f" (tensor={tensor}, expert={expert})"
         raise ArgumentError(
-            "mesh", f"{tensor * expert} does not divide the {devices.size} devices", given
+            "mesh",
+            f"{tensor * expert} does not divide the {devices.size} devices",
+            f" (tensor={tensor}, expert={expert})",
         )
     return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
 
@@ -151,15 +160,16 @@ def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, complet
     Raises:
         UserError: naming the setting, its value and what would do.
     """
-    for axis, count, what in (
+    for axis, count, counted in (
         ("tensor", num_heads, "query heads"),
         ("expert", num_experts, "experts"),
     ):
-        ways = mesh.shape[axis]
-        if count and count % ways:
+        axis_size = mesh.shape[axis]
+        if count and count % axis_size:
             allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ArgumentError(
-                axis, f"got {ways}, must divide the model's {count} {what}; that do {allowed}"
+                axis,
+                f"got {axis_size}, must divide the model's {count} {counted}; that do {allowed}",
             )
     if not num_experts and mesh.shape["expert"] > 1:
         raise ArgumentError(
@@ -193,7 +203,7 @@ def connect_devices(mesh: Mesh) -> None:
     for count in range(1, len(axes) + 1):
         for group in itertools.combinations(axes, count):
             total = functools.partial(jax.lax.psum, axis_name=group)
-            whole = jax.shard_map(
+            reduction = jax.shard_map(
                 total, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
             )
-            jax.block_until_ready(jax.jit(whole)(np.float32(0)))
+            jax.block_until_ready(jax.jit(reduction)(np.float32(0)))

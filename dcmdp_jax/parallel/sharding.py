@@ -45,8 +45,8 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "rank": None,
     }
 )
-"""Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the axis of the
-scan.
+"""Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the scan's
+axis.
 """
 
 ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
@@ -64,21 +64,22 @@ def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
     Raises:
         ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
     """
-    if unknown := [name for name in axes if name is not None and name not in table]:
-        raise ValueError(
-            f"logical axis {unknown[0]!r} is unknown, the table has {', '.join(table)}"
-        )
-    parts = [None if name is None else table[name] for name in axes]
-    taken: dict[str, str | None] = {}
-    for name, part in zip(axes, parts, strict=True):
-        for mesh_axis in _mesh_axes(part):
-            if mesh_axis in taken:
+    mesh_axes: list[MeshAxes] = []
+    name_on_axis: dict[str, str | None] = {}
+    for name in axes:
+        if name is not None and name not in table:
+            raise ValueError(f"logical axis {name!r} is unknown, the table has {', '.join(table)}")
+        mesh_axes.append(None if name is None else table[name])
+
+    for name, entry in zip(axes, mesh_axes, strict=True):
+        for mesh_axis in _axis_names(entry):
+            if mesh_axis in name_on_axis:
                 raise ValueError(
-                    f"logical axes {axes}: {taken[mesh_axis]!r} and {name!r} both land on "
+                    f"logical axes {axes}: {name_on_axis[mesh_axis]!r} and {name!r} both land on "
                     f"{mesh_axis!r}"
                 )
-            taken[mesh_axis] = name
-    return P(*parts)
+            name_on_axis[mesh_axis] = name
+    return P(*mesh_axes)
 
 
 def param_shardings(logical_axes: Params, shapes: Params, mesh: Mesh) -> Params:
@@ -101,18 +102,22 @@ def param_shardings(logical_axes: Params, shapes: Params, mesh: Mesh) -> Params:
     """
 
     def sharding(path: tuple[Any, ...], leaf: Any, axes: Axes) -> NamedSharding:
-        where = jax.tree_util.keystr(path, simple=True, separator=".")
-        parts = list(partition_spec(axes, PARAM_AXES))
-        for place, (part, size) in enumerate(zip(parts, leaf.shape, strict=True)):
-            ways = math.prod(mesh.shape[name] for name in _mesh_axes(part))
-            if size % ways:
+        spec = list(partition_spec(axes, PARAM_AXES))
+        for dimension, (entry, size) in enumerate(zip(spec, leaf.shape, strict=True)):
+            num_devices = math.prod(mesh.shape[name] for name in _axis_names(entry))
+            if size % num_devices:
                 logger.warning(
                     "%s: dimension %d (%s) is %d, not a multiple of the %d devices along %s; each "
                     "holds all of it",
-                    *(where, place, axes[place], size, ways, part),
+                    jax.tree_util.keystr(path, simple=True, separator="."),
+                    dimension,
+                    axes[dimension],
+                    size,
+                    num_devices,
+                    entry,
                 )
-                parts[place] = None
-        return NamedSharding(mesh, P(*parts))
+                spec[dimension] = None
+        return NamedSharding(mesh, P(*spec))
 
     return jax.tree_util.tree_map_with_path(sharding, shapes, logical_axes)
 
@@ -133,17 +138,16 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
     """
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     shardings = jax.tree.leaves(param_shardings(logical_axes, shapes, mesh))
-    known = {
-        _keys(path): (tuple(leaf.shape), where)
-        for (path, leaf), where in zip(leaves, shardings, strict=True)
-    }
+    parameters = {}
+    for (path, leaf), param_sharding in zip(leaves, shardings, strict=True):
+        parameters[_keys(path)] = tuple(leaf.shape), param_sharding
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = _keys(path)
         for start in range(len(keys)):
-            shape, found = known.get(keys[start:], (None, None))
+            shape, param_sharding = parameters.get(keys[start:], (None, None))
             if shape == tuple(leaf.shape):
-                return found
+                return param_sharding
         return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, state)
@@ -162,17 +166,19 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
     """
 
     def pin(x: jax.Array, axes: Axes) -> jax.Array:
-        around = jax.sharding.get_abstract_mesh()
-        manual = set(around.manual_axes)
-        parts = []
-        for part in partition_spec(axes, ACTIVATION_AXES):
-            free = tuple(
-                axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1
-            )
-            parts.append(part if part is P.UNCONSTRAINED else free or None)
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(around if manual else mesh, P(*parts))
-        )
+        enclosing_mesh = jax.sharding.get_abstract_mesh()
+        manual = set(enclosing_mesh.manual_axes)
+        spec = []
+        for entry in partition_spec(axes, ACTIVATION_AXES):
+            if entry is P.UNCONSTRAINED:
+                spec.append(entry)
+                continue
+            compiler_axes = [
+                axis for axis in _axis_names(entry) if axis not in manual and mesh.shape[axis] > 1
+            ]
+            spec.append(tuple(compiler_axes) or None)
+        sharding = NamedSharding(enclosing_mesh if manual else mesh, P(*spec))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     return pin
 
@@ -259,11 +265,15 @@ def shard_map_over(
     """
 
     def mapped(*arguments: Any) -> Any:
-        around = jax.sharding.get_abstract_mesh()
-        inside = around if around.manual_axes else mesh
-        return jax.shard_map(function, mesh=inside, axis_names=set(axes), check_vma=False, **specs)(
-            *arguments
+        enclosing_mesh = jax.sharding.get_abstract_mesh()
+        inner = jax.shard_map(
+            function,
+            mesh=enclosing_mesh if enclosing_mesh.manual_axes else mesh,
+            axis_names=set(axes),
+            check_vma=False,
+            **specs,
         )
+        return inner(*arguments)
 
     return mapped
 
@@ -276,9 +286,9 @@ def to_global(tree: Any, shardings: Any) -> Any:
         shardings: a prefix of the tree, with a sharding for each subtree.
     """
 
-    def place(sharding: NamedSharding, part: Any) -> Any:
+    def place(sharding: NamedSharding, subtree: Any) -> Any:
         return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), part
+            lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), subtree
         )
 
     if jax.process_count() == 1:
@@ -301,6 +311,7 @@ def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """
     if x.is_fully_addressable:
         return x
+
     devices: dict[int, list[jax.Device]] = {}
     for device in x.sharding.mesh.devices.flat:
         devices.setdefault(device.process_index, []).append(device)
@@ -310,12 +321,14 @@ def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if mesh.size != len(local):
         mesh = Mesh(np.asarray(local), ("local",))
         spec = P()
-    places = [local.index(device) for device in mesh.devices.flat]
-    grid = np.asarray([[row[place] for place in places] for row in devices.values()])
-    every = Mesh(grid.reshape(len(devices), *mesh.devices.shape), ("hosts", *mesh.axis_names))
-    spread = jax.device_put(x, NamedSharding(every, spec))
-    parts = [shard.data for shard in spread.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), parts)
+
+    # A mesh of all hosts' devices, each host's in the order of `mesh`: one transfer serves all.
+    order = [local.index(device) for device in mesh.devices.flat]
+    grid = np.asarray(list(devices.values()))[:, order]
+    all_hosts = Mesh(grid.reshape(len(devices), *mesh.devices.shape), ("hosts", *mesh.axis_names))
+    on_all_hosts = jax.device_put(x, NamedSharding(all_hosts, spec))
+    shards = [shard.data for shard in on_all_hosts.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), shards)
 
 
 def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -328,9 +341,9 @@ def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
 def sharded(tree: Any, shardings: Any) -> Any:
     """Shapes with shardings, of which `shardings` has one for each leaf or for a whole subtree."""
 
-    def attach(sharding: Any, part: Any) -> Any:
+    def attach(sharding: Any, subtree: Any) -> Any:
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), subtree
         )
 
     return jax.tree.map(attach, shardings, tree)
@@ -344,10 +357,10 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:
-    if part is None or part is P.UNCONSTRAINED:
+def _axis_names(entry: MeshAxes) -> tuple[str, ...]:
+    if entry is None or entry is P.UNCONSTRAINED:
         return ()
-    return (part,) if isinstance(part, str) else part
+    return (entry,) if isinstance(entry, str) else entry
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

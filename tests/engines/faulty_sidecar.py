@@ -32,7 +32,9 @@ def main() -> None:
         time.sleep(0.05)
     connection.send("ready", {"version": "none"})
     while True:
-        header, arrays = connection.receive()
+        frame = connection.receive()
+        header = frame.header
+        arrays = frame.arrays
         if header["op"] == "push":
             sums = _sums(start, header)
             if fault == "few_checksums":

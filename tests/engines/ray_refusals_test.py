@@ -178,7 +178,7 @@ def test_one_failed_connection_is_no_lost_head(monkeypatch):
             raise OSError("timed out")
 
     monkeypatch.setattr(ray_actors, "reach", reach)
-    monkeypatch.setattr(ray_actors, "_seen", [0.0, 0.0])
+    monkeypatch.setattr(ray_actors, "_head", ray_actors._Head())
     monkeypatch.setattr(ray_actors.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(
         ray_actors.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1")

@@ -26,6 +26,7 @@ from dcmdp_jax.engines.sidecar.segments import (
     checksum,
     differing,
     parse,
+    wire_manifest,
 )
 from dcmdp_jax.engines.sidecar.weights import WeightBridge
 from dcmdp_jax.models.config import ModelConfig
@@ -74,7 +75,7 @@ def segment():
 
 def _read(bridge, held):
     """{name: array}, found as the other side finds them: by a manifest that came over the wire."""
-    listed = msgpack.unpackb(msgpack.packb([list(tensor) for tensor in bridge.manifest]))
+    listed = msgpack.unpackb(msgpack.packb(wire_manifest(bridge.manifest)))
     return {
         tensor.name: held.bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         .view(jnp.dtype(tensor.dtype))
@@ -125,15 +126,15 @@ def test_transposed_on_the_device_or_on_the_host_the_bytes_are_the_same(
     params = _params(config)
     monkeypatch.setattr(bridge_module, "_BLOCK_BYTES", 64 * 400 * jnp.dtype(dtype).itemsize)
     bridge = WeightBridge(config, dtype=dtype)
-    host = segment(bridge)
-    device = segment(bridge)
-    sharded = segment(bridge)
+    host, device, sharded = segment(bridge), segment(bridge), segment(bridge)
     sent = bridge.publish(params, host, 0).tolist()
     mesh = make_mesh(data=1, fsdp=2, tensor=2, expert=1, devices=jax.devices()[:4])
     placed = jax.device_put(
         params, param_shardings(logical_axes(config), param_shapes(config), mesh)
     )
-    monkeypatch.setattr(bridge_module, "_turned_there", lambda leaf, place: place.transposed)
+    monkeypatch.setattr(
+        bridge_module, "_transposed_on_device", lambda leaf, hf_tensor: hf_tensor.transposed
+    )
     assert (
         bridge.publish(params, device, 0).tolist()
         == sent
@@ -148,11 +149,9 @@ def test_places_by_hand(segment):
     """
     config = MODELS["qwen2"]
     bridge = WeightBridge(config, dtype="float32")
-    held = segment(bridge)
-    params = _params(config)
+    held, params = segment(bridge), _params(config)
     bridge.publish(params, held, 0)
-    have = _read(bridge, held)
-    layers = params["layers"]
+    have, layers = _read(bridge, held), params["layers"]
     expected = {
         "model.embed_tokens.weight": params["embedding"],
         "model.norm.weight": params["norm"]["scale"],
@@ -219,7 +218,8 @@ def test_torch_finds_the_same_tensors(precision, segment):
     held = segment(bridge)
     bridge.publish(_params(config), held, 0)
     have = _read(bridge, held)
-    for name, kind, shape, offset in bridge.manifest:
+    for tensor in bridge.manifest:
+        name, kind, shape, offset = tensor.name, tensor.dtype, tensor.shape, tensor.offset
         size = np.prod(shape) * {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
         tensor = (
             torch.from_numpy(held.bytes[offset : offset + size])
@@ -252,8 +252,7 @@ def test_sharded_parameters_give_the_same_bytes(name, precision, sizes, segment,
     bridge = WeightBridge(
         config, dtype="bfloat16" if precision == "int8" else precision, int8=precision == "int8"
     )
-    whole = segment(bridge)
-    sharded = segment(bridge)
+    whole, sharded = segment(bridge), segment(bridge)
     count = math.prod(sizes.values())
     mesh = make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes}, devices=jax.devices()[:count])
     placed = jax.device_put(
@@ -301,8 +300,7 @@ def test_int8_by_numpy(name, segment):
             assert have[tensor].tobytes() == plain[tensor].tobytes(), tensor
             continue
         order.append(f"{tensor}_scale")
-        values = have[tensor]
-        scale = have[f"{tensor}_scale"]
+        values, scale = have[tensor], have[f"{tensor}_scale"]
         assert values.dtype == np.int8 and values.shape == weight.shape
         assert scale.dtype == np.float32 and scale.shape == (weight.shape[0], 1)
         largest = np.abs(weight).max(axis=1, keepdims=True)
@@ -355,8 +353,7 @@ def test_whatever_arrived_changed_is_named(segment):
     """A byte flipped, a leaf of another version, two tensors in each other's place."""
     config = MODELS["qwen3_untied"]
     bridge = WeightBridge(config, dtype="float32")
-    held = segment(bridge)
-    params = _params(config)
+    held, params = segment(bridge), _params(config)
 
     def consumed(version):
         return np.array(
@@ -445,10 +442,10 @@ def test_parse_gives_what_was_listed():
         ["d", "int8", [], 95],
     ]
     assert parse(listed, 100) == [
-        Tensor("b", "float32", (2, 3), 64),
-        Tensor("a", "bfloat16", (5,), 0),
-        Tensor("c", "int8", (7,), 88),  # 64 + 24
-        Tensor("d", "int8", (), 95),
+        Tensor(name="b", dtype="float32", shape=(2, 3), offset=64),
+        Tensor(name="a", dtype="bfloat16", shape=(5,), offset=0),
+        Tensor(name="c", dtype="int8", shape=(7,), offset=88),  # 64 + 24
+        Tensor(name="d", dtype="int8", shape=(), offset=95),
     ]
     assert [tensor.num_bytes for tensor in parse(listed, 96)] == [24, 10, 7, 1]
     assert parse([], 0) == []
@@ -506,8 +503,7 @@ def _descriptors():
 
 def test_a_segment_is_gone_once_it_is_closed():
     """Weights are gigabytes: a descriptor or a name that stays would keep them."""
-    before = _descriptors()
-    named = sorted(os.listdir("/dev/shm"))
+    before, named = _descriptors(), sorted(os.listdir("/dev/shm"))
     held = Segment("test", 1 << 20)
     assert held.bytes.shape == (1 << 20,) and held.bytes.dtype == np.uint8 and not held.bytes.any()
     assert os.fstat(held.descriptor).st_blocks * 512 == 1 << 20  # every page is there already

@@ -179,7 +179,9 @@ def test_a_frame_byte_for_byte():
         connection.send("push", {"n": 7}, _HAND_ARRAYS, timeout_s=HANGS_S)
         assert peer.recv(1000) == expected
         peer.sendall(expected)
-        header, arrays = connection.receive(timeout_s=HANGS_S)
+        frame = connection.receive(timeout_s=HANGS_S)
+        header = frame.header
+        arrays = frame.arrays
     assert header == {"op": "push", "n": 7}
     assert arrays["a"].tolist() == [1, -2] and arrays["b"].tolist() == 255
 

@@ -16,7 +16,10 @@ from dcmdp_jax.engines.sidecar.segments import Tensor
 from dcmdp_jax.engines.vllm.worker import _covers
 
 memory = np.zeros(256, np.uint8)
-manifest = [Tensor("a", "float32", (4, 4), 0), Tensor("b", "float32", (8,), 64)]
+manifest = [
+    Tensor(name="a", dtype="float32", shape=(4, 4), offset=0),
+    Tensor(name="b", dtype="float32", shape=(8,), offset=64),
+]
 view = lambda first, end: torch.from_numpy(memory[first:end]).view(torch.float32)
 load = lambda tensor: ("weight", inspect.signature(lambda param, loaded: None).bind(None, tensor))
 found = [

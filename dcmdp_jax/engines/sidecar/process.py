@@ -184,9 +184,9 @@ class EngineProcess:
             logger.warning("%s sidecar: did not cancel a request; killed", self.name)
             self.kill()
 
-    def _broken(self, what: str) -> SidecarBroken:
+    def _broken(self, reason: str) -> SidecarBroken:
         self.kill()
-        return SidecarBroken(f"{what} ({self.node or 'not placed yet'})")
+        return SidecarBroken(f"{reason} ({self.node or 'not placed yet'})")
 
 
 class Sidecar(EngineProcess):
@@ -216,6 +216,7 @@ class Sidecar(EngineProcess):
         self._temporary.mkdir(mode=0o700)
         ours, theirs = socket.socketpair()
         super().__init__(launch.name, str(launch.directory / _LOG), wire.Connection(ours))
+
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         began = time.monotonic()
         limit = launch.start_timeout_s
@@ -237,6 +238,7 @@ class Sidecar(EngineProcess):
         self.pid = self._process.pid
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
         self._log.start()
+
         try:
             ready = self.request("start", fields, answer="ready", timeout_s=limit, stopped=stopped)
         except BaseException:
@@ -247,13 +249,13 @@ class Sidecar(EngineProcess):
         seconds = time.monotonic() - began
         logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
 
-    def _broken(self, what: str) -> SidecarBroken:
+    def _broken(self, reason: str) -> SidecarBroken:
         # A process that just died has not been collected yet; one that hangs is not going to end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         code = self._process.returncode
         self.kill()
-        return SidecarBroken(f"{what} ({_ending(code)})")
+        return SidecarBroken(f"{reason} ({_ending(code)})")
 
     def close(self) -> None:
         """Ask the process to end, and kill it if it does not. Safe to call twice."""
@@ -312,8 +314,6 @@ def process_environment(launch: Launch) -> dict[str, str]:
 def _ending(code: int | None) -> str:
     if code is None:
         return "still running, stopped or stuck; killed"
-    return (
-        f"exit status {code}"
-        if code >= 0
-        else f"killed by signal {-code}, {signal.strsignal(-code)}"
-    )
+    if code < 0:
+        return f"killed by signal {-code}, {signal.strsignal(-code)}"
+    return f"exit status {code}"

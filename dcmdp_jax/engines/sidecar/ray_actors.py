@@ -1,6 +1,7 @@
 """Engines as actors of a Ray cluster: room for them, their calls, their starts."""
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -22,8 +23,19 @@ _FREE_S = 15.0
 # The head is looked for so often, and lost when nobody answered for so long.
 _HEAD_S = 5.0
 _LOST_S = 20.0
-# When it was looked for, and since when nobody answers; 0: it answered.
-_seen = [0.0, 0.0]
+
+
+@dataclasses.dataclass
+class _Head:
+    """When the head of the cluster was last looked for, and since when it does not answer (0: it
+    answers), in seconds of the monotonic clock.
+    """
+
+    checked_at: float = 0.0
+    silent_since: float = 0.0
+
+
+_head = _Head()
 
 
 def check_head() -> None:
@@ -32,17 +44,21 @@ def check_head() -> None:
     Raises:
         EngineError: in one line, if it is gone.
     """
-    if (now := time.monotonic()) - _seen[0] > _HEAD_S:
-        _seen[0] = now
-        try:
-            reach(address := ray.get_runtime_context().gcs_address)
-            _seen[1] = 0.0
-        except OSError as error:
-            _seen[1] = _seen[1] or now
-            if now - _seen[1] > _LOST_S:
-                raise EngineError(
-                    f"the head of the Ray cluster, {address}, is gone ({error})"
-                ) from None
+    now = time.monotonic()
+    if now - _head.checked_at <= _HEAD_S:
+        return
+
+    _head.checked_at = now
+    address = ray.get_runtime_context().gcs_address
+    try:
+        reach(address)
+        _head.silent_since = 0.0
+    except OSError as error:
+        _head.silent_since = _head.silent_since or now
+        if now - _head.silent_since > _LOST_S:
+            raise EngineError(
+                f"the head of the Ray cluster, {address}, is gone ({error})"
+            ) from None
 
 
 def _nodes() -> dict[str, dict[str, Any]]:
@@ -68,27 +84,34 @@ def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) ->
     Raises:
         UserError: in one line, saying which resource, or which size is needed.
     """
-    there = {}
+    amounts = {}
     for label, node in _nodes().items():
-        there[label], room = (
-            node["Resources"].get(name, 0),
-            node["Resources"].get("object_store_memory", 0),
-        )
-        if room < store_bytes:
-            what = (
-                f"the object store of {label} has {room / 2**30:.2f} GiB, the weights need "
-                f"{store_bytes / 2**30:.2f}"
+        amounts[label] = node["Resources"].get(name, 0)
+        node_store = node["Resources"].get("object_store_memory", 0)
+        if node_store < store_bytes:
+            raise ArgumentError(
+                "address",
+                f"the object store of {label} has {node_store / 2**30:.2f} GiB, the weights need "
+                f"{store_bytes / 2**30:.2f}: ray start --object-store-memory={store_bytes}",
             )
-            raise ArgumentError("address", f"{what}: ray start --object-store-memory={store_bytes}")
-    what = f"got {replicas} with {amount:g} {name} each on one node, the Ray cluster"
-    if replicas > (most := sum(int(count // amount) for count in there.values())):
-        raise ArgumentError("replicas", f"{what} has room for {most} ({name} by node: {there})")
+
+    request = f"got {replicas} with {amount:g} {name} each on one node, the Ray cluster"
+    capacity = sum(int(count // amount) for count in amounts.values())
+    if replicas > capacity:
+        raise ArgumentError(
+            "replicas", f"{request} has room for {capacity} ({name} by node: {amounts})"
+        )
+
+    def free_replicas() -> int:
+        return sum(int(node.get(name, 0) // amount) for node in _free().values())
+
     deadline = time.monotonic() + _FREE_S
-    while (free := sum(int(node.get(name, 0) // amount) for node in _free().values())) < replicas:
+    while free_replicas() < replicas:
         if time.monotonic() > deadline:
             raise ArgumentError(
                 "replicas",
-                f"{what} has room for {free}: another run holds the rest; wait for its end",
+                f"{request} has room for {free_replicas()}: another run holds the rest; wait for "
+                "its end",
             )
         time.sleep(0.5)
 
@@ -99,29 +122,33 @@ def ask_nodes(call: Callable[[], Any], python: str, resources: set[str]) -> dict
     Raises:
         UserError: if it does not answer on each.
     """
-    asked = {}
+    answers = {}
     for name, node in _nodes().items():
         if node["Resources"].keys() & resources:
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             task = ray.remote(call).options(
-                num_cpus=0, scheduling_strategy=there, max_retries=0, **interpreter(python)
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+                max_retries=0,
+                **interpreter(python),
             )
-            asked[name] = task.remote()
+            answers[name] = task.remote()
     try:
-        return dict(zip(asked, ray.get(list(asked.values()), timeout=_LOOK_S), strict=True))
+        values = ray.get(list(answers.values()), timeout=_LOOK_S)
     except ray.exceptions.RayError as error:
-        what = (
-            f"{python or 'the Python of Ray'} does not answer on each of {', '.join(asked)} "
-            f"({type(error).__name__})"
-        )
         raise ArgumentError(
-            "python", f"{what}; it needs Ray {ray.__version__} and this Python's version"
+            "python",
+            f"{python or 'the Python of Ray'} does not answer on each of {', '.join(answers)} "
+            f"({type(error).__name__}); it needs Ray {ray.__version__} and this Python's version",
         ) from None
+    return dict(zip(answers, values, strict=True))
 
 
 def interpreter(python: str, **variables: str) -> dict[str, Any]:
     """Ray's option for a Python of its own, if it is not empty, and for environment variables."""
-    return {"runtime_env": {"env_vars": variables, **({"py_executable": python} if python else {})}}
+    environment: dict[str, Any] = {"env_vars": variables}
+    if python:
+        environment["py_executable"] = python
+    return {"runtime_env": environment}
 
 
 class ActorConnection:
@@ -160,7 +187,8 @@ class ActorConnection:
         if op == "progress":
             self.call = self._actor.more.remote()
         return wire.Message(
-            {**header, "op": op}, {name: array.copy() for name, array in arrays.items()}
+            header={**header, "op": op},
+            arrays={name: array.copy() for name, array in arrays.items()},
         )
 
 
@@ -187,9 +215,9 @@ class ActorProcess(process.EngineProcess):
             EngineError: see `check_head`.
         """
         # Without the head the next call would block, and Ray end this process after a minute of it.
-        _seen[0] = 0.0
+        _head.checked_at = 0.0
         check_head()
-        while _seen[1]:
+        while _head.silent_since:
             time.sleep(1.0)
             check_head()
         self._actor = (
@@ -208,16 +236,16 @@ class ActorProcess(process.EngineProcess):
         """
         try:
             if not self.started and ray.wait([self.connection.call], timeout=0)[0]:
-                found = self._checked(self.connection.receive(), "start", "ready").header
+                ready = self._checked(self.connection.receive(), "start", "ready").header
                 self.started = True
-                self.pid = found["pid"]
-                self.node = found["node"]
+                self.pid = ready["pid"]
+                self.node = ready["node"]
                 with open(self._places, "a", encoding="utf-8") as places:
                     places.write(f"{self.node}\n")
                 logger.info(
                     "%s %s ready on %s, process %d",
                     self.name,
-                    found["version"],
+                    ready["version"],
                     self.node,
                     self.pid,
                 )

@@ -3,13 +3,20 @@ restart.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from dcmdp_jax.data.episode import COLUMNS, TOP_IDS, TOP_LOGPROBS, OpenGroups, Shape, single_turn
+from dcmdp_jax.data.episode import (
+    COLUMNS,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    Episode,
+    OpenGroups,
+    Shape,
+    single_turn,
+)
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import segments, wire
 from dcmdp_jax.engines.sidecar.process import EngineProcess, SidecarBroken
@@ -74,46 +81,53 @@ class Replica:
         """Have the engine load what was published, and compare the checksums."""
         version = publication.policy_version
         manifest = publication.bridge.manifest
-        asked = {"segment": publication.place, "policy_version": version}
-        if lora := publication.lora:
-            asked["adapters"] = (
+        request = {"segment": publication.location, "policy_version": version}
+        if publication.lora:
+            request["adapters"] = (
                 publication.bridge.num_bytes,
-                [list(one) for one in manifest],
-                (lora.rank, lora.alpha),
+                segments.wire_manifest(manifest),
+                (publication.lora.rank, publication.lora.alpha),
             )
-        header, arrays = sidecar.request("push", asked, answer="pushed", stopped=calls.stopped)
-        checksums = arrays.get("checksums", np.empty(0))
+        reply = sidecar.request("push", request, answer="pushed", stopped=calls.stopped)
+
+        checksums = reply.arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
             raise SidecarBroken(
                 f"weights of version {version}: checksums of shape {checksums.shape} in the answer"
             )
         for consumed in checksums:
-            if wrong := segments.differing(manifest, publication.checksums, consumed):
+            wrong = segments.differing(manifest, publication.checksums, consumed)
+            if wrong:
                 raise SidecarBroken(
                     f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived "
                     "changed"
                 )
-        if header.get("policy_version") != version:
-            raise SidecarBroken(
-                f"weights of version {version}: the sidecar says {header.get('policy_version')}"
-            )
+        loaded_version = reply.header.get("policy_version")
+        if loaded_version != version:
+            raise SidecarBroken(f"weights of version {version}: the sidecar says {loaded_version}")
 
     def _probe(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float:
+        version = publication.policy_version
         rows = list(self.weights.probe_ids)
-        scored = _score(
-            sidecar, calls, rows, [1] * len(rows), {"temperature": 1.0, "sleep_level": 0}
+        engine_logprobs = _score(
+            sidecar,
+            calls,
+            rows=rows,
+            starts=[1] * len(rows),
+            header={"temperature": 1.0, "sleep_level": 0},
         )
-        own = np.asarray(publication.probe)
-        if not np.isfinite(own).all():
+        trainer_logprobs = np.asarray(publication.probe)
+        if not np.isfinite(trainer_logprobs).all():
             raise EngineError(
-                f"weights of version {publication.policy_version}: the trainer's own log-probs of "
-                "the probe are not finite; its parameters are broken"
+                f"weights of version {version}: the trainer's own log-probs of the probe are not "
+                "finite; its parameters are broken"
             )
-        difference = float(np.mean(np.abs(np.stack(scored) - own)))
+
+        difference = float(np.mean(np.abs(np.stack(engine_logprobs) - trainer_logprobs)))
         if not difference <= self.probe_tolerance:
             raise SidecarBroken(
-                f"weights of version {publication.policy_version}: the engine's log-probs of the "
-                f"probe are {difference:.3g} nats from the trainer's on average, allowed are "
+                f"weights of version {version}: the engine's log-probs of the probe are "
+                f"{difference:.3g} nats from the trainer's on average, allowed are "
                 f"{self.probe_tolerance:g} (`probe_tolerance`)"
             )
         return difference
@@ -123,14 +137,14 @@ class Replica:
         not in use.
         """
 
-        def whole(sidecar: EngineProcess) -> T:
+        def load_and_call(sidecar: EngineProcess) -> T:
             self._load(sidecar, calls, publication)
             result = call(sidecar)
             if self.drops_weights:
                 sidecar.serial = None
             return result
 
-        return self.supervisor.run(calls, whole)
+        return self.supervisor.run(calls, load_and_call)
 
     def sample(
         self,
@@ -161,96 +175,36 @@ class Replica:
             ValueError: for a seed or step out of range, at once.
             EngineError: if the sidecar fails again and again.
         """
-        groups = list(prompts)
+        top_logprobs = self.top_logprobs if sampling.temperature else 0
+        column_shapes: dict[str, Shape] = {}
+        if top_logprobs:
+            column_shapes |= {TOP_IDS: (top_logprobs,), TOP_LOGPROBS: (top_logprobs,)}
+        if self.routed_experts:
+            column_shapes["routed_experts"] = self.weights.config.routing[:2]
+
         group_size = sampling.group_size
-        count = len(groups) * group_size
-        header = {
-            "sampling": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p if sampling.temperature else 1.0,
-                "top_k": sampling.top_k if sampling.temperature else 0,
-                "max_tokens": sampling.max_completion_tokens,
-                "stop_token_ids": list(sampling.stop_token_ids),
+        row_numbers = []
+        for group in prompts:
+            first_row = (first_prompt + group) * group_size
+            row_numbers += range(first_row, first_row + group_size)
+        request = _SampleRequest(
+            prompts=prompts,
+            sampling=sampling,
+            policy_version=publication.policy_version,
+            vocab_size=self.weights.config.vocab_size,
+            column_shapes=column_shapes,
+            header={
+                "sampling": _sampling_fields(sampling),
+                "sleep_level": self.sleep_level,
+                "top_logprobs": top_logprobs,
             },
-            "sleep_level": self.sleep_level,
-            "top_logprobs": (top := self.top_logprobs if sampling.temperature else 0),
-        }
-        expected: dict[str, Shape] = {TOP_IDS: (top,), TOP_LOGPROBS: (top,)} if top else {}
-        expected |= (
-            {"routed_experts": self.weights.config.routing[:2]} if self.routed_experts else {}
+            seeds=self.request_seeds(seed, step, row_numbers),
         )
-        arrays = {
-            "prompt_ids": np.concatenate(list(prompts.values())),
-            "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
-            "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
-            "seeds": self.request_seeds(
-                seed,
-                step,
-                [
-                    (first_prompt + g) * group_size + member
-                    for g in groups
-                    for member in range(group_size)
-                ],
-            ),
-        }
-        version = publication.policy_version
-        trust = _Trust()
-        delivered: set[int] = set()
 
-        def take(
-            sidecar: EngineProcess,
-            calls: Calls,
-            waiting: OpenGroups,
-            rows: set[int],
-            frame: wire.Message,
-        ) -> None:
-            """Check the completions of a frame and put the groups that they complete."""
-            completions = checked_completions(
-                frame.arrays, count, sampling, self.weights.config.vocab_size
-            )
-            if frame.header.get("policy_version") != version:
-                raise SidecarBroken(
-                    f"generate: sampled with version {frame.header.get('policy_version')}"
-                )
-            trust.check([completion.logprobs for completion in completions])
-            sidecar.work["tokens"] += sum(completion.token_ids.size for completion in completions)
-            if again := [completion.row for completion in completions if completion.row in rows]:
-                raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
-            rows.update(completion.row for completion in completions)
-            columns = split_columns(
-                frame.arrays,
-                [prompts[groups[completion.row // group_size]].size for completion in completions],
-                [completion.token_ids.size for completion in completions],
-                expected if completions else {},
-            )
-            episodes = waiting.add(
-                single_turn(
-                    prompts[groups[row // group_size]],
-                    tokens,
-                    logprobs,
-                    policy_version=version,
-                    group=groups[row // group_size],
-                    member=row % group_size,
-                    finish_reason=reason,
-                    **further,
-                )
-                for (row, tokens, logprobs, reason), further in zip(
-                    completions, columns, strict=True
-                )
-            )
-            fresh = [episode for episode in episodes if episode.group not in delivered]
-            delivered.update(episode.group for episode in fresh)
-            calls.put(fresh)
+        def call(calls: Calls) -> None:
+            self._run(calls, publication, lambda sidecar: request.send(sidecar, calls))
 
-        def sample(calls: Calls, sidecar: EngineProcess) -> None:
-            rows: set[int] = set()
-            taken = functools.partial(take, sidecar, calls, OpenGroups(group_size), rows)
-            given = {"answer": "generated", "stopped": calls.stopped, "on_progress": taken}
-            taken(sidecar.request("generate", header, arrays, **given))
-            if len(rows) < count:
-                raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
-
-        return lambda calls: self._run(calls, publication, functools.partial(sample, calls))
+        return call
 
     def score(
         self,
@@ -287,14 +241,134 @@ class Replica:
         """Return what modules of the engine's network read and gave for the tokens of the rows, as
         they came.
         """
-        asked = {"modules": list(modules), "sleep_level": self.sleep_level}
+        header = {"modules": list(modules), "sleep_level": self.sleep_level}
 
         def observe(sidecar: EngineProcess) -> dict[str, np.ndarray]:
-            return sidecar.request(
-                "observe", asked, _rows(rows), answer="observed", stopped=calls.stopped
-            ).arrays
+            reply = sidecar.request(
+                "observe", header, _rows(rows), answer="observed", stopped=calls.stopped
+            )
+            return reply.arrays
 
         return self._run(calls, publication, observe)
+
+
+def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The distribution, as the request "generate" takes it."""
+    greedy = not sampling.temperature
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": 0 if greedy else sampling.top_k,
+        "max_tokens": sampling.max_completion_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _SampleRequest:
+    """One request "generate", which may be sent to several sidecars until one has answered it.
+
+    Attributes:
+        prompts: group -> token ids.
+        sampling: the distribution.
+        policy_version: version of the weights that must have sampled.
+        vocab_size: number of the model's tokens.
+        column_shapes: shape of an entry of each further column that must come.
+        header: fields of the request.
+        seeds: [rows] integers, the seed of each row.
+    """
+
+    prompts: Mapping[int, np.ndarray]
+    sampling: SamplingParams
+    policy_version: int
+    vocab_size: int
+    column_shapes: Mapping[str, Shape]
+    header: Mapping[str, Any]
+    seeds: np.ndarray
+
+    def __post_init__(self) -> None:
+        self._groups = list(self.prompts)
+        self._count = len(self._groups) * self.sampling.group_size
+        self._trust = _Trust()
+        # Groups that were put, by any of the sidecars.
+        self._delivered: set[int] = set()
+
+    def send(self, sidecar: EngineProcess, calls: Calls) -> None:
+        """Have a sidecar sample all rows; put each group when it is complete.
+
+        Raises:
+            SidecarBroken: if something about its answer can't be right.
+        """
+        rows: set[int] = set()
+        open_groups = OpenGroups(self.sampling.group_size)
+
+        def receive(frame: wire.Message) -> None:
+            """Put the groups that the completions of a frame complete."""
+            completions = self._checked(frame, rows)
+            sidecar.work["tokens"] += sum(completion.token_ids.size for completion in completions)
+            rows.update(completion.row for completion in completions)
+            groups = open_groups.add(self._episodes(frame, completions))
+            fresh = [episode for episode in groups if episode.group not in self._delivered]
+            self._delivered.update(episode.group for episode in fresh)
+            calls.put(fresh)
+
+        last_frame = sidecar.request(
+            "generate",
+            self.header,
+            self._arrays(),
+            answer="generated",
+            stopped=calls.stopped,
+            on_progress=receive,
+        )
+        receive(last_frame)
+        if len(rows) < self._count:
+            raise SidecarBroken(f"generate: {len(rows)} completions for {self._count} requests")
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        prompts = list(self.prompts.values())
+        numbers = np.arange(len(prompts), dtype=np.int32)
+        return {
+            "prompt_ids": np.concatenate(prompts),
+            "prompt_lengths": np.array([prompt.size for prompt in prompts], np.int32),
+            "prompt_of_row": np.repeat(numbers, self.sampling.group_size),
+            "seeds": self.seeds,
+        }
+
+    def _checked(self, frame: wire.Message, rows: set[int]) -> "list[SampledRow]":
+        """The completions of a frame; `rows` are those that came before."""
+        completions = checked_completions(frame.arrays, self._count, self.sampling, self.vocab_size)
+        version = frame.header.get("policy_version")
+        if version != self.policy_version:
+            raise SidecarBroken(f"generate: sampled with version {version}")
+        self._trust.check([completion.logprobs for completion in completions])
+        repeated = [completion.row for completion in completions if completion.row in rows]
+        if repeated:
+            raise SidecarBroken(f"generate: completion {repeated[0]} arrived twice")
+        return completions
+
+    def _episodes(
+        self, frame: wire.Message, completions: "Sequence[SampledRow]"
+    ) -> Iterator[Episode]:
+        """The completions of a frame with their prompts and further columns."""
+        group_size = self.sampling.group_size
+        groups = [self._groups[completion.row // group_size] for completion in completions]
+        columns = split_columns(
+            frame.arrays,
+            prompts=[self.prompts[group].size for group in groups],
+            completions=[completion.token_ids.size for completion in completions],
+            expected=self.column_shapes if completions else {},
+        )
+        for completion, group, further in zip(completions, groups, columns, strict=True):
+            yield single_turn(
+                self.prompts[group],
+                completion.token_ids,
+                completion.logprobs,
+                policy_version=self.policy_version,
+                group=group,
+                member=completion.row % group_size,
+                finish_reason=completion.finish_reason,
+                **further,
+            )
 
 
 def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -336,7 +410,8 @@ class _Trust:
             raise SidecarBroken("log-probs that are not finite")
 
 
-class SampledRow(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampledRow:
     """A completion that has ended.
 
     Attributes:
@@ -373,20 +448,22 @@ def split_columns(
         SidecarBroken: if a column is not there, or of another shape. `protocol` looks at the
             values.
     """
-    found: list[dict[str, np.ndarray]] = [{} for _ in completions]
+    columns_by_completion: list[dict[str, np.ndarray]] = [{} for _ in completions]
     for name, column in COLUMNS.items():
         if name not in arrays and name not in expected:
             continue
         counts = np.array(completions, np.int64)
-        counts = counts + np.array(prompts, np.int64) - 1 if column.covers_given else counts
+        if column.covers_given:
+            counts = counts + np.array(prompts, np.int64) - 1
         values = arrays.get(name, np.empty(0))
         shape = (int(counts.sum()), *expected.get(name, values.shape[1:]))
         if values.shape != shape:
             label = name.replace("_", " ")
             raise SidecarBroken(f"generate: {label} of shape {values.shape}, expected {shape}")
-        for columns, part in zip(found, np.split(values, np.cumsum(counts)[:-1]), strict=True):
-            columns[name] = part
-    return found
+        entries = np.split(values, np.cumsum(counts)[:-1])
+        for columns, own_entries in zip(columns_by_completion, entries, strict=True):
+            columns[name] = own_entries
+    return columns_by_completion
 
 
 def checked_completions(
@@ -400,12 +477,14 @@ def checked_completions(
     """
     if not arrays:
         return []
+
     try:
         rows, tokens, logprobs, lengths, stopped = (
             arrays[name] for name in ("rows", "token_ids", "logprobs", "lengths", "stopped")
         )
     except KeyError as error:
         raise SidecarBroken(f"generate: no {error} in the answer") from None
+
     if not rows.shape == lengths.shape == stopped.shape == (rows.size,) or not rows.size:
         raise SidecarBroken(
             f"generate: {lengths.size} lengths and {stopped.size} finish reasons of {rows.size} "
@@ -428,10 +507,20 @@ def checked_completions(
         raise SidecarBroken(
             f"generate: token ids {tokens.min()} to {tokens.max()}, the model has fewer"
         )
+
     ends = np.cumsum(lengths)
     last_is_stop = np.isin(tokens[ends - 1], sampling.stop_token_ids)
     if not np.array_equal(last_is_stop, stopped.astype(bool)):
         raise SidecarBroken("generate: a completion's finish reason does not fit its last token")
-    reasons = ["stop" if end else "length" for end in stopped]
-    cut = np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1])
-    return [SampledRow(*parts) for parts in zip(rows.tolist(), *cut, reasons, strict=True)]
+
+    completions = []
+    for row, end, length, is_stop in zip(rows.tolist(), ends, lengths, stopped, strict=True):
+        tokens_of_row = slice(end - length, end)
+        completion = SampledRow(
+            row=row,
+            token_ids=tokens[tokens_of_row],
+            logprobs=logprobs[tokens_of_row],
+            finish_reason="stop" if is_stop else "length",
+        )
+        completions.append(completion)
+    return completions

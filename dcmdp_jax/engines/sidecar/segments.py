@@ -2,12 +2,12 @@
 their checksums.
 """
 
+import dataclasses
 import math
 import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,8 @@ _BLOCK = 1 << 16
 _STRIDE = 16
 
 
-class Tensor(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
     """A tensor in a weight segment, under its Hugging Face name.
 
     Attributes:
@@ -39,18 +40,32 @@ class Tensor(NamedTuple):
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
+    @property
+    def byte_range(self) -> slice:
+        """The tensor's bytes in the segment."""
+        return slice(self.offset, self.offset + self.num_bytes)
 
-def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
-    """A manifest that came over the wire.
+
+def wire_manifest(tensors: Sequence[Tensor]) -> list[list[object]]:
+    """The manifest as it goes over the wire; `parse` reads it."""
+    return [[tensor.name, tensor.dtype, list(tensor.shape), tensor.offset] for tensor in tensors]
+
+
+def parse(manifest: Sequence[Sequence[object]], size: int) -> list[Tensor]:
+    """Read and check a manifest that came over the wire.
 
     Args:
-        listed: [name, dtype, shape, offset] each.
+        manifest: [name, dtype, shape, offset] of each tensor.
         size: bytes of a segment.
 
     Raises:
         ValueError: for a name twice, tensors that overlap or leave the segment.
     """
-    tensors = [Tensor(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in listed]
+    tensors = [
+        Tensor(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
+        for name, dtype, shape, offset in manifest
+    ]
+
     end = 0
     before = "the segment's start"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
@@ -104,7 +119,8 @@ class Segment:
         Raises:
             MemoryError: in one line, if there is no room.
         """
-        if size > (available := available_bytes()):
+        available = available_bytes()
+        if size > available:
             # Asked for more than there is, Linux (6.18) hands out page after page until it kills a
             # process.
             raise MemoryError(

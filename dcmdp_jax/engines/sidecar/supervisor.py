@@ -72,21 +72,19 @@ class Calls:
         The first error ends all calls and is raised. So does closing the iterator.
         """
         try:
-            left = len(self.begin()._threads)
-            while left:
+            running = len(self.begin()._threads)
+            while running:
                 try:
                     kind, value = self._arrived.get(timeout=_PAUSE_S)
                 except queue.Empty:
                     yield None
                     continue
                 if kind == "error":
-                    raise (
-                        EngineError("ended by a later request to the sidecar")
-                        if type(value) is Stopped
-                        else value
-                    )
+                    if type(value) is Stopped:
+                        raise EngineError("ended by a later request to the sidecar")
+                    raise value
                 if kind == "end":
-                    left -= 1
+                    running -= 1
                 else:
                     yield value
         finally:
@@ -196,12 +194,15 @@ class Supervisor:
             self.work += self.sidecar.work
             lines = "\n".join(self.sidecar.last_lines)
             self.sidecar = None
-        if (failures := self._failures) > self.max_restarts:
+
+        failures = self._failures
+        if failures > self.max_restarts:
             self._failures = 0
-            raise EngineError(
-                f"the {self.name} sidecar failed {failures} times in a row, at last: {error}"
-                + (f"; the end of its log:\n{lines}" if lines else "")
-            ) from error
+            message = f"the {self.name} sidecar failed {failures} times in a row, at last: {error}"
+            if lines:
+                message += f"; the end of its log:\n{lines}"
+            raise EngineError(message) from error
+
         pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
         logger.warning("%s sidecar: %s; restart %d in %.1f s", self.name, error, failures, pause)
         self._not_before = time.monotonic() + pause
@@ -212,9 +213,9 @@ class Supervisor:
         """
         done = self.work
         self.work = collections.Counter()
-        if one := self.sidecar:
-            done = done + one.work
-            one.work = collections.Counter()
+        if self.sidecar is not None:
+            done = done + self.sidecar.work
+            self.sidecar.work = collections.Counter()
         return {name: done[name] for name in ("restarts", "tokens", "seconds")}
 
     def close(self) -> None:
@@ -239,14 +240,17 @@ class Fleet:
     limit_s: float
     check: Callable[[], None]
     members: "list[Member]" = dataclasses.field(default_factory=list)
-    _below = 0.0
-    _stood = False
-    _seen = 0.0
+    # Seconds of the monotonic clock; 0: enough have started.
+    _below_since = 0.0
+    _last_wait = 0.0
+    _all_started_once = False
     _calls = None
 
     def count(self) -> int:
-        """How many are there."""
-        return sum(bool((sidecar := member.sidecar) and sidecar.started) for member in self.members)
+        """Number of members whose sidecar has started."""
+        # A member's own thread may replace its sidecar meanwhile.
+        sidecars = [member.sidecar for member in self.members]
+        return sum(1 for sidecar in sidecars if sidecar is not None and sidecar.started)
 
     def wait(self, calls: Calls, seconds: float = _POLL_S) -> None:
         """Wait a moment.
@@ -254,20 +258,27 @@ class Fleet:
         Raises:
             EngineError: if there were too few for too long.
         """
-        there = self.count()
+        num_started = self.count()
         now = time.monotonic()
         if calls is not self._calls:
+            # The time between two calls does not count.
             self._calls = calls
-            self._below = self._below and self._below + now - self._seen
-        self._seen = now
-        self._stood = self._stood or there == len(self.members)
-        least = self.least if self._stood else len(self.members)
-        self._below = 0.0 if there >= least else self._below or now
-        if self._below and now - self._below > self.limit_s:
-            said = (
-                f"{there} of at least {least} replicas for {self.limit_s:g} s (`start_timeout_s`)"
+            if self._below_since:
+                self._below_since += now - self._last_wait
+        self._last_wait = now
+
+        self._all_started_once = self._all_started_once or num_started == len(self.members)
+        required = self.least if self._all_started_once else len(self.members)
+        if num_started >= required:
+            self._below_since = 0.0
+        elif not self._below_since:
+            self._below_since = now
+        if self._below_since and now - self._below_since > self.limit_s:
+            raise EngineError(
+                f"{num_started} of at least {required} replicas for {self.limit_s:g} s "
+                "(`start_timeout_s`): Ray has no room for more, or they don't start"
             )
-            raise EngineError(f"{said}: Ray has no room for more, or they don't start")
+
         if calls.stopped.wait(seconds):
             raise Stopped
         self.check()
@@ -299,8 +310,10 @@ class Member(Supervisor):
     @contextlib.contextmanager
     def _working(self, calls: Calls) -> Iterator[Supervisor]:
         self._fleet.wait(calls, 0)
-        while (member := self._free()) is None:
+        member = self._free()
+        while member is None:
             self._fleet.wait(calls)
+            member = self._free()
         try:
             yield member
         finally:

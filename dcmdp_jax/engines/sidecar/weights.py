@@ -45,7 +45,8 @@ class Publication:
 
     Attributes:
         serial: number of the publication.
-        place: what a push names the copy by: the number of its segment, or its object in a store.
+        location: what a push names the copy by: the number of its segment, or its object in a
+            store.
         policy_version: the trainer's step; -1 for a base.
         bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.
@@ -55,7 +56,7 @@ class Publication:
     """
 
     serial: int
-    place: Any
+    location: Any
     policy_version: int
     bridge: "WeightBridge"
     checksums: np.ndarray
@@ -107,23 +108,30 @@ class SharedWeights:
         self._base = None
         lora = arguments.lora
         self.adapters = lora and WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
-        needed, said = shared_bytes(self.bridge, self.adapters, stored=put is not None)
-        if needed > (available := available_bytes()):
+        needed, description = shared_bytes(self.bridge, self.adapters, stored=put is not None)
+        available = available_bytes()
+        if needed > available:
             raise MemoryError(
-                f"{said} in shared memory need {needed / 2**30:.2f} GiB, {available / 2**30:.2f} "
-                "GiB are free; free some, or choose a smaller model or `compute_dtype`"
+                f"{description} in shared memory need {needed / 2**30:.2f} GiB, "
+                f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or "
+                "`compute_dtype`"
             )
         self.left_bytes: int = available - needed
+
         shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
         self.probe_ids = np.random.default_rng(0).integers(
             0, self.config.vocab_size, shape, dtype=np.int32
         )
+
         self.published: Publication | None = None
         self.segments: tuple[Segment, ...] = ()
         try:
-            bridges = [self.adapters or self.bridge] * (1 if put else 2) + [self.bridge] * (
-                lora is not None
-            )
+            bridges = [self.adapters or self.bridge]
+            if put is None:
+                bridges *= 2
+            if lora is not None:
+                # The last segment has the base.
+                bridges.append(self.bridge)
             for number, bridge in enumerate(bridges):
                 self.segments += (Segment(f"dcmdp-weights-{number}", bridge.num_bytes),)
         except BaseException:
@@ -136,20 +144,21 @@ class SharedWeights:
         Raises:
             ValueError: for parameters that do not fit the model.
         """
+        lora = None
         bridge = self.bridge
         written = params
-        of_adapters = {}
         if isinstance(params, Adapted):
             self._base = self._base or self._write_base(params.base)
+            lora = params.lora
             bridge = self.adapters
             written = params.adapters
-            of_adapters = {"lora": params.lora, "base": self._base}
             params = adapted(*params)
-        published = self._write(
-            bridge, written, self._serial % (1 if self._put else 2), int(policy_version)
-        )
+
+        number = 0 if self._put else self._serial % 2
+        published = self._write(bridge, written, number, int(policy_version))
         probe = None if self.probe is None else self.probe(params, self.probe_ids)
-        self.published = dataclasses.replace(published, probe=probe, **of_adapters)
+        base = None if lora is None else self._base
+        self.published = dataclasses.replace(published, probe=probe, lora=lora, base=base)
         return self.published
 
     def _write_base(self, base: Params) -> Publication:
@@ -167,9 +176,15 @@ class SharedWeights:
         if bridge is self.bridge:
             check_params(params, self.config)
         self._serial += 1
-        checksums = bridge.publish(params, segment := self.segments[number], policy_version)
-        place = self._put(segment.bytes) if self._put else number
-        return Publication(self._serial, place, policy_version, bridge, checksums)
+        segment = self.segments[number]
+        checksums = bridge.publish(params, segment, policy_version)
+        return Publication(
+            serial=self._serial,
+            location=self._put(segment.bytes) if self._put else number,
+            policy_version=policy_version,
+            bridge=bridge,
+            checksums=checksums,
+        )
 
     def close(self) -> None:
         """Free the shared memory. Safe to call twice."""
@@ -187,12 +202,13 @@ def shared_bytes(
         model, adapters: write them.
         stored: a store holds them too: the newest bytes and those before them.
     """
-    copies, said = (3, "three copies") if stored else (2, "two copies")
+    copies = 3 if stored else 2
+    counted = "three copies" if stored else "two copies"
     if adapters is None:
-        return copies * model.num_bytes, f"{said} of the weights"
-    return (
-        copies - 1
-    ) * model.num_bytes + copies * adapters.num_bytes, f"the base and {said} of the adapters"
+        return copies * model.num_bytes, f"{counted} of the weights"
+
+    base_bytes = (copies - 1) * model.num_bytes
+    return base_bytes + copies * adapters.num_bytes, f"the base and {counted} of the adapters"
 
 
 class WeightBridge:
@@ -218,31 +234,40 @@ class WeightBridge:
         self._dtype = dtype
         self._jobs: list[tuple[HFTensor, list[Tensor]]] = []
         end = 0
-        declared = (
-            model_declarations(config) if lora is None else adapter_declarations(config, lora)
-        )
-        for name, place in declared_tensors(declared).items():
-            quantized = int8 and place.quantized
-            parts = [(name, "int8" if quantized else dtype, place.shape)]
+        if lora is None:
+            declarations = model_declarations(config)
+        else:
+            declarations = adapter_declarations(config, lora)
+
+        for name, hf_tensor in declared_tensors(declarations).items():
+            quantized = int8 and hf_tensor.quantized
+            shapes = [(name, "int8" if quantized else dtype, hf_tensor.shape)]
             if quantized:
-                parts.append((f"{name}_scale", "float32", (place.shape[0], 1)))
-            tensors = []
-            for part in parts:
-                tensors.append(Tensor(*part, -(-end // ALIGNMENT) * ALIGNMENT))
-                end = tensors[-1].offset + tensors[-1].num_bytes
-            self._jobs.append((place, tensors))
+                shapes.append((f"{name}_scale", "float32", (hf_tensor.shape[0], 1)))
+            tensors: list[Tensor] = []
+            for tensor_name, tensor_dtype, shape in shapes:
+                offset = -(-end // ALIGNMENT) * ALIGNMENT
+                tensor = Tensor(name=tensor_name, dtype=tensor_dtype, shape=shape, offset=offset)
+                tensors.append(tensor)
+                end = offset + tensor.num_bytes
+            self._jobs.append((hf_tensor, tensors))
+
         # Arrays of one stack that are converted together, as each alone costs a program's start:
         # where they begin.
         self._groups: list[tuple[int, list[int]]] = []
-        of_leaf: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
-        for number, (place, _) in enumerate(self._jobs):
-            of_leaf[place.path].append(number)
-        for numbers in of_leaf.values():
+        jobs_of_leaf: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+        for number, (hf_tensor, _) in enumerate(self._jobs):
+            jobs_of_leaf[hf_tensor.path].append(number)
+        for numbers in jobs_of_leaf.values():
             first, *scale = self._jobs[numbers[0]][1]
             size = 1 if scale else max(1, _BLOCK_BYTES // first.num_bytes)
-            self._groups += [(at, numbers[at : at + size]) for at in range(0, len(numbers), size)]
+            for start in range(0, len(numbers), size):
+                self._groups.append((start, numbers[start : start + size]))
+
         # In the order of `declared_tensors`: layer by layer, which is how engines like to load.
-        self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
+        self.manifest: list[Tensor] = []
+        for _, tensors in self._jobs:
+            self.manifest += tensors
         # Size of a segment.
         self.num_bytes: int = end
 
@@ -261,140 +286,136 @@ class WeightBridge:
 
         sums: dict[int, list[int]] = {}
 
-        def job(first: int, numbers: list[int]) -> None:
-            place, _ = self._jobs[numbers[0]]
-            leaf = place.leaf(params)
-            several = len(numbers) > 1 and len(leaf.devices()) == 1
-            turned = _turned_there(leaf, place)
-            together = (
-                _converted(leaf, place.index, first, len(numbers), self._dtype, turned)
-                if several
-                else None
-            )
-            for order, number in enumerate(numbers):
-                place, tensors = self._jobs[number]
-                if len(tensors) == 2:
-                    kernel = _quantized(leaf, place.index)
-                    _store(
-                        segment,
-                        tensors[0],
-                        [((), np.asarray(kernel.values))],
-                        transposed=place.transposed,
-                    )
-                    _store(
-                        segment,
-                        tensors[1],
-                        [((), np.asarray(kernel.scale)[:, None])],
-                        transposed=False,
-                    )
-                else:
-                    blocks = (
-                        [((), together[order])]
-                        if several
-                        else _blocks(leaf, place.index, self._dtype, turned)
-                    )
-                    _store(segment, tensors[0], blocks, transposed=place.transposed and not turned)
-                parts = (
-                    segment.bytes[each.offset : each.offset + each.num_bytes] for each in tensors
+        def write_group(first: int, numbers: list[int]) -> None:
+            hf_tensor, _ = self._jobs[numbers[0]]
+            leaf = hf_tensor.leaf(params)
+            on_device = _transposed_on_device(leaf, hf_tensor)
+            stack = None
+            if len(numbers) > 1 and len(leaf.devices()) == 1:
+                stack = _converted_stack(
+                    leaf,
+                    stacked=len(hf_tensor.index),
+                    first=first,
+                    count=len(numbers),
+                    dtype=self._dtype,
+                    transpose=on_device,
                 )
-                sums[number] = [checksum(part, policy_version) for part in parts]
+
+            for order, number in enumerate(numbers):
+                hf_tensor, tensors = self._jobs[number]
+                if len(tensors) == 2:
+                    kernel = _quantized(leaf, hf_tensor.index)
+                    values = [((), np.asarray(kernel.values))]
+                    scale = [((), np.asarray(kernel.scale)[:, None])]
+                    _store(segment, tensors[0], values, transposed=hf_tensor.transposed)
+                    _store(segment, tensors[1], scale, transposed=False)
+                else:
+                    if stack is None:
+                        blocks = _blocks(leaf, hf_tensor.index, self._dtype, on_device)
+                    else:
+                        blocks = [((), stack[order])]
+                    transposed = hf_tensor.transposed and not on_device
+                    _store(segment, tensors[0], blocks, transposed=transposed)
+                sums[number] = [
+                    checksum(segment.bytes[tensor.byte_range], policy_version) for tensor in tensors
+                ]
 
         # Parts on other processes' devices are fetched by all processes in one order.
-        alone = all(
-            leaf.is_fully_addressable
-            for leaf in jax.tree.leaves(params)
-            if isinstance(leaf, jax.Array)
-        )
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(
-                (pool.map if alone and self.num_bytes > _BLOCK_BYTES else map)(
-                    job, *zip(*self._groups, strict=True)
-                )
-            )
-        return np.array([value for number in sorted(sums) for value in sums[number]], np.uint64)
+        arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+        any_order = all(leaf.is_fully_addressable for leaf in arrays)
+        if any_order and self.num_bytes > _BLOCK_BYTES:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(write_group, *zip(*self._groups, strict=True)))
+        else:
+            for first, numbers in self._groups:
+                write_group(first, numbers)
+        return np.concatenate([np.array(sums[number], np.uint64) for number in sorted(sums)])
 
 
-# Where a part lies in an array, with the first index and the one after the last on each axis; ():
-# it is all.
-_Place = tuple[slice, ...]
+# Which slice of an array a block is, with the first index and the one after the last on each axis;
+# (): all of it.
+_Slices = tuple[slice, ...]
 
 
-def _turned_there(leaf: jax.Array, place: HFTensor) -> bool:
+def _transposed_on_device(leaf: jax.Array, hf_tensor: HFTensor) -> bool:
     """Whether the device transposes. A host takes three times as long as for a plain copy."""
-    return place.transposed and next(iter(leaf.devices())).platform != "cpu"
+    return hf_tensor.transposed and next(iter(leaf.devices())).platform != "cpu"
 
 
-def _converted(
-    leaf: jax.Array, index: tuple[int, ...], first: int, count: int, dtype: str, turned: bool
+def _converted_stack(
+    leaf: jax.Array, *, stacked: int, first: int, count: int, dtype: str, transpose: bool
 ) -> np.ndarray:
-    """`count` arrays of a leaf of one device, from the `first` of its stack, in the engine's dtype
-    on the host.
+    """Convert arrays of a leaf that is on one device to the engine's dtype, and fetch them.
 
-    With `turned` each is transposed.
+    Args:
+        leaf: [..., rows, columns], arrays under its first `stacked` axes.
+        first, count: which arrays, counted over the stacked axes as one.
+        transpose: whether to transpose each array.
     """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
-        return np.asarray(leaf).reshape(-1, *leaf.shape[len(index) :])[first : first + count]
-    return np.asarray(
-        _cast_stack(leaf, first, stacked=len(index), count=count, dtype=dtype, turned=turned)
-    )
+        return np.asarray(leaf).reshape(-1, *leaf.shape[stacked:])[first : first + count]
+    stack = _cast_stack(leaf, first, stacked=stacked, count=count, dtype=dtype, transpose=transpose)
+    return np.asarray(stack)
 
 
-@functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "turned"))
+@functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "transpose"))
 def _cast_stack(
-    leaf: jax.Array, first: jax.Array, *, stacked: int, count: int, dtype: str, turned: bool
+    leaf: jax.Array, first: jax.Array, *, stacked: int, count: int, dtype: str, transpose: bool
 ) -> jax.Array:
-    arrays = jax.lax.dynamic_slice_in_dim(
-        leaf.reshape(-1, *leaf.shape[stacked:]), first, count
-    ).astype(dtype)
-    return arrays.swapaxes(-1, -2) if turned else arrays
+    stack = leaf.reshape(-1, *leaf.shape[stacked:])
+    arrays = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
+    return arrays.swapaxes(-1, -2) if transpose else arrays
 
 
 def _store(
     segment: Segment,
     tensor: Tensor,
-    blocks: Iterable[tuple[_Place, np.ndarray]],
+    blocks: Iterable[tuple[_Slices, np.ndarray]],
     *,
     transposed: bool,
 ) -> None:
-    """Write parts of the parameter that is `tensor` or its transpose."""
-    for place, block in blocks:
+    """Write blocks of the parameter that is `tensor` or its transpose."""
+    for slices, block in blocks:
         words = block.view(f"u{block.dtype.itemsize}")
-        target = (
-            segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes]
-            .view(words.dtype)
-            .reshape(tensor.shape)
-        )
+        target = segment.bytes[tensor.byte_range].view(words.dtype).reshape(tensor.shape)
         if not transposed:
-            target[place] = words
+            target[slices] = words
             continue
-        target = target.T[place]
+
+        target = target.T[slices]
         for start in range(0, len(words), _TRANSPOSED_ROWS):
             target[start : start + _TRANSPOSED_ROWS] = words[start : start + _TRANSPOSED_ROWS]
 
 
 def _blocks(
-    leaf: jax.Array, index: tuple[int, ...], dtype: str, turned: bool
-) -> Iterator[tuple[_Place, np.ndarray]]:
-    """Parts of a leaf at `index` of its stacked axes, transposed with `turned`, in the engine's
-    dtype, on the host.
+    leaf: jax.Array, index: tuple[int, ...], dtype: str, transpose: bool
+) -> Iterator[tuple[_Slices, np.ndarray]]:
+    """Convert a leaf at `index` of its stacked axes to the engine's dtype, and fetch it in blocks.
+
+    With `transpose` each block is transposed.
     """
-    for place, part, own in _parts(leaf, index):
-        if part.dtype == jnp.dtype(dtype) and next(iter(part.devices())).platform == "cpu":
+    for slices, shard, shard_index in _shards(leaf, index):
+        if shard.dtype == jnp.dtype(dtype) and next(iter(shard.devices())).platform == "cpu":
             # No copy: a view of XLA's own buffer.
-            yield place, np.asarray(part)[own]
+            yield slices, np.asarray(shard)[shard_index]
             continue
-        rows, *rest = part.shape[len(own) :]
-        height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
-        for first in range(0, rows, height):
-            count = min(height, rows - first)
-            here = (slice(place[0].start + first, place[0].start + first + count), *place[1:])
-            block = np.asarray(_cast(part, own, first, rows=count, dtype=dtype, turned=turned))
-            yield here[::-1] if turned else here, block
+
+        num_rows, *row_shape = shard.shape[len(shard_index) :]
+        row_bytes = jnp.dtype(dtype).itemsize * max(1, int(np.prod(row_shape)))
+        block_rows = max(1, _BLOCK_BYTES // row_bytes)
+        for first in range(0, num_rows, block_rows):
+            count = min(block_rows, num_rows - first)
+            start = slices[0].start + first
+            block_slices = (slice(start, start + count), *slices[1:])
+            block = np.asarray(
+                _cast(shard, shard_index, first, rows=count, dtype=dtype, transpose=transpose)
+            )
+            yield block_slices[::-1] if transpose else block_slices, block
 
 
-def _parts(
+def _shards(
     leaf: jax.Array, index: tuple[int, ...]
-) -> Iterator[tuple[_Place, jax.Array, tuple[int, ...]]]:
+) -> Iterator[tuple[_Slices, jax.Array, tuple[int, ...]]]:
     """The array at `index` of a leaf's stacked axes, as what single devices have of it.
 
     A program over all devices would be given the rows of a block by a gather of all layers' rows:
@@ -402,7 +423,7 @@ def _parts(
     nothing, and threads may start them in any order.
 
     Yields:
-        The place of a part in the array, an array on one device, and the index of the part in that
+        Which slice of the array it is, an array on one device, and the index of the slice in that
         array.
     """
     stacked = len(index)
@@ -412,21 +433,26 @@ def _parts(
         leaf = jax.device_put(_at(leaf, index), NamedSharding(leaf.sharding.mesh, P()))
         index = ()
         stacked = 0
+
     seen = set()
     for shard in leaf.addressable_shards:
         bounds = [
             span.indices(size)[:2] for span, size in zip(shard.index, leaf.shape, strict=True)
         ]
-        held = all(
-            first <= i < end for i, (first, end) in zip(index, bounds[:stacked], strict=True)
+        stack_bounds = bounds[:stacked]
+        has_array = all(
+            first <= i < end for i, (first, end) in zip(index, stack_bounds, strict=True)
         )
-        if held and tuple(bounds) not in seen:
+        if has_array and tuple(bounds) not in seen:
             seen.add(tuple(bounds))
-            own = tuple(i - first for i, (first, _) in zip(index, bounds[:stacked], strict=True))
-            yield tuple(slice(*span) for span in bounds[stacked:]), shard.data, own
+            shard_index = tuple(
+                i - first for i, (first, _) in zip(index, stack_bounds, strict=True)
+            )
+            slices = tuple(slice(first, end) for first, end in bounds[stacked:])
+            yield slices, shard.data, shard_index
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "dtype", "turned"))
+@functools.partial(jax.jit, static_argnames=("rows", "dtype", "transpose"))
 def _cast(
     leaf: jax.Array,
     index: tuple[jax.Array, ...],
@@ -434,23 +460,24 @@ def _cast(
     *,
     rows: int,
     dtype: str,
-    turned: bool,
+    transpose: bool,
 ) -> jax.Array:
     block = jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
-    return block.T if turned else block
+    return block.T if transpose else block
 
 
 def _quantized(leaf: jax.Array, index: tuple[int, ...]) -> QuantizedKernel:
-    """The matrix at `index` of a leaf's stacked axes, in 8 bits. A scale is that of a whole
-    column.
-    """
-    parts = list(_parts(leaf, index))
-    if len(parts) == 1:
-        return _quantize_at(*parts[0][1:])
-    whole = np.empty(leaf.shape[len(index) :], leaf.dtype)
-    for place, part, own in parts:
-        whole[place] = np.asarray(_at(part, own))
-    return _quantize_at(whole, ())
+    """Quantize the matrix at `index` of a leaf's stacked axes to 8 bits, with a scale a column."""
+    shards = list(_shards(leaf, index))
+    if len(shards) == 1:
+        _, shard, shard_index = shards[0]
+        return _quantize_at(shard, shard_index)
+
+    # A scale is that of a column of the whole matrix.
+    matrix = np.empty(leaf.shape[len(index) :], leaf.dtype)
+    for slices, shard, shard_index in shards:
+        matrix[slices] = np.asarray(_at(shard, shard_index))
+    return _quantize_at(matrix, ())
 
 
 @jax.jit

@@ -8,12 +8,13 @@ knows numpy and msgpack only.
 """
 
 import contextlib
+import dataclasses
 import select
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -30,7 +31,8 @@ class WireError(ConnectionError):
     """The connection is closed: the other side went away, or sent something else than a frame."""
 
 
-class Message(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message:
     """A received frame.
 
     Attributes:
@@ -95,21 +97,22 @@ class Connection:
             TimeoutError: if the other side does not take it in time.
             WireError: if the other side is gone.
         """
-        listed = {}
+        array_fields = {}
         for name, value in (arrays or {}).items():
             # Not the name alone: big-endian int32 is called int32 too.
             if value.dtype not in _DTYPES:
                 raise ValueError(
                     f"frame {op!r}: array {name} is {value.dtype}, allowed are {', '.join(_DTYPES)}"
                 )
-            listed[name] = value.dtype.name, value.shape, value.tobytes()
-        packed = msgpack.packb({**(header or {}), "op": op, "arrays": listed})
+            array_fields[name] = value.dtype.name, value.shape, value.tobytes()
+        packed = msgpack.packb({**(header or {}), "op": op, "arrays": array_fields})
         if len(packed) > self._max_bytes:
             raise ValueError(f"frame {op!r}: {len(packed)} bytes, the limit is {self._max_bytes}")
+
         with self._closing_on_failure(f"sending {op!r}", timeout_s) as end:
             data = memoryview(_PREFIX.pack(_MAGIC, len(packed)) + packed)
             while data.nbytes:
-                self._socket.settimeout(_left(end))
+                self._socket.settimeout(_seconds_until(end))
                 data = data[self._socket.send(data) :]
 
     def receive(self, *, timeout_s: float | None = None) -> Message:
@@ -130,12 +133,13 @@ class Connection:
 
     def _receive_all(self, count: int, end: float | None) -> bytearray:
         data = bytearray(count)
-        rest = memoryview(data)
-        while rest.nbytes:
-            self._socket.settimeout(_left(end))
-            if not (received := self._socket.recv_into(rest)):
+        unread = memoryview(data)
+        while unread.nbytes:
+            self._socket.settimeout(_seconds_until(end))
+            num_received = self._socket.recv_into(unread)
+            if not num_received:
                 raise WireError("the other side closed the connection")
-            rest = rest[received:]
+            unread = unread[num_received:]
         return data
 
     @contextlib.contextmanager
@@ -147,30 +151,32 @@ class Connection:
             self.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"{doing}: nothing for {timeout_s:g} s") from None
-            raise (
-                error
-                if isinstance(error, WireError)
-                else WireError(f"{doing}: {error.strerror or error}")
-            ) from error
+            if isinstance(error, WireError):
+                raise
+            raise WireError(f"{doing}: {error.strerror or error}") from error
 
 
-def _left(end: float | None) -> float | None:
-    """Seconds until the end, as a socket wants them."""
-    left = None if end is None else end - time.monotonic()
-    if left is not None and left <= 0:
+def _seconds_until(end: float | None) -> float | None:
+    """Seconds until `end`, as a socket takes them; None without a limit."""
+    if end is None:
+        return None
+    seconds = end - time.monotonic()
+    if seconds <= 0:
         raise TimeoutError
-    return left
+    return seconds
 
 
 def _message(data: bytearray) -> Message:
     try:
         header = msgpack.unpackb(data)
-        arrays = {name: _array(*parts) for name, parts in header.pop("arrays").items()}
+        arrays = {}
+        for name, (dtype, shape, content) in header.pop("arrays").items():
+            arrays[name] = _array(dtype, shape, content)
         if not isinstance(header["op"], str):
             raise TypeError("op is no text")
     except Exception as error:  # of msgpack and NumPy, whatever the bytes are
         raise WireError(f"malformed frame: {error!r:.200}") from error
-    return Message(header, arrays)
+    return Message(header=header, arrays=arrays)
 
 
 def _array(dtype: str, shape: list[int], content: bytes) -> np.ndarray:

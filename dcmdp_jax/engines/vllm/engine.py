@@ -21,7 +21,7 @@ from dcmdp_jax.engines.protocol import (
     checked_sequences,
     scored_rows,
 )
-from dcmdp_jax.engines.sidecar import process, weights, wire
+from dcmdp_jax.engines.sidecar import process, segments, weights, wire
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Supervisor
 from dcmdp_jax.engines.vllm import devices, launch
@@ -74,29 +74,29 @@ class VllmEngine:
             launch.check_planned(arguments)
         settings = arguments.settings
         platform = arguments.platform
+
         self.cache_rounding = vllm_common.cache_rounding(arguments.kv_cache_dtype, platform)
         self.config = arguments.model
         self.max_total_tokens = arguments.max_total_tokens
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
+
         self._by_ray = settings.placement == "ray"
-        of_each = (
-            [""] * max(1, settings.replicas)
-            if self._by_ray
-            else devices.devices_of_replicas(settings, platform)
-        )
+        if self._by_ray:
+            # Ray chooses the devices.
+            replica_devices = [""] * max(1, settings.replicas)
+        else:
+            replica_devices = devices.devices_of_replicas(settings, platform)
+        settings = dataclasses.replace(settings, replicas=len(replica_devices))
         arguments = dataclasses.replace(
-            arguments,
-            directory=arguments.directory.resolve(),
-            settings=(settings := dataclasses.replace(settings, replicas=len(of_each))),
+            arguments, directory=arguments.directory.resolve(), settings=settings
         )
-        self.weights = weights.SharedWeights(
-            arguments, launch.ray_modules()[0].ray.put if self._by_ray else None
-        )
-        manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
-        shared = {
+
+        put = launch.ray_modules()[0].ray.put if self._by_ray else None
+        self.weights = weights.SharedWeights(arguments, put)
+        start_fields = {
             "protocol": wire.PROTOCOL,
-            "manifest": manifest,
+            "manifest": segments.wire_manifest(self.weights.bridge.manifest),
             "segment_bytes": self.weights.num_bytes,
         }
         self.replicas: list[Replica] = []
@@ -105,34 +105,24 @@ class VllmEngine:
         self._open = contextlib.ExitStack()
         try:
             launch.write_model_config(arguments)
-            engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
-            several = settings.replicas > 1
-            actors = self._actors(arguments, shared) if self._by_ray else None
-            for number, names in enumerate(of_each):
-                one = process.Launch(
-                    name="vLLM" + f" replica {number}" * several,
-                    python=settings.python if self._by_ray else launch.interpreter(settings.python),
-                    script=script,
-                    directory=arguments.directory / str(number) if several else arguments.directory,
-                    engine=engine,
-                    environment=launch.environment(arguments, names),
-                    start_timeout_s=settings.start_timeout_s,
-                    temporary_variables=("VLLM_RPC_BASE_PATH",),
+            if self._by_ray:
+                supervise = self._supervise_actors(arguments, start_fields)
+            else:
+                supervise = functools.partial(self._supervise_process, start_fields)
+            for replica_launch in self._launches(arguments, replica_devices, script):
+                replica_launch.directory.mkdir(exist_ok=True)
+                replica = Replica(
+                    supervisor=supervise(replica_launch),
+                    weights=self.weights,
+                    probe_tolerance=launch.probe_tolerance(arguments),
+                    request_seeds=vllm_common.request_seeds,
+                    sleep_level=settings.sleep,
+                    drops_weights=settings.sleep == _DROPS_WEIGHTS,
+                    routed_experts=arguments.routed_experts,
+                    top_logprobs=arguments.top_logprobs,
                 )
-                one.directory.mkdir(exist_ok=True)
-                start = functools.partial(process.Sidecar, one, shared, self.weights.segments)
-                self.replicas.append(
-                    Replica(
-                        actors(one) if actors else Supervisor(one.name, start),
-                        self.weights,
-                        probe_tolerance=launch.probe_tolerance(arguments),
-                        request_seeds=vllm_common.request_seeds,
-                        sleep_level=settings.sleep,
-                        drops_weights=settings.sleep == _DROPS_WEIGHTS,
-                        routed_experts=arguments.routed_experts,
-                        top_logprobs=arguments.top_logprobs,
-                    )
-                )
+                self.replicas.append(replica)
+
             starting = self._begin([replica.supervisor.start for replica in self.replicas])
             if arguments.prepare and devices.may_start_beside_trainer(platform):
                 self._starting = starting.begin()
@@ -142,32 +132,83 @@ class VllmEngine:
             self.close()
             raise
 
-    def _actors(
-        self, arguments: engine_kind.EngineArguments, shared: dict[str, Any]
+    def _launches(
+        self, arguments: engine_kind.EngineArguments, replica_devices: Sequence[str], script: Path
+    ) -> Iterator[process.Launch]:
+        """What each replica is started from; `replica_devices` are the devices that it sees."""
+        settings = arguments.settings
+        engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
+        python = settings.python if self._by_ray else launch.interpreter(settings.python)
+        for number, device_names in enumerate(replica_devices):
+            name = "vLLM"
+            directory = arguments.directory
+            if settings.replicas > 1:
+                name = f"vLLM replica {number}"
+                directory = arguments.directory / str(number)
+            yield process.Launch(
+                name=name,
+                python=python,
+                script=script,
+                directory=directory,
+                engine=engine,
+                environment=launch.environment(arguments, device_names),
+                start_timeout_s=settings.start_timeout_s,
+                temporary_variables=("VLLM_RPC_BASE_PATH",),
+            )
+
+    def _supervise_process(
+        self, start_fields: dict[str, Any], replica_launch: process.Launch
+    ) -> Supervisor:
+        """The supervisor of a process on this machine, not started yet."""
+        start = functools.partial(
+            process.Sidecar, replica_launch, start_fields, self.weights.segments
+        )
+        return Supervisor(replica_launch.name, start)
+
+    def _supervise_actors(
+        self, arguments: engine_kind.EngineArguments, start_fields: dict[str, Any]
     ) -> Callable[[process.Launch], Supervisor]:
-        """Connect to the Ray cluster, or start one; return what makes the supervisor of an actor,
-        not started yet.
+        """Connect to the Ray cluster, or start one.
+
+        Returns:
+            A function that makes the supervisor of an actor, not started yet.
         """
-        settings, (name, amount) = arguments.settings, launch.resource(arguments)
+        settings = arguments.settings
+        resource, amount = launch.resource(arguments)
         cluster, ray_actors, actor = launch.ray_modules()
-        store = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
-        own = {} if name == "GPU" else {name: amount * settings.replicas}
-        cluster.connect(settings.address, resources=own, object_store_memory=store)
+        store_bytes = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
+        resources = {} if resource == "GPU" else {resource: amount * settings.replicas}
+        cluster.connect(settings.address, resources=resources, object_store_memory=store_bytes)
         self._open.callback(cluster.disconnect)
-        ray_actors.check_room(settings.replicas, name, amount, store)
+        ray_actors.check_room(settings.replicas, resource, amount, store_bytes)
+
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
         fleet = Fleet(settings.min_replicas, settings.start_timeout_s, ray_actors.check_head)
 
-        def start(one: process.Launch, _: threading.Event) -> process.EngineProcess:
-            options = ray_actors.interpreter(one.python, **one.environment)
-            options |= {"num_gpus": amount} if name == "GPU" else {"resources": {name: amount}}
-            fields = shared | {"engine": dict(one.engine), "segments": [], "config": config}
-            # The run's report reads it.
+        def start(replica_launch: process.Launch, _: threading.Event) -> process.EngineProcess:
+            options = ray_actors.interpreter(replica_launch.python, **replica_launch.environment)
+            if resource == "GPU":
+                options["num_gpus"] = amount
+            else:
+                options["resources"] = {resource: amount}
+            engine_fields = {
+                "engine": dict(replica_launch.engine),
+                "segments": [],
+                "config": config,
+            }
             return ray_actors.ActorProcess(
-                one.name, actor.VllmActor, options, fields, one.directory / "nodes.txt"
+                name=replica_launch.name,
+                actor=actor.VllmActor,
+                options=options,
+                start=start_fields | engine_fields,
+                # The run's report reads it.
+                places=replica_launch.directory / "nodes.txt",
             )
 
-        return lambda one: Member(one.name, functools.partial(start, one), fleet)
+        def supervise(replica_launch: process.Launch) -> Supervisor:
+            return Member(replica_launch.name, functools.partial(start, replica_launch), fleet)
+
+        return supervise
 
     def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
         """Begin new calls of the replicas, once these are ready; ends calls that were left open."""
@@ -211,12 +252,17 @@ class VllmEngine:
         loads = [
             functools.partial(replica.load, publication=publication) for replica in self.replicas
         ]
-        differences = [found for found in self._begin(loads).results() if found is not None]
-        measured = {} if publication.probe is None else {"mismatch/probe": max(differences)}
-        for number, replica in enumerate(self.replicas if self._by_ray else ()):
-            work = replica.supervisor.take_work().items()
-            measured |= {f"replica/{number}/{name}": value for name, value in work}
-        return measured
+        results = self._begin(loads).results()
+
+        metrics = {}
+        if publication.probe is not None:
+            differences = [difference for difference in results if difference is not None]
+            metrics["mismatch/probe"] = max(differences)
+        if self._by_ray:
+            for number, replica in enumerate(self.replicas):
+                for name, value in replica.supervisor.take_work().items():
+                    metrics[f"replica/{number}/{name}"] = value
+        return metrics
 
     def _published(self, before: str) -> weights.Publication:
         if self.weights.published is None:
@@ -240,17 +286,21 @@ class VllmEngine:
         publication = self._published("generate")
         engine_kind.check_temperature("vllm", sampling.temperature, vllm_common.VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
-        numbered = list(enumerate(prompts))
-        place = {"seed": seed, "step": step, "first_prompt": first_prompt}
-        parts = [
-            replica.sample(
-                publication, dict(numbered[first :: len(self.replicas)]), sampling, **place
+        numbered_prompts = list(enumerate(prompts))
+        samples = []
+        for first, replica in enumerate(self.replicas[: len(prompts)]):
+            sample = replica.sample(
+                publication,
+                dict(numbered_prompts[first :: len(self.replicas)]),
+                sampling,
+                seed=seed,
+                step=step,
+                first_prompt=first_prompt,
             )
-            for first, replica in enumerate(self.replicas[: len(prompts)])
-        ]
+            samples.append(sample)
 
         def groups() -> Iterator[list[Episode]]:
-            calls = self._begin(parts)
+            calls = self._begin(samples)
             with contextlib.closing(calls.values()) as values:
                 for complete in values:
                     yield complete or []
@@ -270,18 +320,21 @@ class VllmEngine:
         publication = self._published("score")
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         starts = [prompt.size for prompt in prompts]
-        count = len(self.replicas)
-        asked = {"publication": publication, "temperature": temperature or 1.0}
+        num_replicas = len(self.replicas)
         scores = [
             functools.partial(
-                replica.score, rows=rows[first::count], starts=starts[first::count], **asked
+                replica.score,
+                publication=publication,
+                rows=rows[first::num_replicas],
+                starts=starts[first::num_replicas],
+                temperature=temperature or 1.0,
             )
             for first, replica in enumerate(self.replicas[: len(rows)])
         ]
-        dealt = self._begin(scores).results()
-        results = [dealt[row % count][row // count] for row in range(len(rows))]
-        check_finite(results)
-        return results
+        by_replica = self._begin(scores).results()
+        logprobs = [by_replica[row % num_replicas][row // num_replicas] for row in range(len(rows))]
+        check_finite(logprobs)
+        return logprobs
 
     def observe(
         self, rows: Sequence[np.ndarray], modules: Sequence[str]
@@ -303,18 +356,21 @@ class VllmEngine:
         """
         publication = self._published("observe")
         rows = checked_sequences(self, rows, "row")
-        ask = functools.partial(
+        observe = functools.partial(
             self.replicas[0].observe, publication=publication, rows=rows, modules=modules
         )
-        [kept] = self._begin([ask]).results()
-        tokens = sum(row.size for row in rows)
-        found = {}
+        [arrays] = self._begin([observe]).results()
+
+        num_tokens = sum(row.size for row in rows)
+        observed = {}
         for name in modules:
-            gave = kept.get(f"{name} gave", np.empty(0))
-            if gave.ndim != 2 or len(gave) != tokens:
-                raise EngineError(f"observe: {name} gave shape {gave.shape} for {tokens} tokens")
-            found[name] = kept.get(f"{name} read"), gave
-        return found
+            output = arrays.get(f"{name} gave", np.empty(0))
+            if output.ndim != 2 or len(output) != num_tokens:
+                raise EngineError(
+                    f"observe: {name} gave shape {output.shape} for {num_tokens} tokens"
+                )
+            observed[name] = arrays.get(f"{name} read"), output
+        return observed
 
     def release_weights(self) -> None:
         """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between

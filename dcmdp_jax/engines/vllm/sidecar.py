@@ -395,9 +395,9 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
     """Answer frames until `close` or until the trainer is gone."""
     op = ""
     while op != "close":
-        header, arrays = connection.receive()
-        op = header["op"]
-        with contextlib.closing(answers(host, header, arrays)) as parts:
+        request = connection.receive()
+        op = request.header["op"]
+        with contextlib.closing(answers(host, request.header, request.arrays)) as parts:
             for answer in parts:
                 connection.send(*answer)
                 if answer[0] == "progress" and connection.wait(0):
