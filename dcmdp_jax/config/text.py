@@ -64,7 +64,7 @@ def print_config(config: Config) -> str:
 
 def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
     if settings := [one for one in declared(kind).values() if "." not in one.name]:
-        about = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
+        about = " ".join(inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[0].split())
         yield f"\n## {prefix.rstrip('.') or 'The run'}\n\n{about}\n\n"
         yield (
             "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"

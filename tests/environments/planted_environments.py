@@ -53,7 +53,7 @@ class HangsInReset(Board):
 
 class Raises(Board):
     def step(self, text):
-        raise KeyError("planted")  # line 55
+        raise KeyError("planted")
 
 
 class NoText(Board):

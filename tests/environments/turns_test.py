@@ -319,7 +319,7 @@ def test_what_reset_says_is_part_of_the_prompt():
     [
         ("Hangs", "step gave no result in 0.5 s"),
         ("HangsInReset", "reset gave no result in 0.5 s"),
-        ("Raises", "raised KeyError: 'planted' (planted_environments.py, line 55)"),
+        ("Raises", "raised KeyError: 'planted' (planted_environments.py, line 56)"),
         (
             "NoText",
             "step returned the int 3 as observation, needs text (completion 0 of the batch)",

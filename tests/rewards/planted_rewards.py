@@ -30,7 +30,7 @@ def only_for_algebra(completions, source, **columns):
 
 
 def raises(completions, **columns):
-    raise KeyError("two\nlines")  # line 20
+    raise KeyError("two\nlines")
 
 
 def one_too_few(completions, **columns):

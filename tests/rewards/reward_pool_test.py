@@ -101,7 +101,7 @@ def test_types_that_json_lacks_arrive_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("function", "timeout_s", "reason", "row"),
     [
-        ("raises", _LONG_S, r"raised KeyError: 'two\nlines' (planted_rewards.py, line 30)", None),
+        ("raises", _LONG_S, r"raised KeyError: 'two\nlines' (planted_rewards.py, line 33)", None),
         ("one_too_few", _LONG_S, "returned 1 rewards for 2 completions, needs one for each", None),
         ("not_a_number", _LONG_S, "returned nan, needs a finite number or None", 1),
         ("text", _LONG_S, "returned 'good', needs a finite number or None", 0),
