@@ -8,20 +8,21 @@ For one GPU, in at most 560 s and without a network; on a CPU it measures a toy 
 program. A Qwen3-1.7B of random weights is made on the device. Parts, in order of importance, each
 in a process of its own:
 
-    device              the chip, and the rates that a large product and a copy reach
-    step                the training step as a run lays it out, with remat=none
-    demo                the demo whole, and the multiplier's rule by its record
+    device             the chip, and the rates that a large product and a copy reach
+    step               the training step as a run lays it out, with remat=none
+    demo               the demo whole, and the multiplier's rule by its record
     engine_bfloat16, engine_fp8, engine_int8
-                        the embedded engine's tokens a second
+                       the embedded engine's tokens a second
     vllm_bfloat16, vllm_fp8
-                        four steps of SmolLM2-135M against vLLM; with --vllm and --smollm2
-    step_full_remat     the step with remat=full, the default of a run
-    experts             a mixture of experts beside a dense layer
-    smollm2             four steps of SmolLM2-135M against the embedded engine in FP8; with
-    --smollm2 torch_step          torch and transformers on the work of `step`
-    attention_packed    errors of each kernel, with float32 as the reference; its time and the plain
-    version's attention_one_sequence
-    step_one_sequence   the same sequences one to a row
+                       four steps of SmolLM2-135M against vLLM; with --vllm and --smollm2
+    step_full_remat    the step with remat=full, the default of a run
+    experts            a mixture of experts beside a dense layer
+    smollm2            four steps of SmolLM2-135M against the embedded engine in FP8; with --smollm2
+    torch_step         torch and transformers on the work of `step`
+    attention_packed   errors of each kernel, with float32 as the reference; its time and the plain
+                       version's
+    attention_one_sequence
+    step_one_sequence  the same sequences one to a row
 
 A part that fails, or takes longer than it may, is recorded with its error, and the others go on;
 the exit code is then

@@ -1,7 +1,7 @@
 """How long the trainer's process takes to read whatever a model writes: it has no time limit there.
 
-    python -m benchmarks.answers                     # a repeated fragment, short and eight times as
-    long python -m benchmarks.answers --fuzzed 100000     # random answers: the slowest
+    python -m benchmarks.answers                     # one fragment, short and eight times as long
+    python -m benchmarks.answers --fuzzed 100000     # random answers: the slowest
 
 Work that is linear in the text takes about 8 times as long, quadratic work 64 times.
 """

@@ -1,9 +1,13 @@
 """How long a run compiles before its first step: one program after another, and as `dcmdp train`
 does, beside the rest.
 
-    python -m benchmarks.compilations --cores 1 2 4 16     # of the demo on one H200; or of a record
-    of this machine: JAX_LOG_COMPILES=1 JAX_ENABLE_COMPILATION_CACHE=false python -m
-    benchmarks.compilations train --config=demo 2> LOG python -m benchmarks.compilations --log LOG
+    python -m benchmarks.compilations --cores 1 2 4 16  # the demo on one H200
+
+Or of a record of this machine:
+
+    JAX_LOG_COMPILES=1 JAX_ENABLE_COMPILATION_CACHE=false \\
+        python -m benchmarks.compilations train --config=demo 2> LOG
+    python -m benchmarks.compilations --log LOG
 
 `train` trains without threads that compile, so that LOG has what each program takes by itself. The
 schedule is then simulated, the programs in the log's order: the step is compiled in a thread from

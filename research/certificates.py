@@ -1,9 +1,10 @@
 """Certificates of models, kept in docs/certificates/*.json and shown in docs/certificates.md.
 
-    python -m research.certificates --model=DIR [--name=NAME] [--task=FILE]     a checkpoint
-    python -m research.certificates --random [FAMILY ...]                       families at toy
-    size, random weights python -m research.certificates
-    the page again, from the files
+    python -m research.certificates --model=DIR [--name=NAME] [--task=FILE]  a checkpoint
+    python -m research.certificates --random [FAMILY ...]
+        # families at toy size, random weights
+    python -m research.certificates
+        # the page again, from the files
 
 Runs `dcmdp probe` (several engines against the training stack in float32), and then compares the
 training stack, the embedded engine, the export and the tokenizer with transformers in float32. A

@@ -1,17 +1,17 @@
 """How large is the charge's gradient beside the advantages', on a published model that nobody
 trains?
 
-    python -m research.charge_in_a_real_model --samples=DIR --engine=vllm:bfloat16          samples,
-    then gradients python -m research.charge_in_a_real_model --samples=DIR --table
-    the kept table
+    python -m research.charge_in_a_real_model --samples=DIR --engine=vllm:bfloat16
+        # samples, then gradients
+    python -m research.charge_in_a_real_model --samples=DIR --table                 the kept table
 
 SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py:
 real groups (8 prompts of 8 completions a batch), normalized advantages. The first gradient of a
 push is linear in advantages and charge (gamma = 1, nothing is clipped), so both parts come from one
 forward pass in float32:
 
-    g_A = d/dtheta [-sum_t w_t A_i log p_t],    g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log
-    p_t],  lambda = 0.1,
+    g_A = d/dtheta [-sum_t w_t A_i log p_t]
+    g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log p_t],  lambda = 0.1,
 
 with w_t = 1 / (N |o_i|) (the paper's mean over completions) and 1 / (all tokens) (token mean). Each
 batch's ratio |g_C| / |g_A| and cosine are kept.

@@ -4,13 +4,11 @@ entropy.
 `python -m research dose_response`, and the other studies of fixed lambdas. Two estimators stand
 beside each other, since delta follows the policy's entropy H and nobody knows how exactly:
 
-    delta at equal entropy   log delta over what the baseline's runs have at that H, by a regression
-    of log delta on
-                             log H over all their steps; in training H falls while the weights
-                             sharpen, so its slope is the one along a run
-    delta per nat            log (delta / H), the regression with slope 1, as delta goes with H over
-    tokens and over
-                             policies of one age
+    delta at equal entropy  log delta over what the baseline's runs have at that H, by a regression
+                            of log delta on log H over all their steps; in training H falls while
+                            the weights sharpen, so its slope is the one along a run
+    delta per nat           log (delta / H), the regression with slope 1, as delta goes with H over
+                            tokens and over policies of one age
 """
 
 from __future__ import annotations

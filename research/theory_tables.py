@@ -22,8 +22,9 @@ leaves out what delta_a itself does as p moves, and weighs by q / p what the pol
 several tokens it leaves out, too, what a token does to the discrepancy of those after it; see
 `way_out`.) Along a direction u of the logits
 
-    dp = p (u - <p, u>),    dq = 0 (the engine stays) or q (u - <q, u>) (its logits stay z + a
-    constant) dD = sum_a dq_a delta_a + q_a sign(p_a - q_a) (dp_a - dq_a)
+    dp = p (u - <p, u>),  dq = 0 (the engine stays) or q (u - <q, u>) (its logits stay z + a
+                          constant)
+    dD = sum_a dq_a delta_a + q_a sign(p_a - q_a) (dp_a - dq_a)
 
 Two actions, the engine stays: delta_1 = delta_2 = |y - x| with y = p_1 and x = q_1, v_1 - v_2 = -2
 delta (x - y), and y moves by y (1 - y) (v_1 - v_2), away from x, whatever x and y: D never falls.
@@ -42,8 +43,8 @@ both actions of the noisy way have the same discrepancy delta, and the first tok
 samples groups of G completions of the ENGINE's policy and moves by gradient ascent of the mean over
 completions of
 
-    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),    A of a charge as in `CHARGES`, not divided by a
-    deviation
+    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),  A of a charge as in `CHARGES`, not divided by a
+                                                  deviation
 
 (`reward_std` divides). Its expectation, for one unit of step size:
 

@@ -2,15 +2,14 @@
 
 The result is a dict, kept as JSON:
 
-    date, command, machine   when, how and where
-    versions                 of each contender
-    prompts, group           completions of a batch are their product
-    parts                    for each part, size, dtype and workload `part`, `size`, `dtype`,
-    `lengths`, `in_turn`,
-                             `matmul_gflops` before and after, `matmul_gflop_per_cpu_second`,
-                             `needed_flop`, `contenders`, by name `seconds` and `cpu_seconds` of the
-                             rounds, the same of the warm-up, `peak_mib`, and `error` if it did not
-                             come to its end
+    date, command, machine  when, how and where
+    versions                of each contender
+    prompts, group          completions of a batch are their product
+    parts                   for each part, size, dtype and workload `part`, `size`, `dtype`,
+                            `lengths`, `in_turn`, `matmul_gflops` before and after,
+                            `matmul_gflop_per_cpu_second`, `needed_flop`, `contenders`, by name
+                            `seconds` and `cpu_seconds` of the rounds, the same of the warm-up,
+                            `peak_mib`, and `error` if it did not come to its end
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Does any dose of the penalty help where the mismatch costs learning, with c set from the engine?
 
-    python -m research.doses                 runs what is not kept, all arms of a seed before the
-    next seed dcmdp sweep --study=configs/studies/doses.py --dry_run         every arm's resolved
-    settings
+    python -m research.doses                                runs what is not kept, all arms of a
+                                                            seed before the next seed
+    dcmdp sweep --study=configs/studies/doses.py --dry_run  every arm's resolved settings
 
 3-bit weights, one update of each weight sync, completions of 200 tokens, 32 steps
 (research/doses.md has the rules). `doses.py:pilots` is what was run first: GRPO's discrepancy, from

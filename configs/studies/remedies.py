@@ -1,10 +1,9 @@
 """Remedies for engine mismatch beside the paper's methods: TIS, IcePop, DPPO, matched precision;
 and no mismatch.
 
-    dcmdp sweep --study=configs/studies/remedies.py              embedded engine, FP8 weights
-    dcmdp sweep --study=configs/studies/remedies.py:vllm         vLLM, FP8 key-value cache
-    dcmdp sweep --study=configs/studies/remedies.py:paper        Qwen3-8B, 8 GPUs, vLLM with FP8 in
-    blocks
+    dcmdp sweep --study=configs/studies/remedies.py        embedded engine, FP8 weights
+    dcmdp sweep --study=configs/studies/remedies.py:vllm   vLLM, FP8 key-value cache
+    dcmdp sweep --study=configs/studies/remedies.py:paper  Qwen3-8B, 8 GPUs, vLLM with FP8 in blocks
 
 TIS, IcePop and DPPO are GRPO with the thresholds of configs/remedies.py. `matched` is GRPO whose
 trainer rounds in its forward pass as the engine does, `exact` GRPO against an engine in the

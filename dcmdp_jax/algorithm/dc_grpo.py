@@ -62,13 +62,13 @@ def dc_grpo_loss(
     """The loss of DC-GRPO on a padded batch, and the next multiplier: Algorithm 1 after sampling
     and rewards.
 
-        delta_{i,t} = |p^Train - p^Inf|                                           Eq. 3
-        token_discrepancy A_i         = (r_i - mean_g r) / (std_g r + epsilon)
-        Eq. 8     group_advantages A^DC_{i,t}  = A_i - lambda_k delta_{i,t}
-        Eq. 8     penalized_advantages gamma_{i,t} = pi_theta(o_t) / p^Train
-        importance_ratio loss        = -1/N sum_i 1/|o_i| sum_t min(gamma A^DC, clip(gamma) A^DC)
-        Eq. 9-10  clipped_surrogate lambda_k+1  = clip(lambda_k + eta (mean delta - c), min, max)
-        Eq. 11    dual_update
+        delta_{i,t} = |p^Train - p^Inf|                            Eq. 3   token_discrepancy
+        A_i         = (r_i - mean_g r) / (std_g r + epsilon)       Eq. 8   group_advantages
+        A^DC_{i,t}  = A_i - lambda_k delta_{i,t}                   Eq. 8   penalized_advantages
+        gamma_{i,t} = pi_theta(o_t) / p^Train                              importance_ratio
+        s_{i,t}     = min(gamma A^DC, clip(gamma) A^DC)            Eq. 10  clipped_surrogate
+        loss        = -1/N sum_i 1/|o_i| sum_t s_{i,t}             Eq. 9
+        lambda_k+1  = clip(lambda_k + eta (mean delta - c), min, max)  Eq. 11  dual_update
 
     The functions on the right are public: this one is their composition. The gradient flows into
     `train_logprobs` and nowhere else. In the first update on a batch `train_logprobs` and

@@ -253,12 +253,11 @@ def mismatch_statistics(
     The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q
     clamped to [-20, 20].
 
-        k1                     mean of -d             unbiased estimate of KL(q || p), may be
-        negative k3                     mean of e^d - 1 - d    the same KL, never negative, smaller
-        variance pearson                correlation of p and q over tokens; 0 where it is undefined
+        k1                     mean of -d           unbiased estimate of KL(q || p), may be negative
+        k3                     mean of e^d - 1 - d  the same KL, never negative, smaller variance
+        pearson                correlation of p and q over tokens; 0 where it is undefined
         effective_sample_size  (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1]: the share of the
-        tokens that
-                               importance weights to p would leave; 1 on agreement
+                               tokens that importance weights to p would leave; 1 on agreement
 
     k1 and k3 after J. Schulman, "Approximating KL divergence" (2020). These are not sums: give the
     whole batch in one call, arrays of different shape raveled and concatenated.

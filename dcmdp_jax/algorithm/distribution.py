@@ -93,11 +93,12 @@ def state_measures(
     """How far p is from q in each state: exact on the head, the tail as one token, and bounds of
     what that leaves out.
 
-        total_variation        1/2 sum |p - q|             bound  min(1 - p_H, 1 - q_H)
-        kl_engine              KL(q || p), nats            bound  q_T (20 - log(q_T / p_T)),  q_T =
-        1 - q_H kl_trainer             KL(p || q), nats            bound  p_T (20 - log(p_T / q_T)),
-        p_T = 1 - p_H expected_discrepancy   sum_H q delta(p, q)         bound  q_T times the
-        largest delta of a tail token head_mass              q_H
+        total_variation       1/2 sum |p - q|      bound  min(1 - p_H, 1 - q_H)
+        kl_engine             KL(q || p), nats     bound  q_T (20 - log(q_T / p_T)),  q_T = 1 - q_H
+        kl_trainer            KL(p || q), nats     bound  p_T (20 - log(p_T / q_T)),  p_T = 1 - p_H
+        expected_discrepancy  sum_H q delta(p, q)  bound  q_T times the largest delta of a tail
+                                                          token
+        head_mass             q_H
 
     As one token the tail gives no more than its tokens would (log-sum and triangle inequalities),
     so that the true value lies between the value and the value plus its bound. That of a KL holds
@@ -204,8 +205,8 @@ def centering_loss(
     covariance of A and f(r) s. With the plain surrogate, gamma = 1 and the engine's k likeliest
     tokens H, the gradient of the loss is
 
-        -A (f(r_y) grad log p_y - sum_H (q f(p / q) - alpha p) grad log p),    alpha = rho f(1 /
-        rho), rho = (1 - q_H) / (1 - p_H),
+        -A (f(r_y) grad log p_y - sum_H (q f(p / q) - alpha p) grad log p),  alpha = rho f(1 / rho),
+        rho = (1 - q_H) / (1 - p_H),
 
     in which the tail counts as if q were rho p there. That is one token of log-probs log(1 - p_H)
     and log(1 - q_H): its score is -sum_H p grad log p / (1 - p_H). So the expectation is over the k

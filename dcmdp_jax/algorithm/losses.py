@@ -239,11 +239,11 @@ def aggregation_weights(
 
         loss = sum_i w_i sum_t l_{i,t} / total
 
-        mode                   w_i          total
-        seq_mean_token_mean    1 / |o_i|    completions    mean of completions' means, Eq. 1, 4,
-        9-10 token_mean             1            tokens         equal weight per token (DAPO, Yu et
-        al. 2025) fixed_length           1 / T_max    completions    no length in the weight (Dr.
-        GRPO, Liu et al. 2025)
+        mode                 w_i        total
+        seq_mean_token_mean  1 / |o_i|  completions  mean of completions' means, Eq. 1, 4, 9-10
+        token_mean           1          tokens       equal weight per token (DAPO, Yu et al. 2025)
+        fixed_length         1 / T_max  completions  no length in the weight (Dr. GRPO, Liu et al.
+                                                     2025)
 
     counting completions that are in the loss and have a token. A mini-batch's `total` serves all
     its micro-batches: sum first, divide once, and any split gives the same loss.

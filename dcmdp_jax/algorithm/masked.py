@@ -267,8 +267,7 @@ def group_statistics(
 ) -> GroupStatistics:
     """Deviations from the mean, standard deviation, size and equality of the rewards of each group.
 
-        mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid
-        members of g.
+        mean_g = sum r / n,  std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),  over valid members.
 
     The smallest reward of a group is subtracted first and the variance takes two passes, so that a
     large common offset costs no precision. Members need not be adjacent.

@@ -97,8 +97,7 @@ def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is
     within bounds.
 
-        stopped:   A > 0 and pi - mu > high,   or   A < 0 and pi - mu < -low,      in probability, 0
-        to 1
+        stopped:  A > 0 and pi - mu > high,  or  A < 0 and pi - mu < -low,  in probability, 0 to 1
 
     A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's
     denominator: the paper's is the engine's (`ratio_denominator="rollout"`). prime-rl

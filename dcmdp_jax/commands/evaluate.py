@@ -1,11 +1,9 @@
 """avg@K and pass@K of a model on any tasks, in the layout of the paper's tables.
 
     dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl,amc23.jsonl
-    [--config.rollout.precision=fp8] dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl
-    --config.rollout.engine=vllm          stock vLLM dcmdp evaluate MODEL
-    --config.evaluation.task=aime24.jsonl --config.rollout.engine=http
+    dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl --config.rollout.engine=vllm
+    dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl --config.rollout.engine=http
         --config.rollout.engine_args='{"server": "http://HOST:PORT"}'
-        a server of yours
 
 MODEL is a Hugging Face directory, or a run directory of training, or a checkpoint in it. Settings
 are a run's own, and each may be given: docs/settings.md. A run is asked as in training: with its

@@ -1,10 +1,13 @@
 """Disagreement of two engines on the same tokens: how much, where, and why.
 
-    dcmdp probe PATH...                                       what a framework, or a run of ours,
-    recorded dcmdp probe PATH... --train-column NAME --rollout-column NAME              two columns
-    of any other file dcmdp probe --model DIR --config.task.train=FILE --a vllm:bfloat16 --b trainer
-    sample with a, score with b dcmdp probe --config FILE                                 a run's
-    engine against its training stack
+    dcmdp probe PATH...
+        # what a framework, or a run of ours, recorded
+    dcmdp probe PATH... --train-column NAME --rollout-column NAME
+        # two columns of any other file
+    dcmdp probe --model DIR --config.task.train=FILE --a vllm:bfloat16 --b trainer
+        # sample with a, score with b
+    dcmdp probe --config FILE
+        # a run's engine against its training stack
 
 Settings are a run's own, and each may be given: --config.rollout.max_completion_tokens=64,
 docs/settings.md. But 8 completions of each problem are sampled whatever the run had, with seed 0.

@@ -1,12 +1,11 @@
 """Runs a study: a grid of configs and seeds, one after another, and compares them.
 
-    dcmdp sweep --study=configs/studies/methods.py                       demo size, on a CPU
-    dcmdp sweep --study=configs/studies/methods.py:paper                 the paper's constants
-    dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
-    dcmdp sweep --study=... --arms=grpo,exact                            some arms alone
-    dcmdp sweep --study=... --dry_run                                    list runs and resolved
-    arms, and stop dcmdp sweep --study=... --redraw=research/kept/embedded.jsonl.gz     tables and
-    figures of kept metrics
+    dcmdp sweep --study=configs/studies/methods.py                    demo size, on a CPU
+    dcmdp sweep --study=configs/studies/methods.py:paper              the paper's constants
+    dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20  a shorter one
+    dcmdp sweep --study=... --arms=grpo,exact                         some arms alone
+    dcmdp sweep --study=... --dry_run                                 list runs and arms, and stop
+    dcmdp sweep --study=... --redraw=research/kept/embedded.jsonl.gz  tables of kept metrics
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command
 continues a study that was stopped: finished runs are skipped, a cut one resumes. When the command

@@ -1,11 +1,10 @@
 """Environments, which a policy talks to in turns.
 
     class Game:
-        observation_role = "user"                       # of the chat messages that observations
-        become; may be left out
+        observation_role = "user"  # of the messages that observations become; may be left out
 
-        def reset(self, prompt, **columns): ...         # -> None, or text that is added to the
-        prompt def step(self, text): ...                       # -> observation, reward, done
+        def reset(self, prompt, **columns): ...  # -> None, or text that is added to the prompt
+        def step(self, text): ...                # -> observation, reward, done
 
 One object plays one completion. `reset` gets the prompt as reward functions do, and the data's
 columns. `step` gets the text that the policy wrote in its turn, and returns the text that it is

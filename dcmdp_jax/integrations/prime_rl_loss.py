@@ -51,8 +51,8 @@ class DcGrpoLoss:
     def __call__(self, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a sample, summed over its tokens, and metrics.
 
-            l_t = -r_t (A - lambda delta_t),    r_t = exp(log pi - sg(log pi)) = 1, whose gradient
-            is that of log pi
+            l_t = -r_t (A - lambda delta_t)
+            r_t = exp(log pi - sg(log pi)) = 1, whose gradient is that of log pi
 
         which is Eq. 9 where each batch is used once; its clip never bites there. A token whose
         engine reported no log-prob (NaN) is neither charged nor counted, as in `DcGrpo.charge`; a

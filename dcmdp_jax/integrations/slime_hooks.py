@@ -1,10 +1,12 @@
 """DC-GRPO in slime: a function for `--custom-advantage-function-path`.
 
     --custom-advantage-function-path dcmdp_jax.integrations.slime_hooks.dc_grpo_advantages
-    --custom-config-path dc_grpo.yaml        # dc_grpo_tolerance: 0.0037; dc_grpo_state:
-    checkpoints/dc_grpo.json; ... --get-mismatch-metrics                   # so that slime computes
-    the training stack's log-probs before the update --custom-tis-function-path
-    dcmdp_jax.integrations.slime_hooks.no_weights      # which that flag asks for
+    --custom-config-path dc_grpo.yaml
+        # dc_grpo_tolerance: 0.0037; dc_grpo_state: checkpoints/dc_grpo.json; ...
+    --get-mismatch-metrics
+        # so that slime computes the training stack's log-probs before the update
+    --custom-tis-function-path dcmdp_jax.integrations.slime_hooks.no_weights
+        # which that flag asks for
 
 slime calls it once in a step in each data-parallel rank, with the rank's whole batch.
 """

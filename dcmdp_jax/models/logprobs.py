@@ -87,8 +87,8 @@ def token_logprobs(
 
     With z = h_{t-1} W / temperature:
 
-        logprobs[t] = z[token_t] - logsumexp(z),    entropy[t] = logsumexp(z) - sum_v softmax(z)_v
-        z_v.
+        logprobs[t] = z[token_t] - logsumexp(z)
+        entropy[t]  = logsumexp(z) - sum_v softmax(z)_v z_v
 
     Wanted tokens are gathered first, so that padding and prompts cost nothing. Logits exist for
     `chunk` tokens at a time; with more than one chunk the backward pass recomputes them. The

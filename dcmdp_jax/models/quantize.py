@@ -287,8 +287,8 @@ def arrival(
     """Share of the engine's weights that an update D = W' - W changes, and what rounding Q does to
     it.
 
-        mismatch/push_changed = mean [Q(W') != Q(W)],    mismatch/push_rounding = ||Q(W') - Q(W) -
-        D|| / ||D||
+        mismatch/push_changed  = mean [Q(W') != Q(W)]
+        mismatch/push_rounding = ||Q(W') - Q(W) - D|| / ||D||
 
     0 for an engine that gets D as it is, 1 where none of it arrives, more where the few weights
     that change jump by more than all of D; 0 where D is 0. Without D's errors of rounding adding

@@ -3,14 +3,15 @@ The starts of a run.
 
 A run directory holds
 
-    metrics.jsonl   {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and
-    one more of the same
-                    step for an evaluation; readers merge by step
-    rollouts/       tokens with both probabilities of some steps, see `dcmdp_jax.observe.rollouts`
-    samples.jsonl   {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ...,
-    "rewards": ..., ...} starts.jsonl    {"step": 0, "time": ..., "command": ..., "commit": ...,
-    "machine": ...}: one line for a start tensorboard/    the same scalars ("@" of a name becomes
-    "_": TensorBoard allows no such character)
+    metrics.jsonl  {"step": 3, "reward/mean": 0.41, ...}: one flat object for a training step, and
+                   one more of the same step for an evaluation; readers merge by step
+    rollouts/      tokens with both probabilities of some steps, see `dcmdp_jax.observe.rollouts`
+    samples.jsonl  {"step": 3, "prompt": ..., "completion": ..., "answer": ..., "reward": ...,
+                   "rewards": ..., ...}
+    starts.jsonl   {"step": 0, "time": ..., "command": ..., "commit": ..., "machine": ...}: one line
+                   for a start
+    tensorboard/   the same scalars ("@" of a name becomes "_": TensorBoard allows no such
+                   character)
 
 `step` counts finished training steps: step 1 is the first, an evaluation at step 0 is of the
 initial policy. `dcmdp_jax.observe.jsonl` defines how numbers that are not finite are written.

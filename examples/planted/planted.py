@@ -1,9 +1,9 @@
 """A planted mismatch with a way out: an engine that is wrong on known states, a task that can avoid
 them, a study.
 
-    dcmdp train --config=examples/planted/planted.py                   GRPO
-    dcmdp train --config=examples/planted/planted.py:reward,3          a charge inside the reward,
-    lambda = 3
+    dcmdp train --config=examples/planted/planted.py           GRPO
+    dcmdp train --config=examples/planted/planted.py:reward,3
+        # a charge inside the reward, lambda = 3
 
 The study, all runs from one policy:
 

@@ -4,8 +4,8 @@ V actions of reward r, log-probs log softmax(theta), an engine that samples from
 no division by the standard deviation. For a group (a, b) the advantages are +-(r_a - r_b) / 2 and
 the gradient of the loss is
 
-    g(a, b) = -1/4 (r_a - r_b) (w_a s_a - w_b s_b) + 1/2 (penalty_a s_a + penalty_b s_b),    s_a =
-    e_a - p
+    g(a, b) = -1/4 (r_a - r_b) (w_a s_a - w_b s_b) + 1/2 (penalty_a s_a + penalty_b s_b),
+        # s_a = e_a - p
 
 so that E g = -1/2 (E_q[r w s] - E_q[r] E_q[w s]) + E_q[penalty s]. q has multiples of 1/8: all 64
 groups, equally likely, are every batch that there is.

@@ -4,14 +4,14 @@ The trainer starts the process, hands it weights through shared memory and resta
 breaks. The program that the process runs answers these requests; `wire.PROTOCOL` counts every
 change of them:
 
-    start     engine arguments, manifest, segments        -> ready
-    push      segment, policy version, adapters' manifest -> pushed, with checksums and the prefix
-    cache's reset generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated,
-    each with what has ended since score     rows, level of sleep                        -> progress
-    ..., scored observe   rows, names of modules, level of sleep      -> progress ..., observed,
-    what they read and gave cancel                                                -> cancelled,
-    instead of the answer to a request in flight health
-    -> healthy close                                                 -> closed, and the process ends
+    start     engine arguments, manifest, segments      -> ready
+    push      segment, policy version, adapters         -> pushed, checksums, cache's reset
+    generate  prompts, seeds, sampling, level of sleep  -> progress ..., generated, what ended since
+    score     rows, level of sleep                      -> progress ..., scored
+    observe   rows, names of modules, level of sleep    -> progress ..., observed: inputs, outputs
+    cancel                                              -> cancelled, in place of an answer
+    health                                              -> healthy
+    close                                               -> closed, and the process ends
 
 With a level of sleep above 0 the engine gives up its devices' memory before it answers, until the
 next request; at level 2 its weights too, which are then pushed again.
