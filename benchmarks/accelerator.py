@@ -1,8 +1,8 @@
 """This accelerator in one command: attention, step, engine, whole runs, and torch on the same work.
 
     python -m benchmarks.accelerator --json accelerator.json
-    python -m benchmarks.accelerator --smollm2 models/smollm2 --vllm vllm/python --json
-    accelerator.json
+    python -m benchmarks.accelerator --smollm2 models/smollm2 --vllm vllm/python \
+        --json accelerator.json
 
 For one GPU, in at most 560 s and without a network; on a CPU it measures a toy model, to test the
 program. A Qwen3-1.7B of random weights is made on the device. Parts, in order of importance, each

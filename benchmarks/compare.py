@@ -2,8 +2,8 @@
 
     python -m benchmarks.compare --sizes 0.6M,9M,60M --rounds 5
     python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json
-    python -m benchmarks.compare --sizes 135M --lengths uniform --prompts 4 --group 4 --dtypes
-    float32,bfloat16
+    python -m benchmarks.compare --sizes 135M --lengths uniform --prompts 4 --group 4 \
+        --dtypes float32,bfloat16
 
 Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody
 gets the same random tied Qwen3 and the same prompts: 16 prompts x 8 completions unless said

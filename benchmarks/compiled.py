@@ -1,8 +1,8 @@
 """Collectives, operations and a lower bound of the time of a run's programs, compiled without an
 accelerator.
 
-    python -m benchmarks.compiled --config=configs/qwen3_8b.py --topology=h100:8
-    --json=compiled.json
+    python -m benchmarks.compiled --config=configs/qwen3_8b.py --topology=h100:8 \
+        --json=compiled.json
 
 Compiles what `dcmdp plan` compiles and prints its lines, then reads the programs' text: what is
 communicated and computed, against what the model needs, the time that the data sheet allows, and

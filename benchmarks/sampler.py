@@ -1,7 +1,7 @@
 """Tokens per second of the embedded engine against model size and precision.
 
-    python -m benchmarks.sampler --sizes 0.6M,9M,60M --precisions float32,bfloat16,int8,fp8
-    --repeats 7
+    python -m benchmarks.sampler --sizes 0.6M,9M,60M --precisions float32,bfloat16,int8,fp8 \
+        --repeats 7
 
 16 prompts x 8 completions, 16-token prompts, 64 new tokens, no stop token: every row runs to the
 end. Random Qwen3 weights, tied embeddings, float32 compute, temperature 1. Prints a markdown table:

@@ -1,8 +1,6 @@
-"""DC-GRPO in JAX: reinforcement learning of language models under a training-inference discrepancy
-constraint.
+"""DC-GRPO in JAX: RL of language models under a constraint on training-inference discrepancy.
 
-    dc_grpo_loss          the loss of a batch (Eq. 9, 10), the next multiplier, and more as a
-                          `DcGrpoAux`
+    dc_grpo_loss          loss of a batch (Eq. 9, 10), next multiplier and more: a `DcGrpoAux`
     token_discrepancy     delta = |p^Train - p^Inf| of each token (Eq. 3)
     group_advantages      A, rewards relative to their group's (Eq. 8)
     penalized_advantages  A - lambda delta (Eq. 8)

@@ -1,5 +1,4 @@
-"""DC-GRPO on one page: Algorithm 1 in the open, with a tiny model and a sampler that rounds its
-weights.
+"""DC-GRPO on one page: Algorithm 1 in the open; a tiny model, a sampler that rounds its weights.
 
     python examples/dc_grpo_minimal.py
 
@@ -26,29 +25,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# ids 0 .. 5 and END; tokens of a prompt, and of a completion at most
-SYMBOLS = 6
-END = 6
-PROMPT = 3
-LIMIT = 6
-# B and G of the paper; updates of the policy in a step
-PROMPTS = 16
-GROUP = 16
-MINI_BATCHES = 2
+SYMBOLS = 6  # ids 0 .. 5
+END = 6  # the id that ends a completion
+PROMPT = 3  # tokens of a prompt
+LIMIT = 6  # tokens of a completion at most
+PROMPTS = 16  # B of the paper
+GROUP = 16  # G of the paper
+MINI_BATCHES = 2  # updates of the policy in a step
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.24
-# lambda_0, c, eta
-MULTIPLIER = 0.1
-TOLERANCE = 0.01
-DUAL_RATE = 1.0
+MULTIPLIER = 0.1  # lambda_0
+TOLERANCE = 0.01  # c
+DUAL_RATE = 1.0  # eta
 STEPS = 100
 LEARNING_RATE = 3e-3
 
 
 class Policy(nn.Module):
-    """One layer of attention over the tokens so far; logits [N, L, SYMBOLS + 1] of the token after
-    each.
-    """
+    """One layer of attention over the tokens so far; logits of the next, [N, L, SYMBOLS + 1]."""
 
     width: int = 64
 
@@ -88,9 +82,7 @@ def logprobs(params, tokens):
 
 
 def rounded(params, levels=7):
-    """Each weight as one of 15 multiples of a step, which is the matrix's largest weight over 7: 4
-    bits.
-    """
+    """Round each weight to one of 15 multiples of the matrix's largest over 7: 4 bits."""
 
     def nearest(weight):
         step = jnp.max(jnp.abs(weight)) / levels
@@ -117,9 +109,7 @@ def sample(params, prompts, key):
 
 
 def verify(tokens):
-    """The share of the four right tokens, the prompt's three and END, that a completion has in
-    their places: [N].
-    """
+    """Share of the four right tokens (the prompt's and END) that are in their places: [N]."""
     answer = np.concatenate([tokens[:, :PROMPT], np.full((len(tokens), 1), END)], axis=1)
     return (tokens[:, PROMPT : 2 * PROMPT + 1] == answer).mean(axis=1).astype(np.float32)
 
@@ -133,9 +123,7 @@ def discrepancy(old, rollout, mask):
 
 
 def group_advantage(rewards):
-    """A_i = (r_i - mean) / std within the group, Eq. 8; 0 where all rewards of a group are
-    equal.
-    """
+    """A_i = (r_i - mean) / std within the group, Eq. 8; 0 where all its rewards are equal."""
     groups = rewards.reshape(-1, GROUP)
     centered = groups - groups.mean(axis=1, keepdims=True)
     return (centered / (groups.std(axis=1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)

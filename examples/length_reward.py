@@ -6,7 +6,7 @@ trains for short completions and nothing else. Beside the reward for right answe
 each:
 
     dcmdp train --config=configs/demo.py \
-        --config.rewards.functions=math,examples/length_reward.py:score
+        --config.rewards.functions=math,examples/length_reward.py:score \
         --config.rewards.weights=1,0.2
 """
 

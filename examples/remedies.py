@@ -1,8 +1,8 @@
 """Remedies of your own: a penalty with a parameter, and prime-rl's loss of before September 2026.
 
-    dcmdp train --config=configs/demo.py
-    "--config.algorithm.method=examples/remedies.py:huber(knee=0.01)" dcmdp train
-    --config=configs/demo.py:grpo --config.algorithm.ratio_denominator=rollout \
+    dcmdp train --config=configs/demo.py \
+        "--config.algorithm.method=examples/remedies.py:huber(knee=0.01)"
+    dcmdp train --config=configs/demo.py:grpo --config.algorithm.ratio_denominator=rollout \
         "--config.algorithm.loss=examples/remedies.py:prime_rl(kl_tau=1e-3)"
 
 A remedy is a pure function of the tokens of a micro-batch, compiled into the training step. The

@@ -1,9 +1,9 @@
 """Gradient norms of the advantages alone and of the charge alone while a run trains
 (research/long.md).
 
-    python -m research.charge_gradients --study=configs/studies/long_completions.py
-    --arms=token_1,signed_1 --seeds=4 \
-        --out=research/kept/charge_gradients.json --config.model.path=runs/evidence/policy_long
+    python -m research.charge_gradients --study=configs/studies/long_completions.py \
+        --arms=token_1,signed_1 --seeds=4 --out=research/kept/charge_gradients.json \
+        --config.model.path=runs/evidence/policy_long
 
 The run's own compiled step is called twice more on a copy of the state: with lambda = 0, and with
 equal rewards, whose advantages are 0. Its `optimizer/grad_norm` is then that of the one part; the

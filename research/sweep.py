@@ -1,8 +1,8 @@
 """Runs of a study in one process: the real trainer, whose compiled step and engine like runs share.
 
     python -m research.sweep --study=configs/studies/lag.py --kept=research/kept/lag.jsonl.gz
-    python -m research.sweep --study=... --kept=... --seeds=0,1 --arms=grpo,exact
-    --config.training.steps=20
+    python -m research.sweep --study=... --kept=... --seeds=0,1 --arms=grpo,exact \
+        --config.training.steps=20
 
 Like `dcmdp sweep`, but of a finished run only its metrics stay, in the file of --kept. Runs that
 the file has are skipped; kept runs whose multiplier is not what their arm's settings give are

@@ -173,7 +173,7 @@ def minimal():
 
 def test_the_method_on_one_page_learns_and_its_multiplier_follows_eq_11(minimal, capsys):
     path = _ROOT / "examples" / "dc_grpo_minimal.py"
-    assert len(path.read_text().splitlines()) <= 200 and "import dcmdp_jax" not in path.read_text()
+    assert len(path.read_text().splitlines()) <= 220 and "import dcmdp_jax" not in path.read_text()
     history = minimal.main(steps=40)
     rewards, deltas, multipliers = zip(*history, strict=True)
     # Four tokens of seven symbols each: an untrained policy has about 1/7, one that always copies

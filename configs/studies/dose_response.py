@@ -1,9 +1,8 @@
 """Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy,
 for each charge.
 
-    python -m research.sweep --study=configs/studies/dose_response.py
-    --kept=research/kept/dose_response.jsonl.gz \
-        --config.model.path=runs/evidence/policy
+    python -m research.sweep --study=configs/studies/dose_response.py \
+        --kept=research/kept/dose_response.jsonl.gz --config.model.path=runs/evidence/policy
     python -m research.dose_tables research/kept/dose_response.jsonl.gz
 
 Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run.

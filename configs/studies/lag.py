@@ -1,11 +1,9 @@
 """Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and what each remedy does under
 lag.
 
-    dcmdp sweep --study=configs/studies/lag.py        vLLM: BF16, FP8 cache
-    dcmdp sweep --study=configs/studies/lag.py:corrections vLLM, the corrections alone, with a GRPO
-    of their own dcmdp sweep --study=configs/studies/lag.py:local  embedded engine: FP8 weights; the
-    lag without
-                                                      overlap
+    dcmdp sweep --study=configs/studies/lag.py              vLLM: BF16, FP8 cache
+    dcmdp sweep --study=configs/studies/lag.py:corrections  vLLM, corrections only, and a GRPO
+    dcmdp sweep --study=configs/studies/lag.py:local        embedded engine: FP8 weights, no overlap
 
 The setting of configs/studies/dose_response.py, in which GRPO learns in every run, from the same
 first policy:

@@ -1,9 +1,8 @@
 """Where does mismatch matter? GRPO against the exact control at one changed setting of the
 dose-and-response study.
 
-    python -m research.sweep --study=configs/studies/mismatch_map.py:2bits
-    --kept=research/kept/map_2bits.jsonl.gz \
-        --config.model.path=runs/evidence/policy
+    python -m research.sweep --study=configs/studies/mismatch_map.py:2bits \
+        --kept=research/kept/map_2bits.jsonl.gz --config.model.path=runs/evidence/policy
 
 Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6
 (chance alone), and GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where

@@ -1,8 +1,8 @@
 """The paper's own regime: delta about c, four updates of each push, GRPO that falls late, and
 DC-GRPO at eta 1.
 
-    python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE
-    --config.model.path=DIR --seeds=0
+    python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE \
+        --config.model.path=DIR --seeds=0
 
 `paper_regime.py:readings` and `paper_regime.py:calm` are two more studies.
 

@@ -2,8 +2,8 @@
 (research/real.md).
 
     for seed in 0 1 2 3 4; do
-        python -m research.sweep --study=configs/studies/smollm2.py --seeds=$seed
-        --kept=research/kept/smollm2.jsonl.gz
+        python -m research.sweep --study=configs/studies/smollm2.py --seeds=$seed \
+            --kept=research/kept/smollm2.jsonl.gz
     done
 
 The demo of `make demo-real`, eight steps at three times its learning rate. Every run's last policy

@@ -2,7 +2,7 @@
 
     dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl,amc23.jsonl
     dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl --config.rollout.engine=vllm
-    dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl --config.rollout.engine=http
+    dcmdp evaluate MODEL --config.evaluation.task=aime24.jsonl --config.rollout.engine=http \
         --config.rollout.engine_args='{"server": "http://HOST:PORT"}'
 
 MODEL is a Hugging Face directory, or a run directory of training, or a checkpoint in it. Settings

@@ -1,8 +1,9 @@
 """Memory of a run at full size, from its own programs, compiled without an accelerator.
 
     dcmdp plan --config=configs/qwen3_8b.py --topology=v5p:4x4x4
-    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2
-    --json=plan.json dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
+    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 \
+        --json=plan.json
+    dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
     dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
 
 Prints memory by kind and what fits; docs/plan.md explains it. What the programs communicate and

@@ -1,8 +1,8 @@
 """DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine
 that sampled.
 
-    trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=...,
-    args=GRPOConfig(use_vllm=True, ...), ...)
+    arguments = GRPOConfig(use_vllm=True, ...)
+    trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=..., args=arguments, ...)
 
 The engine must report log-probs: vLLM does, and so may a `rollout_func`. Set
 `vllm_importance_sampling_correction=False` unless you want TRL's importance weights on top. Metrics

@@ -13,8 +13,8 @@ which starts from answers half of which are wrong. All its runs begin with one p
     dcmdp train --config=examples/countdown/countdown.py:small --config.training.steps=1 \
         --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/countdown/start
     dcmdp convert export runs/countdown/start runs/countdown/policy --dtype float32
-    dcmdp sweep --study=examples/countdown/countdown.py:small
-    --config.model.path=runs/countdown/policy
+    dcmdp sweep --study=examples/countdown/countdown.py:small \
+        --config.model.path=runs/countdown/policy
 
 research/countdown.md says what is equal to the published sweeps and what is not.
 """

@@ -10,9 +10,8 @@ The study, all runs from one policy:
     dcmdp train --config=examples/planted/planted.py --config.training.steps=1 \
         --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/planted_start
     dcmdp convert export runs/planted_start runs/planted_policy --dtype float32
-    python -m research.sweep --study=examples/planted/planted.py
-    --kept=research/kept/planted.jsonl.gz \
-        --config.model.path=runs/planted_policy
+    python -m research.sweep --study=examples/planted/planted.py \
+        --kept=research/kept/planted.jsonl.gz --config.model.path=runs/planted_policy
 
 A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is
 `A` or `B`, both right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and

@@ -2,8 +2,8 @@
 
     pip install 'verifiers>=0.4,<0.5'
     TASKS=examples/plugins/verifiers_tasks.py
-    dcmdp train --config=configs/demo.py
-    --config.task.train=$TASKS:tasks,taskset=MY_TASKSET,size=1000 \\
+    dcmdp train --config=configs/demo.py \
+        --config.task.train=$TASKS:tasks,taskset=MY_TASKSET,size=1000 \
         --config.rewards.functions=$TASKS:task_score
 
 `taskset` names one as the library does: an installed package or module. The reward scores

@@ -3,9 +3,10 @@ no training.
 
     python -m research.oracle --config=configs/demo.py
         # a run's last checkpoint and engine
-    python -m research.oracle --model=DIR --config.task.train=FILE --a=vllm:bfloat16,cache=fp8
-    --batches=32 python -m research.oracle --model=DIR --study=configs/studies/dose_response.py  a
-    study's arms
+    python -m research.oracle --model=DIR --config.task.train=FILE --a=vllm:bfloat16,cache=fp8 \
+        --batches=32
+    python -m research.oracle --model=DIR --study=configs/studies/dose_response.py
+        # a study's arms
 
 Takes the engines and settings of `dcmdp probe`; writes remedies.json and a figure of each engine
 into --out.
