@@ -226,7 +226,10 @@ def model_card(run_dir: Path, step: int) -> str:
         "give a sampled token. Lambda is the price of that difference.",
     ]
     if run.series:
-        rows = [[cell.replace("|", r"\|") for cell in fact] for fact in facts(run)]
+        rows = [
+            [cell.replace("|", r"\|") for cell in (fact.name, fact.value, fact.details)]
+            for fact in facts(run)
+        ]
         parts += [verdict(run), "\n".join(markdown_table(["", "at this step", ""], rows))]
         parts += _curve(run.series)
     if said := provenance(run):

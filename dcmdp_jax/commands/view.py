@@ -104,13 +104,15 @@ def _samples(path: Path, label: str | None) -> Iterator[Completion]:
             _text(record.get(name)) for name in ("prompt", "answer", "completion")
         )
         reward, discrepancy = (_number(record.get(name)) for name in ("reward", "discrepancy_mean"))
-        known = {
-            "run": label,
-            "step": record.get("step"),
-            "reward": reward,
-            "discrepancy": discrepancy,
-        }
-        yield Completion(prompt=prompt, answer=answer, text=text, **known)
+        yield Completion(
+            run=label,
+            step=record.get("step"),
+            prompt=prompt,
+            answer=answer,
+            text=text,
+            reward=reward,
+            discrepancy=discrepancy,
+        )
 
 
 def _evaluated(paths: list[Path]) -> Iterator[Completion]:
@@ -128,8 +130,14 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
                 task, prompt, answer = (
                     _text(record.get(name)) for name in ("task", "prompt", "answer")
                 )
-                written = {"text": _text(text), "found": _text(found), "reward": _number(score)}
-                yield Completion(source=task, prompt=prompt, answer=answer, **written)
+                yield Completion(
+                    source=task,
+                    prompt=prompt,
+                    answer=answer,
+                    extracted_answer=_text(found),
+                    text=_text(text),
+                    reward=_number(score),
+                )
 
 
 def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Iterator[Completion]:

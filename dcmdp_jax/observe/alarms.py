@@ -2,58 +2,89 @@
 `lab.mismatch.diagnosis`.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
 Series = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Metric -> (steps [n] int, values [n] float)."""
 
+# Thresholds. Where no source is named they are ours: `tests/observe` holds that no step of a clean
+# run of 50 steps crosses one. They are not measured otherwise.
 WINDOW = 10
 """Steps that an alarm looks at, the last ones of the run."""
 _TREND_WINDOW = 20
+"""Steps of a slow change, of which the means of the first and of the last 5 are compared."""
+_LATEST_STEPS = 3
+"""Steps that are the present. One step alone may be an outlier."""
 _FLOORS = 3.0
+"""Noise floors up to which a discrepancy may be noise."""
 _OVER_BUDGET = 1.5
+"""Times c above which a discrepancy is well above it."""
 _JUMP = 5.0
+"""Times the usual discrepancy that a jump reaches."""
 _USUAL_STEPS = 5
+"""Steps before the window without which nothing is usual."""
 _GROWTH = 2.0
+"""Last over first discrepancy of a collapse."""
 _ENTROPY_CHANGE = 0.4
+"""Relative change of the entropy of a collapse."""
 _RANK_CORRELATION = 0.6
+"""Rank correlation with the step of a steady change over `_TREND_WINDOW`."""
 _TAIL_GROWTH = 1.5
+"""Last over first 95th percentile of a displacement."""
 _MISSING_MASS = 0.005
+"""Probability that the trainer gives to tokens that the engine can't sample."""
 _LEAST_SAMPLE_SIZE = 0.8
+"""Effective sample size, a share, below which the mean of p / q is not known."""
+_STANDARD_ERRORS = 4
+"""Standard errors over the window's steps that a mean must be away by."""
 _STALENESS = "staleness/log_ratio_abs_mean"
 _MOST_STALENESS = 0.2
+"""Nats: the clip of the ratio (0.2 below, 0.24 above) bites the typical token there."""
 _BROKEN = 0.1
+"""Mean discrepancy of a broken completion."""
 _BROKEN_TIMES = 10.0
-_BROKEN_STEPS = 3
+"""Times the median completion's discrepancy of a broken one."""
 _CHARGE_SHARE = 0.1
+"""Share of the charge in the update: chosen on long completions, docs/evidence.md."""
 _SHARE_STEPS = 5
-"""A share of the update and steps: chosen on long completions, docs/evidence.md."""
+"""Steps of which that share is the median: chosen on long completions, docs/evidence.md."""
 _LEAST_SHARE = 0.01
+"""Share of the charge in the update that is worth a word: a guess."""
 _WHOLE_ADVANTAGE = 0.5
-"""Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
-_PUSH_ROUNDING = "mismatch/push_rounding"
-_IDENTICAL = ("completion/identical_fraction", "completion/identical_chance")
-_MOSTLY_KEPT = 0.7
-_BEHIND = 10.0
-_STEADY_BEHIND = 0.8
-_ENGINE_MOVES = 0.2
-_AS_ROUNDING = 0.04
-_TWINS = 0.1
-_CUT = 0.9
-_CUT_BEFORE = 0.5
-_CUT_STEPS = 2
-"""Shares of completions at the length limit, now and at best before, and steps: guesses."""
-_FLOAT32_ROUNDING = 1e-6
-_ROUNDING_STEPS = 2
-"""A mean |p - q| between float32 programs is 1e-8 to 1e-6, of bfloat16 1e-3. One step alone may
-have no signal.
-"""
+"""Charge of a token, in advantages, that is as much as one: a guess."""
 _LAMBDA_RISE = 1.5
+"""Last over first lambda of a window that is rising."""
 _STEADY = 0.9
+"""Rank correlation with the step of a lambda that rises steadily over the window."""
+_PUSH_ROUNDING = "mismatch/push_rounding"
+_MOSTLY_KEPT = 0.7
+"""Norm that rounding keeps back, over the update's, with which hardly any of it arrives."""
+_BEHIND = 10.0
+"""Last over first discrepancy of an engine that stands still."""
+_STEADY_BEHIND = 0.8
+"""Rank correlation of that growth with the step, over the whole run."""
+_ENGINE_MOVES = 0.2
+"""Relative change of the engine's mean -log q that is none."""
+_AS_ROUNDING = 0.04
+"""Nats: largest median log-ratio of a first step whose engine has the trainer's weights."""
+_IDENTICAL = ("completion/identical_fraction", "completion/identical_chance")
+_TWINS = 0.1
+"""Share of identical completions above the chance of them."""
+_CUT = 0.9
+"""Share of completions at the length limit, now: a guess."""
+_CUT_BEFORE = 0.5
+"""Share of completions at the length limit in the best step before: a guess."""
+_CUT_STEPS = 2
+"""Steps that are now: a guess."""
+_FLOAT32_ROUNDING = 1e-6
+"""A mean |p - q| between float32 programs is 1e-8 to 1e-6, of bfloat16 1e-3."""
+_ROUNDING_STEPS = 2
+"""Steps without a signal. One step alone may have none."""
 _REWARD_FALL = 0.5
+"""Part of the usual reward whose loss before a jump explains the jump."""
 _NOTHING = np.zeros(0), np.zeros(0)
 
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
@@ -85,7 +116,8 @@ WATCHED = (
 """Metrics that the alarms look at."""
 
 
-class Alarm(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alarm:
     """One problem of a run.
 
     Attributes:
@@ -123,11 +155,14 @@ def alarms(series: Series) -> list[Alarm]:
     window raises none but `charge` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
     other numbers of `charge` are guesses.
     """  # noqa: E501 - a table
-    found: dict[str, str] = {}
+    text_by_name: dict[str, str] = {}
     for name, (rule, explained_by) in _RULES.items():
-        if not found.keys() & explained_by and (text := next(rule(series), None)):
-            found[name] = text
-    return [Alarm(name, text) for name, text in found.items()]
+        if text_by_name.keys() & explained_by:
+            continue
+        text = next(rule(series), None)
+        if text is not None:
+            text_by_name[name] = text
+    return [Alarm(name=name, text=text) for name, text in text_by_name.items()]
 
 
 def broken_completions(discrepancy: np.ndarray) -> float:
@@ -147,11 +182,11 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
-    """The last `count` values; NaN, by which no rule speaks, if there are fewer or one is not
-    finite.
-    """
+    """The last `count` values; NaN, by which no rule speaks, if fewer, or one is not finite."""
     values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
-    return values if len(values) == count and np.isfinite(values).all() else np.full(count, np.nan)
+    if len(values) < count or not np.isfinite(values).all():
+        return np.full(count, np.nan)
+    return values
 
 
 def finite_values(series: Series, name: str) -> np.ndarray:
@@ -166,34 +201,32 @@ def _floor(series: Series) -> float:
 
 
 def bounded_metric(metrics: Collection[str]) -> str:
-    """Which of a run's metrics its budget c bounds: the mean discrepancy, or a quantile
-    (`algorithm.budget`).
-    """
+    """The metric that c bounds: the mean discrepancy, or a quantile (`algorithm.budget`)."""
     return "discrepancy/spent" if "discrepancy/spent" in metrics else "discrepancy/mean"
 
 
-def _over(series: Series) -> tuple[float, float] | None:
+def _over_budget(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
     mean = float(_last(series, bounded_metric(series)).mean())
     c = float(_last(series, "dual/tolerance", 1)[0])
-    return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
+    if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)):
+        return mean, c
+    return None
 
 
 def _mixed_lag(series: Series, count: int = WINDOW) -> float:
-    """Age of the oldest token of the last steps, where delta mixes it in; 0 where the two are
-    apart.
-    """
-    return (
-        0.0
-        if _STALENESS in series
-        else float(np.nan_to_num(_last(series, "rollout/staleness_max", count).max()))
-    )
+    """Age in steps of the oldest token of the last steps, if delta mixes staleness in; else 0."""
+    if _STALENESS in series:
+        return 0.0
+    return float(np.nan_to_num(_last(series, "rollout/staleness_max", count).max()))
 
 
-def _course(series: Series) -> np.ndarray:
+def _discrepancies(series: Series) -> np.ndarray:
     """The mean discrepancy of every step; empty if one is not finite, or mixes staleness in."""
     values = np.asarray(series.get("discrepancy/mean", _NOTHING)[1], np.float64)
-    return values if np.isfinite(values).all() and not _mixed_lag(series) else np.zeros(0)
+    if _mixed_lag(series) or not np.isfinite(values).all():
+        return np.zeros(0)
+    return values
 
 
 def _trend(series: Series, name: str) -> tuple[float, float, float]:
@@ -202,15 +235,15 @@ def _trend(series: Series, name: str) -> tuple[float, float, float]:
     return float(values[:5].mean()), float(values[-5:].mean()), _rank_correlation(values)
 
 
+def _surely_above(excess: np.ndarray, threshold: float) -> bool:
+    """Whether the mean over the window's steps is above a threshold by four standard errors."""
+    return excess.mean() - _STANDARD_ERRORS * excess.std() / np.sqrt(WINDOW) > threshold
+
+
 def _support(series: Series) -> Iterator[str]:
-    k1, k3, size = (
-        _last(series, f"mismatch/{name}") for name in ("k1", "k3", "effective_sample_size")
-    )
-    missing = k1 - k3
-    if (
-        size.mean() >= _LEAST_SAMPLE_SIZE
-        and missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) > _MISSING_MASS
-    ):
+    missing = _last(series, "mismatch/k1") - _last(series, "mismatch/k3")
+    sample_size = _last(series, "mismatch/effective_sample_size").mean()
+    if sample_size >= _LEAST_SAMPLE_SIZE and _surely_above(missing, _MISSING_MASS):
         yield (
             f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine "
             "did not: sampling is cut (top-p, top-k). Sample with top_p=1 and no top_k."
@@ -218,8 +251,8 @@ def _support(series: Series) -> Iterator[str]:
 
 
 def _retokenization(series: Series) -> Iterator[str]:
-    broken = _last(series, "discrepancy/broken_completions", _BROKEN_STEPS)
-    if broken.min() > 0 and not _mixed_lag(series, _BROKEN_STEPS):
+    broken = _last(series, "discrepancy/broken_completions", _LATEST_STEPS)
+    if broken.min() > 0 and not _mixed_lag(series, _LATEST_STEPS):
         yield (
             f"{broken.mean():.1%} of the completions disagree wildly while the others agree: "
             "they, or their prompts, were decoded and encoded again on their way. Pass the "
@@ -228,92 +261,115 @@ def _retokenization(series: Series) -> Iterator[str]:
 
 
 def _staleness(series: Series) -> Iterator[str]:
-    if (moved := _last(series, _STALENESS).mean()) > _MOST_STALENESS:
+    staleness = _last(series, _STALENESS).mean()
+    if staleness > _MOST_STALENESS:
         yield (
-            f"Since its tokens were sampled the policy moved by {moved:.2g} nats a token: the "
+            f"Since its tokens were sampled the policy moved by {staleness:.2g} nats a token: the "
             "clip stops many. Lower rollout.lag or the learning rate, or set "
             "algorithm.ratio_denominator=proximal."
         )
-    if (lag := _mixed_lag(series)) and (over := _over(series)):
+
+    lag = _mixed_lag(series)
+    over_budget = _over_budget(series)
+    if lag and over_budget:
         yield (
-            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were "
-            f"sampled by weights up to {lag:.0f} steps old. Push weights more often, or correct "
-            "by importance weights."
+            f"The discrepancy is {over_budget[0]:.3g} at a budget of {over_budget[1]:.3g}, and the "
+            f"tokens were sampled by weights up to {lag:.0f} steps old. Push weights more often, "
+            "or correct by importance weights."
         )
 
 
 def _jump(series: Series) -> tuple[float, float, int] | None:
-    """Usual and last delta, and the place where it rose, if it rose to 5 times what was usual
-    before the window.
+    """Usual and last delta, and the index of the first step above, if it rose to 5 times the usual.
+
+    What is usual is the median of the steps before the window.
     """
-    values = _course(series)
+    values = _discrepancies(series)
     if len(values) < WINDOW + _USUAL_STEPS:
         return None
     usual = float(np.median(values[:-WINDOW]))
-    low = np.flatnonzero(values <= max(_JUMP * usual, _FLOORS * _floor(series)))
-    start = int(low[-1]) + 1 if len(low) else 0
-    return (usual, float(values[-3:].mean()), start) if start <= len(values) - 3 else None
+    low_steps = np.flatnonzero(values <= max(_JUMP * usual, _FLOORS * _floor(series)))
+    start = int(low_steps[-1]) + 1 if len(low_steps) else 0
+    if start > len(values) - _LATEST_STEPS:
+        return None
+    return usual, float(values[-_LATEST_STEPS:].mean()), start
 
 
-def _charge(series: Series) -> Iterator[str]:
-    """The charge is much of the update; or lambda rises in vain; or it charges tokens an advantage
-    as delta rises.
+def _charge_share(series: Series) -> float:
+    """Median share of the charge over the last steps that have a prompt with unequal rewards.
+
+    Without one the charge is all there is, however small: that is another problem. NaN where such
+    steps are fewer than half.
     """
-    share, equal = (
-        _last(series, name, _SHARE_STEPS)
-        for name in ("dual/charge_share", "reward/all_equal_groups")
-    )
-    # Without a prompt that has a signal the charge is all there is, however small: another problem.
-    share = share[~(equal >= 1)]
-    share = float(np.median(share)) if 2 * len(share) >= _SHARE_STEPS else np.nan
-    names = "dual/multiplier", bounded_metric(series), "discrepancy/max"
-    multiplier, delta, largest = (_last(series, name) for name in names)
-    (first, last), (earlier, later) = (
-        multiplier[[0, -1]],
-        (half.mean() for half in np.split(delta, 2)),
-    )
-    vain = (
-        later >= earlier
+    share = _last(series, "dual/charge_share", _SHARE_STEPS)
+    equal_groups = _last(series, "reward/all_equal_groups", _SHARE_STEPS)
+    share = share[~(equal_groups >= 1)]
+    if 2 * len(share) < _SHARE_STEPS:
+        return np.nan
+    return float(np.median(share))
+
+
+def _rises_in_vain(series: Series, share: float) -> bool:
+    """Whether lambda rises steadily over the window, and the discrepancy over c does not fall."""
+    multiplier = _last(series, "dual/multiplier")
+    delta = _last(series, bounded_metric(series))
+    earlier, later = (half.mean() for half in np.split(delta, 2))
+    return (
+        multiplier[-1] > max(_LAMBDA_RISE * multiplier[0], 0)
+        and _rank_correlation(multiplier) >= _STEADY
+        and later >= earlier
         and not later <= _last(series, "dual/tolerance", 1)[0]
         and not share < _LEAST_SHARE
     )
-    rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
-    every = series.get("dual/multiplier", _NOTHING)[1]
-    whole = (multiplier * largest)[-3:]
-    if len(every) and share > _CHARGE_SHARE:
+
+
+def _charge(series: Series) -> Iterator[str]:
+    """The charge is much of the update, lambda rises in vain, or tokens lose an advantage by it."""
+    recorded = series.get("dual/multiplier", _NOTHING)[1]
+    multiplier = _last(series, "dual/multiplier")
+    share = _charge_share(series)
+    charges = (multiplier * _last(series, "discrepancy/max"))[-_LATEST_STEPS:]
+    jump = _jump(series)
+
+    if len(recorded) and share > _CHARGE_SHARE:
         text = (
-            f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy "
+            f"The charge is {share:.1%} of the update at lambda = {recorded[-1]:.3g}: the policy "
             "learns the charge."
         )
-    elif vain and rises:
+    elif _rises_in_vain(series, share):
+        later = _last(series, bounded_metric(series))[WINDOW // 2 :].mean()
         text = (
-            f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the "
-            f"discrepancy, now {later:.3g}, did not follow: c may be below what a charge reaches."
+            f"lambda went from {multiplier[0]:.3g} to {multiplier[-1]:.3g} over {WINDOW} steps, "
+            f"and the discrepancy, now {later:.3g}, did not follow: c may be below what a charge "
+            "reaches."
         )
-    elif whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
+    elif charges.min() >= _WHOLE_ADVANTAGE and jump is not None:
         text = (
-            f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} "
-            f"charges single tokens {whole.max():.2g}, as much as an advantage: the charge may be "
-            "the cause. If not, check the push."
+            f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = "
+            f"{multiplier[-1]:.3g} charges single tokens {charges.max():.2g}, as much as an "
+            "advantage: the charge may be the cause. If not, check the push."
         )
     else:
         return
-    remedy = (
-        "or a smaller multiplier"
-        if every.min() == every.max()
-        else "lower multiplier_max, or raise c"
-    )
+
+    remedy = "lower multiplier_max, or raise c"
+    if recorded.min() == recorded.max():
+        remedy = "or a smaller multiplier"
     yield f"{text} Set algorithm.method=grpo, {remedy}."
 
 
 def _weight_sync(series: Series) -> Iterator[str]:
-    if (jump := _jump(series)) is None or _entropy_moves(series):
+    jump = _jump(series)
+    if jump is None or _entropy_moves(series):
         return
-    usual, last, place = jump
+    usual, last, start = jump
+
+    # A reward that fell first says that the policy, not the push, made the discrepancy.
     rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
-    if len(rewards) == len(series["discrepancy/mean"][1]) and place >= 3:
-        before = float(np.median(rewards[:-WINDOW]))
-        if rewards[place - 3 : place].mean() < before - _REWARD_FALL * abs(before):
+    if len(rewards) == len(series["discrepancy/mean"][1]) and start >= _LATEST_STEPS:
+        usual_reward = float(np.median(rewards[:-WINDOW]))
+        lowest = usual_reward - _REWARD_FALL * abs(usual_reward)
+        if rewards[start - _LATEST_STEPS : start].mean() < lowest:
             return
     yield (
         f"The discrepancy rose from {usual:.3g} to {last:.3g} within a few steps: the engine's "
@@ -323,28 +379,31 @@ def _weight_sync(series: Series) -> Iterator[str]:
 
 
 def _unseen_updates(series: Series) -> Iterator[str]:
-    delta = _course(series)
+    delta = _discrepancies(series)
     if len(delta) < WINDOW:
         return
-    first, last = float(delta[0]), float(delta[-3:].mean())
-    if (
-        last < max(_BEHIND * first, _FLOORS * _floor(series))
-        or _rank_correlation(delta) < _STEADY_BEHIND
-    ):
+    first = float(delta[0])
+    last = float(delta[-_LATEST_STEPS:].mean())
+    if last < max(_BEHIND * first, _FLOORS * _floor(series)):
         return
-    kept = np.median(_last(series, _PUSH_ROUNDING))
+    if _rank_correlation(delta) < _STEADY_BEHIND:
+        return
+
+    rounding = np.median(_last(series, _PUSH_ROUNDING))
     surprise = _last(series, "engine/surprise", len(delta))
-    before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
-    still = np.isnan(kept) and abs(now - before) <= _ENGINE_MOVES * before
-    if kept >= _MOSTLY_KEPT:
-        why = f"rounding keeps back {kept:.0%} of an update's norm"
-    elif still and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
-        why = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
+    first_third, _, last_third = np.array_split(surprise, 3)
+    before = float(first_third.mean())
+    now = float(last_third.mean())
+    stands_still = np.isnan(rounding) and abs(now - before) <= _ENGINE_MOVES * before
+    if rounding >= _MOSTLY_KEPT:
+        evidence = f"rounding keeps back {rounding:.0%} of an update's norm"
+    elif stands_still and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
+        evidence = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
     else:
         return
     yield (
         f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands "
-        f"still: {why}. The updates do not reach it: no push, or updates below what its dtype "
+        f"still: {evidence}. The updates do not reach it: no push, or updates below what its dtype "
         "holds. Compare its weights over steps; give the engine float32, or raise the learning "
         "rate."
     )
@@ -352,8 +411,7 @@ def _unseen_updates(series: Series) -> Iterator[str]:
 
 def _identical(series: Series) -> Iterator[str]:
     twins, chance = (_last(series, name) for name in _IDENTICAL)
-    more = twins - chance
-    if more.mean() - 4 * more.std() / np.sqrt(WINDOW) > _TWINS:
+    if _surely_above(twins - chance, _TWINS):
         yield (
             f"{twins.mean():.1%} of the completions equal another one of their group token by "
             f"token, {chance.mean():.1%} would by chance. Seed each completion of a group "
@@ -374,28 +432,28 @@ def _noise(series: Series) -> Iterator[str]:
 
 
 def _mismatch(series: Series) -> Iterator[str]:
-    if over := _over(series):
+    over_budget = _over_budget(series)
+    if over_budget:
         floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
         yield (
-            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor "
-            f"{floor}: the engines differ. Run dcmdp probe on this run for the cause; then raise "
-            "c, or the engine's precision."
+            f"The discrepancy is {over_budget[0]:.3g} at a budget of {over_budget[1]:.3g} and a "
+            f"noise floor {floor}: the engines differ. Run dcmdp probe on this run for the cause; "
+            "then raise c, or the engine's precision."
         )
 
 
 def _entropy_moves(series: Series) -> bool:
     """Whether the entropy changes by 40% or more over the window, steadily."""
-    first, last, steady = _trend(series, "policy/entropy")
+    first, last, correlation = _trend(series, "policy/entropy")
     least = 1 - _ENTROPY_CHANGE
-    return first > 0 and not least < last / first < 1 / least and abs(steady) >= _RANK_CORRELATION
+    moves = first > 0 and not least < last / first < 1 / least
+    return moves and abs(correlation) >= _RANK_CORRELATION
 
 
 def _collapse(series: Series) -> Iterator[str]:
-    first, last, steady = _trend(series, "discrepancy/mean")
-    rises = (
-        last > _FLOORS * _floor(series) and last >= _GROWTH * first and steady >= _RANK_CORRELATION
-    )
-    if rises and _entropy_moves(series):
+    first, last, correlation = _trend(series, "discrepancy/mean")
+    grows = last > _FLOORS * _floor(series) and last >= _GROWTH * first
+    if grows and correlation >= _RANK_CORRELATION and _entropy_moves(series):
         before, after, _ = _trend(series, "policy/entropy")
         yield (
             f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and "
@@ -406,9 +464,9 @@ def _collapse(series: Series) -> Iterator[str]:
 
 
 def _displacement(series: Series) -> Iterator[str]:
-    first, last, steady = _trend(series, "displacement/abs_p95")
+    first, last, correlation = _trend(series, "displacement/abs_p95")
     before, after, _ = _trend(series, "discrepancy/mean")
-    if after <= before and last >= _TAIL_GROWTH * first and steady >= _RANK_CORRELATION:
+    if after <= before and last >= _TAIL_GROWTH * first and correlation >= _RANK_CORRELATION:
         yield (
             f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from "
             f"{first:.3g} to {last:.3g}, the discrepancy did not: the policy became confident "
@@ -417,12 +475,15 @@ def _displacement(series: Series) -> Iterator[str]:
 
 
 def _rounding(series: Series) -> Iterator[str]:
-    names = "reward/all_equal_groups", "dual/charge_share", "discrepancy/mean"
-    equal, share, delta = (_last(series, name, _ROUNDING_STEPS) for name in names)
-    others = [name for name in ("policy/kl", "policy/router_loss") if name in series]
-    floor = max(_FLOORS * _floor(series), _FLOAT32_ROUNDING)
+    # The charge is alone only where no other term of the loss has a gradient.
+    if "policy/kl" in series or "policy/router_loss" in series:
+        return
+    equal_groups = _last(series, "reward/all_equal_groups", _ROUNDING_STEPS)
     # A charge of exactly 0, as without a mismatch, has a share of 0.
-    if not others and equal.min() >= 1 and share.min() >= 1 and delta.max() <= floor:
+    share = _last(series, "dual/charge_share", _ROUNDING_STEPS)
+    delta = _last(series, "discrepancy/mean", _ROUNDING_STEPS)
+    floor = max(_FLOORS * _floor(series), _FLOAT32_ROUNDING)
+    if equal_groups.min() >= 1 and share.min() >= 1 and delta.max() <= floor:
         yield (
             "No prompt has unequal rewards, so the charge is the whole update, and its "
             f"discrepancy, {delta[-1]:.2g}, is the rounding of the engine: the optimizer makes "
@@ -432,9 +493,9 @@ def _rounding(series: Series) -> Iterator[str]:
 
 
 def _truncation(series: Series) -> Iterator[str]:
-    cut = finite_values(series, "completion/truncated_fraction")
-    before = cut[:-_CUT_STEPS]
-    now = cut[-_CUT_STEPS:]
+    fractions = finite_values(series, "completion/truncated_fraction")
+    before = fractions[:-_CUT_STEPS]
+    now = fractions[-_CUT_STEPS:]
     if len(before) and before.min() <= _CUT_BEFORE and now.min() >= _CUT:
         yield (
             f"The length limit cuts {now[-1]:.0%} of the completions, where it cut "

@@ -60,7 +60,8 @@ def json_values(value: Any, *, by_name: bool = False) -> Any:
     Raises:
         ValueError: if JSON cannot represent a value's type.
     """
-    value = value._asdict() if hasattr(value, "_asdict") else value
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): json_values(item, by_name=by_name) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -68,8 +69,9 @@ def json_values(value: Any, *, by_name: bool = False) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [json_values(item, by_name=by_name) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        return name if by_name else None
+        if not by_name:
+            return None
+        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ValueError(
@@ -103,14 +105,10 @@ def is_number(value: object) -> bool:
 
 
 def readable(path: Path, allowed: Callable[[Any], bool] | None = None) -> list[dict[str, Any]]:
-    """All records that can be read, as `truncate` leaves them; for readers that must not stop a run
-    from starting.
-    """
-    return (
-        [record for *_, record in _lines(path, allowed) if record is not None]
-        if path.exists()
-        else []
-    )
+    """All records that can be read, for readers that must not stop a run; see `truncate`."""
+    if not path.exists():
+        return []
+    return [record for *_, record in _lines(path, allowed) if record is not None]
 
 
 def truncate(
@@ -129,24 +127,23 @@ def truncate(
     """
     if not path.exists():
         return
-    kept = []
+    lines = []
     for number, complete, line, record in _lines(path, allowed):
         step = None if record is None else record.get("step")
         if isinstance(step, int):
             if step <= last_step:
-                kept.append(line if complete else line + b"\n")
+                lines.append(line if complete else line + b"\n")
         elif complete:
             _LOG.warning("%s line %d is unreadable and was dropped", path, number)
-    if (whole := b"".join(kept)) != path.read_bytes():
-        atomic_write(path, whole)
+    content = b"".join(lines)
+    if content != path.read_bytes():
+        atomic_write(path, content)
 
 
 def _lines(
     path: Path, allowed: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
-    """Yield (line number, ends in a newline, bytes, record or None if unreadable) for every
-    non-empty line.
-    """
+    """Yield (number, ends in a newline, bytes, record or None if unreadable) of non-empty lines."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -155,7 +152,7 @@ def _lines(
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            whole = isinstance(record, dict) and (
+            is_readable = isinstance(record, dict) and (
                 allowed is None or all(map(allowed, record.values()))
             )
-            yield number, line.endswith(b"\n"), line, record if whole else None
+            yield number, line.endswith(b"\n"), line, record if is_readable else None

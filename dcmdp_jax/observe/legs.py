@@ -1,13 +1,13 @@
 """The two legs of the gap between an engine and a trainer."""
 
-from typing import NamedTuple
+import dataclasses
 
 import numpy as np
 
 
-class Leg(NamedTuple):
-    """A leg of the gap, between the engine while decoding and its own scores of the tokens, or
-    these and the trainer.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A leg of the gap: from the decoding engine to its own scores, or from these to the trainer.
 
         q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass
 
@@ -30,18 +30,24 @@ ONE_PASS = "one pass - trainer"
 
 
 def legs_of(decoded: np.ndarray, scored: np.ndarray, trained: np.ndarray) -> list[Leg]:
-    """Both legs of tokens, from log q, log s and log p, [n] nats each; none of no tokens."""
+    """Split the gap of tokens into its two legs; no tokens give an empty list.
+
+    Args:
+        decoded, scored, trained: [n] log q, log s and log p, nats.
+    """
     if not len(decoded):
         return []
-    logs = [x.astype(np.float64) for x in (decoded, scored, trained)]
-    q, s, p = map(np.exp, logs)
-    square = float(np.sum((q - p) ** 2)) or np.inf
-    return [
-        Leg(
-            name,
-            float(np.mean(np.abs(a - b))),
-            float(np.mean(log_a - log_b)),
-            float((a - b) @ (q - p)) / square,
+    log_q, log_s, log_p = (logprobs.astype(np.float64) for logprobs in (decoded, scored, trained))
+    gap = np.exp(log_q) - np.exp(log_p)
+    square = float(np.sum(gap**2)) or np.inf
+
+    def leg(name: str, log_start: np.ndarray, log_end: np.ndarray) -> Leg:
+        difference = np.exp(log_start) - np.exp(log_end)
+        return Leg(
+            name=name,
+            mean=float(np.mean(np.abs(difference))),
+            log_ratio=float(np.mean(log_start - log_end)),
+            share=float(difference @ gap) / square,
         )
-        for name, a, b, log_a, log_b in ((DECODING, q, s, *logs[:2]), (ONE_PASS, s, p, *logs[1:]))
-    ]
+
+    return [leg(DECODING, log_q, log_s), leg(ONE_PASS, log_s, log_p)]

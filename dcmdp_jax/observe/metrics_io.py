@@ -1,5 +1,4 @@
-"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, trackers; read back.
-The starts of a run.
+"""The metrics of a run, written to JSON lines, TensorBoard and trackers, and read back; its starts.
 
 A run directory holds
 
@@ -54,55 +53,45 @@ def record_start(run_dir: Path, step: int, devices: int, started: datetime | Non
         devices: number of training devices.
         started: when the run was first started, which its first line says; None is now.
     """
-    moment = datetime.now().astimezone()
+    start = datetime.now().astimezone()
     if started is not None and not jsonl.readable(run_dir / STARTS_FILE):
-        moment = started
-    device = jax.devices()[0]
+        start = started
     program = Path(sys.argv[0])
+    name = program.name
     # `python -m bin.train` of a checkout is `dcmdp train`.
-    name = (
-        f"dcmdp {program.stem}"
-        if program.parent == Path(__file__).resolve().parents[2] / "bin"
-        else program.name
-    )
+    if program.parent == Path(__file__).resolve().parents[2] / "bin":
+        name = f"dcmdp {program.stem}"
     line = {
         "step": step,
-        "time": moment.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": start.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": f"{name} {shlex.join(sys.argv[1:])}".strip(),
         "commit": code_commit(),
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, "
+        "machine": f"{devices} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores, "
         f"{platform.machine()}",
     }
-    with open(run_dir / jsonl.STARTS_FILE, "a", encoding="utf-8") as file:
+    with open(run_dir / STARTS_FILE, "a", encoding="utf-8") as file:
         file.write(jsonl.encode(line))
 
 
 def code_commit() -> str:
-    """The commit of the checkout that this package is run from, with `+changes` if files differ; ""
-    outside of one.
+    """The commit of the checkout that this package is run from, `+changes` if files differ.
+
+    Empty outside of one.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--exclude=*",
-        "--abbrev=10",
-        "--dirty=+changes",
-    ]
+    command = "git describe --always --exclude=* --abbrev=10 --dirty=+changes".split()
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=5.0, check=True
-        ).stdout.strip()
+        result = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=5.0, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
+    return result.stdout.strip()
 
 
 _LOG = logging.getLogger(__name__)
@@ -176,8 +165,8 @@ class MetricsWriter:
         self._trackers = [
             trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()
         ]
-        # Imported late: it imports torch wherever torch is installed, five seconds before every
-        # error message.
+
+        # It imports torch wherever torch is installed: five seconds before every error message.
         from tensorboardX import SummaryWriter
 
         # The suffix keeps a run that resumes within the second from truncating the event file
@@ -188,7 +177,7 @@ class MetricsWriter:
             purge_step=0 if resume_step is None else resume_step + 1,
             max_queue=10_000,
             flush_secs=10,
-            filename_suffix=f".{os.getpid()}.{0 if resume_step is None else resume_step}",
+            filename_suffix=f".{os.getpid()}.{resume_step or 0}",
         )
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
@@ -205,6 +194,7 @@ class MetricsWriter:
         if step < self._step:
             raise ValueError(f"metrics of step {step} came after step {self._step}")
         self._step = step
+
         values = {}
         # A transfer guard allows an explicit device_get. A list keeps the order of the names; a
         # dict would come back sorted.
@@ -217,7 +207,9 @@ class MetricsWriter:
                 )
             values[name] = number
         self._append(METRICS_FILE, step, [values | {CLOCK: round(time.time(), 3)}])
-        if (tensorboard := self._live_tensorboard()) is not None:
+
+        tensorboard = self._live_tensorboard()
+        if tensorboard is not None:
             for name, value in values.items():
                 if np.isfinite(value):
                     tensorboard.add_scalar(name, value, step)
@@ -293,16 +285,15 @@ class MetricsWriter:
         if self._closed:
             return
         self._closed = True
-        if (tensorboard := self._live_tensorboard()) is not None:
+        tensorboard = self._live_tensorboard()
+        if tensorboard is not None:
             tensorboard.close()
         for tracker in self._trackers:
             tracker.close()
 
 
 class NoWriter:
-    """Takes every call of a `MetricsWriter` and does nothing: for processes other than the
-    first.
-    """
+    """Takes every call of a `MetricsWriter` and does nothing: for processes but the first."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: None
@@ -310,11 +301,10 @@ class NoWriter:
 
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
     """Whether a metric of `step` whose name starts with `prefix` is on disk."""
-    records = jsonl.readable(Path(run_dir) / METRICS_FILE, jsonl.is_number)
-    return any(
-        record.get("step") == step and any(name.startswith(prefix) for name in record)
-        for record in records
-    )
+    for record in jsonl.readable(Path(run_dir) / METRICS_FILE, jsonl.is_number):
+        if record.get("step") == step and any(name.startswith(prefix) for name in record):
+            return True
+    return False
 
 
 def read_metrics(run_dir: str | Path) -> Series:
@@ -323,19 +313,22 @@ def read_metrics(run_dir: str | Path) -> Series:
 
     Returns:
         Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN. A table
-        with a row for each
-        step: `pandas.DataFrame({name: pandas.Series(values, steps) for name, (steps, values) in
-            metrics.items()})`.
+        with a row for each step: `pandas.DataFrame({name: pandas.Series(values, steps) for name,
+        (steps, values) in metrics.items()})`.
 
     Raises:
         ValueError: if the directory or a metric in it is missing, or a line that can't be read.
     """
     run_dir = Path(run_dir)
     path = run_dir / METRICS_FILE
-    fault = "a file" if run_dir.exists() else "it does not exist"
     if not path.exists():
-        fault = f"it holds no {METRICS_FILE}" if run_dir.is_dir() else fault
+        fault = "it does not exist"
+        if run_dir.is_dir():
+            fault = f"it holds no {METRICS_FILE}"
+        elif run_dir.exists():
+            fault = "a file"
         raise UserError(f"{run_dir} is not a run directory: {fault}")
+
     merged: dict[str, dict[int, float]] = {}
     for number, record in enumerate(jsonl.read(path), start=1):
         step = record.pop("step", None)
@@ -347,23 +340,24 @@ def read_metrics(run_dir: str | Path) -> Series:
             merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
-    tables = {
-        name: np.array(list(zip(*sorted(points.items()), strict=True)))
-        for name, points in merged.items()
-    }
-    return {name: (steps.astype(np.int64), values) for name, (steps, values) in tables.items()}
+
+    series = {}
+    for name, points in merged.items():
+        steps = sorted(points)
+        values = np.array([points[step] for step in steps], np.float64)
+        series[name] = np.array(steps, np.int64), values
+    return series
 
 
 def without_placeholder(series: Series, measured_steps: int) -> Series:
-    """The metrics without what compares with c at the first steps, which measure c: a setting is in
-    its place there.
-    """
-    kept = dict(series)
+    """The metrics without what compares with c at the first steps, which measure c."""
+    later_series = dict(series)
     for name in _AGAINST_C & series.keys():
-        steps, values = kept.pop(name)
-        if (later := steps > measured_steps).any():
-            kept[name] = steps[later], values[later]
-    return kept
+        steps, values = later_series.pop(name)
+        later = steps > measured_steps
+        if later.any():
+            later_series[name] = steps[later], values[later]
+    return later_series
 
 
 def _prepare(path: Path, resume_step: int | None) -> None:

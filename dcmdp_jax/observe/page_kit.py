@@ -7,6 +7,7 @@ policy allows their hashes alone.
 """
 
 import base64
+import dataclasses
 import hashlib
 import io
 import json
@@ -14,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import markupsafe
@@ -34,9 +35,7 @@ MUTED = "#666666"
 LEGEND = {"frameon": False, "fontsize": 9, "labelcolor": INK}
 _DPI = 130
 _FINEST = 4000
-"""Points of a curve or an area above which it is a picture within the SVG: a screen has no more
-columns.
-"""
+"""Points above which a curve or an area is a picture in the SVG: a screen has no more columns."""
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -113,38 +112,39 @@ def inline_svg(figure: "Figure") -> markupsafe.Markup:
         for area in axes.collections:
             area.set_rasterized(sum(len(path.vertices) for path in area.get_paths()) > _FINEST)
     figure.suptitle("")
-    made = []
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "dcmdp_jax", "font.family": "sans-serif"}
-    ):
+    svg_options = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "dcmdp_jax",
+        "font.family": "sans-serif",
+    }
+    with matplotlib.rc_context(svg_options):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
-        for panel in figure.axes:
-            for axes in figure.axes:
-                axes.set_visible(axes is panel)
-            drawn = io.StringIO()
-            figure.savefig(
-                drawn,
-                format="svg",
-                dpi=_DPI,
-                metadata={"Date": None},
-                bbox_inches="tight",
-                pad_inches=0.06,
-            )
-            text = drawn.getvalue()
-            made.append(
-                re.sub(
-                    r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL
-                )
-            )
-    return markupsafe.Markup("".join(made))
+        elements = [_panel_svg(figure, panel) for panel in figure.axes]
+    return markupsafe.Markup("".join(elements))
+
+
+def _panel_svg(figure: "Figure", panel: "Axes") -> str:
+    for axes in figure.axes:
+        axes.set_visible(axes is panel)
+    file = io.StringIO()
+    figure.savefig(
+        file,
+        format="svg",
+        dpi=_DPI,
+        metadata={"Date": None},
+        bbox_inches="tight",
+        pad_inches=0.06,
+    )
+    text = file.getvalue()
+    element = text[text.index("<svg") :]
+    return re.sub(r"<metadata>.*?</metadata>\s*", "", element, flags=re.DOTALL)
 
 
 def page_figures(
     figures: "Iterable[tuple[str, str, Figure | None]]", directory: Path
 ) -> list[tuple[str, str]]:
-    """Save figures as `directory`/STEM.png, and draw them for a page; a figure that is None is left
-    out.
+    """Save figures as `directory`/STEM.png, and draw them for a page; None is left out.
 
     Args:
         figures: file stem, caption and figure.
@@ -154,12 +154,12 @@ def page_figures(
         Each caption and its figure as HTML, see `inline_svg`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    drawn = []
+    elements = []
     for stem, caption, figure in figures:
         if figure is not None:
             figure.savefig(directory / f"{stem}.png", dpi=_DPI)
-            drawn.append((caption, inline_svg(figure)))
-    return drawn
+            elements.append((caption, inline_svg(figure)))
+    return elements
 
 
 def _source(name: str) -> markupsafe.Markup:
@@ -184,53 +184,63 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"as_text": _as_text, "number": number, "percent": percent}
-_ENVIRONMENT.filters |= {"source": _source, "source_hash": _source_hash}
+_ENVIRONMENT.filters |= {
+    "as_text": _as_text,
+    "number": number,
+    "percent": percent,
+    "source": _source,
+    "source_hash": _source_hash,
+}
 _ENVIRONMENT.policies["json.dumps_kwargs"] = {"sort_keys": False, "separators": (",", ":")}
 
 
 CONTROL = r"<[|｜][^<>\n]{1,40}[|｜]>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|<(?:bos|eos|pad)>"
 """Control tokens of the families' chat templates, also in JavaScript."""
 _USER = re.compile(
-    r"<[|｜](?:im_start|start)[|｜]>user(?:\s|<[|]message[|]>)|<[|]start_header_id[|]>user<[|]end_header_id[|]>"
+    r"<[|｜](?:im_start|start)[|｜]>user(?:\s|<[|]message[|]>)"
+    r"|<[|]start_header_id[|]>user<[|]end_header_id[|]>"
     r"|<start_of_turn>user\s|<[|｜][Uu]ser[|｜]>|\[INST\]"
 )
 
 
 def title_of(prompt: str) -> str:
-    """The first line of a prompt's last user message, or of the prompt where no chat template is
-    known.
-    """
+    """The first line of a prompt's last user message, or of the prompt without a known template."""
     message = _USER.split(prompt)[-1] if _USER.search(prompt) else re.sub(CONTROL, "", prompt)
     lines = re.split(CONTROL, message.lstrip())[0].strip().splitlines()
     return lines[0] if lines else ""
 
 
 MOST_TOKENS = 260_000
-"""Tokens on one page, at `_BYTES` each."""
+"""Tokens on one page: below 5 MB at `_BYTES` each."""
 _BYTES = 17
+"""Bytes of a token on a page, and characters that take as much."""
 _FULL_COLOR = 0.99
 """Quantile of |p - q| over a page's tokens from which on a token has the full color: mismatch
 differs by orders between engines, so no absolute scale shows all.
 """
 _UNIT = 100_000
+"""Whole numbers of a probability: five decimals."""
 _LEAST_SHOWN = 100
+"""Tokens that are shown of every completion, if it has as many."""
 _MOST_SHOWN = 2_000
+"""Tokens that are shown of a completion at most."""
 _OVERHEAD = 20
-"""Tokens of a completion on a page: at least and at most; what its other fields take, in tokens."""
+"""What the other fields of a completion take, in tokens."""
 _LONGEST_PROMPT = 2_000
+"""Characters of a prompt on a page."""
 MOST_LISTED = 5
 """Of the engine's likeliest tokens in a state, those on a page."""
 
 
-class Completion(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
     """A completion to look at. What is not known is None.
 
     Attributes:
         run, source: names.
         step: finished training steps.
-        prompt, answer, found: texts, the last what was read as the completion's answer; "" if not
-            known.
+        prompt, answer: texts; "" if not known.
+        extracted_answer: what was read as the completion's answer; "" if not known.
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
@@ -245,7 +255,7 @@ class Completion(NamedTuple):
     source: str | None = None
     prompt: str = ""
     answer: str = ""
-    found: str = ""
+    extracted_answer: str = ""
     text: str = ""
     tokens: Sequence[str] | None = None
     train_probs: np.ndarray | None = None
@@ -259,8 +269,7 @@ class Completion(NamedTuple):
 def completions_data(
     completions: Sequence[Completion], most_tokens: int = MOST_TOKENS
 ) -> dict[str, Any]:
-    """Return what `completions.js` shows, in few bytes: 2,000 completions with short prompts stay
-    below 5 MB.
+    """Return what `completions.js` shows; 2,000 completions with short prompts stay below 5 MB.
 
     Tokens are numbers into one list of words, probabilities have five decimals, long completions
     are cut, and long prompts in their middle; both say by how much.
@@ -276,84 +285,103 @@ def completions_data(
         `unit`, by which probabilities are multiplied; and `full_color`, the |p - q| from which on a
         token has the full color.
     """
-    sizes = np.array(
-        [len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64
-    )
-    if any(each.top is not None for each in completions):
+    lengths = []
+    for completion in completions:
+        lengths.append(len(completion.tokens or ()) or len(completion.text) // _BYTES)
+    if any(completion.top is not None for completion in completions):
         most_tokens //= 1 + MOST_LISTED  # a listed token takes what a token does
-    counts = range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
-    tokens = {n: int((np.minimum(sizes, n) + _OVERHEAD).sum()) for n in counts}
-    longest = max((n for n in counts if tokens[n] <= most_tokens), default=_LEAST_SHOWN)
-    kept = completions[:: max(1, math.ceil(tokens[longest] / most_tokens))]
+
+    def tokens_if_cut(longest: int) -> int:
+        return int((np.minimum(lengths, longest) + _OVERHEAD).sum())
+
+    longest = _LEAST_SHOWN
+    for limit in range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50):
+        if tokens_if_cut(limit) <= most_tokens:
+            longest = limit
+    every_kth = max(1, math.ceil(tokens_if_cut(longest) / most_tokens))
+    page_completions = completions[::every_kth]
+
     words: dict[str, int] = {}
-    rows = sorted(
-        (_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0)
-    )
-    pairs = [pair for row in rows if "p" in row for pair in zip(row["p"], row["q"], strict=True)]
-    full = np.quantile([abs(p - q) for p, q in pairs if p is not None] or [0], _FULL_COLOR)
-    shown = {
+    rows = [_row(completion, words, longest) for completion in page_completions]
+    rows.sort(key=lambda row: -(row["discrepancy"] or 0))
+    differences = []
+    for row in rows:
+        for p, q in zip(row.get("p", ()), row.get("q", ()), strict=True):
+            if p is not None:
+                differences.append(abs(p - q))
+    full_color = float(np.quantile(differences or [0], _FULL_COLOR))
+    return {
         "words": list(words),
         "rows": rows,
-        "left_out": len(completions) - len(kept),
+        "left_out": len(completions) - len(page_completions),
         "control": CONTROL,
+        "unit": _UNIT,
+        "full_color": max(1.0, full_color) / _UNIT,
     }
-    return shown | {"unit": _UNIT, "full_color": max(1.0, float(full)) / _UNIT}
 
 
-def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
+def _row(completion: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
+    """A completion for JSON. Words that are new are added to `words`, under the next number."""
     row: dict[str, Any] = {
-        "run": each.run,
-        "step": each.step,
-        "source": each.source,
-        "prompt": _without_middle(each.prompt),
-        "title": title_of(each.prompt),
-        "reward": _finite(each.reward),
-        "advantage": _finite(each.advantage),
-        "answer": each.answer,
-        "found": each.found,
+        "run": completion.run,
+        "step": completion.step,
+        "source": completion.source,
+        "prompt": _without_middle(completion.prompt),
+        "title": title_of(completion.prompt),
+        "reward": _finite(completion.reward),
+        "advantage": _finite(completion.advantage),
+        "answer": completion.answer,
+        "found": completion.extracted_answer,
     }
-    if each.tokens is None:
-        text = each.text[: longest * _BYTES]
-        row |= {"discrepancy": _finite(each.discrepancy), "text": text, "length": len(each.text)}
-        return row | {"more": len(each.text) - len(text)}
-    p = np.asarray(each.train_probs, float)
-    q = np.asarray(each.rollout_probs, float)
+    if completion.tokens is None:
+        text = completion.text[: longest * _BYTES]
+        row |= {
+            "discrepancy": _finite(completion.discrepancy),
+            "text": text,
+            "length": len(completion.text),
+            "more": len(completion.text) - len(text),
+        }
+        return row
+
+    p = np.asarray(completion.train_probs, float)
+    q = np.asarray(completion.rollout_probs, float)
     sampled = np.isfinite(p) & np.isfinite(q)
     mean = float(np.abs(p - q)[sampled].mean()) if sampled.any() else None
-    shown = slice(0, longest)
+    tokens = completion.tokens[:longest]
+
+    def numbered(word: str) -> int:
+        return words.setdefault(word, len(words))
+
     row |= {
         "discrepancy": _finite(mean),
-        "length": len(each.tokens),
-        "more": max(0, len(each.tokens) - longest),
-        "tokens": [words.setdefault(word, len(words)) for word in each.tokens[shown]],
-        "p": _whole(p[shown], sampled[shown]),
-        "q": _whole(q[shown], sampled[shown]),
+        "length": len(completion.tokens),
+        "more": len(completion.tokens) - len(tokens),
+        "tokens": [numbered(word) for word in tokens],
+        "p": _in_units(p[:longest], sampled[:longest]),
+        "q": _in_units(q[:longest], sampled[:longest]),
     }
-    if each.top is not None:
+    if completion.top is not None:
         row["top"] = [
-            [
-                (words.setdefault(word, len(words)), round(_UNIT * p), round(_UNIT * q))
-                for word, p, q in state
-            ]
-            for state in each.top[shown]
+            [(numbered(word), round(_UNIT * p), round(_UNIT * q)) for word, p, q in state]
+            for state in completion.top[:longest]
         ]
     return row
 
 
 def _without_middle(prompt: str) -> str:
-    """A prompt with what it begins with and, as the question may come last, what it ends with."""
+    """A prompt with its beginning and, as the question may come last, its end."""
     cut = len(prompt) - _LONGEST_PROMPT
+    if cut <= 0:
+        return prompt
     half = _LONGEST_PROMPT // 2
-    return (
-        prompt if cut <= 0 else f"{prompt[:half]}\n[... {cut:,} characters ...]\n{prompt[-half:]}"
-    )
+    return f"{prompt[:half]}\n[... {cut:,} characters ...]\n{prompt[-half:]}"
 
 
-def _whole(values: np.ndarray, known: np.ndarray) -> list[int | None]:
-    return [
-        round(_UNIT * v) if k else None
-        for v, k in zip(values.tolist(), known.tolist(), strict=True)
-    ]
+def _in_units(probabilities: np.ndarray, sampled: np.ndarray) -> list[int | None]:
+    units: list[int | None] = []
+    for probability, is_sampled in zip(probabilities.tolist(), sampled, strict=True):
+        units.append(round(_UNIT * probability) if is_sampled else None)
+    return units
 
 
 def _finite(value: float | None) -> float | None:

@@ -28,8 +28,7 @@ _UPDATE = {
 
 
 class Progress(Activity):
-    """Display of a run: step, reward, discrepancy and c, lambda, the update's numbers, tokens/s,
-    time left.
+    """Display of a run: step, reward, discrepancy, c, lambda, the update, tokens/s, time left.
 
     A terminal shows them in its last lines (`dcmdp_jax.activity`). Elsewhere each step is a line,
     at most one every two seconds; the first and the last step are always shown. Time left is the
@@ -78,28 +77,27 @@ class Progress(Activity):
         """
         now = self._clock()
         if step > self.done:
-            self._values = {
-                name: value for name, value in self._values.items() if name.startswith("eval")
-            }
+            for name in list(self._values):
+                if not name.startswith("eval"):
+                    del self._values[name]
             if self.done >= self._first:
-                self._durations.extend(
-                    [(now - self._last_step_at) / (step - self.done)] * (step - self.done)
-                )
+                steps = step - self.done
+                self._durations.extend([(now - self._last_step_at) / steps] * steps)
             self.done = step
             self._last_step_at = now
-        self._values.update(
-            {name: math.nan if value is None else float(value) for name, value in metrics.items()}
-        )
+        for name, value in metrics.items():
+            self._values[name] = math.nan if value is None else float(value)
         if self._live:
             refresh()
             return
+
         due = now - self._last_line_at >= _PLAIN_INTERVAL_SECONDS or self.done == self.total
         trained = "reward/mean" in metrics or _UPDATE["loss"] in metrics
         if trained and (due or self.done == self._first):
             say(f"step {self.done}/{self.total}  {'  '.join(self._fields())}")
             self._last_line_at = now
-        elif not trained and (evaluation := self._evaluation()):
-            say(f"step {self.done}/{self.total}  {evaluation}")
+        elif not trained and self._evaluation():
+            say(f"step {self.done}/{self.total}  {self._evaluation()}")
 
     def close(self) -> None:
         """Give the terminal's last lines back, with the last state above. Safe to call twice."""
@@ -111,9 +109,7 @@ class Progress(Activity):
                 say(line)
 
     def seconds_left(self) -> float:
-        """Estimate the seconds to the last step; NaN before two steps have finished, 0 at the
-        end.
-        """
+        """Estimate the seconds to the last step; NaN before two steps are done, 0 at the end."""
         if self.done < self.total and not self._durations:
             return math.nan
         return sum(self._durations) / max(len(self._durations), 1) * (self.total - self.done)
@@ -121,37 +117,37 @@ class Progress(Activity):
     def _fields(self) -> list[str]:
         """Every quantity, in order."""
         values = collections.defaultdict(lambda: math.nan, self._values)
-        known = not math.isnan(values["dual/tolerance"]) and self.done > self._measured
-        c = f" (c {number(values['dual/tolerance'], '.5f')})" if known else ""
-        learns = "reward/mean" not in self._values and _UPDATE["loss"] in self._values
-        rewarded = [
-            f"reward {number(values['reward/mean'], '.3f')}",
-            f"discrepancy {number(values[bounded_metric(self._values)], '.5f')}{c}",
-            f"lambda {number(values['dual/multiplier'], '.4f')}",
-        ]
-        return [
-            *rewarded[: 0 if learns else 3],
-            *(
-                f"{word} {number(values[name], '.3g')}"
-                for word, name in _UPDATE.items()
-                if name in self._values
-            ),
+        fields = []
+        supervised = "reward/mean" not in values and _UPDATE["loss"] in values
+        if not supervised:
+            c = ""
+            if not math.isnan(values["dual/tolerance"]) and self.done > self._measured:
+                c = f" (c {number(values['dual/tolerance'], '.5f')})"
+            fields = [
+                f"reward {number(values['reward/mean'], '.3f')}",
+                f"discrepancy {number(values[bounded_metric(self._values)], '.5f')}{c}",
+                f"lambda {number(values['dual/multiplier'], '.4f')}",
+            ]
+        for word, name in _UPDATE.items():
+            if name in self._values:
+                fields.append(f"{word} {number(values[name], '.3g')}")
+        fields += [
             f"{number(values['throughput/tokens_per_second'], ',.0f')} tokens/s",
             f"left {duration(self.seconds_left())}",
         ]
+        return fields
 
     def _evaluation(self) -> str:
-        return "  ".join(
-            f"{name.removeprefix('eval/').replace('/', ' ')} "
-            f"{form_of_score(name, [value], self._values)(value)}"
-            for name, value in sorted(self._values.items())
-            if name.startswith("eval/") and ("/avg@" in name or name.endswith("/loss"))
-        )
+        """The scores of the last evaluation."""
+        scores = []
+        for name, value in sorted(self._values.items()):
+            if name.startswith("eval/") and ("/avg@" in name or name.endswith("/loss")):
+                label = name.removeprefix("eval/").replace("/", " ")
+                scores.append(f"{label} {form_of_score(name, [value], self._values)(value)}")
+        return "  ".join(scores)
 
     def lines(self, columns: int, now: float) -> list[str]:
-        """A bar, the quantities, with the discrepancy red above c and green below, and the last
-        evaluation.
-        """
+        """A bar, the quantities with the discrepancy red above c, and the last evaluation."""
         head = f"step {self.done}/{self.total} "
         tail = f" elapsed {duration(self._clock() - self.began)}"
         room = max(0, columns - len(head) - len(tail))
@@ -160,7 +156,8 @@ class Progress(Activity):
         text = "\n".join(textwrap.wrap("  ".join(fields), columns))
         if "(c " in fields[1]:
             over = self._values[bounded_metric(self._values)] > self._values["dual/tolerance"]
-            text = text.replace(fields[1], f"{_RED if over else _GREEN}{fields[1]}{_PLAIN}")
+            color = _RED if over else _GREEN
+            text = text.replace(fields[1], f"{color}{fields[1]}{_PLAIN}")
         return [
             f"{head}{bar:{room}}{tail}",
             *text.splitlines(),

@@ -1,12 +1,12 @@
-"""What a run did: its record, facts, sentence and warnings; the report: plots as PNG, one
-self-contained HTML page.
-"""
+"""What a run did: its record, facts, sentence, warnings, and the report of plots and a page."""
 
+import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,7 +20,13 @@ from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
 _STUCK_STEPS = 5
-_ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
+"""Last steps with lambda at its cap that are worth a warning: a guess."""
+_ENGINE_SETTINGS = (
+    "rollout.engine",
+    "rollout.precision",
+    "rollout.compute_dtype",
+    "rollout.kv_cache_dtype",
+)
 _SHARES = {
     "completion/truncated_fraction": (
         0.5,
@@ -46,15 +52,17 @@ _COUNTS = {
 """Metric -> warning where its sum is above 0."""
 
 
-class Fact(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fact:
     """One thing to know about a run: its name, the value, and details ("" if none)."""
 
     name: str
     value: str
-    more: str = ""
+    details: str = ""
 
 
-class RecordedRun(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedRun:
     """Content of a run directory.
 
     Attributes:
@@ -69,17 +77,18 @@ class RecordedRun(NamedTuple):
     label: str
     series: Series
     config: dict[str, Any]
-    held_out: list[dict[str, Any]]
-    starts: list[dict[str, Any]]
-    nodes: dict[str, list[str]]
+    held_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    nodes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def until(self, step: int) -> Self:
         """The same run with its metrics up to a step."""
-        kept = {
-            name: (steps[steps <= step], values[steps <= step])
-            for name, (steps, values) in self.series.items()
-        }
-        return self._replace(series={name: one for name, one in kept.items() if len(one[0])})
+        series = {}
+        for name, (steps, values) in self.series.items():
+            before = steps <= step
+            if before.any():
+                series[name] = steps[before], values[before]
+        return dataclasses.replace(self, series=series)
 
 
 def read_run(
@@ -98,23 +107,26 @@ def read_run(
         OSError: if a file can't be read.
     """
     run_dir = Path(run_dir)
-    series = (
-        {}
-        if without_metrics and not (run_dir / jsonl.METRICS_FILE).is_file()
-        else read_metrics(run_dir)
-    )
+    series: Series = {}
+    if not without_metrics or (run_dir / jsonl.METRICS_FILE).is_file():
+        series = read_metrics(run_dir)
+    config = {}
     path = run_dir / jsonl.CONFIG_FILE
-    config = flatten(read_json_object(path)) if path.exists() else {}
+    if path.exists():
+        config = flatten(read_json_object(path))
+
+    nodes = {}
+    for path in run_dir.glob("vllm/**/nodes.txt"):
+        # A single replica has the directory vllm/ to itself.
+        replica = path.parent.name.replace("vllm", "0")
+        nodes[replica] = path.read_text(encoding="utf-8").splitlines()
     return RecordedRun(
         label=label or run_dir.resolve().name,
         series=without_placeholder(series, config.get("algorithm.tolerance_steps", 0)),
         config=config,
         held_out=jsonl.read(run_dir / jsonl.HELD_OUT_FILE),
         starts=jsonl.readable(run_dir / jsonl.STARTS_FILE),
-        nodes={
-            path.parent.name.replace("vllm", "0"): path.read_text(encoding="utf-8").splitlines()
-            for path in run_dir.glob("vllm/**/nodes.txt")
-        },
+        nodes=nodes,
     )
 
 
@@ -140,12 +152,13 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     runs = [read_run(path, label) for path, label in zip(paths, labels_of(paths), strict=True)]
     # matplotlib would read a dollar in a directory's name as mathematics.
     series = {page_kit.drawable(run.label).replace("$", r"\$"): run.series for run in runs}
-    drawn = ((stem, caption, draw(series)) for stem, (caption, draw) in plots.FIGURES.items())
-    figures = page_kit.page_figures(drawn, Path(out_dir) / jsonl.PLOTS_DIRECTORY)
-    report = Path(out_dir) / jsonl.REPORT_FILE
-    atomic_write(
-        report, page_kit.render_page("report.html", figures=figures, **report_content(runs))
+    figures = page_kit.page_figures(
+        ((stem, caption, draw(series)) for stem, (caption, draw) in plots.FIGURES.items()),
+        Path(out_dir) / jsonl.PLOTS_DIRECTORY,
     )
+    report = Path(out_dir) / jsonl.REPORT_FILE
+    page = page_kit.render_page("report.html", figures=figures, **report_content(runs))
+    atomic_write(report, page)
     return report
 
 
@@ -155,8 +168,9 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     Raises:
         UserError: if one is there twice.
     """
-    if twice := [path for place, path in enumerate(paths) if path in paths[:place]]:
-        raise UserError(f"run directory {twice[0]} is given twice")
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise UserError(f"run directory {path} is given twice")
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
@@ -170,190 +184,250 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         runs: one or more; several are compared.
     """
     several = len(runs) > 1
-    named = [(f"{run.label}: " if several else "", run) for run in runs]
-    columns = [
-        {name: f"{value} ({more})" if more else value for name, value, more in facts(run)}
-        for run in runs
-    ]
-    names = dict.fromkeys(name for column in columns for name in column)
+    verdicts = []
+    problems = []
+    for run in runs:
+        label = f"{run.label}: " if several else ""
+        verdicts.append(label + verdict(run))
+        problems += [label + text for text in warnings(run.series)]
     return {
         "title": " / ".join(run.label for run in runs),
         "labels": [run.label for run in runs],
-        "verdicts": [label + verdict(run) for label, run in named],
+        "verdicts": verdicts,
         "provenance": [] if several else list(provenance(runs[0]).values()),
         "facts": facts(runs[0]),
-        "comparison": [[name, *(column.get(name, "-") for column in columns)] for name in names],
-        "problems": [label + text for label, run in named for text in warnings(run.series)],
+        "comparison": _comparison(runs),
+        "problems": problems,
         "held_out": _held_out(runs),
         "settings": _settings(runs),
         "metrics": _metrics(runs),
     }
 
 
-def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[dict[str, Any]]]]:
-    """(task, headings, problems) of what was written before and after; a problem has a prompt and
-    both completions.
-    """
-    parts = []
+def _comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """The facts of all runs: a row is a fact's name and its value in each."""
+    columns = []
     for run in runs:
-        for task in dict.fromkeys(record["task"] for record in run.held_out):
-            found = {
-                (record["step"], record["place"]): record
-                for record in run.held_out
-                if record["task"] == task
-            }
-            steps = sorted({step for step, _ in found})
-            ends = list(dict.fromkeys((steps[0], steps[-1])))
-            rows = [
-                {
-                    "prompt": record["prompt"],
-                    "answer": record["answer"],
-                    "written": [found.get((end, place), {}) for end in ends],
-                }
-                for (step, place), record in found.items()
-                if step == ends[0]
-            ]
-            name = task if len(runs) == 1 else f"{run.label}, {task}"
-            parts.append(
-                (name, [f"after step {step}" if step else "before training" for step in ends], rows)
-            )
-    return parts
+        column = {}
+        for fact in facts(run):
+            column[fact.name] = fact.value
+            if fact.details:
+                column[fact.name] += f" ({fact.details})"
+        columns.append(column)
+    return _rows_by_key(columns)
+
+
+def _rows_by_key(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Rows of key and texts, "-" where a column has none, in the order of first occurrence."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(columns))
+    return [[key, *(column.get(key, "-") for column in columns)] for key in keys]
+
+
+def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[dict[str, Any]]]]:
+    """(task, headings, problems) of what was written before and after training.
+
+    A problem has a prompt, an answer and both completions.
+    """
+    sections = []
+    for run in runs:
+        by_task: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+        for record in run.held_out:
+            records = by_task.setdefault(record["task"], {})
+            records[record["step"], record["place"]] = record
+
+        for task, records in by_task.items():
+            steps = [step for step, _ in records]
+            ends = list(dict.fromkeys((min(steps), max(steps))))
+            problems = []
+            for (step, problem), record in records.items():
+                if step == ends[0]:
+                    written = [records.get((end, problem), {}) for end in ends]
+                    problems.append(
+                        {
+                            "prompt": record["prompt"],
+                            "answer": record["answer"],
+                            "written": written,
+                        }
+                    )
+            title = task if len(runs) == 1 else f"{run.label}, {task}"
+            headings = [f"after step {step}" if step else "before training" for step in ends]
+            sections.append((title, headings, problems))
+    return sections
 
 
 def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Every setting; first the ones that differ between runs."""
-    texts = [
-        {key: json.dumps(value, ensure_ascii=False) for key, value in run.config.items()}
-        for run in runs
-    ]
-    keys = dict.fromkeys(key for text in texts for key in text)
-    rows = [[key, *(text.get(key, "-") for text in texts)] for key in keys]
+    columns = []
+    for run in runs:
+        texts = {key: json.dumps(value, ensure_ascii=False) for key, value in run.config.items()}
+        columns.append(texts)
+    rows = _rows_by_key(columns)
     rows.sort(key=lambda row: len(set(row[1:])) == 1)
     return {"rows": rows, "differs": [len(set(row[1:])) > 1 for row in rows]}
 
 
 def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Every metric, with its unit and meaning."""
-    order = {name: place for place, name in enumerate(metric_names.METRICS)}
+    order = {name: index for index, name in enumerate(metric_names.METRICS)}
     names = sorted(
-        {name for run in runs for name in run.series},
+        set().union(*(run.series for run in runs)),
         key=lambda name: (order.get(name, len(order)), name),
     )
+    if len(runs) == 1:
+        columns = ["first", "last", "lowest", "highest"]
+    else:
+        columns = [f"last, {run.label}" for run in runs]
+
     rows = []
     for name in names:
-        metric = metric_names.metric_of(name)
         if len(runs) == 1:
             values = runs[0].series[name][1]
             finite = np.where(np.isfinite(values), values, np.nan)
-            chosen = [values[0], values[-1], np.fmin.reduce(finite), np.fmax.reduce(finite)]
+            row_values = [values[0], values[-1], np.fmin.reduce(finite), np.fmax.reduce(finite)]
         else:
-            chosen = [run.series[name][1][-1] if name in run.series else math.nan for run in runs]
-        show, unit = (percent, "share") if metric.unit == "fraction" else (number, metric.unit)
-        rows.append([name, *(show(float(value)) for value in chosen), unit, metric.description])
-    columns = (
-        ["first", "last", "lowest", "highest"]
-        if len(runs) == 1
-        else [f"last, {run.label}" for run in runs]
-    )
+            row_values = [
+                run.series[name][1][-1] if name in run.series else math.nan for run in runs
+            ]
+        metric = metric_names.metric_of(name)
+        text = number
+        unit = metric.unit
+        if metric.unit == "fraction":
+            text = percent
+            unit = "share"
+        rows.append([name, *(text(float(value)) for value in row_values), unit, metric.description])
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 
 def facts(run: RecordedRun) -> list[Fact]:
     """The facts of a run, in the order to show them; what it did not record has none."""
     series = run.series
-    config = run.config
-    rewards = finite_values(series, "reward/mean")
-    discrepancy = finite_values(series, "discrepancy/mean")
-    found = [Fact("Training steps", str(_steps(series)))]
-    if len(rewards):
-        before, after, which = _ends(rewards)
-        found.append(Fact("Training reward", f"{before:.3f} → {after:.3f}", f"mean of {which}"))
-    for name, steps, values, form in _scores(series):
-        gain = values[-1] - values[0]
-        best = int(np.argmax(values))
-        gained = f"{100 * gain:+.1f} points" if form is percent else f"{gain:+.4g}"
-        more = (
-            f"{gained} from step {steps[0]} to {steps[-1]}; best {form(values[best])} at step "
-            f"{steps[best]}"
+    run_facts = [
+        Fact(name="Training steps", value=str(_steps(series))),
+        *_score_facts(series),
+        *_mismatch_facts(series),
+    ]
+
+    speeds = finite_values(series, "throughput/tokens_per_second")
+    if len(speeds):
+        seconds = finite_values(series, "time/total")
+        total = duration(float(seconds.sum()) if len(seconds) else math.nan)
+        fact = Fact(
+            name="Throughput",
+            value=f"{number(_median(speeds), ',.0f')} tokens/s",
+            details=f"median step; {total} in training steps",
         )
-        found.append(Fact(f"Held-out {name}", f"{form(values[0])} → {form(values[-1])}", more))
+        run_facts.append(fact)
+    run_facts += [fact for fact in (overlap(series), legs(series)) if fact]
+    return [*run_facts, *_replica_facts(run), *_setting_facts(run.config)]
+
+
+def _score_facts(series: Series) -> Iterator[Fact]:
+    rewards = finite_values(series, "reward/mean")
+    if len(rewards):
+        first, last, steps = _ends(rewards)
+        yield Fact(
+            name="Training reward", value=f"{first:.3f} → {last:.3f}", details=f"mean of {steps}"
+        )
+    for score in _scores(series):
+        values = score.values
+        gain = values[-1] - values[0]
+        gained = f"{100 * gain:+.1f} points" if score.text is percent else f"{gain:+.4g}"
+        best = int(np.argmax(values))
+        yield Fact(
+            name=f"Held-out {score.name}",
+            value=f"{score.text(values[0])} → {score.text(values[-1])}",
+            details=f"{gained} from step {score.steps[0]} to {score.steps[-1]}; best "
+            f"{score.text(values[best])} at step {score.steps[best]}",
+        )
+
+
+def _mismatch_facts(series: Series) -> Iterator[Fact]:
+    discrepancy = finite_values(series, "discrepancy/mean")
     if len(discrepancy):
         c = _tolerance(series)
-        share = percent(_mean(_over(series)))
-        more = (
-            "no budget c yet"
-            if math.isnan(c)
-            else f"budget c = {number(c)}, exceeded in {share} of steps"
+        details = "no budget c yet"
+        if not math.isnan(c):
+            share = percent(_mean(_over_budget(series)))
+            details = f"budget c = {number(c)}, exceeded in {share} of steps"
+        yield Fact(name="Mean discrepancy", value=number(_mean(discrepancy)), details=details)
+
+    floors = finite_values(series, "mismatch/noise_floor")
+    if len(floors):
+        yield Fact(
+            name="Noise floor",
+            value=number(float(floors[-1])),
+            details="the engine against itself, last measurement",
         )
-        found.append(Fact("Mean discrepancy", number(_mean(discrepancy)), more))
-    if len(floors := finite_values(series, "mismatch/noise_floor")):
-        found.append(
-            Fact(
-                "Noise floor",
-                number(float(floors[-1])),
-                "the engine against itself, last measurement",
-            )
-        )
-    if len(multiplier := finite_values(series, "dual/multiplier")):
+
+    multiplier = finite_values(series, "dual/multiplier")
+    if len(multiplier):
         moves = np.diff(multiplier)
-        more = (
-            f"rose {(moves > 0).sum()} times, fell {(moves < 0).sum()} times; last "
-            f"{number(float(multiplier[-1]))}"
+        yield Fact(
+            name="Lambda, lowest and highest",
+            value=f"{number(float(multiplier.min()))} to {number(float(multiplier.max()))}",
+            details=f"rose {(moves > 0).sum()} times, fell {(moves < 0).sum()} times; last "
+            f"{number(float(multiplier[-1]))}",
         )
-        span = f"{number(float(multiplier.min()))} to {number(float(multiplier.max()))}"
-        found.append(Fact("Lambda, lowest and highest", span, more))
-    if len(speeds := finite_values(series, "throughput/tokens_per_second")):
-        total = finite_values(series, "time/total")
-        more = (
-            f"median step; {duration(float(total.sum()) if len(total) else math.nan)} in "
-            "training steps"
-        )
-        found.append(Fact("Throughput", f"{number(_median(speeds), ',.0f')} tokens/s", more))
-    found += [fact for fact in (overlap(series), legs(series)) if fact]
+
+
+def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
     for replica, nodes in sorted(run.nodes.items()):
-        work = (
-            finite_values(series, f"replica/{replica}/{name}").sum()
-            for name in ("tokens", "seconds", "restarts")
+        tokens, seconds, restarts = (
+            float(finite_values(run.series, f"replica/{replica}/{measure}").sum())
+            for measure in ("tokens", "seconds", "restarts")
         )
-        tokens, seconds, restarts = work
-        more = (
-            f"{duration(float(seconds))} at work, {restarts:.0f} restarts; on "
-            f"{', '.join(dict.fromkeys(nodes))}"
+        yield Fact(
+            name=f"Replica {replica}",
+            value=f"{number(tokens, ',.0f')} tokens",
+            details=f"{duration(seconds)} at work, {restarts:.0f} restarts; on "
+            f"{', '.join(dict.fromkeys(nodes))}",
         )
-        found.append(Fact(f"Replica {replica}", f"{number(float(tokens), ',.0f')} tokens", more))
-    engine = ", ".join(
-        f"{name.rpartition('.')[2]} {config[name]}"
-        for name in _ENGINE
-        if config.get(name) is not None
-    )
-    engine *= config.get("algorithm.loss") != "likelihood"
-    settings = {"Engine": engine, "Training data": config.get("task.train")}
-    settings |= {"Started from": config.get("model.path") or "a fresh model"} if config else {}
-    return found + [Fact(name, str(value)) for name, value in settings.items() if value]
+
+
+def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
+    engine = []
+    if not _supervised(config):
+        for name in _ENGINE_SETTINGS:
+            if config.get(name) is not None:
+                engine.append(f"{name.rpartition('.')[2]} {config[name]}")
+    settings = {"Engine": ", ".join(engine), "Training data": config.get("task.train")}
+    if config:
+        settings["Started from"] = config.get("model.path") or "a fresh model"
+    for name, value in settings.items():
+        if value:
+            yield Fact(name=name, value=str(value))
+
+
+def _supervised(config: Mapping[str, Any]) -> bool:
+    return config.get("algorithm.loss") == "likelihood"
 
 
 def verdict(run: RecordedRun) -> str:
     """One sentence on what happened in a run."""
-    learns = run.config.get("algorithm.loss") == "likelihood"
-    said = []
-    first = f"{_steps(run.series)} {'supervised' if learns else 'training'} steps"
-    if model := run.config.get("model.path"):
-        engine = (
-            f"the engine {run.config.get('rollout.engine')} in "
-            f"{run.config.get('rollout.precision')}"
-        )
-        first += f" of {model}" + f" against {engine}" * (not learns)
-    if scores := _scores(run.series):
-        name, steps, values, form = scores[0]
-        ends = (
-            f"{form(values[place])}{_interval(run, name, steps[place], form)}" for place in (0, -1)
-        )
-        said.append(f"held-out {name} went from {' to '.join(ends)}")
-    elif len(rewards := finite_values(run.series, "reward/mean")):
-        said.append(f"the training reward went from {' to '.join(map(number, _ends(rewards)[:2]))}")
-    if story := describe_multiplier(run.series):
-        said.append(story + "; lambda began at its cap" * _begins_at_cap(run))
-    return f"{first}: {'; '.join(said)}." if said else f"{first}."
+    config = run.config
+    supervised = _supervised(config)
+    subject = f"{_steps(run.series)} {'supervised' if supervised else 'training'} steps"
+    if config.get("model.path"):
+        subject += f" of {config['model.path']}"
+        if not supervised:
+            engine = f"{config.get('rollout.engine')} in {config.get('rollout.precision')}"
+            subject += f" against the engine {engine}"
+
+    clauses = []
+    scores = _scores(run.series)
+    rewards = finite_values(run.series, "reward/mean")
+    if scores:
+        first, last = (_score_at(run, scores[0], end) for end in (0, -1))
+        clauses.append(f"held-out {scores[0].name} went from {first} to {last}")
+    elif len(rewards):
+        first, last, _ = _ends(rewards)
+        clauses.append(f"the training reward went from {number(first)} to {number(last)}")
+    story = describe_multiplier(run.series)
+    if story and _begins_at_cap(run):
+        story += "; lambda began at its cap"
+    if story:
+        clauses.append(story)
+    return f"{subject}: {'; '.join(clauses)}." if clauses else f"{subject}."
 
 
 def provenance(run: RecordedRun) -> dict[str, str]:
@@ -363,137 +437,149 @@ def provenance(run: RecordedRun) -> dict[str, str]:
     if not run.starts:
         return {}
     last = run.starts[-1]
-    said = {
+    code = f"dcmdp_jax {last.get('version')}"
+    if last.get("commit"):
+        code += f", commit {last['commit']}"
+    origin = {
         "time": f"{run.starts[0].get('time')}",
         "command": f"{last.get('command')}",
-        "code": f"dcmdp_jax {last.get('version')}"
-        + (f", commit {last['commit']}" if last.get("commit") else ""),
+        "code": code,
         "machine": f"{last.get('machine')}, jax {last.get('jax')}, Python {last.get('python')}",
     }
     if len(run.starts) > 1:
-        said["resumed"] = f"resumed {len(run.starts) - 1} times, last at step {last.get('step')}"
-    return said
+        origin["resumed"] = f"resumed {len(run.starts) - 1} times, last at step {last.get('step')}"
+    return origin
 
 
 def _begins_at_cap(run: RecordedRun) -> bool:
-    eta, first, cap = (
-        run.config.get(f"algorithm.{n}")
-        for n in ("dual_learning_rate", "multiplier", "multiplier_max")
-    )
-    return bool(
-        eta
-        and first == cap
-        and (was := run.series.get("dual/multiplier"))
-        and was[1][0] == np.float32(first)
-    )
+    config = run.config
+    first = config.get("algorithm.multiplier")
+    if not config.get("algorithm.dual_learning_rate"):
+        return False
+    if first != config.get("algorithm.multiplier_max") or "dual/multiplier" not in run.series:
+        return False
+    # A method with a lambda of its own records another one than the setting.
+    return bool(run.series["dual/multiplier"][1][0] == np.float32(first))
 
 
 def describe_multiplier(series: Series) -> str:
-    """Describe the course of lambda, budget and discrepancy; empty for a run that recorded none of
-    them.
-    """
-    multiplier, discrepancy = (
-        finite_values(series, name) for name in ("dual/multiplier", "discrepancy/mean")
-    )
-    over = _over(series)
-    said = []
+    """Describe the course of lambda, budget and discrepancy; empty if none of them was recorded."""
+    multiplier = finite_values(series, "dual/multiplier")
+    discrepancy = finite_values(series, "discrepancy/mean")
+    over = _over_budget(series)
+    clauses = []
+
     if len(multiplier):
         first, last, peak = (
             number(float(value)) for value in (multiplier[0], multiplier[-1], multiplier.max())
         )
-        at = int(series["dual/multiplier"][0][np.nanargmax(series["dual/multiplier"][1])])
-        moved = f"lambda went from {first} to {last}, with its peak of {peak} at step {at}"
-        said.append(f"lambda stayed at {first}" if multiplier.min() == multiplier.max() else moved)
+        if multiplier.min() == multiplier.max():
+            clauses.append(f"lambda stayed at {first}")
+        else:
+            steps, values = series["dual/multiplier"]
+            peak_step = steps[np.nanargmax(values)]
+            clauses.append(
+                f"lambda went from {first} to {last}, with its peak of {peak} at step {peak_step}"
+            )
     if len(over):
-        said.append(f"the budget c was exceeded in {over.sum():.0f} of {len(over)} steps")
+        clauses.append(f"the budget c was exceeded in {over.sum()} of {len(over)} steps")
+
     if len(discrepancy) > 1:
-        before, after, which = _ends(discrepancy)
-        how = "fell" if after < before else "rose" if after > before else "stayed"
-        said.append(f"the discrepancy {how} from {number(before)} to {number(after)} ({which})")
-    return "; ".join(said)
+        first, last, steps = _ends(discrepancy)
+        verb = "stayed"
+        if last < first:
+            verb = "fell"
+        elif last > first:
+            verb = "rose"
+        clauses.append(f"the discrepancy {verb} from {number(first)} to {number(last)} ({steps})")
+    return "; ".join(clauses)
 
 
 def overlap(series: Series) -> Fact | None:
-    """Describe the time that sampling ahead saves in a median step, and how; None for a run without
-    it.
-    """
+    """Describe the time that sampling ahead saves in a median step; None for a run without it."""
     if "time/overlap" not in series:
         return None
 
     def seconds(*phases: str) -> str:
-        return (
-            f"{number(sum(_median(finite_values(series, f'time/{phase}')) for phase in phases))} s"
-        )
+        total = sum(_median(finite_values(series, f"time/{phase}")) for phase in phases)
+        return f"{number(total)} s"
 
-    sampling = seconds("generate", "verify", "pack")
-    training = seconds("push", "step")
-    more = (
-        f"a step with {sampling} of sampling and {training} of training takes "
-        f"{seconds('total')}; the trainer waits "
+    return Fact(
+        name="Overlap won",
+        value=f"{seconds('overlap')} a step",
+        details=f"a step with {seconds('generate', 'verify', 'pack')} of sampling and "
+        f"{seconds('push', 'step')} of training takes {seconds('total')}; the trainer waits "
+        f"{seconds('wait')}, the sampler {seconds('engine_idle')}",
     )
-    more += f"{seconds('wait')}, the sampler {seconds('engine_idle')}"
-    return Fact("Overlap won", f"{seconds('overlap')} a step", more)
 
 
 def legs(series: Series) -> Fact | None:
-    """Describe where the gap to the engine was, when it was last looked at; None for a run that did
-    not.
-    """
-    names = "mismatch/leg_decoding_share", "mismatch/leg_decoding", "mismatch/leg_one_pass"
-    if names[0] not in series:
+    """Describe where the gap to the engine was, when last measured; None where it was not."""
+    if "mismatch/leg_decoding_share" not in series:
         return None
-    share, decoding, one_pass = (float(series[name][1][-1]) for name in names)
-    more = (
-        f"step {series[names[0]][0][-1]}: mean |dp| {number(decoding)} to the engine's own "
-        "scores in one pass, "
+    share, decoding, one_pass = (
+        float(series[f"mismatch/leg_{name}"][1][-1])
+        for name in ("decoding_share", "decoding", "one_pass")
     )
-    more += f"{number(one_pass)} from there to the trainer"
-    return Fact("Where the gap is", f"{percent(share)} while the engine decodes", more)
+    return Fact(
+        name="Where the gap is",
+        value=f"{percent(share)} while the engine decodes",
+        details=f"step {series['mismatch/leg_decoding_share'][0][-1]}: mean |dp| "
+        f"{number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from "
+        "there to the trainer",
+    )
 
 
 def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
-    found = []
+    texts = []
     window = max(1, len(finite_values(series, "reward/mean")) // 10)
+    for name, (limit, text) in _SHARES.items():
+        # A teacher teaches where rewards are equal too.
+        if name == "reward/all_equal_groups" and "policy/teacher_kl" in series:
+            continue
+        share = _mean(finite_values(series, name)[-window:])
+        if share > limit:
+            texts.append(text.format(percent(share)))
+    for name, text in _COUNTS.items():
+        total = finite_values(series, name).sum()
+        if total > 0:
+            texts.append(text.format(total))
+
     c = _tolerance(series)
-    for name, (most, text) in _SHARES.items():
-        taught = name == "reward/all_equal_groups" and "policy/teacher_kl" in series
-        if (share := _mean(finite_values(series, name)[-window:])) > most and not taught:
-            found.append(text.format(percent(share)))
-    found += [
-        text.format(total)
-        for name, text in _COUNTS.items()
-        if (total := finite_values(series, name).sum()) > 0
-    ]
-    if c < (floor := _mean(finite_values(series, "mismatch/noise_floor"))):
-        found.append(
+    floor = _mean(finite_values(series, "mismatch/noise_floor"))
+    if c < floor:
+        texts.append(
             f"The budget c = {c:.4g} is below the noise floor {floor:.4g}, the mismatch the "
             "engine shows against itself: no policy can meet it. Raise c."
         )
-    if (stuck := _steps_at_cap(series)) >= _STUCK_STEPS:
-        found.append(
+    stuck = _steps_at_cap(series)
+    if stuck >= _STUCK_STEPS:
+        texts.append(
             f"Lambda stayed at {finite_values(series, 'dual/multiplier').max():.4g} over the last "
             f"{stuck} steps with the budget exceeded: it is at its cap. Raise the cap or c."
         )
-    found += [alarm.text for alarm in alarms(series)]
-    if broken := [name for name, (_, values) in series.items() if not np.isfinite(values).all()]:
-        found.append(f"Values that are not finite were recorded for {', '.join(broken)}.")
-    return found
+
+    texts += [alarm.text for alarm in alarms(series)]
+    broken = [name for name, (_, values) in series.items() if not np.isfinite(values).all()]
+    if broken:
+        texts.append(f"Values that are not finite were recorded for {', '.join(broken)}.")
+    return texts
 
 
 def _steps(series: Series) -> int:
     """The last training step; 0 where only evaluations were recorded."""
-    found = series.get("reward/mean", series.get("policy/loss"))
-    return int(found[0][-1]) if found else 0
+    for name in ("reward/mean", "policy/loss"):
+        if name in series:
+            return int(series[name][0][-1])
+    return 0
 
 
 def _ends(values: np.ndarray) -> tuple[float, float, str]:
-    """The means over the first and the last tenth of the steps, at least one, and which steps these
-    are.
-    """
+    """Means over the first and the last tenth of the steps, at least one, and the steps' name."""
     window = max(1, len(values) // 10)
-    which = f"first and last {f'{window} steps' if window > 1 else 'step'}"
-    return _mean(values[:window]), _mean(values[-window:]), which
+    steps = f"{window} steps" if window > 1 else "step"
+    return _mean(values[:window]), _mean(values[-window:]), f"first and last {steps}"
 
 
 def _tolerance(series: Series) -> float:
@@ -509,50 +595,62 @@ def _median(values: np.ndarray) -> float:
     return float(np.median(values)) if len(values) else math.nan
 
 
-def _over(series: Series) -> np.ndarray:
-    """[n] float64, 1 where what c bounds exceeds it, else 0, at the steps that recorded both."""
-    recorded = (
-        series.get(name, (np.zeros(0), np.zeros(0)))
-        for name in (bounded_metric(series), "dual/tolerance")
-    )
-    (steps, values), (known, tolerance) = recorded
-    _, left, right = np.intersect1d(steps, known, return_indices=True)
-    over = values[left] - tolerance[right]
-    return (over[np.isfinite(over)] > 0).astype(np.float64)
+def _over_budget(series: Series) -> np.ndarray:
+    """[n] bool, whether what c bounds exceeds it, at the steps that recorded both."""
+    if not {bounded_metric(series), "dual/tolerance"} <= series.keys():
+        return np.zeros(0, bool)
+    steps, values = series[bounded_metric(series)]
+    tolerance_steps, tolerance = series["dual/tolerance"]
+    _, at, tolerance_at = np.intersect1d(steps, tolerance_steps, return_indices=True)
+    excess = values[at] - tolerance[tolerance_at]
+    return excess[np.isfinite(excess)] > 0
 
 
 def _steps_at_cap(series: Series) -> int:
-    """Count the steps at the end of the run with lambda at its maximum and the discrepancy over
-    budget.
-    """
+    """Count the last steps with lambda at its maximum and the discrepancy over budget."""
     multiplier = finite_values(series, "dual/multiplier")
-    over = _over(series)
+    over = _over_budget(series)
     if not 0 < len(over) <= len(multiplier) or multiplier.min() == multiplier.max():
         return 0
-    capped = (multiplier[-len(over) :] == multiplier.max()) & (over > 0)
+    capped = (multiplier[-len(over) :] == multiplier.max()) & over
     return len(capped) if capped.all() else int(np.argmin(capped[::-1]))
 
 
-def _scores(series: Series) -> list[tuple[str, np.ndarray, np.ndarray, Callable[[float], str]]]:
-    """(`<task>/avg@K` or `<task>/pass@K`, steps that evaluated it, its values, how to write it),
-    avg@K first.
-    """
-    found = []
-    for name in sorted(
-        (name for name in series if name.startswith("eval/")), key=lambda x: ("/avg@" not in x, x)
-    ):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Score:
+    """A held-out score: `<task>/avg@K` or `<task>/pass@K`, its course, and how to write a value."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+    text: Callable[[float], str]
+
+
+def _scores(series: Series) -> list[_Score]:
+    """The scores at the steps that evaluated them, avg@K first."""
+    scores = []
+    for name in sorted(series, key=lambda name: ("/avg@" not in name, name)):
         steps, values = series[name]
-        if (finite := np.isfinite(values)).any():
-            form = metric_names.form_of_score(name, values[finite], series)
-            found.append((name.removeprefix("eval/"), steps[finite], values[finite], form))
-    return found
+        finite = np.isfinite(values)
+        if name.startswith("eval/") and finite.any():
+            score = _Score(
+                name=name.removeprefix("eval/"),
+                steps=steps[finite],
+                values=values[finite],
+                text=metric_names.form_of_score(name, values[finite], series),
+            )
+            scores.append(score)
+    return scores
 
 
-def _interval(run: RecordedRun, score: str, step: int, form: Callable[[float], str]) -> str:
-    """The 95% interval of a score at one of its steps, where it was recorded."""
-    found = []
+def _score_at(run: RecordedRun, score: _Score, index: int) -> str:
+    """A value of a score, with its 95% interval where it was recorded."""
+    value = score.text(score.values[index])
+    bounds = []
     for bound in ("low", "high"):
-        name = f"eval_interval/{score.rpartition('/')[0]}/{bound}"
+        name = f"eval_interval/{score.name.rpartition('/')[0]}/{bound}"
         steps, values = run.series.get(name, (np.zeros(0), np.zeros(0)))
-        found += map(form, values[steps == step].tolist())
-    return f" (95% interval {found[0]} to {found[1]})" if len(found) == 2 else ""
+        bounds += map(score.text, values[steps == score.steps[index]].tolist())
+    if len(bounds) < 2:
+        return value
+    return f"{value} (95% interval {bounds[0]} to {bounds[1]})"

@@ -1,5 +1,4 @@
-"""Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run
-directory.
+"""Records every token of a step with both its probabilities: rollouts/step_N.parquet of a run.
 
 One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the
 other columns are almost constant, or repeat in a group, and take little. A run whose batches lag
@@ -40,12 +39,26 @@ from dcmdp_jax.observe.jsonl import ROLLOUTS_DIRECTORY
 
 _LOG = logging.getLogger(__name__)
 
-_SCALARS = dict.fromkeys(("step", "completion", "prompt_id"), "int32") | {"source": "string"}
-_SCALARS |= dict.fromkeys(("reward", "advantage"), "float32") | {"top": "string"}
-_LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {
-    "mask": "bool_"
+_SCALARS = {
+    "step": "int32",
+    "completion": "int32",
+    "prompt_id": "int32",
+    "source": "string",
+    "reward": "float32",
+    "advantage": "float32",
+    "top": "string",
 }
-_LISTS |= dict.fromkeys(("train_logprobs", "rollout_logprobs", "start_logprobs"), "float32")
+"""Column with a value for each completion -> pyarrow's name of its type."""
+_LISTS = {
+    "prompt_token_ids": "int32",
+    "token_ids": "int32",
+    "policy_versions": "int32",
+    "mask": "bool_",
+    "train_logprobs": "float32",
+    "rollout_logprobs": "float32",
+    "start_logprobs": "float32",
+}
+"""Column with a list for each completion -> pyarrow's name of its elements' type."""
 
 
 class RolloutWriter:
@@ -97,15 +110,18 @@ class RolloutWriter:
         import pyarrow
         import pyarrow.parquet
 
-        rows = [{"step": step, **each} for each in completions]
+        rows = [{"step": step, **completion} for completion in completions]
         columns = {}
         for name, kind in (_SCALARS | _LISTS).items():
-            if not rows or name in rows[0]:
-                single = getattr(pyarrow, kind)()
-                cells = [np.asarray(row[name]) if name in _LISTS else row[name] for row in rows]
-                columns[name] = pyarrow.array(
-                    cells, pyarrow.list_(single) if name in _LISTS else single
-                )
+            if rows and name not in rows[0]:
+                continue
+            cell_type = getattr(pyarrow, kind)()
+            cells = [row[name] for row in rows]
+            if name in _LISTS:
+                cell_type = pyarrow.list_(cell_type)
+                cells = list(map(np.asarray, cells))
+            columns[name] = pyarrow.array(cells, cell_type)
+
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
@@ -117,20 +133,29 @@ class RolloutWriter:
             pyarrow.parquet.write_table(
                 pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating
             )
-        if (size := temporary.stat().st_size) > self._max_bytes:
+        size = temporary.stat().st_size
+        if size > self._max_bytes:
             temporary.unlink()
-            said = (
+            _LOG.warning(
                 "the tokens of step %d take %.3g MiB, more than the %.3g MiB that %s/ may "
-                "hold: not recorded"
+                "hold: not recorded",
+                step,
+                size / 2**20,
+                self._max_bytes / 2**20,
+                ROLLOUTS_DIRECTORY,
             )
-            _LOG.warning(said, step, size / 2**20, self._max_bytes / 2**20, ROLLOUTS_DIRECTORY)
             return
+
         os.replace(temporary, path)
-        files = [path for _, path in sorted(self._files().items())]
+        files = [path for _, path in sorted(self._files().items())]  # the oldest first
         while len(files) > 1 and sum(path.stat().st_size for path in files) > self._max_bytes:
             files.pop(0).unlink()
 
     def _files(self) -> dict[int, Path]:
-        paths = self._directory.glob("step_*.parquet")
-        named = ((re.fullmatch(r"step_(\d+)\.parquet", path.name), path) for path in paths)
-        return {int(found[1]): path for found, path in named if found}
+        """The recording of each step."""
+        files = {}
+        for path in self._directory.glob("step_*.parquet"):
+            match = re.fullmatch(r"step_(\d+)\.parquet", path.name)
+            if match:
+                files[int(match[1])] = path
+        return files

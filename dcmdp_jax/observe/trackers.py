@@ -1,6 +1,7 @@
 """Mirrors of a run's metrics and samples: Weights & Biases and Trackio."""
 
 import contextlib
+import functools
 import importlib
 import json
 import sys
@@ -49,34 +50,33 @@ class Tracker:
         identity = run_dir / f"{kind}_run_id"
         if not identity.exists() or not identity.read_text().strip():
             atomic_write(identity, uuid.uuid4().hex)
+        run_id = identity.read_text().strip()
+        config = None
+        if (run_dir / CONFIG_FILE).exists():
+            config = json.loads((run_dir / CONFIG_FILE).read_text())
+
         name = run_dir.resolve().name
-        unique = identity.read_text().strip()
-        config = (
-            json.loads((run_dir / CONFIG_FILE).read_text())
-            if (run_dir / CONFIG_FILE).exists()
-            else None
-        )
-        settings: dict[str, Any] = {"project": project, "resume": "allow", "config": config}
         if kind == "wandb":
-            settings |= {"name": name, "id": unique, "dir": str(run_dir)}
+            start = functools.partial(self._package.init, name=name, id=run_id, dir=str(run_dir))
         else:  # Trackio knows a run by its name.
-            settings |= {
-                "name": f"{name}-{unique[:8]}",
-                "embed": False,
-                "auto_log_gpu": False,
-                "auto_log_cpu": False,
-            }
+            start = functools.partial(
+                self._package.init,
+                name=f"{name}-{run_id[:8]}",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                self.run = self._package.init(**settings)
+                self.run = start(project=project, resume="allow", config=config)
         except Exception as error:  # the package's own exceptions, or its HTTP client's
             raise UserError(
                 f"{_NAMES[kind]} did not start ({one_line(error)}); {_OFFLINE[kind]}"
             ) from error
         self._steps = kind == "trackio"
         if kind == "wandb":
-            # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours
-            # is the axis.
+            # W&B refuses steps that go backwards, as after a resume: it counts lines, the axis is
+            # our step.
             self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -103,8 +103,6 @@ class Tracker:
 
 def _cell(value: Any) -> Any:
     """A number or a text: a chat is its JSON."""
-    return (
-        value
-        if isinstance(value, int | float | str | None)
-        else json.dumps(value, ensure_ascii=False, default=str)
-    )
+    if isinstance(value, int | float | str | None):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

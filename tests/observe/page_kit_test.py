@@ -10,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dcmdp_jax.observe.page_kit import inline_svg, make_figure, render_page, style_axes, title_of
+from dcmdp_jax.observe.report import Fact
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +24,7 @@ def _figure(title):
 _CONTENT = {
     "title": "<b>",
     "labels": ["<b>"],
-    "facts": [("<i>", "1 & 2", '"')],
+    "facts": [Fact(name="<i>", value="1 & 2", details='"')],
     "problems": ["</li>"],
     "verdicts": ["</p>"],
     "provenance": [],

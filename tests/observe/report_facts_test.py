@@ -1,5 +1,6 @@
 """Facts and warnings of a run by hand."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -23,8 +24,12 @@ def _series(values, first=1):
     return np.arange(first, first + len(values)), values
 
 
+def _texts(facts):
+    return [dataclasses.astuple(fact) for fact in facts]
+
+
 def _run(series, **config):
-    return RecordedRun("run", series, config, [], [], {})
+    return RecordedRun(label="run", series=series, config=config)
 
 
 def test_facts_by_hand():
@@ -39,10 +44,8 @@ def test_facts_by_hand():
         "throughput/tokens_per_second": _series([10.0, 100.0, 120.0]),
         "time/total": _series([60.0, 2.0, 1.0]),
     }
-    found = facts(
-        _run(series, **{"rollout.engine": "vllm", "rollout.precision": "fp8", "model.path": "m"})
-    )
-    assert found == [
+    run = _run(series, **{"rollout.engine": "vllm", "rollout.precision": "fp8", "model.path": "m"})
+    assert _texts(facts(run)) == [
         ("Training steps", "20", ""),
         # Two of twenty steps at either end, not the single noisy first and last.
         ("Training reward", "0.500 → 0.750", "mean of first and last 2 steps"),
@@ -68,7 +71,7 @@ def test_facts_by_hand():
         ("Started from", "m", ""),
     ]
     # Up to step 10 the score was at its best, and the later noise floor was not measured.
-    before = {name: value for name, value, _ in facts(_run(series).until(10))}
+    before = {fact.name: fact.value for fact in facts(_run(series).until(10))}
     assert (before["Training steps"], before["Held-out math/avg@4"]) == ("10", "25.0% → 75.0%")
     assert before["Noise floor"] == "0.001"
 
@@ -92,8 +95,8 @@ def test_what_each_replica_did_and_where(tmp_path):
         (tmp_path / "vllm" / str(replica) / "nodes.txt").write_text(
             "".join(f"{node}\n" for node in nodes)
         )
-    run = read_run(tmp_path, without_metrics=True)._replace(series=series)
-    assert [fact for fact in facts(run) if fact.name.startswith("Replica")] == [
+    run = dataclasses.replace(read_run(tmp_path, without_metrics=True), series=series)
+    assert _texts(fact for fact in facts(run) if fact.name.startswith("Replica")) == [
         ("Replica 0", "2,000 tokens", "1:01 at work, 0 restarts; on 10.0.0.2 (ab)"),
         ("Replica 1", "50 tokens", "0:02 at work, 2 restarts; on 10.0.0.3 (cd), 10.0.0.4 (ef)"),
     ]
@@ -107,7 +110,7 @@ def test_share_over_tolerance_compares_the_same_steps():
         "discrepancy/mean": (np.array([1, 2, 3]), np.array([9.0, 1.0, math.nan])),
         "dual/tolerance": (np.array([2, 3]), np.array([2.0, 2.0])),
     }
-    assert facts(_run(series))[1] == (
+    assert _texts(facts(_run(series)))[1] == (
         "Mean discrepancy",
         "5",
         "budget c = 2, exceeded in 0.0% of steps",
@@ -140,9 +143,9 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     series = {
         f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()
     }
-    _, won, how = overlap(series)
-    assert won == "1.8 s a step"
-    assert how == (
+    fact = overlap(series)
+    assert fact.value == "1.8 s a step"
+    assert fact.details == (
         "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits 1.2 s, "
         "the sampler 0.2 s"
     )
@@ -150,14 +153,13 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
 
 
 def test_what_was_not_recorded_is_no_fact():
-    found = facts(_run({"eval/a/avg@8": _series([0.5], 0)}))
-    assert [name for name, _, _ in found] == ["Training steps", "Held-out a/avg@8"] and found[
-        0
-    ].value == "0"
+    steps, score = facts(_run({"eval/a/avg@8": _series([0.5], 0)}))
+    assert (steps.name, steps.value) == ("Training steps", "0")
+    assert score.name == "Held-out a/avg@8"
     unmeasured = facts(
         _run({"discrepancy/mean": _series([0.5]), "throughput/tokens_per_second": _series([2.0])})
     )
-    assert unmeasured[1:] == [
+    assert _texts(unmeasured[1:]) == [
         ("Mean discrepancy", "0.5", "no budget c yet"),
         ("Throughput", "2 tokens/s", "median step; - in training steps"),
     ]
@@ -222,14 +224,13 @@ def test_where_the_gap_lies_is_of_the_last_step_that_looked():
         f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values))
         for name, values in names.items()
     }
-    _, share, more = legs(series)
+    fact = legs(series)
     # A share of -0.0004 is no "-0%".
     none = series | {"mismatch/leg_decoding_share": (np.array([1]), np.array([-0.0004]))}
     assert legs(none).value == "0.0% while the engine decodes"
-    assert share == "25.0% while the engine decodes"
-    assert (
-        more
-        == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to "
+    assert fact.value == "25.0% while the engine decodes"
+    assert fact.details == (
+        "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to "
         "the trainer"
     )
     assert legs({}) is None
@@ -244,6 +245,6 @@ def test_the_sentence_of_a_supervised_run_names_no_engine():
         "rollout.engine": "local",
         "rollout.precision": "exact",
     }
-    said = verdict(RecordedRun("run", series, config, [], [], {}))
+    said = verdict(RecordedRun(label="run", series=series, config=config))
     # A loss is no share: not "from 75% to 50%".
     assert said == "2 supervised steps of m: held-out rows/loss went from 0.75 to 0.5."
