@@ -2,6 +2,7 @@
 theirs.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -18,7 +19,7 @@ def test_a_certificate_has_the_numbers_of_each_engine():
     p, q = ([np.log(np.array(x, np.float32))] for x in ([0.5, 0.8], [0.4, 0.9]))
     pairs = make_pairs([np.array([1, 2])], p, q)
     source = {"model": "m", "family": "qwen3", "sampled by": "local:int8"}
-    probe = {"pairs": [{"source": source, "statistics": measure(pairs)._asdict()}]}
+    probe = {"pairs": [{"source": source, "statistics": dataclasses.asdict(measure(pairs))}]}
     record = certificates.certificate(probe, ["--model=a b"])
     (row,) = record["engines"]
     # logit 0.5 - logit 0.4 = ln 1.5; logit 0.8 - logit 0.9 = ln 4 - ln 9: mean of sizes (0.405 +

@@ -284,10 +284,10 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is not finite is None."""
-        findings = [
-            each._asdict() | {"title": each.title, "remedy": each.remedy} for each in self.findings
-        ]
-        return json_values(dataclasses.asdict(self) | {"findings": findings})
+        record = dataclasses.asdict(self)
+        for plain, finding in zip(record["findings"], self.findings, strict=True):
+            plain |= {"title": finding.title, "remedy": finding.remedy}
+        return json_values(record)
 
 
 def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:

@@ -1,11 +1,10 @@
-"""The kinds of mismatch: a title and a remedy for each, with the framework's own setting where it
-is known.
-"""
+"""The kinds of mismatch: title, remedy, and the framework's own setting where it is known."""
 
-from typing import NamedTuple
+import dataclasses
 
 
-class Cause(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cause:
     """A kind of mismatch.
 
     Attributes:
@@ -21,27 +20,27 @@ class Cause(NamedTuple):
 
 
 CAUSES = {
-    "clean": Cause("no mismatch above the noise floor", "Nothing to do.", False),
+    "clean": Cause("no mismatch above the noise floor", "Nothing to do.", defect=False),
     "rounding": Cause(
         "rounding noise of the compute dtype",
         "Bound it by c, or compute both sides in float32 or with the same kernels.",
-        False,
+        defect=False,
     ),
     "quantized_weights": Cause(
         "quantized weights of the engine",
         "Bound it by c, correct it by importance weights, or train through the same quantization.",
-        False,
+        defect=False,
     ),
     "quantized_cache": Cause(
         "quantized key-value cache of the engine",
         "Bound it by c, calibrate the cache's scales, or keep the cache in the compute dtype.",
-        False,
+        defect=False,
     ),
     "merge": Cause(
         "rounding of adapters where they are merged into the weights",
         "Bound it by c, or hold the engine's weights in more bits; it falls as the adapters' "
         "change grows.",
-        False,
+        defect=False,
     ),
     "temperature": Cause(
         "sampling temperature not accounted for",
@@ -126,7 +125,7 @@ CAUSES = {
         "recurrent state while decoding",
         "Bound it by c: an engine sums token by token, a trainer in chunks. In float32 keep its "
         "state so too.",
-        False,
+        defect=False,
     ),
     **{
         operator: Cause(
@@ -146,23 +145,24 @@ CAUSES = {
         "other weights or another precision",
         "Probe the two engines with the model (and with --earlier weights): re-scoring tells "
         "these causes apart.",
-        False,
+        defect=False,
     ),
     "unchecked": Cause(
         "no mismatch between the two columns; whether the tokens come from them was not checked",
         "Record entropies, or score with the training stack: then raw log-probs on both sides "
         "show.",
-        False,
+        defect=False,
     ),
     "too_few": Cause(
         "too few tokens for a verdict",
         "Record more completions, or probe the two engines with the model.",
-        False,
+        defect=False,
     ),
 }
 
 
-class Finding(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
     """A cause and why it is named.
 
     Attributes:
@@ -211,7 +211,10 @@ def setting_of(cause: str, framework: str) -> str:
     """Setting of a framework that the remedy of a cause is about; "" if it is not known."""
     if (framework, cause) == ("verl", "raw_logprobs"):
         return "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
-    prefix = _SAMPLING.get(framework, "")
+    if framework not in _SAMPLING:
+        return ""
+    prefix = _SAMPLING[framework]
     names = _SETTINGS.get(cause, ())
-    dashed = (name.replace("_", "-") if prefix.startswith("--") else name for name in names)
-    return ", ".join(prefix + name for name in dashed) if prefix else ""
+    if prefix.startswith("--"):
+        names = [name.replace("_", "-") for name in names]
+    return ", ".join(prefix + name for name in names)

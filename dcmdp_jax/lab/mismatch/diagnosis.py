@@ -1,6 +1,6 @@
 """Name the likely cause of a mismatch from measured evidence. Pure: no engine, no file."""
 
-import functools
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,53 +10,101 @@ from dcmdp_jax.lab.mismatch.evidence import (
     ALL_SHIFTED,
     CERTAIN,
     LARGE_LOG_RATIO,
+    LEAST_DEVIATION,
     RELATED,
     Evidence,
     Lifted,
+    fisher_z,
     least_unrelated,
     outliers,
 )
 from dcmdp_jax.observe.legs import DECODING
 
+# The thresholds are ours, set as those of `evidence`. What a verdict needs:
+
 FEWEST_TOKENS = 200
+"""Tokens; the columns alone give no verdict with fewer."""
 FEWEST_COMPLETIONS = 8
-"""With fewer, the columns alone give no verdict."""
+"""Completions; the columns alone give no verdict with fewer."""
+_FEWEST_UNCERTAIN = 32
+"""Tokens with p and q below 0.9, for a verdict on the distribution they come from."""
+_SAMPLE_SHARE = 0.5
+"""Effective share of the tokens under weights p / q, for a mean of p / q to be trusted."""
+
+# Rounding.
+
 FLOAT32_ROUNDING = 1e-5
 """Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured."""
 _TIMES = 3.0
-# SmolLM2-135M in bfloat16: median 0.021 to 0.031 nats, root mean square up to 0.06
-# (research/causes.md).
+"""Mean |p - q| that is still rounding, in multiples of a noise floor or of measured rounding."""
 _ROUNDING_LOG_RATIO = 0.04
+"""Nats, median |d|: 0.021 to 0.031 for SmolLM2-135M in bfloat16 (research/causes.md)."""
 _ROUNDING_SQUARE = 0.15**2
+"""Nats squared, mean of d^2: up to 0.06 squared there."""
+
+# Shares of the mismatch.
+
 _EXPLAINED = 0.5
+"""What one change explains if it is a cause: more than all others together."""
 _EXPLAINED_ALONE = 0.9
+"""What one change explains if nothing else needs to be looked for first."""
 _LIFTED_AT_ALL = 0.1
-_MISSING_MASS = 0.005
-_SAMPLE_SHARE = 0.5
-_SHARPER_ALIGNED = 0.85
-_COLD_ALIGNED = 0.75
-_COLD = 0.2
-_FLATTER_ALIGNED = -0.96
-_FLATTEST = -0.6
-_LEAST_POWER = 0.02
-_LEAST_LOWERED = 0.01
-_FEWEST_UNCERTAIN = 32
-_CORRELATED = 0.97
-_LEAST_SPREAD = 0.03
-_SPREAD_TIMES = 5.0
-_LEAST_SURPRISE = 0.01
-_SURPRISE_TIMES = 3.0
-# Columns of really other weights: 0.97 for a policy 32 steps older, 0.8 at 3 bits, 0.4 to 0.6 with
-# noise of half the weights' size, 0.1 to 0.2 with as much noise as weights (research/causes.md).
-_NO_RELATION = 0.3
+"""What goes without a setting of the engine if the setting matters at all."""
 _PENALTY_SHARE = 0.08
-_LEAST_PENALTY = 0.005
+"""Part of mean d^2: 15% to 70% with a repetition penalty, at most 3% without one."""
+
+# Support.
+
+_MISSING_MASS = 0.005
+"""Probability that an engine leaves out; less is not called a cut, however certain it is."""
+
+# Powers, q = p^(1 + b) / Z, which a temperature of 1 / (1 + b) gives.
+
+_SHARPER_ALIGNED = 0.85
+"""Least correlation of log q - log p with log p + H for b > 0; noise has less than 0.3."""
+_COLD = 0.2
+"""Nats below the entropy, where no noise leads."""
+_COLD_ALIGNED = 0.75
+"""Least correlation that far below the entropy: nearly all log q are near 0."""
+_FLATTER_ALIGNED = -0.96
+"""Largest correlation for b < 0: a wild p comes near -1 too."""
+_FLATTEST = -0.6
+"""Least b, a temperature of 2.5: a wild p has a slope of -1."""
+_LEAST_POWER = 0.02
+"""Least |b|: a temperature of 0.98 or 1.02."""
+_CORRELATED = 0.97
+"""Least correlation of the columns, where their spread alone shows a temperature."""
+_LEAST_SPREAD = 0.03
+"""Least |log of the spread's ratio|."""
+_SPREAD_TIMES = 5.0
+"""The same, in multiples of 1 - correlation^2, which noise of that size leaves."""
+_LEAST_LOWERED = 0.01
+"""Share of tokens that q finds less likely than p; a cut alone leaves none."""
 _VARIANCE_FALLS = 1.6
+"""Variance of the surprise today over that at the temperatures that would have been seen."""
+
+# Surprise, mean of -log p - H.
+
+_LEAST_SURPRISE = 0.01
+"""Nats; a smaller deviation is not called one, however certain it is."""
+_SURPRISE_TIMES = 3.0
+"""The surprise of tokens from q, in multiples of sqrt(variance x mean d^2), at most."""
+
+# Others.
+
+_LEAST_PENALTY = 0.005
+"""Nats by which tokens that the completion had are less likely than new ones."""
 _OLDER_TIMES = 2.0
+"""Mean |p - q| of tokens from older weights, in multiples of that of the newest."""
+_NO_RELATION = 0.3
+"""Largest correlation of columns without any relation. Columns of really other weights: 0.97 for
+a policy 32 steps older, 0.8 at 3 bits, 0.4 to 0.6 with noise of half the weights' size, 0.1 to 0.2
+with as much noise as weights (research/causes.md).
+"""
 
 
 def _say(cause: str, *evidence: str) -> Finding:
-    return Finding(cause, evidence)
+    return Finding(cause=cause, evidence=evidence)
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
@@ -95,47 +143,41 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     Where no defect is found the last line says the least of each that would have been, and what
     could not be checked. Identical completions are named in addition to any other cause.
     """
-    found = _causes(evidence)
-    if evidence.identical > 1 and found[0].cause != "too_few":
-        said = (
-            f"{evidence.identical} of {evidence.completions} completions equal another one "
-            "token by token"
+    findings = _causes(evidence)
+    if evidence.identical > 1 and findings[0].cause != "too_few":
+        identical = _say(
+            "identical",
+            f"{evidence.identical} of {evidence.completions} completions equal another one token "
+            "by token; likelier ones are left out: of these fewer than 1 in 1,000 recordings has "
+            "any by chance.",
         )
-        chance = (
-            "likelier ones are left out: of these fewer than 1 in 1,000 recordings has any "
-            "by chance"
-        )
-        found.insert(
-            len(found) if CAUSES[found[0].cause].defect else 0,
-            _say("identical", f"{said}; {chance}."),
-        )
-    return [one._replace(setting=setting_of(one.cause, evidence.framework)) for one in found]
+        findings.insert(len(findings) if CAUSES[findings[0].cause].defect else 0, identical)
+    return [
+        dataclasses.replace(finding, setting=setting_of(finding.cause, evidence.framework))
+        for finding in findings
+    ]
 
 
-def _causes(e: Evidence) -> list[Finding]:
-    few = e.tokens < FEWEST_TOKENS or e.completions < FEWEST_COMPLETIONS
-    if few and not e.explanations and not e.lifted:
+def _causes(evidence: Evidence) -> list[Finding]:
+    few = evidence.tokens < FEWEST_TOKENS or evidence.completions < FEWEST_COMPLETIONS
+    if few and not evidence.explanations and not evidence.lifted:
         return [
             _say(
                 "too_few",
-                f"{e.tokens:,} tokens of {e.completions:,} completions are not enough: at least "
-                f"{FEWEST_TOKENS} of {FEWEST_COMPLETIONS} are.",
+                f"{evidence.tokens:,} tokens of {evidence.completions:,} completions are not "
+                f"enough: at least {FEWEST_TOKENS} of {FEWEST_COMPLETIONS} are.",
             )
         ]
     # Over a large vocabulary an engine of random weights has p and q near 0.
-    rounded = FLOAT32_ROUNDING if e.median_log_ratio <= LARGE_LOG_RATIO else 0.0
-    if e.mean <= max(e.floor or 0.0, rounded):
-        return [_agreeing(e)]
-    by_columns = () if few else (_by_columns,)
-    found: dict[str, Finding] = {}
-    for rule in (
-        functools.partial(_explained, least=_EXPLAINED_ALONE),
-        *by_columns,
-        _lifted,
-        _explained,
-    ):
-        for finding in rule(e):
-            found.setdefault(finding.cause, finding)
+    rounded = FLOAT32_ROUNDING if evidence.median_log_ratio <= LARGE_LOG_RATIO else 0.0
+    if evidence.mean <= max(evidence.floor or 0.0, rounded):
+        return [_agreeing(evidence)]
+
+    candidates = list(_explained(evidence, _EXPLAINED_ALONE))
+    if not few:
+        candidates += _by_columns(evidence)
+    candidates += _lifted(evidence)
+    candidates += _explained(evidence)
     for rule in (
         _unsampled,
         _others_tokens,
@@ -146,85 +188,92 @@ def _causes(e: Evidence) -> list[Finding]:
         _settings,
         _nothing_in_common,
     ):
-        if not found:
-            found = {finding.cause: finding for finding in rule(e)}
-    if not found:
-        found["undetermined"] = _say(
-            "undetermined",
-            f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats.",
-            *_temperature(e)[1],
+        if not candidates:
+            candidates = list(rule(evidence))
+    if not candidates:
+        level = f"Mean |dp| {evidence.mean:.2g}, median |log-ratio| "
+        level += f"{evidence.median_log_ratio:.2g} nats."
+        candidates = [_say("undetermined", level, *_temperature(evidence)[1])]
+
+    by_cause: dict[str, Finding] = {}
+    for finding in candidates:
+        by_cause.setdefault(finding.cause, finding)
+    findings = list(by_cause.values())
+    if not any(CAUSES[cause].defect for cause in by_cause):
+        findings[-1] = dataclasses.replace(
+            findings[-1],
+            evidence=(*findings[-1].evidence, *_power_of_tests(evidence)),
+            note="; sampling not checked" if np.isnan(evidence.surprise.mean) else "",
         )
-    if not any(CAUSES[cause].defect for cause in found):
-        cause, finding = found.popitem()
-        note = "; sampling not checked" if np.isnan(e.surprise.mean) else ""
-        found[cause] = Finding(cause, (*finding.evidence, *_power_of_tests(e)), note)
-    return list(found.values())
+    return findings
 
 
-def _agreeing(e: Evidence) -> Finding:
-    bound = (
-        f"the noise floor {e.floor:.2g}" if e.floor and e.mean <= e.floor else "what float32 rounds"
-    )
-    line = f"Mean |dp| {e.mean:.2g} is within {bound}."
-    if np.isnan(e.surprise.mean):
+def _agreeing(evidence: Evidence) -> Finding:
+    bound = "what float32 rounds"
+    if evidence.floor and evidence.mean <= evidence.floor:
+        bound = f"the noise floor {evidence.floor:.2g}"
+    line = f"Mean |dp| {evidence.mean:.2g} is within {bound}."
+    surprise = evidence.surprise
+    if np.isnan(surprise.mean):
         return _say(
             "unchecked", line, "Not checked, for want of entropies: raw log-probs on both sides."
         )
-    if e.surprise.below(0) or e.surprise.above(0):
-        return _say("raw_logprobs", line, _sampled_elsewhere(e))
+    if surprise.differs(0):
+        return _say("raw_logprobs", line, _sampled_elsewhere(evidence))
     return _say(
         "clean",
         line,
-        f"Surprise less entropy {e.surprise}: raw log-probs on both sides would have shown from "
-        f"{e.surprise.margin + 0.003:.2g} nats on.",
+        f"Surprise less entropy {surprise}: raw log-probs on both sides would have shown from "
+        f"{surprise.margin + LEAST_DEVIATION:.2g} nats on.",
     )
 
 
-def _sampled_elsewhere(e: Evidence) -> str:
-    less = "less" if e.surprise.mean < 0 else "more"
-    which = "sharper or narrower" if e.surprise.mean < 0 else "flatter"
+def _sampled_elsewhere(evidence: Evidence) -> str:
+    surprise = evidence.surprise
+    less, shape = ("less", "sharper or narrower") if surprise.mean < 0 else ("more", "flatter")
     return (
-        f"The tokens are {abs(e.surprise.mean):.3f} +- {e.surprise.error:.3f} nats {less} "
-        f"surprising than the training stack's entropy: they were sampled from a {which} "
-        "distribution."
+        f"The tokens are {abs(surprise.mean):.3f} +- {surprise.error:.3f} nats {less} surprising "
+        f"than the training stack's entropy: they were sampled from a {shape} distribution."
     )
 
 
-def _explained(e: Evidence, least: float = _EXPLAINED) -> Iterator[Finding]:
+def _explained(evidence: Evidence, least: float = _EXPLAINED) -> Iterator[Finding]:
     """The best re-scoring if its share is at least `least`."""
-    ranked = sorted(e.explanations, key=lambda each: -each.share)
-    if not ranked or (best := ranked[0]).share < least:
+    ranked = sorted(evidence.explanations, key=lambda explanation: -explanation.share)
+    if not ranked or ranked[0].share < least:
         return
+    best = ranked[0]
     cause = best.cause
     lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
-        whose, said = _which_temperature(e)
-        cause = whose or cause
-        lines.append(said)
-    lines += [f"Next best: {second.name}: {max(second.share, 0):.0%}." for second in ranked[1:2]]
+        whose_cause, reason = _which_temperature(evidence)
+        cause = whose_cause or cause
+        lines.append(reason)
+    if len(ranked) > 1:
+        lines.append(f"Next best: {ranked[1].name}: {max(ranked[1].share, 0):.0%}.")
     yield _say(cause, *lines)
 
 
-def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]:
-    """Tell whose log-probs belong to another distribution than the tokens: the training stack's or
-    the engine's.
+def _which_temperature(evidence: Evidence, expected: float = np.inf) -> tuple[str, str]:
+    """Tell whether the training stack's or the engine's log-probs are not what sampled the tokens.
 
     Args:
-        e: the evidence.
+        evidence: the evidence.
         expected: size of the surprise in nats if they are the training stack's.
 
     Returns:
         The cause and why; "" if the tokens are too few to tell.
     """
-    if not np.isnan(e.surprise.mean):
-        gap = f"Surprise less entropy under the training stack: {e.surprise} nats"
-        off = e.surprise.below(0) or e.surprise.above(0)
-        told = off or e.surprise.margin < expected / 2
+    surprise = evidence.surprise
+    if not np.isnan(surprise.mean):
+        gap = f"Surprise less entropy under the training stack: {surprise} nats"
+        off = surprise.differs(0)
+        certain = off or surprise.margin < expected / 2
     else:
-        gap = f"Mean q / p: {e.inverse_ratio}, mean p / q: {e.ratio}"
-        off = e.inverse_ratio.below(1) or e.inverse_ratio.above(1)
-        told = off != (e.ratio.below(1) or e.ratio.above(1))
-    if not told:
+        gap = f"Mean q / p: {evidence.inverse_ratio}, mean p / q: {evidence.ratio}"
+        off = evidence.inverse_ratio.differs(1)
+        certain = off != evidence.ratio.differs(1)
+    if not certain:
         return "", f"{gap}: too few tokens to tell whose."
     if off:
         return "temperature", f"{gap}: the tokens were not sampled from its distribution."
@@ -234,252 +283,288 @@ def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]
     )
 
 
-def _by_columns(e: Evidence) -> Iterator[Finding]:
-    """What the columns show alone; of columns that are shifted against each other nothing else is
-    asked.
-    """
-    if e.course:
-        yield _say("unseen_updates", e.course)
-    if (found := e.filled) is not None:
+def _by_columns(evidence: Evidence) -> Iterator[Finding]:
+    """What the columns show alone; only that, if nearly all are shifted or unrelated."""
+    columns = evidence.columns
+    completions = evidence.completions
+    if evidence.course:
+        yield _say("unseen_updates", evidence.course)
+    filled = evidence.filled
+    if filled is not None:
         yield _say(
             "filled",
-            f"The {found.column}'s log-prob is exactly {found.value:g} on {found.tokens:,} tokens "
-            f"where the other's is not near: {found.last} completions end with such a token, "
-            f"{found.first} completions begin with one.",
+            f"The {filled.column}'s log-prob is exactly {filled.value:g} on {filled.tokens:,} "
+            f"tokens where the other's is not near: {filled.last} completions end with such a "
+            f"token, {filled.first} completions begin with one.",
         )
-    if e.columns.shifts:
-        yield _shifted(e)
-        if sum(e.columns.shifts.values()) > ALL_SHIFTED * e.completions:
+    if columns.shifts:
+        yield _shifted(evidence)
+        if sum(columns.shifts.values()) > ALL_SHIFTED * completions:
             return
-    if e.columns.exchanged:
+    if columns.exchanged:
         yield _say(
             "misaligned",
-            f"{e.columns.exchanged} of {e.completions} completions or more have another one's "
+            f"{columns.exchanged} of {completions} completions or more have another one's "
             "log-probs: unrelated to their own, correlated with the other's.",
         )
-    if e.columns.unrelated:
+    if columns.unrelated:
         yield _say(
             "unrelated",
-            f"In {e.columns.unrelated} of {e.completions} completions the columns have nothing in "
+            f"In {columns.unrelated} of {completions} completions the columns have nothing in "
             "common, and the engine's did not sample the tokens: mean min(p / q, 4) is above 1 "
             "in these, which no weights give.",
-            "Correlation of log p with log q over all completions: "
-            f"{e.columns.correlations[0]:.2f}.",
+            f"Correlation of log p with log q over all completions: {columns.correlations[0]:.2f}.",
         )
-        if e.columns.unrelated + e.columns.exchanged > ALL_SHIFTED * e.completions:
+        if columns.unrelated + columns.exchanged > ALL_SHIFTED * completions:
             return
-    yield from _support(e)
-    if e.broken > 0:
+    yield from _support(evidence)
+    if evidence.broken > 0:
         yield _say(
             "retokenization",
-            f"In {e.broken:.1%} of the completions the columns agree up to one token and have "
-            "nothing to do with each other from there on: correlation "
-            f"{e.broken_correlation:.2f}, elsewhere {e.whole_correlation:.2f}.",
+            f"In {evidence.broken:.1%} of the completions the columns agree up to one token and "
+            "have nothing to do with each other from there on: correlation "
+            f"{evidence.broken_correlation:.2f}, elsewhere {evidence.whole_correlation:.2f}.",
         )
-    older = _OLDER_TIMES * (fresh.mean + fresh.margin) if (fresh := e.lag_means.get(0)) else np.inf
-    if any(each.mean - each.margin > older for each in e.lag_means.values()):
-        said = ", ".join(f"{lag}: {each.mean:.2g}" for lag, each in sorted(e.lag_means.items()))
-        yield _say("stale_weights", f"Mean |dp| by the age of the weights in steps: {said}.")
-    if e.start > LARGE_LOG_RATIO and e.start_excess.above(0):
+    yield from _stale(evidence)
+    if evidence.start > LARGE_LOG_RATIO and evidence.start_excess.above(0):
         yield _say(
             "chat_template",
-            f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and "
-            f"{e.start_expected:.2g} over later ones that the engine finds as likely: the "
-            "completions begin in different contexts.",
+            f"Mean |log-ratio| is {evidence.start:.2g} nats over the first tokens of a completion "
+            f"and {evidence.start_expected:.2g} over later ones that the engine finds as likely: "
+            "the completions begin in different contexts.",
         )
-    cause, said = _temperature(e)
+    cause, lines = _temperature(evidence)
     if cause:
-        yield _say(cause, *said)
-    if e.penalty_share >= _PENALTY_SHARE and e.penalty.above(0, _LEAST_PENALTY):
+        yield _say(cause, *lines)
+    share = evidence.penalty_share
+    if share >= _PENALTY_SHARE and evidence.penalty.above(0, _LEAST_PENALTY):
         yield _say(
             "penalty",
-            f"Tokens that the completion already had are {e.penalty} nats less likely for the "
-            f"engine than new ones: {e.penalty_share:.0%} of the mean square of the log-ratio.",
+            f"Tokens that the completion already had are {evidence.penalty} nats less likely for "
+            f"the engine than new ones: {share:.0%} of the mean square of the log-ratio.",
         )
 
 
-def _shifted(e: Evidence) -> Finding:
+def _stale(evidence: Evidence) -> Iterator[Finding]:
+    means = evidence.lag_means
+    if 0 not in means:
+        return
+    older = _OLDER_TIMES * (means[0].mean + means[0].margin)
+    if any(mean.mean - mean.margin > older for mean in means.values()):
+        by_age = ", ".join(f"{lag}: {mean.mean:.2g}" for lag, mean in sorted(means.items()))
+        yield _say("stale_weights", f"Mean |dp| by the age of the weights in steps: {by_age}.")
+
+
+def _shifted(evidence: Evidence) -> Finding:
     """Which completions are shifted, and where to."""
-    shifted = sum(e.columns.shifts.values())
+    shifts = evidence.columns.shifts
+    shifted = sum(shifts.values())
     places = []
-    for by, count in e.columns.shifts.items():
-        place = f"{abs(by)} place{'s' * (abs(by) > 1)} {'earlier' if by > 0 else 'later'}"
-        places.append(place if len(e.columns.shifts) == 1 else f"{place} in {count}")
-    share = f"in {shifted} of {e.completions} completions ({shifted / e.completions:.0%})"
-    some = "" if shifted > ALL_SHIFTED * e.completions else f" {share}"
+    for by, count in shifts.items():
+        plural = "s" if abs(by) > 1 else ""
+        shift = f"{abs(by)} place{plural} {'earlier' if by > 0 else 'later'}"
+        places.append(shift if len(shifts) == 1 else f"{shift} in {count}")
+    where = ""
+    if shifted <= ALL_SHIFTED * evidence.completions:
+        share = shifted / evidence.completions
+        where = f" in {shifted} of {evidence.completions} completions ({share:.0%})"
     correlations = ", ".join(
-        f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items())
+        f"{by:+d}: {value:.2f}" for by, value in sorted(evidence.columns.correlations.items())
     )
     return _say(
         "misaligned",
-        f"The training stack's column is shifted{some}: it fits the engine's {', '.join(places)}.",
+        f"The training stack's column is shifted{where}: it fits the engine's {', '.join(places)}.",
         f"Correlation of log p with log q of the same token (+0) and others there: {correlations}.",
     )
 
 
-def _unsampled(e: Evidence) -> Iterator[Finding]:
+def _unsampled(evidence: Evidence) -> Iterator[Finding]:
     """Tokens from q have E[p / q] = sum of q p / q over q > 0 = p(q > 0) <= 1, whatever p is."""
-    if not (e.ratio.above(1) or e.capped_ratio.above(1)):
+    if not (evidence.ratio.above(1) or evidence.capped_ratio.above(1)):
         return
-    if np.isnan(e.surprise.mean):
-        fits = not (e.inverse_ratio.below(1) or e.inverse_ratio.above(1))
-        said = f"Mean q / p: {e.inverse_ratio}"
+    if np.isnan(evidence.surprise.mean):
+        fits = not evidence.inverse_ratio.differs(1)
+        line = f"Mean q / p: {evidence.inverse_ratio}"
     else:
-        fits = not (e.surprise.below(0) or e.surprise.above(0))
-        said = f"Surprise less entropy: {e.surprise} nats"
-    said += ", as for tokens sampled from p." if fits else ": they were not sampled from p either."
+        fits = not evidence.surprise.differs(0)
+        line = f"Surprise less entropy: {evidence.surprise} nats"
+    line += ", as for tokens sampled from p." if fits else ": they were not sampled from p either."
     yield _say(
-        "raw_logprobs" if fits and e.correlation > RELATED else "unsampled",
-        f"Mean p / q = {e.ratio}. It is at most 1 for tokens sampled from q, whatever the weights "
-        "of p: these were not sampled from the engine's column.",
-        said,
+        "raw_logprobs" if fits and evidence.correlation > RELATED else "unsampled",
+        f"Mean p / q = {evidence.ratio}. It is at most 1 for tokens sampled from q, whatever the "
+        "weights of p: these were not sampled from the engine's column.",
+        line,
     )
 
 
-def _support_checked(e: Evidence) -> bool:
-    return e.sample_size >= max(FEWEST_TOKENS, _SAMPLE_SHARE * e.ratio_tokens)
+def _support_checked(evidence: Evidence) -> bool:
+    return evidence.sample_size >= max(FEWEST_TOKENS, _SAMPLE_SHARE * evidence.ratio_tokens)
 
 
-def _support(e: Evidence) -> Iterator[Finding]:
+def _is_cut(evidence: Evidence) -> bool:
     """Tokens from q have E[p / q] = 1 whatever p is, unless q leaves tokens out."""
-    if (
-        _support_checked(e)
-        and e.ratio.below(1, _MISSING_MASS)
-        and e.inner_ratio.below(1, _MISSING_MASS)
-    ):
+    return (
+        _support_checked(evidence)
+        and evidence.ratio.below(1, _MISSING_MASS)
+        and evidence.inner_ratio.below(1, _MISSING_MASS)
+    )
+
+
+def _support(evidence: Evidence) -> Iterator[Finding]:
+    if _is_cut(evidence):
         yield _say(
             "support",
-            f"Mean p / q = {e.ratio}; it would be 1 if the engine could sample every token.",
-            f"So the engine leaves out tokens that hold {1 - e.ratio.mean:.1%} of p. Effective "
-            f"sample size {e.sample_size:,.0f} tokens.",
+            f"Mean p / q = {evidence.ratio}; it would be 1 if the engine could sample every token.",
+            f"So the engine leaves out tokens that hold {1 - evidence.ratio.mean:.1%} of p. "
+            f"Effective sample size {evidence.sample_size:,.0f} tokens.",
         )
 
 
-def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Whether one column is a power of the other, renormalized, and whose it is: the cause, "" if
-    that is open.
+def _temperature(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Whether one column is a power of the other, renormalized, and whose it is.
+
+    Returns:
+        The cause, "" if that is open, and what shows it; no line if neither is a power.
     """
-    if e.uncertain < _FEWEST_UNCERTAIN:
+    if evidence.uncertain < _FEWEST_UNCERTAIN:
         return "", ()
-    if not np.isnan(e.alignment):
-        power = e.power
-        expected = abs(e.power) * e.variance
-        low, high = power - e.power_margin, power + e.power_margin
-        if power > 0:
-            # Far below the entropy, where no noise leads, a looser line is enough: nearly all log q
-            # are near 0.
-            fits = e.alignment >= (
-                _COLD_ALIGNED if e.surprise.below(0, _COLD) else _SHARPER_ALIGNED
-            )
-            signs = not e.surprise.above(0)
-        else:
-            # Where p is wild, log q - log p is -log p: a slope of -1, and the columns have little
-            # in common.
-            fits = (
-                e.alignment <= _FLATTER_ALIGNED
-                and power > _FLATTEST
-                and e.correlation >= _CORRELATED
-            )
-            signs = not e.surprise.below(0) or _cut(e)
-        fits = fits and signs and abs(power) >= _LEAST_POWER
-        line = f"log q - log p follows log p + entropy at a correlation of {e.alignment:.2f}"
+    if np.isnan(evidence.alignment):
+        return _temperature_by_spread(evidence)
+    return _temperature_by_surprise(evidence)
+
+
+def _temperature_by_surprise(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    power = evidence.power
+    alignment = evidence.alignment
+    if power > 0:
+        # Far below the entropy, where no noise leads, a looser line is enough.
+        least = _COLD_ALIGNED if evidence.surprise.below(0, _COLD) else _SHARPER_ALIGNED
+        fits = alignment >= least and not evidence.surprise.above(0)
     else:
-        power = float(np.expm1(e.spread.mean))
-        expected = np.inf
-        fits = e.correlation >= _CORRELATED and abs(e.spread.mean) > _least_spread(e)
-        # A cut alone makes every token that is left likelier; a power makes some less likely.
-        fits = fits and (e.lowered >= _LEAST_LOWERED or not _cut(e))
-        # The spread of log p shrinks with the temperature too, so the power is larger than the
-        # spread says.
-        low, high = (
-            float(np.expm1(x))
-            for x in (e.spread.mean - e.spread.margin, e.spread.mean + e.spread.margin)
+        # Where p is wild, log q - log p is -log p: a slope of -1, and the columns have little in
+        # common.
+        fits = (
+            alignment <= _FLATTER_ALIGNED
+            and power > _FLATTEST
+            and evidence.correlation >= _CORRELATED
+            and (not evidence.surprise.below(0) or _is_cut(evidence))
         )
-        low, high = (low, 3 * high) if power > 0 else (3 * low / (1 - 2 * low), high)
-        line = (
-            f"log q spreads {np.exp(e.spread.mean):.2f} times as far as log p, correlation "
-            f"{e.correlation:.3f}"
-        )
-    if not fits:
+    if not fits or abs(power) < _LEAST_POWER:
         return "", ()
+    line = f"log q - log p follows log p + entropy at a correlation of {alignment:.2f}"
+    interval = power - evidence.power_margin, power + evidence.power_margin
+    return _whose_power(evidence, power, interval, line, abs(power) * evidence.variance)
+
+
+def _temperature_by_spread(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    spread = evidence.spread
+    if evidence.correlation < _CORRELATED or abs(spread.mean) <= _least_spread(evidence):
+        return "", ()
+    # A cut alone makes every token that is left likelier; a power makes some less likely.
+    if evidence.lowered < _LEAST_LOWERED and _is_cut(evidence):
+        return "", ()
+    power = float(np.expm1(spread.mean))
+    low = float(np.expm1(spread.mean - spread.margin))
+    high = float(np.expm1(spread.mean + spread.margin))
+    # The spread of log p shrinks with the temperature too, so the power is larger than it says.
+    if power > 0:
+        high = 3 * high
+    else:
+        low = 3 * low / (1 - 2 * low)
+    line = (
+        f"log q spreads {np.exp(spread.mean):.2f} times as far as log p, correlation "
+        f"{evidence.correlation:.3f}"
+    )
+    return _whose_power(evidence, power, (low, high), line, np.inf)
+
+
+def _whose_power(
+    evidence: Evidence, power: float, interval: tuple[float, float], line: str, expected: float
+) -> tuple[str, tuple[str, ...]]:
+    """The cause of a power and its lines; arguments as in `_which_temperature`."""
+    low, high = interval
     bounds = f"{1 / (1 + high):.2f} to {1 / max(1 + low, 1e-2):.2f}"
     line += f": one is the other at a temperature of about {1 / (1 + power):.2f} ({bounds})."
-    if _cut(e):
+    if _is_cut(evidence):
         return "temperature", (line, "The tokens are not sampled from p, whose support is larger.")
-    cause, said = _which_temperature(e, expected)
-    return cause, (line, said)
+    cause, reason = _which_temperature(evidence, expected)
+    return cause, (line, reason)
 
 
-def _cut(e: Evidence) -> bool:
-    return any(True for _ in _support(e))
-
-
-def _least_spread(e: Evidence) -> float:
+def _least_spread(evidence: Evidence) -> float:
     """The spread's logarithm from which on a temperature is named without entropies.
 
     A temperature moves the spread by its size and the correlation by its square; noise moves both
     by its square.
     """
-    return max(_LEAST_SPREAD, _SPREAD_TIMES * (1 - e.correlation**2), e.spread.margin)
+    noise = _SPREAD_TIMES * (1 - evidence.correlation**2)
+    return max(_LEAST_SPREAD, noise, evidence.spread.margin)
 
 
-def _others_tokens(e: Evidence) -> Iterator[Finding]:
-    """Tokens that neither column's distribution would give; and tokens that are too
-    unsurprising.
-    """
-    if np.isnan(e.surprise.mean):
+def _others_tokens(evidence: Evidence) -> Iterator[Finding]:
+    """Tokens that neither column's distribution would give; tokens that are too unsurprising."""
+    surprise = evidence.surprise
+    if np.isnan(surprise.mean):
         return
-    # Cauchy-Schwarz: tokens from q differ in surprise by at most sqrt(variance x chi^2), and chi^2
-    # is about mean d^2.
-    most = _SURPRISE_TIMES * np.sqrt(e.variance * e.square)
-    off = e.surprise.below(0, most + _LEAST_SURPRISE) or e.surprise.above(0, most + _LEAST_SURPRISE)
-    if off and e.uncertain >= _FEWEST_UNCERTAIN:
+    enough = evidence.uncertain >= _FEWEST_UNCERTAIN
+    if enough and surprise.differs(0, _most_surprise(evidence)):
         yield _say(
             "raw_logprobs",
-            f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own, which is too near for "
-            "that.",
+            f"{_sampled_elsewhere(evidence)[:-1]}, and not from the engine's own, which is too "
+            "near for that.",
         )
-    elif e.uncertain >= _FEWEST_UNCERTAIN and _more_surprising_than_either(e):
+    elif enough and _more_surprising_than_either(evidence):
         yield _say(
             "raw_logprobs",
-            f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own: weighted by p / q they "
-            f"are still {e.weighted_surprise} nats more surprising, tokens sampled from q have 0.",
+            f"{_sampled_elsewhere(evidence)[:-1]}, and not from the engine's own: weighted by p / "
+            f"q they are still {evidence.weighted_surprise} nats more surprising, tokens sampled "
+            "from q have 0.",
             "A penalty of repetitions, a bias or a temperature above 1 changes what is sampled, "
             "and not the log-probs.",
         )
-    elif e.surprise.below(0, _LEAST_SURPRISE):
+    elif surprise.below(0, _LEAST_SURPRISE):
         yield _say(
             "sharper",
-            _sampled_elsewhere(e),
+            _sampled_elsewhere(evidence),
             "Noise of any kind makes them more surprising. A temperature below 1 with other "
             "differences, or sharper weights: the columns can't tell.",
         )
 
 
-def _more_surprising_than_either(e: Evidence) -> bool:
-    """Tokens from q have E[p / q (-log p - H)] = 0 whatever p is, and less if q is cut: cuts take
-    surprising tokens.
+def _most_surprise(evidence: Evidence) -> float:
+    """Nats by which the surprise of tokens sampled from q can differ from 0.
+
+    Cauchy-Schwarz: by at most sqrt(variance x chi^2), and chi^2 is about mean d^2.
     """
-    surprises = e.surprise, e.weighted_surprise
-    return _support_checked(e) and all(surprise.above(0, _LEAST_SURPRISE) for surprise in surprises)
+    return _SURPRISE_TIMES * np.sqrt(evidence.variance * evidence.square) + _LEAST_SURPRISE
 
 
-def _nothing_in_common(e: Evidence) -> Iterator[Finding]:
-    """Columns without any relation: weights that were never loaded, or log-probs of other
-    tokens.
+def _more_surprising_than_either(evidence: Evidence) -> bool:
+    """Whether the tokens are more surprising than those of q can be, whatever p is.
+
+    Tokens from q have E[p / q (-log p - H)] = 0, and less if q is cut: cuts take surprising tokens.
     """
-    most = np.tanh(
-        np.arctanh(min(e.correlation, 0.999)) + CERTAIN / np.sqrt(max(e.ratio_tokens - 3, 1))
+    return (
+        _support_checked(evidence)
+        and evidence.surprise.above(0, _LEAST_SURPRISE)
+        and evidence.weighted_surprise.above(0, _LEAST_SURPRISE)
     )
-    if most > _NO_RELATION or e.median_log_ratio <= LARGE_LOG_RATIO:
+
+
+def _nothing_in_common(evidence: Evidence) -> Iterator[Finding]:
+    """Columns without any relation: weights never loaded, or log-probs of other tokens."""
+    error = 1 / np.sqrt(max(evidence.ratio_tokens - 3, 1))
+    largest = np.tanh(fisher_z(evidence.correlation) + CERTAIN * error)
+    if largest > _NO_RELATION or evidence.median_log_ratio <= LARGE_LOG_RATIO:
         return
     line = (
-        f"Correlation of log p with log q: {e.correlation:.2f}, median |log-ratio| "
-        f"{e.median_log_ratio:.2g} nats."
+        f"Correlation of log p with log q: {evidence.correlation:.2f}, median |log-ratio| "
+        f"{evidence.median_log_ratio:.2g} nats."
     )
-    if e.surprise.below(e.median_log_ratio / 2, 0):
+    surprise = evidence.surprise
+    if surprise.below(evidence.median_log_ratio / 2, 0):
         yield _say(
-            "unrelated", line, f"The tokens fit p alone: surprise less entropy {e.surprise} nats."
+            "unrelated", line, f"The tokens fit p alone: surprise less entropy {surprise} nats."
         )
     else:
         yield _say(
@@ -489,174 +574,187 @@ def _nothing_in_common(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def _reach(e: Evidence) -> float:
-    """Nats by which the surprise must change to be significant: noise makes tokens more surprising
-    to begin with.
-    """
-    return abs(e.surprise.mean) + e.surprise.margin
+def _power_of_tests(evidence: Evidence) -> list[str]:
+    """Name the least effect that each test would have seen, and the tests that were impossible."""
+    tests = [*_surprise_test(evidence), *_temperature_test(evidence), *_other_tests(evidence)]
+    lines = []
+    possible = ", ".join(text for text, was_possible in tests if was_possible)
+    if possible:
+        lines.append(f"Looked for and not found; would have been seen: {possible}.")
+    impossible = ", ".join(text for text, was_possible in tests if not was_possible)
+    if impossible:
+        lines.append(f"Not checked: {impossible}.")
+    return lines
 
 
-def _power_of_tests(e: Evidence) -> list[str]:
-    """Name the least effect that each test would have seen, and the tests that were not
-    possible.
-    """
-    seen = []
-    unseen = []
-    if np.isnan(e.surprise.mean):
-        unseen.append(
-            "what neither column contains, as raw log-probs on both sides do (no entropies)"
+def _reach(evidence: Evidence) -> float:
+    """Nats by which the surprise must change to be significant: noise raises it to begin with."""
+    return abs(evidence.surprise.mean) + evidence.surprise.margin
+
+
+def _surprise_test(evidence: Evidence) -> Iterator[tuple[str, bool]]:
+    """A test's least effect, or why it was not possible; whether it was."""
+    if np.isnan(evidence.surprise.mean):
+        yield (
+            "what neither column contains, as raw log-probs on both sides do (no entropies)",
+            False,
         )
-    elif e.variance > 0:
-        raw = _SURPRISE_TIMES * np.sqrt(e.variance * e.square) + _LEAST_SURPRISE + _reach(e)
-        more = (
-            min(raw, e.weighted_surprise.margin + _LEAST_SURPRISE + _reach(e))
-            if _support_checked(e)
-            else raw
-        )
-        seen.append(
-            f"raw log-probs on both sides that make tokens {more:.2g} nats more or {raw:.2g} less "
-            "surprising"
-        )
-    if e.uncertain < _FEWEST_UNCERTAIN:
-        unseen.append(f"a temperature ({e.uncertain} tokens with p and q below 0.9)")
-    elif _temperature(e)[1]:
-        unseen.append("whose log-probs that temperature belongs to")
-    elif e.variance == 0:
-        unseen.append("a temperature (every token is as surprising as the entropy)")
-    elif not np.isnan(e.surprise.mean):
+    elif evidence.variance > 0:
+        lower = higher = _most_surprise(evidence) + _reach(evidence)
+        if _support_checked(evidence):
+            weighted = evidence.weighted_surprise.margin + _LEAST_SURPRISE + _reach(evidence)
+            higher = min(lower, weighted)
+        text = f"raw log-probs on both sides that make tokens {higher:.2g} nats more or "
+        yield f"{text}{lower:.2g} less surprising", True
+
+
+def _temperature_test(evidence: Evidence) -> Iterator[tuple[str, bool]]:
+    if evidence.uncertain < _FEWEST_UNCERTAIN:
+        yield f"a temperature ({evidence.uncertain} tokens with p and q below 0.9)", False
+    elif _temperature(evidence)[1]:
+        yield "whose log-probs that temperature belongs to", False
+    elif evidence.variance == 0:
+        yield "a temperature (every token is as surprising as the entropy)", False
+    elif not np.isnan(evidence.surprise.mean):
         # The variance is that of today's tokens; a lower temperature makes it smaller.
-        sharper = _VARIANCE_FALLS * (_reach(e) + _LEAST_SURPRISE) / e.variance
+        sharper = _VARIANCE_FALLS * (_reach(evidence) + _LEAST_SURPRISE) / evidence.variance
+        yield f"a temperature of one column alone below {1 / (1 + sharper):.2f}", True
         flatter = max(
-            _LEAST_POWER, 3.5 * np.sqrt(e.square / e.variance), 2 * e.surprise.margin / e.variance
+            _LEAST_POWER,
+            CERTAIN * np.sqrt(evidence.square / evidence.variance),
+            2 * evidence.surprise.margin / evidence.variance,
         )
-        seen.append(f"a temperature of one column alone below {1 / (1 + sharper):.2f}")
         if flatter < -_FLATTEST:
-            seen.append(f"one above {1 / (1 - flatter):.2f}")
+            yield f"one above {1 / (1 - flatter):.2f}", True
         else:
-            unseen.append("a temperature above 1 (other differences hide it)")
-    elif e.correlation >= _CORRELATED:
-        least = np.exp(_least_spread(e))
-        seen.append(f"a temperature of one column alone below {1 / least:.2f} or above {least:.2f}")
+            yield "a temperature above 1 (other differences hide it)", False
+    elif evidence.correlation >= _CORRELATED:
+        least = np.exp(_least_spread(evidence))
+        text = f"a temperature of one column alone below {1 / least:.2f} or above {least:.2f}"
+        yield text, True
     else:
-        unseen.append(f"a temperature (no entropies, correlation {e.correlation:.2f})")
-    if _support_checked(e):
-        missing = max(e.ratio.margin, e.inner_ratio.margin) + _MISSING_MASS
-        seen.append(f"a support that leaves out {missing:.1%} of p")
-    else:
-        unseen.append(f"the support (effective sample size {e.sample_size:,.0f} tokens)")
-    if e.whole_correlation > RELATED:
-        seen.append(
-            f"columns unrelated over the last {least_unrelated(e.whole_correlation)} tokens of a "
-            "completion"
-        )
-    else:
-        unseen.append(f"re-tokenized completions (correlation {e.whole_correlation:.2f})")
-    if np.isnan(e.start_expected):
-        unseen.append("the prompts (too few later tokens to compare the first with)")
-    else:
-        least = max(0.3, 3 * e.start_expected + e.start_excess.margin)
-        seen.append(f"first tokens {least:.2g} nats apart")
-    lines = [f"Looked for and not found; would have been seen: {', '.join(seen)}."] if seen else []
-    return lines + ([f"Not checked: {', '.join(unseen)}."] if unseen else [])
+        yield f"a temperature (no entropies, correlation {evidence.correlation:.2f})", False
 
 
-def _lifted(e: Evidence) -> Iterator[Finding]:
-    for each in e.lifted:
-        if each.share >= _EXPLAINED:
-            yield _say(each.cause, _without(e, each))
+def _other_tests(evidence: Evidence) -> Iterator[tuple[str, bool]]:
+    if _support_checked(evidence):
+        missing = max(evidence.ratio.margin, evidence.inner_ratio.margin) + _MISSING_MASS
+        yield f"a support that leaves out {missing:.1%} of p", True
+    else:
+        yield f"the support (effective sample size {evidence.sample_size:,.0f} tokens)", False
+    correlation = evidence.whole_correlation
+    if correlation > RELATED:
+        tokens = least_unrelated(correlation)
+        yield f"columns unrelated over the last {tokens} tokens of a completion", True
+    else:
+        yield f"re-tokenized completions (correlation {correlation:.2f})", False
+    if np.isnan(evidence.start_expected):
+        yield "the prompts (too few later tokens to compare the first with)", False
+    else:
+        least = max(0.3, 3 * evidence.start_expected + evidence.start_excess.margin)
+        yield f"first tokens {least:.2g} nats apart", True
 
 
-def _without(e: Evidence, each: Lifted) -> str:
-    left = (1 - each.share) * e.mean
-    return (
-        f"{e.settings[each.cause][0].upper()}{e.settings[each.cause][1:]}. Without it, as "
-        f"{each.engine}, the same engine differs from the training stack by {left:.2g} on the "
-        f"same tokens: {each.share:.0%} of the mismatch is gone."
+def _lifted(evidence: Evidence) -> Iterator[Finding]:
+    for lifted in evidence.lifted:
+        if lifted.share >= _EXPLAINED:
+            yield _without(evidence, lifted)
+
+
+def _without(evidence: Evidence, lifted: Lifted) -> Finding:
+    setting = evidence.settings[lifted.cause]
+    return _say(
+        lifted.cause,
+        f"{setting[0].upper()}{setting[1:]}. Without it, as {lifted.engine}, the same engine "
+        f"differs from the training stack by {(1 - lifted.share) * evidence.mean:.2g} on the same "
+        f"tokens: {lifted.share:.0%} of the mismatch is gone.",
     )
 
 
-def _settings(e: Evidence) -> Iterator[Finding]:
+def _settings(evidence: Evidence) -> Iterator[Finding]:
     """The price of the engine's settings, where nothing that was measured speaks against them."""
-    measured = {each.cause: each for each in e.lifted}
-    for cause, setting in e.settings.items():
+    measured = {lifted.cause: lifted for lifted in evidence.lifted}
+    scored = "was not scored again"
+    if evidence.explanations:
+        scored = "is beyond rounding, no emulation reproduces it"
+    for cause, setting in evidence.settings.items():
         if cause not in measured:
-            scored = (
-                "is beyond rounding, no emulation reproduces it"
-                if e.explanations
-                else "was not scored again"
-            )
             yield _say(
                 cause,
-                f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}.",
+                f"By its settings, not by measurement: {setting}. Mean |dp| {evidence.mean:.2g} "
+                f"{scored}.",
             )
         elif measured[cause].share > _LIFTED_AT_ALL:
-            yield _say(cause, _without(e, measured[cause]))
+            yield _without(evidence, measured[cause])
 
 
-def _decoding(e: Evidence) -> Iterator[Finding]:
+def _decoding(evidence: Evidence) -> Iterator[Finding]:
+    legs = {leg.name: leg for leg in evidence.legs}
+    decoding = legs.pop(DECODING, None)
     # Where the trainer is the engine's own one pass, another rounding of the same dtype is all of
     # the gap.
-    others = max((leg.mean for leg in e.legs if leg.name != DECODING), default=0.0)
-    for leg in e.legs if e.rounding is not None or others > FLOAT32_ROUNDING else ():
-        if leg.name == DECODING and leg.share >= _EXPLAINED_ALONE and leg.mean > FLOAT32_ROUNDING:
-            yield _say(
-                "recurrent" if e.recurrent else "decoding",
-                f"{leg.share:.0%} of the gap lies between its decoding and its own scores: mean "
-                f"|dp| {leg.mean:.2g}.",
-            )
-
-
-def _operator(e: Evidence) -> Iterator[Finding]:
-    """The first operator that stands out, by depth, where no setting of the engine has it as its
-    price.
-    """
-    price = {"cache": "quantized_cache"}
-    found = [
-        each
-        for each in outliers(e.operators)
-        if price.get(each.operator, "quantized_weights") not in e.settings
-    ]
-    if not found or e.mean <= _TIMES * (e.floor or 0.0):
+    one_pass = max((leg.mean for leg in legs.values()), default=0.0)
+    if decoding is None or (evidence.rounding is None and one_pass <= FLOAT32_ROUNDING):
         return
-    alike = sum(each.operator == found[0].operator for each in found)
-    more = f" (and {alike - 1} more like it)" if alike > 1 else ""
-    rest = float(np.median([each.relative for each in e.operators]))
+    if decoding.share >= _EXPLAINED_ALONE and decoding.mean > FLOAT32_ROUNDING:
+        yield _say(
+            "recurrent" if evidence.recurrent else "decoding",
+            f"{decoding.share:.0%} of the gap lies between its decoding and its own scores: mean "
+            f"|dp| {decoding.mean:.2g}.",
+        )
+
+
+def _operator(evidence: Evidence) -> Iterator[Finding]:
+    """The first operator that stands out, by depth, unless it is the price of a setting."""
+    unexpected = []
+    for outlier in outliers(evidence.operators):
+        price = "quantized_cache" if outlier.operator == "cache" else "quantized_weights"
+        if price not in evidence.settings:
+            unexpected.append(outlier)
+    if not unexpected or evidence.mean <= _TIMES * (evidence.floor or 0.0):
+        return
+    first = unexpected[0]
+    alike = sum(outlier.operator == first.operator for outlier in unexpected)
+    others = f" (and {alike - 1} more like it)" if alike > 1 else ""
+    median = float(np.median([operator.relative for operator in evidence.operators]))
     yield _say(
-        found[0].operator,
-        f"On the same input the {found[0]}{more} gives something else: by {found[0].relative:.2g} "
-        f"of its size, where half of the {len(e.operators)} operators are within {rest:.1g}.",
+        first.operator,
+        f"On the same input the {first}{others} gives something else: by {first.relative:.2g} of its "
+        f"size, where half of the {len(evidence.operators)} operators are within {median:.1g}.",
     )
 
 
-def _small(e: Evidence) -> Iterator[Finding]:
-    """Small on every token, and no sign that the tokens come from elsewhere, at three standard
-    errors.
-    """
-    expected = (
-        ((e.ratio, 1), (e.inverse_ratio, 1))
-        if np.isnan(e.surprise.mean)
-        else ((e.ratio, 1), (e.surprise, 0))
+def _small(evidence: Evidence) -> Iterator[Finding]:
+    """Small on every token, and no sign within three errors that the tokens come from elsewhere."""
+    if np.isnan(evidence.surprise.mean):
+        second = evidence.inverse_ratio.mean - 1
+        error = evidence.inverse_ratio.error
+    else:
+        second = evidence.surprise.mean
+        error = evidence.surprise.error
+    near = (
+        abs(evidence.ratio.mean - 1) <= 3 * evidence.ratio.error + LEAST_DEVIATION
+        and abs(second) <= 3 * error + LEAST_DEVIATION
     )
-    near = all(abs(each.mean - value) <= 3 * each.error + 0.003 for each, value in expected)
-    small = e.median_log_ratio <= _ROUNDING_LOG_RATIO and e.square <= _ROUNDING_SQUARE
-    if e.rounding is None and not e.settings and small and near:
+    small = evidence.median_log_ratio <= _ROUNDING_LOG_RATIO and evidence.square <= _ROUNDING_SQUARE
+    if evidence.rounding is None and not evidence.settings and small and near:
         yield _say(
             "rounding",
-            f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds "
+            f"Median |log-ratio| {evidence.median_log_ratio:.2g} nats, as much as bfloat16 rounds "
             "logits. Weights in 8 bits can look the same.",
         )
 
 
-def _rounding(e: Evidence) -> Iterator[Finding]:
-    if e.mean <= _TIMES * (e.floor or 0.0):
+def _rounding(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.mean <= _TIMES * (evidence.floor or 0.0):
         yield _say(
             "rounding",
-            f"Mean |dp| {e.mean:.2g}; an engine differs from itself by {e.floor:.2g} in another "
-            "batch shape.",
+            f"Mean |dp| {evidence.mean:.2g}; an engine differs from itself by {evidence.floor:.2g} "
+            "in another batch shape.",
         )
-    elif e.rounding is not None and e.mean <= _TIMES * e.rounding:
+    elif evidence.rounding is not None and evidence.mean <= _TIMES * evidence.rounding:
         yield _say(
             "rounding",
-            f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} "
-            "when it computes in the engine's dtype.",
+            f"Mean |dp| {evidence.mean:.2g}; the training stack differs from itself by "
+            f"{evidence.rounding:.2g} when it computes in the engine's dtype.",
         )

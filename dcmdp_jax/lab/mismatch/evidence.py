@@ -3,56 +3,119 @@
 p is the training stack's probability of a sampled token, q the engine's, d = log p - log q. H is
 the entropy of the training stack's distribution at the token, where it was recorded. Standard
 errors take completions, not tokens, as independent.
+
+The thresholds are ours. Where no other reason stands beside one, it was set so that the recordings
+of research/causes.md with known causes, real and made, give no false defect.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, mean_of
 from dcmdp_jax.observe.legs import Leg
 
+# Sizes of the log-ratio and of the probabilities.
+
 LARGE_LOG_RATIO = 0.3
-"""Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below
-it.
-"""
+"""Nats. Rounding and 8-bit quantization leave the median |d| of any tokens far below it."""
 INNER_LOG_RATIO = 1.5
-_UNCERTAIN = 0.9
-_FEWEST_UNCERTAIN = 16
-_SHORTEST_PART = 4
-_TIMES_BEFORE = 5.0
-RELATED = 0.8
-_UNRELATED = 0.5
-_FEWEST_UNRELATED = 8
-_START_TOKENS = 4
-_SETTLED_FROM = 16
-_START_TIMES = 3.0
-_FEWEST_ALIKE = 16
-_LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
-CERTAIN = 3.5
-_LOWERED = 0.02
-_FAR = 0.7
-_NEAR = 0.05
-_FEWEST_FILLED = 8
-_FEWEST_FILLED_ROWS = 4
-_TIMES_NEAR = 5
+"""Nats. Tokens with a larger |d| do not count in `Evidence.inner_ratio`."""
 _RATIO_CAP = 4.0
+"""Cap of p / q, so that no few tokens move its mean."""
+_UNCERTAIN = 0.9
+"""Probability. p and q of a token above it can't differ much, whatever is wrong."""
+_FEWEST_UNCERTAIN = 16
+"""Tokens below it for a median of their own."""
+_LOWERED = 0.02
+"""Nats, what bfloat16 rounds log-probs by (research/causes.md); see `Evidence.lowered`."""
+_LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
+"""Nats. Tokens between two edges are about as likely for the engine, so they can be compared."""
+
+# Significance.
+
+CERTAIN = 3.5
+"""Standard errors; chance exceeds them once in 4,300 times."""
+LEAST_DEVIATION = 0.003
+"""Nats, or units of p / q. A mean that is less away from a value counts as equal to it."""
+
+# Relation of the columns, in Pearson's correlation of log p and log q.
+
+RELATED = 0.8
+"""Columns of the same tokens are above it; weights of 3 bits leave 0.8 (research/causes.md)."""
+_UNRELATED = 0.5
+"""Columns below it are not of the same tokens, or of weights with noise of half their size."""
+_FEWEST_UNRELATED = 8
+"""Tokens: the correlation of fewer is chance."""
+
+# Breaks within completions.
+
+_SHORTEST_PART = 4
+"""Tokens on each side of a break: the fewest whose median one outlier doesn't move."""
+_TIMES_BEFORE = 5.0
+"""Median |d| after a break, in multiples of that before it."""
+
+# First tokens of completions, which show different prompts.
+
+_START_TOKENS = 4
+"""Tokens that other prompts make unrelated; later ones follow the completion itself."""
+_SETTLED_FROM = 16
+"""Position of the first token that the prompt's form no longer matters for."""
+_START_TIMES = 3.0
+"""Mean |d| of the first tokens, in multiples of that of later ones with the same q."""
+_FEWEST_ALIKE = 16
+"""Later tokens between two of `_LOG_Q_EDGES`, for a mean to compare with."""
+
+# Values that were filled in.
+
+_FAR = 0.7
+"""Nats, a factor of 2 in probability: a filled value is farther from the other column's."""
+_NEAR = 0.05
+"""Relative distance of values that are neighbors of a filled one."""
+_FEWEST_FILLED = 8
+"""Tokens with one value: fewer may be rounded alike."""
+_FEWEST_FILLED_ROWS = 4
+"""Completions that these are of: in fewer it may be one token that repeats."""
+_TIMES_NEAR = 5
+"""Tokens with one value, in multiples of those with its neighbors."""
 _CUT_SURPRISE = 0.1
+"""Nats. Tokens that a cut leaves alone are less surprising than the entropy by more."""
 _CUT_FAR = 0.7
+"""Share of unlikely tokens among those that a cut leaves alone, in multiples of all others'."""
 _AT_EDGES = 0.9
+"""Share of zeros that stand at the ends of completions: more are padding, not a cut."""
+
+# Shifted and exchanged columns.
+
 _SHIFTS = (-2, -1, 1, 2)
+"""Tokens. Recorders that drop a first or a last token, or both, shift by one or two."""
 _FEWEST_LAGGED = 16
-_LEAST_GAIN = 0.1
-_NEARER = 0.7
+"""Tokens that have another one so far away in their completion, for a shift to be tried."""
 _FIRST_TOKENS = 8
+"""Tokens that choose the completions for a shift; it is tested on the others."""
+_LEAST_GAIN = 0.1
+"""Mean of (|d| - |shifted d|) / (|d| + |shifted d|) over the others that a shift must exceed."""
+_NEARER = 0.7
+"""Mean |d| after a shift, in multiples of that before it, at most."""
 ALL_SHIFTED = 0.9
+"""Share of completions from which on a fault is the recorder's own, and hides all else."""
 _COMPARED = 64
+"""Tokens of two completions that are correlated: enough for Fisher's z, and quick."""
 _MOST_SUSPECTS = 16
+"""Completions that are compared with all others, which takes time quadratic in their number."""
+
+# Operators of an engine.
+
+_TIMES_MEDIAN = 10.0
+"""Relative difference of an operator, in multiples of the median: kernels differ by a few times."""
+_LEAST_RELATIVE = 1e-4
+"""Relative difference that float32 kernels stay below."""
 
 
-class Explanation(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
     """The tokens scored again by the training stack with one thing changed.
 
     Attributes:
@@ -67,7 +130,8 @@ class Explanation(NamedTuple):
     share: float
 
 
-class Lifted(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lifted:
     """The tokens scored again by the engine itself, without one of its settings.
 
     Attributes:
@@ -82,7 +146,8 @@ class Lifted(NamedTuple):
     share: float
 
 
-class OperatorDifference(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorDifference:
     """An operator of the engine compared with the training stack's, on the same input.
 
     Attributes:
@@ -100,34 +165,30 @@ class OperatorDifference(NamedTuple):
         return self.operator if self.layer is None else f"{self.operator} of layer {self.layer}"
 
 
-_IN_A_LAYER = ("norm", "attention", "cache", "mlp", "head")
+_FORWARD_ORDER = ("norm", "attention", "cache", "mlp", "head")
 
 
 def in_order(sizes: Mapping[str, Any], layer: int | None) -> list[OperatorDifference]:
     """Differences of a layer, or of what comes after the last, in the order of the forward pass."""
     return [
-        OperatorDifference(name, layer, float(sizes[name])) for name in _IN_A_LAYER if name in sizes
+        OperatorDifference(operator=name, layer=layer, relative=float(sizes[name]))
+        for name in _FORWARD_ORDER
+        if name in sizes
     ]
 
 
-_TIMES_MEDIAN = 10.0
-_LEAST_RELATIVE = 1e-4
-
-
 def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference]:
-    """Operators that differ by ten times the median of all, and by 1e-4; none if that is not the
-    smaller half.
-    """
+    """Operators that differ far more than the median; none unless they are the smaller half."""
     if not operators:
         return []
-    least = max(
-        _TIMES_MEDIAN * float(np.median([each.relative for each in operators])), _LEAST_RELATIVE
-    )
-    found = [each for each in operators if each.relative > least]
-    return found if 2 * len(found) < len(operators) else []
+    median = float(np.median([operator.relative for operator in operators]))
+    threshold = max(_TIMES_MEDIAN * median, _LEAST_RELATIVE)
+    far_off = [operator for operator in operators if operator.relative > threshold]
+    return far_off if 2 * len(far_off) < len(operators) else []
 
 
-class Filled(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filled:
     """Log-probs of a column that are one value, where the other column's are elsewhere.
 
     Attributes:
@@ -144,7 +205,8 @@ class Filled(NamedTuple):
     first: int
 
 
-class Alignment(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alignment:
     """Correlations of log p with log q of other tokens.
 
     Attributes:
@@ -162,9 +224,9 @@ class Alignment(NamedTuple):
     unrelated: int
 
 
-class TokenMean(NamedTuple):
-    """A mean over tokens and its standard error, clustered by completion; NaN if it was not
-    measured.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenMean:
+    """A mean over tokens, its standard error clustered by completion; NaN if not measured.
 
     Attributes:
         mean: the estimate.
@@ -178,9 +240,7 @@ class TokenMean(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """3.5 standard errors; for few completions the quantile of Student's t that is as rare (1
-        in 4,300).
-        """
+        """3.5 standard errors; for few completions the quantile of Student's t that is as rare."""
         z = CERTAIN
         df = max(self.completions - 1, 1)
         first = (z**2 + 1) / 4
@@ -188,19 +248,23 @@ class TokenMean(NamedTuple):
         third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
         return z * self.error * (1 + first / df + second / df**2 + third / df**3)
 
-    def above(self, value: float, by: float = 0.003) -> bool:
+    def above(self, value: float, by: float = LEAST_DEVIATION) -> bool:
         """Above `value` by `by` and the margin."""
         return self.mean - self.margin > value + by
 
-    def below(self, value: float, by: float = 0.003) -> bool:
+    def below(self, value: float, by: float = LEAST_DEVIATION) -> bool:
         """Below `value` by `by` and the margin."""
         return self.mean + self.margin < value - by
+
+    def differs(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Above or below `value`."""
+        return self.above(value, by) or self.below(value, by)
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} +- {self.error:.3f}"
 
 
-UNKNOWN = TokenMean(np.nan, np.nan)
+UNKNOWN = TokenMean(mean=np.nan, error=np.nan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,7 +292,7 @@ class Known:
     operators: Sequence[OperatorDifference] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence(Known):
     """Measurements from which `diagnosis.diagnose` names the cause.
 
@@ -300,12 +364,12 @@ class Evidence(Known):
     inverse_ratio: TokenMean
     sample_size: float
     ratio_tokens: int
-    surprise: TokenMean
-    weighted_surprise: TokenMean
-    variance: float
-    power: float
-    power_margin: float
-    alignment: float
+    surprise: TokenMean = UNKNOWN
+    weighted_surprise: TokenMean = UNKNOWN
+    variance: float = np.nan
+    power: float = np.nan
+    power_margin: float = np.nan
+    alignment: float = np.nan
     penalty: TokenMean
     penalty_share: float
     spread: TokenMean
@@ -327,140 +391,157 @@ class Evidence(Known):
     lowered: float = 1.0
 
 
-def collect(pairs: TokenPairs, **known: Any) -> Evidence:
-    """Measure everything that the columns alone show, and add what only engines can: fields from
-    `floor` on.
-    """
-    size = {
-        "tokens": len(pairs.token_ids),
-        "completions": len(pairs.lengths),
-        "mean": float(pairs.discrepancy.mean()),
-    }
-    lags = _lag_means(pairs)
+def collect(pairs: TokenPairs, **from_engines: Any) -> Evidence:
+    """Measure what the columns alone show, and add what only engines can: `floor`, `legs`, ..."""
+    tokens = len(pairs.token_ids)
+    completions = len(pairs.lengths)
+    mean = float(pairs.discrepancy.mean())
+    lag_means = _lag_means(pairs)
     identical = _identical(pairs)
+
+    # One fault after another is set aside, so that a second cause shows.
     filled, pairs = _filled(pairs)
     misplaced, alignment = _alignment(pairs)
     broken, correlations = _breaks(pairs, misplaced)
-    kept = ~(broken | misplaced)[pairs.completion]
-    start = _start(pairs, kept)
+    mask = ~(broken | misplaced)[pairs.completion]
+    start = _start(pairs, mask)
     if start["start"] > LARGE_LOG_RATIO and start["start_excess"].above(0):
-        kept &= pairs.position >= _SETTLED_FROM
-    kept = kept if kept.any() else np.ones(len(kept), bool)
+        mask &= pairs.position >= _SETTLED_FROM
+    if not mask.any():
+        mask[:] = True
+
     return Evidence(
-        **size,
-        **_sampling(pairs, kept),
+        tokens=tokens,
+        completions=completions,
+        mean=mean,
+        **_sampling(pairs, mask),
         broken=float(broken.mean()),
         broken_correlation=correlations[0],
         whole_correlation=correlations[1],
         **start,
-        lag_means=lags,
+        lag_means=lag_means,
         filled=filled,
         columns=alignment,
         identical=identical,
-        **known,
+        **from_engines,
     )
 
 
 def _identical(pairs: TokenPairs) -> int:
-    """See `Evidence.identical`. A pair of rare ones has a chance of sum_y q_i(y) q_j(y) <= 1 /
-    (1000 N^2).
+    """Completions that equal another one; see `Evidence.identical`.
+
+    A pair of rare ones has a chance of sum_y q_i(y) q_j(y) <= 1 / (1000 N^2).
     """
-    columns = (pairs.train_logprobs, pairs.rollout_logprobs)
-    spans = {}
-    likeliest = np.maximum(*(np.add.reduceat(x, pairs.starts, dtype=np.float64) for x in columns))
-    for row in np.flatnonzero(likeliest < -np.log(1000.0) - 2 * np.log(len(pairs.lengths))):
-        span = slice(pairs.starts[row], pairs.starts[row] + pairs.lengths[row])
-        spans.setdefault(pairs.token_ids[span].tobytes(), []).append(pairs.rollout_logprobs[span])
+    log_p = np.add.reduceat(pairs.train_logprobs, pairs.starts, dtype=np.float64)
+    log_q = np.add.reduceat(pairs.rollout_logprobs, pairs.starts, dtype=np.float64)
+    rare = np.maximum(log_p, log_q) < -np.log(1000.0) - 2 * np.log(len(pairs.lengths))
+
+    twins: dict[bytes, list[np.ndarray]] = {}
+    for row in np.flatnonzero(rare):
+        span = pairs.span(row)
+        twins.setdefault(pairs.token_ids[span].tobytes(), []).append(pairs.rollout_logprobs[span])
+
     # Equal ids of which the engine's log-probs differ are of other prompts, or were not recorded.
-    found = (
-        [np.median(np.abs(x - twins[0])) < LARGE_LOG_RATIO for x in twins]
-        for twins in spans.values()
-    )
-    return sum(sum(alike) for alike in found if sum(alike) > 1)
+    identical = 0
+    for group in twins.values():
+        gaps = [np.median(np.abs(logprobs - group[0])) for logprobs in group]
+        alike = sum(gap < LARGE_LOG_RATIO for gap in gaps)
+        if alike > 1:
+            identical += alike
+    return int(identical)
 
 
 def _lag_means(pairs: TokenPairs) -> dict[int, TokenMean]:
-    delta = pairs.discrepancy
-    rows = pairs.completion
-    chosen = (
-        {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
-    )
-    return {lag: _estimate(delta[own], rows[own]) for lag, own in chosen.items()}
+    if pairs.lags is None:
+        return {}
+    means = {}
+    for lag in np.unique(pairs.lags):
+        mask = pairs.lags == lag
+        means[int(lag)] = _estimate(pairs.discrepancy[mask], pairs.completion[mask])
+    return means
 
 
-def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
-    """Measure which distribution the kept tokens were sampled from."""
-    d = pairs.log_ratio[kept]
-    rows = pairs.completion[kept]
-    log_p, log_q = (
-        x[kept].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs)
-    )
-    weight = np.exp(d)
-    inner = np.abs(d) <= INNER_LOG_RATIO
+def _sampling(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:
+    """Measure which distribution the tokens of `mask`, [n] bool, were sampled from."""
+    rows = pairs.completion[mask]
+    log_p = pairs.train_logprobs[mask].astype(np.float64)
+    log_q = pairs.rollout_logprobs[mask].astype(np.float64)
+    log_ratio = pairs.log_ratio[mask]
+    weight = np.exp(log_ratio)
+    square = float(np.mean(log_ratio**2))
+
+    size = np.abs(log_ratio)
+    inner_excess = np.where(size <= INNER_LOG_RATIO, weight - 1, 0)
     uncertain = np.minimum(log_p, log_q) < np.log(_UNCERTAIN)
-    found: dict[str, float | TokenMean] = {
-        "median_log_ratio": float(
-            np.median(np.abs(d[uncertain] if uncertain.sum() >= _FEWEST_UNCERTAIN else d))
-        ),
-        "square": float(np.mean(d**2)),
+    if uncertain.sum() >= _FEWEST_UNCERTAIN:
+        size = size[uncertain]
+
+    repeated = _less_group_means(_had_before(pairs)[mask].astype(np.float64), log_q)
+    penalty = _slope(repeated, _less_group_means(log_ratio, log_q), rows)
+    penalty_share = penalty.mean**2 * np.mean(repeated**2) / max(square, 1e-300)
+
+    measurements = {
+        "median_log_ratio": float(np.median(size)),
+        "square": square,
         "ratio": _estimate(weight, rows),
-        "inner_ratio": _estimate(1 + (weight - 1) * inner, rows),
+        "inner_ratio": _estimate(1 + inner_excess, rows),
         "capped_ratio": _estimate(np.minimum(weight, _RATIO_CAP), rows),
-        "inverse_ratio": _estimate(np.exp(-d), rows),
+        "inverse_ratio": _estimate(np.exp(-log_ratio), rows),
         "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)),
-        "ratio_tokens": len(d),
-        "surprise": UNKNOWN,
-        "weighted_surprise": UNKNOWN,
-        "variance": np.nan,
-        "power": np.nan,
-        "power_margin": np.nan,
-        "alignment": np.nan,
-        "spread": TokenMean(0.0, np.inf),
+        "ratio_tokens": len(log_ratio),
+        "spread": _spread(log_p, log_q, rows),
         "correlation": _correlation(log_p, log_q),
-        "lowered": float(np.mean(d > _LOWERED)),
+        "lowered": float(np.mean(log_ratio > _LOWERED)),
         "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
+        "penalty": penalty,
+        "penalty_share": float(penalty_share),
     }
     if pairs.entropies is not None:
-        x = log_p + pairs.entropies[kept]
-        found |= {
-            "surprise": _estimate(-x, rows),
-            "weighted_surprise": _estimate(-x * weight, rows),
-        }
-        found["variance"] = float(np.mean(x**2))
-        slope = _slope(x, -d, rows)
-        aligned = _correlation(-d, x)
-        unexplained = abs(slope.mean) * np.sqrt(max(1 - aligned**2, 0.0))
-        found |= {
-            "power": slope.mean,
-            "power_margin": 2 * slope.error + unexplained,
-            "alignment": aligned,
-        }
-    had = _less_group_means(_had_before(pairs)[kept].astype(np.float64), log_q)
-    found["penalty"] = _slope(had, _less_group_means(d, log_q), rows)
-    found["penalty_share"] = float(
-        found["penalty"].mean ** 2 * np.mean(had**2) / max(np.mean(d**2), 1e-300)
-    )
-    if log_p.std() and log_q.std():
-        change = [(((x - x.mean()) / x.std()) ** 2 - 1) / 2 for x in (log_q, log_p)]
-        spread = _estimate(change[0] - change[1], rows)
-        found["spread"] = spread._replace(mean=float(np.log(log_q.std() / log_p.std())))
-    return found
+        measurements |= _surprise(log_p + pairs.entropies[mask], log_ratio, rows)
+    return measurements
+
+
+def _surprise(deviation: np.ndarray, log_ratio: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
+    """Fields of `Evidence` that need entropies; `deviation` is log p + H of each token."""
+    slope = _slope(deviation, -log_ratio, rows)
+    alignment = _correlation(-log_ratio, deviation)
+    unexplained = abs(slope.mean) * np.sqrt(max(1 - alignment**2, 0.0))
+    return {
+        "surprise": _estimate(-deviation, rows),
+        "weighted_surprise": _estimate(-deviation * np.exp(log_ratio), rows),
+        "variance": float(np.mean(deviation**2)),
+        "power": slope.mean,
+        "power_margin": 2 * slope.error + unexplained,
+        "alignment": alignment,
+    }
+
+
+def _spread(log_p: np.ndarray, log_q: np.ndarray, rows: np.ndarray) -> TokenMean:
+    """Log of the standard deviation of log q over that of log p; its error to first order."""
+    if not (log_p.std() and log_q.std()):
+        return TokenMean(mean=0.0, error=np.inf)
+    change_q = (((log_q - log_q.mean()) / log_q.std()) ** 2 - 1) / 2
+    change_p = (((log_p - log_p.mean()) / log_p.std()) ** 2 - 1) / 2
+    mean = float(np.log(log_q.std() / log_p.std()))
+    return dataclasses.replace(_estimate(change_q - change_p, rows), mean=mean)
 
 
 def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
     """Least-squares slope of y over x, its error clustered by completion; 0 for a constant x."""
     x = x - x.mean()
     y = y - y.mean()
-    if not (square := float(np.mean(x**2))):
-        return TokenMean(0.0, np.inf)
+    square = float(np.mean(x**2))
+    if not square:
+        return TokenMean(mean=0.0, error=np.inf)
     slope = float(np.mean(x * y)) / square
-    return _estimate(x * (y - slope * x) / square, rows)._replace(mean=slope)
+    return dataclasses.replace(_estimate(x * (y - slope * x) / square, rows), mean=slope)
 
 
 def _had_before(pairs: TokenPairs) -> np.ndarray:
     """[n] bool, tokens whose id occurs earlier in their completion."""
+    _, first_index = np.unique(pairs.completion * 2**31 + pairs.token_ids, return_index=True)
     had = np.ones(len(pairs.token_ids), bool)
-    had[np.unique(pairs.completion * 2**31 + pairs.token_ids, return_index=True)[1]] = False
+    had[first_index] = False
     return had
 
 
@@ -471,225 +552,251 @@ def _less_group_means(values: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 
 def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
-    """Values that are not measured, such as 0 or -9999 at the end of completions, and all other
-    tokens.
+    """Values that are not measured, such as 0 or -9999 at the end of completions; all other tokens.
 
     Where a column is far from the other one, its values are spread out; even rounded ones have
     neighbors as frequent. A value that 8 tokens of 4 completions there share, five times as many as
     there are within 5% of it, was filled in. Near temperature 0 most values are zeros; where a cut
     leaves one token, so is that token's, see `_left_by_a_cut`.
     """
-    columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
     far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
-    for name, column in columns.items() if far.any() else ():
+    if not far.any():
+        return None, pairs
+
+    columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
+    for name, column in columns.items():
         values, counts = np.unique(column[far], return_counts=True)
         value = values[counts.argmax()]
         same = column == value
         exact = far & same
         near = far & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
-        spread_out = (
-            len(np.unique(pairs.completion[exact])) >= _FEWEST_FILLED_ROWS and same.mean() <= 0.5
+
+        rows = len(np.unique(pairs.completion[exact]))
+        if rows < _FEWEST_FILLED_ROWS or same.mean() > 0.5:
+            continue
+        if exact.sum() < max(_FEWEST_FILLED, _TIMES_NEAR * near.sum()):
+            continue
+        if value == 0 and _left_by_a_cut(pairs, same, column):
+            continue
+
+        filled = Filled(
+            column=name,
+            value=float(value),
+            tokens=int(exact.sum()),
+            last=int(exact[pairs.starts + pairs.lengths - 1].sum()),
+            first=int(exact[pairs.starts].sum()),
         )
-        enough = exact.sum() >= max(_FEWEST_FILLED, _TIMES_NEAR * near.sum())
-        if spread_out and enough and not (value == 0 and _left_by_a_cut(pairs, same, column)):
-            last = exact[pairs.starts + pairs.lengths - 1].sum()
-            first = exact[pairs.starts].sum()
-            return Filled(name, float(value), int(exact.sum()), int(last), int(first)), pairs.where(
-                ~exact
-            )
+        return filled, pairs.where(~exact)
     return None, pairs
 
 
 def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, column: np.ndarray) -> bool:
-    """Whether log-probs of exactly 0 are those of tokens that a cut (min-p, top-k of 1) leaves
-    alone.
+    """Whether log-probs of exactly 0 are of tokens that a cut (min-p, top-k of 1) leaves alone.
 
     The engine was all but sure of such a token, so the other column finds it likelier than the
     average token: by its entropy, or without entropies by the share of tokens below one half. What
     was filled in stands on any token, or in a row at the beginning or the end of completions.
     """
-    other = pairs.train_logprobs if column is pairs.rollout_logprobs else pairs.rollout_logprobs
     if pairs.entropies is not None:
-        surprise = _estimate(
-            -(pairs.train_logprobs + pairs.entropies)[zeros], pairs.completion[zeros]
-        )
-        return surprise.below(0, _CUT_SURPRISE)
+        surprise = -(pairs.train_logprobs + pairs.entropies)[zeros]
+        return _estimate(surprise, pairs.completion[zeros]).below(0, _CUT_SURPRISE)
+
     at_edges = 0
     for row in np.split(zeros, pairs.starts[1:]):
         if not row.all():
             at_edges += int(np.argmin(row)) + int(np.argmin(row[::-1]))
+    if at_edges >= _AT_EDGES * zeros.sum():
+        return False
+
+    other = pairs.train_logprobs if column is pairs.rollout_logprobs else pairs.rollout_logprobs
     far = other < -_FAR
-    return at_edges < _AT_EDGES * zeros.sum() and mean_of(far[zeros]) < _CUT_FAR * mean_of(
-        far[~zeros]
-    )
+    return mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
 
 
 def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
-    """[N] bool, completions whose columns are not of the same tokens; and how the columns are
-    aligned.
-    """
+    """Completions whose columns are not of the same tokens, [N] bool; how columns are aligned."""
     shifts = _shifts(pairs)
     shifted = shifts != 0
-    counts = {
-        int(by): int(count)
-        for by, count in zip(*np.unique(shifts[shifted], return_counts=True), strict=True)
-    }
-    own = shifted[pairs.completion] if shifted.any() else np.ones(len(pairs.token_ids), bool)
-    correlations = {0: _correlation(pairs.train_logprobs[own], pairs.rollout_logprobs[own])}
-    for by in _SHIFTS:
-        early, late = _lagged(pairs, own, by)
+    places, counts = np.unique(shifts[shifted], return_counts=True)
+    mask = shifted[pairs.completion]
+    if not shifted.any():
+        mask[:] = True
+    correlations = {}
+    for by in (0, *_SHIFTS):
+        early, late = _lagged(pairs, mask, by)
         correlations[by] = _correlation(pairs.train_logprobs[early], pairs.rollout_logprobs[late])
 
-    if shifted.mean() > ALL_SHIFTED:
-        return shifted, Alignment(correlations, counts, exchanged=0, unrelated=0)
-    exchanged = _exchanged(pairs, shifted)
-    unrelated = _unrelated(pairs, shifted)
-    # A few of many unrelated ones resemble another completion by chance; of exchanged ones most are
-    # found.
-    if 2 * exchanged.sum() < unrelated.sum():
-        exchanged = np.zeros_like(exchanged)
-    else:
-        unrelated = np.zeros_like(unrelated)
-    alignment = Alignment(correlations, counts, int(exchanged.sum()), int(unrelated.sum()))
+    exchanged = unrelated = np.zeros_like(shifted)
+    if shifted.mean() <= ALL_SHIFTED:
+        exchanged = _exchanged(pairs, shifted)
+        unrelated = _unrelated(pairs, shifted)
+        # A few of many unrelated ones resemble another completion by chance; of exchanged ones most
+        # are found.
+        if 2 * exchanged.sum() < unrelated.sum():
+            exchanged = np.zeros_like(shifted)
+        else:
+            unrelated = np.zeros_like(shifted)
+
+    alignment = Alignment(
+        correlations=correlations,
+        shifts=dict(zip(places.tolist(), counts.tolist(), strict=True)),
+        exchanged=int(exchanged.sum()),
+        unrelated=int(unrelated.sum()),
+    )
     return shifted | exchanged | unrelated, alignment
 
 
-def _lagged(pairs: TokenPairs, own: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the tokens of `own`, [n] bool, that have one `by` places later in their
-    completion, and of these.
+def _lagged(pairs: TokenPairs, mask: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the masked tokens that have one `by` places later in their completion; of these.
+
+    Args:
+        pairs: the tokens.
+        mask: [n] bool.
+        by: places; negative for earlier ones.
     """
-    position = pairs.position
-    length = pairs.lengths[pairs.completion]
-    early = np.flatnonzero(own & (position + by >= 0) & (position + by < length))
+    later = pairs.position + by
+    early = np.flatnonzero(mask & (later >= 0) & (later < pairs.lengths[pairs.completion]))
     return early, early + by
 
 
 def _shifts(pairs: TokenPairs) -> np.ndarray:
-    """[N] int, the places by which log p of a completion is shifted against its log q; 0 for none.
+    """[N] int, the places that log p of a completion is shifted by against its log q; 0 for none.
 
     A completion is a candidate for a shift that brings its first 8 tokens nearer to each other.
     Over the other tokens of the candidates, which had no part in the choice, the shift must take
     30% of the mean |d|, significantly. A completion that was re-tokenized is shifted too, from its
     break on: at least half of the completions whose later tokens are nearer must be candidates.
     """
-    rows = pairs.completion
-    count = len(pairs.lengths)
-    everything = np.ones(len(rows), bool)
-    shifts = np.zeros(count, np.int64)
-    best = np.zeros(count)
+    shifts = np.zeros(len(pairs.lengths), np.int64)
+    best_gain = np.zeros(len(pairs.lengths))
     for by in _SHIFTS:
-        early, late = _lagged(pairs, everything, by)
-        if len(early) < _FEWEST_LAGGED:
-            continue
-        shifted_ratio = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(
-            np.float64
-        )
-        gap = np.abs(shifted_ratio)
-        before = np.abs(pairs.log_ratio[early])
-        gain = before - gap
-        row = rows[early]
-        place = pairs.position[early] - max(-by, 0)
-        first = place < np.minimum(_FIRST_TOKENS, (pairs.lengths[row] - abs(by)) // 2)
-
-        candidates = np.bincount(row[first], gain[first], count) > 0
-        nearer = np.bincount(row[~first], gain[~first], count) > 0
-        tested = ~first & candidates[row]
-        if (
-            candidates.sum() < 2
-            or not tested.any()
-            or 2 * (candidates & nearer).sum() < nearer.sum()
-        ):
-            continue
-        # Tokens as independent: few completions may be shifted, and neighbors' gains hardly depend
-        # on each other.
-        relative = gain / np.maximum(gap + before, 1e-9)
-        estimate = _estimate(relative[tested], np.arange(tested.sum()))
-        if estimate.above(0, _LEAST_GAIN) and gap[tested].mean() < _NEARER * before[tested].mean():
-            total = np.bincount(row, gain, count)
-            better = total > best
-            shifts[better], best[better] = by, total[better]
+        gain = _shift_gain(pairs, by)
+        better = gain > best_gain
+        shifts[better] = by
+        best_gain[better] = gain[better]
     return shifts
 
 
+def _shift_gain(pairs: TokenPairs, by: int) -> np.ndarray:
+    """[N] float, what a shift takes from each completion's sum of |d|; 0 if it is no shift."""
+    count = len(pairs.lengths)
+    none = np.zeros(count)
+    early, late = _lagged(pairs, np.ones(len(pairs.token_ids), bool), by)
+    if len(early) < _FEWEST_LAGGED:
+        return none
+    shifted = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(np.float64)
+    after = np.abs(shifted)
+    before = np.abs(pairs.log_ratio[early])
+    gain = before - after
+
+    rows = pairs.completion[early]
+    position = pairs.position[early] - max(-by, 0)
+    first = position < np.minimum(_FIRST_TOKENS, (pairs.lengths[rows] - abs(by)) // 2)
+    candidates = np.bincount(rows[first], gain[first], count) > 0
+    nearer = np.bincount(rows[~first], gain[~first], count) > 0
+    tested = ~first & candidates[rows]
+    if candidates.sum() < 2 or not tested.any():
+        return none
+    if 2 * (candidates & nearer).sum() < nearer.sum():
+        return none
+
+    # Tokens as independent: few completions may be shifted, and neighbors' gains hardly depend on
+    # each other.
+    relative = gain / np.maximum(after + before, 1e-9)
+    estimate = _estimate(relative[tested], np.arange(tested.sum()))
+    if not estimate.above(0, _LEAST_GAIN):
+        return none
+    if after[tested].mean() >= _NEARER * before[tested].mean():
+        return none
+    return np.bincount(rows, gain, count)
+
+
 def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
-    """[N] bool, completions whose columns have nothing in common, though q did not sample their
-    tokens either.
+    """[N] bool, completions whose columns have nothing in common, and whose tokens q didn't sample.
 
     Other weights lower the correlation too, but what q samples has a mean min(p / q, 4) of at most
     1. Either all completions that are not shifted are unrelated, or some whose correlation is far
-        below that of the others. Those
-    that were re-tokenized agree in their 5th to 8th token: the unrelated ones must not.
+    below that of the others. Those that were re-tokenized agree in their 5th to 8th token: the
+    unrelated ones must not.
     """
-    log_p = pairs.train_logprobs
-    log_q = pairs.rollout_logprobs
     rows = pairs.completion
-    position = pairs.position
-    none = np.zeros(len(shifted), bool)
     # Other prompts make the first tokens unrelated too; that is told apart by `_start`.
-    first = (position >= _START_TOKENS) & (position < _FIRST_TOKENS)
-    chosen = ~shifted
+    first = (pairs.position >= _START_TOKENS) & (pairs.position < _FIRST_TOKENS)
+    unrelated = ~shifted
+    if _related(pairs, unrelated[rows]):
+        unrelated = _far_below_others(pairs, shifted, first)
+    elif _related(pairs, unrelated[rows] & first):
+        unrelated = np.zeros_like(shifted)
 
-    def related(tokens: np.ndarray, least: float = _UNRELATED) -> bool:
-        return _correlation(log_p[tokens], log_q[tokens]) >= least
-
-    if related(chosen[rows]):
-        columns = zip(*(np.split(x, pairs.starts[1:]) for x in (log_p, log_q)), strict=True)
-        own = np.array([_correlation(p, q) for p, q in columns])
-        error = 1 / np.sqrt(np.maximum(pairs.lengths - 3, 1))
-        low = np.arctanh(np.clip(own, -0.999, 0.999)) + CERTAIN * error < np.arctanh(RELATED)
-        chosen &= low & (pairs.lengths > _FIRST_TOKENS)
-        if chosen.sum() < 2 or not related(~(chosen | shifted)[rows], RELATED):
-            return none
-        size = np.abs(pairs.log_ratio)
-        later = position >= _FIRST_TOKENS
-        start_mean = np.bincount(rows[first], size[first], len(chosen)) / (
-            _FIRST_TOKENS - _START_TOKENS
-        )
-        later_mean = np.bincount(rows[later], size[later], len(chosen)) / np.maximum(
-            pairs.lengths - _FIRST_TOKENS, 1
-        )
-        if (start_mean > later_mean / 2)[chosen].mean() < 0.5 or related(chosen[rows]):
-            return none
-    elif related(chosen[rows] & first):
-        return none
-    tokens = chosen[rows]
+    tokens = unrelated[rows]
     capped = np.minimum(np.exp(pairs.log_ratio[tokens]), _RATIO_CAP)
-    return chosen if len(capped) and _estimate(capped, rows[tokens]).above(1) else none
+    if tokens.any() and _estimate(capped, rows[tokens]).above(1):
+        return unrelated
+    return np.zeros_like(shifted)
+
+
+def _related(pairs: TokenPairs, mask: np.ndarray, least: float = _UNRELATED) -> bool:
+    return _correlation(pairs.train_logprobs[mask], pairs.rollout_logprobs[mask]) >= least
+
+
+def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """[N] bool, completions that are less related than the others, from their 5th token on."""
+    rows = pairs.completion
+    none = np.zeros_like(shifted)
+    spans = [pairs.span(row) for row in range(len(shifted))]
+    correlations = [
+        _correlation(pairs.train_logprobs[span], pairs.rollout_logprobs[span]) for span in spans
+    ]
+    error = 1 / np.sqrt(np.maximum(pairs.lengths - 3, 1))
+    low = fisher_z(np.array(correlations)) + CERTAIN * error < np.arctanh(RELATED)
+    unrelated = ~shifted & low & (pairs.lengths > _FIRST_TOKENS)
+    if unrelated.sum() < 2 or not _related(pairs, ~(unrelated | shifted)[rows], RELATED):
+        return none
+
+    size = np.abs(pairs.log_ratio)
+    later = pairs.position >= _FIRST_TOKENS
+    first_mean = np.bincount(rows[first], size[first], len(low)) / (_FIRST_TOKENS - _START_TOKENS)
+    later_sum = np.bincount(rows[later], size[later], len(low))
+    later_mean = later_sum / np.maximum(pairs.lengths - _FIRST_TOKENS, 1)
+    from_the_start = (first_mean > later_mean / 2)[unrelated].mean() >= 0.5
+    return unrelated if from_the_start and not _related(pairs, unrelated[rows]) else none
 
 
 def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
-    """[N] bool, completions whose log p is related to the log q of another one and not to their
-    own.
+    """[N] bool, completions whose log p is related to another one's log q and not to their own.
 
     The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with all
     that are as long, and so are their probabilities, in which a few very unlikely tokens weigh
     less. The best counts if no chance among so many gives it (Fisher's z).
     """
-    log_p, log_q = (
-        np.split(x, pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs)
-    )
-    wild = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths > LARGE_LOG_RATIO
-    wild &= ~shifted
-    found = np.zeros(len(wild), bool)
-    chance = CERTAIN**2 + 2 * np.log(len(wild))
+    log_p = np.split(pairs.train_logprobs, pairs.starts[1:])
+    log_q = np.split(pairs.rollout_logprobs, pairs.starts[1:])
+    means = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths
     suspects = [
-        row for row in np.flatnonzero(wild) if _correlation(log_p[row], log_q[row]) < _UNRELATED
+        row
+        for row in np.flatnonzero(~shifted & (means > LARGE_LOG_RATIO))
+        if _correlation(log_p[row], log_q[row]) < _UNRELATED
     ]
+
+    exchanged = np.zeros_like(shifted)
     for row in suspects[:_MOST_SUSPECTS]:
-        n = min(len(log_p[row]), _COMPARED)
-        ours = log_p[row][:n]
-        likely = [x[:n] for x in log_q if len(x) >= n and _correlation(ours, x[:n]) > RELATED]
-        best = max(
-            (min(_correlation(ours, x), _correlation(np.exp(ours), np.exp(x))) for x in likely),
-            default=0.0,
-        )
-        found[row] = (
-            n > 3 and best > RELATED and np.arctanh(min(best, 0.999)) ** 2 * (n - 3) > chance
-        )
-    found[suspects[_MOST_SUSPECTS:]] = (
-        2 * found.sum() > _MOST_SUSPECTS
-    )  # where most are, so are the others
-    return found if found.sum() > 1 else np.zeros(len(found), bool)
+        exchanged[row] = _fits_another(log_p[row][:_COMPARED], log_q)
+    # Where most are, so are the others.
+    exchanged[suspects[_MOST_SUSPECTS:]] = 2 * exchanged.sum() > _MOST_SUSPECTS
+    return exchanged if exchanged.sum() > 1 else np.zeros_like(shifted)
+
+
+def _fits_another(log_p: np.ndarray, log_q: Sequence[np.ndarray]) -> bool:
+    """Whether a completion's log p is related to the beginning of some log q."""
+    length = len(log_p)
+    best = 0.0
+    for column in log_q:
+        other = column[:length]
+        if len(other) == length and _correlation(log_p, other) > RELATED:
+            by_probability = _correlation(np.exp(log_p), np.exp(other))
+            best = max(best, min(_correlation(log_p, other), by_probability))
+    chance = CERTAIN**2 + 2 * np.log(len(log_q))
+    return best > RELATED and length > 3 and fisher_z(best) ** 2 * (length - 3) > chance
 
 
 def break_at(log_ratio: np.ndarray) -> int | None:
@@ -710,101 +817,105 @@ def break_at(log_ratio: np.ndarray) -> int | None:
     before = levels[splits - 1] / splits
     after = (levels[-1] - levels[splits - 1]) / (n - splits)
     best = int(splits[np.argmax(splits * (n - splits) * (after - before) ** 2)])
-    low, high = np.median(size[:best]), np.median(size[best:])
+    low = np.median(size[:best])
+    high = np.median(size[best:])
     return best if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low else None
+
+
+def fisher_z(correlation: float | np.ndarray) -> float | np.ndarray:
+    """Fisher's z; a correlation of 1 counts as 0.999."""
+    return np.arctanh(np.clip(correlation, -0.999, 0.999))
 
 
 def least_unrelated(correlation: float) -> int:
     """Tokens without any correlation that stand out where the others have this one (Fisher's z)."""
-    return max(
-        _FEWEST_UNRELATED, 3 + int(np.ceil((CERTAIN / np.arctanh(min(correlation, 0.999))) ** 2))
-    )
+    return max(_FEWEST_UNRELATED, 3 + int(np.ceil((CERTAIN / fisher_z(correlation)) ** 2)))
 
 
 def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
-    """[N] bool, broken completions; and the columns' correlation after their breaks and elsewhere.
+    """[N] bool, broken completions; the columns' correlation after their breaks and elsewhere.
 
     A copied beginning followed by free text looks like a break where weights differ: there the
     columns go on to agree about which tokens are likely. After a real break they have nothing to do
     with each other.
     """
-    d = pairs.log_ratio
-    starts = pairs.starts
+    log_p = pairs.train_logprobs
+    log_q = pairs.rollout_logprobs
+    size = np.abs(pairs.log_ratio)
     # A break needs a token above the level; most recordings are done here.
-    wild = (np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO) & ~misplaced
-    places = [
-        break_at(d[at : at + n]) if w else None
-        for at, n, w in zip(starts, pairs.lengths, wild, strict=True)
-    ]
-    after = np.zeros(len(d), bool)
-    for place, at, n in zip(places, starts, pairs.lengths, strict=True):
+    wild = (np.maximum.reduceat(size, pairs.starts) > LARGE_LOG_RATIO) & ~misplaced
+    wild_rows = np.flatnonzero(wild)
+
+    broken = np.zeros(len(wild), bool)
+    after = np.zeros(len(size), bool)
+    for row in wild_rows:
+        span = pairs.span(row)
+        place = break_at(size[span])
         if place is not None:
-            after[at + place : at + n] = True
-    broken = np.array([place is not None for place in places])
-    log_p = pairs.train_logprobs.astype(np.float64)
-    log_q = pairs.rollout_logprobs.astype(np.float64)
+            broken[row] = True
+            after[span][place:] = True
+
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
     before = ~after & (pairs.position >= _START_TOKENS) & ~misplaced[pairs.completion]
-    correlations = (
-        _correlation(log_p[after], log_q[after]),
-        _correlation(log_p[before], log_q[before]),
-    )
-    if (
-        after.sum() >= _FEWEST_UNRELATED
-        and correlations[0] < _UNRELATED
-        and correlations[1] > RELATED
-    ):
-        low, high = (np.arctanh(np.clip(each, -0.999, 0.999)) for each in correlations)
-        if high - low > CERTAIN / np.sqrt(after.sum() - 3):
-            # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
-            tails = [
-                slice(at + n // 2, at + n) for at, n in zip(starts, pairs.lengths, strict=True)
-            ]
-            unrelated = [
-                bool(w)
-                and tail.stop - tail.start >= _SHORTEST_PART
-                and np.median(np.abs(d[tail])) > LARGE_LOG_RATIO
-                and _correlation(log_p[tail], log_q[tail]) < _UNRELATED
-                for tail, w in zip(tails, wild, strict=True)
-            ]
-            return broken | np.array(unrelated), correlations
-    return np.zeros(len(broken), bool), (np.nan, _correlation(log_p, log_q))
+    low = _correlation(log_p[after], log_q[after])
+    high = _correlation(log_p[before], log_q[before])
+    apart = after.sum() >= _FEWEST_UNRELATED and low < _UNRELATED and high > RELATED
+    if not apart or fisher_z(high) - fisher_z(low) <= CERTAIN / np.sqrt(after.sum() - 3):
+        return np.zeros_like(broken), (np.nan, _correlation(log_p, log_q))
+
+    # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
+    for row in wild_rows:
+        span = pairs.span(row)
+        tail = slice(span.start + pairs.lengths[row] // 2, span.stop)
+        if (
+            tail.stop - tail.start >= _SHORTEST_PART
+            and np.median(size[tail]) > LARGE_LOG_RATIO
+            and _correlation(log_p[tail], log_q[tail]) < _UNRELATED
+        ):
+            broken[row] = True
+    return broken, (low, high)
 
 
-def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
-    """The first tokens against later ones of the same q: uncertain tokens differ more, wherever
-    they are.
-    """
+def _start(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:
+    """Compare the first tokens with later ones of the same q: uncertain tokens differ more."""
     size = np.abs(pairs.log_ratio)
-    position = pairs.position
-    rows = pairs.completion
     group = np.digitize(pairs.rollout_logprobs, _LOG_Q_EDGES)
-    first = kept & (position < _START_TOKENS)
-    later = kept & (position >= _SETTLED_FROM)
-    counts = np.bincount(group[later], minlength=len(_LOG_Q_EDGES) + 1)
-    usual = np.bincount(group[later], size[later], len(_LOG_Q_EDGES) + 1) / np.maximum(counts, 1)
-    known = first & (counts[group] >= _FEWEST_ALIKE)
-    if not known.any():
+    groups = len(_LOG_Q_EDGES) + 1
+    first = mask & (pairs.position < _START_TOKENS)
+    later = mask & (pairs.position >= _SETTLED_FROM)
+    counts = np.bincount(group[later], minlength=groups)
+    usual = np.bincount(group[later], size[later], groups) / np.maximum(counts, 1)
+
+    comparable = first & (counts[group] >= _FEWEST_ALIKE)
+    if not comparable.any():
         return {"start": mean_of(size[first]), "start_expected": np.nan, "start_excess": UNKNOWN}
-    expected = usual[group[known]]
+    expected = usual[group[comparable]]
+    excess = size[comparable] - _START_TIMES * expected
     return {
-        "start": mean_of(size[known]),
+        "start": mean_of(size[comparable]),
         "start_expected": mean_of(expected),
-        "start_excess": _estimate(size[known] - _START_TIMES * expected, rows[known]),
+        "start_excess": _estimate(excess, pairs.completion[comparable]),
     }
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    varied = len(x) > 2 and x.min() < x.max() and y.min() < y.max()
-    return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1]) if varied else 0.0
+    """Pearson's, in float64; 0 for a constant or fewer than three values."""
+    if len(x) > 2 and x.min() < x.max() and y.min() < y.max():
+        return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1])
+    return 0.0
 
 
 def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:
-    """Mean over tokens, its error by the sums of each completion; `rows` has each token's
-    completion.
+    """Mean over tokens, its error by the sums of each completion.
+
+    Args:
+        values: [n] of the tokens.
+        rows: [n] int, the completion of each.
     """
     mean = float(values.mean())
     sums = np.bincount(rows, values - mean)
     count = len(np.unique(rows))
-    error = np.sqrt(count / (count - 1) * (sums @ sums)) / len(values) if count > 1 else np.inf
-    return TokenMean(mean, float(error), count)
+    error = np.inf
+    if count > 1:
+        error = float(np.sqrt(count / (count - 1) * (sums @ sums)) / len(values))
+    return TokenMean(mean=mean, error=error, completions=count)

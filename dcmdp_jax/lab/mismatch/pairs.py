@@ -1,12 +1,10 @@
-"""Sampled tokens with two log-probs each, statistics of their disagreement, and the budget c
-recommended for it.
-"""
+"""Sampled tokens with two log-probs each, statistics of their gap, and the budget c for it."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,16 +39,17 @@ class TokenPairs:
     lags: np.ndarray | None = None
     states: np.ndarray | None = None
 
-    def where(self, kept: np.ndarray) -> "TokenPairs":
-        """The tokens of `kept`, [n] bool; a completion without any is dropped."""
-        lengths = np.add.reduceat(kept, self.starts, dtype=np.int64)
-        columns = {
-            name: column
-            for name, column in vars(self).items()
-            if name != "lengths" and column is not None
-        }
+    def where(self, mask: np.ndarray) -> "TokenPairs":
+        """The tokens of `mask`, [n] bool; a completion without any is dropped."""
+        lengths = np.add.reduceat(mask, self.starts, dtype=np.int64)
         return TokenPairs(
-            lengths=lengths[lengths > 0], **{name: column[kept] for name, column in columns.items()}
+            token_ids=self.token_ids[mask],
+            train_logprobs=self.train_logprobs[mask],
+            rollout_logprobs=self.rollout_logprobs[mask],
+            lengths=lengths[lengths > 0],
+            entropies=None if self.entropies is None else self.entropies[mask],
+            lags=None if self.lags is None else self.lags[mask],
+            states=None if self.states is None else self.states[mask],
         )
 
     @property
@@ -63,16 +62,18 @@ class TokenPairs:
         """[n] int64, place of each token in its completion, from 0."""
         return np.arange(len(self.token_ids)) - np.repeat(self.starts, self.lengths)
 
-    @property
+    @functools.cached_property
     def starts(self) -> np.ndarray:
         """[N] int64, index of the first token of each completion."""
         return np.cumsum(self.lengths) - self.lengths
 
+    def span(self, row: int) -> slice:
+        """The tokens of a completion."""
+        return slice(self.starts[row], self.starts[row] + self.lengths[row])
+
     @property
     def log_ratio(self) -> np.ndarray:
-        """[n] float64, log p_train - log p_rollout, clamped to [-20, 20] as `algorithm/stats.py`
-        clamps it.
-        """
+        """[n] float64, log p - log q, clamped to [-20, 20] as in `algorithm/stats.py`."""
         return np.clip(self.train_logprobs.astype(np.float64) - self.rollout_logprobs, -20.0, 20.0)
 
     @property
@@ -98,23 +99,30 @@ def make_pairs(
     lengths = np.array([len(ids) for ids in token_ids], np.int64)
     if not len(lengths) or not lengths.all():
         raise ValueError("token_ids: no completion, or an empty one")
-    given = {"train_logprobs": train_logprobs, "rollout_logprobs": rollout_logprobs}
-    optional = {"entropies": entropies, "lags": lags, "states": states}
-    given |= {name: value for name, value in optional.items() if value is not None}
-    for name, arrays in given.items():
+
+    def column(
+        name: str, arrays: Sequence[np.ndarray] | None, dtype: type = np.float32
+    ) -> np.ndarray | None:
+        if arrays is None:
+            return None
         if [len(array) for array in arrays] != lengths.tolist():
             raise ValueError(f"{name}: lengths differ from token_ids")
-    dtypes = {"lags": np.int32}
-    flat = {
-        name: np.concatenate(arrays).astype(dtypes.get(name, np.float32))
-        for name, arrays in given.items()
-    }
-    return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)
+        return np.concatenate(arrays).astype(dtype)
+
+    return TokenPairs(
+        token_ids=column("token_ids", token_ids, np.int32),
+        train_logprobs=column("train_logprobs", train_logprobs),
+        rollout_logprobs=column("rollout_logprobs", rollout_logprobs),
+        lengths=lengths,
+        entropies=column("entropies", entropies),
+        lags=column("lags", lags, np.int32),
+        states=column("states", states),
+    )
 
 
-class Statistics(NamedTuple):
-    """Mismatch over all tokens, p = training stack, q = engine, d = log p - log q clamped to [-20,
-    20].
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Mismatch over all tokens: p the training stack's, q the engine's, d the clamped log-ratio.
 
     Attributes:
         tokens, completions: how many.
@@ -163,22 +171,27 @@ def means_by_completion(pairs: TokenPairs) -> np.ndarray:
 
 
 def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
-    """Compute the statistics as `algorithm.discrepancy` defines them (`mismatch_statistics`, ...),
-    in float64.
+    """Compute the statistics in float64, as `algorithm.discrepancy` defines them.
 
     Args:
         pairs: the tokens.
         tolerance: c in units of |p - q|; a completion's mean of exactly c is within it.
     """
     delta = pairs.discrepancy
-    d = pairs.log_ratio
+    log_ratio = pairs.log_ratio
+    p = np.exp(pairs.train_logprobs, dtype=np.float64)
+    q = np.exp(pairs.rollout_logprobs, dtype=np.float64)
+    weights = np.exp(log_ratio - log_ratio.max())
+    sample_size = weights.sum() ** 2 / (len(log_ratio) * (weights**2).sum())
     p50, p99 = np.quantile(delta, (0.5, 0.99))
-    eps = _log_odds(pairs.train_logprobs) - _log_odds(pairs.rollout_logprobs)
-    eps_p50, eps_p95, eps_p99 = np.quantile(np.abs(eps), (0.5, 0.95, 0.99))
-    weights = np.exp(d - d.max())
-    over = (
-        float(np.mean(means_by_completion(pairs) > tolerance)) if tolerance is not None else np.nan
-    )
+    displacement = _log_odds(pairs.train_logprobs) - _log_odds(pairs.rollout_logprobs)
+    size = np.abs(displacement)
+    size_p50, size_p95, size_p99 = np.quantile(size, (0.5, 0.95, 0.99))
+
+    if tolerance is None:
+        tolerance = completions_over = np.nan
+    else:
+        completions_over = float(np.mean(means_by_completion(pairs) > tolerance))
     return Statistics(
         tokens=len(delta),
         completions=len(pairs.lengths),
@@ -186,27 +199,23 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
         p50=float(p50),
         p99=float(p99),
         max=float(delta.max()),
-        k1=float(-d.mean()),
-        k3=float(np.mean(np.expm1(d) - d)),
-        median_log_ratio=float(np.median(np.abs(d))),
-        pearson=_pearson(
-            *(np.exp(x, dtype=np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
-        ),
-        effective_sample_size=float(weights.sum() ** 2 / (len(d) * (weights**2).sum())),
-        displacement_mean=float(eps.mean()),
-        displacement_abs_mean=float(np.abs(eps).mean()),
-        displacement_abs_p50=float(eps_p50),
-        displacement_abs_p95=float(eps_p95),
-        displacement_abs_p99=float(eps_p99),
-        completions_over=over,
-        tolerance=np.nan if tolerance is None else tolerance,
+        k1=float(-log_ratio.mean()),
+        k3=float(np.mean(np.expm1(log_ratio) - log_ratio)),
+        median_log_ratio=float(np.median(np.abs(log_ratio))),
+        pearson=_pearson(p, q),
+        effective_sample_size=float(sample_size),
+        displacement_mean=float(displacement.mean()),
+        displacement_abs_mean=float(size.mean()),
+        displacement_abs_p50=float(size_p50),
+        displacement_abs_p95=float(size_p95),
+        displacement_abs_p99=float(size_p99),
+        completions_over=completions_over,
+        tolerance=tolerance,
     )
 
 
 def _log_odds(logprobs: np.ndarray) -> np.ndarray:
-    """[n] float64, log p - log(1 - p); p is at most 1 - 2^-24, the largest float32 below 1, so it
-    stays finite.
-    """
+    """[n] float64, log p - log(1 - p), finite: p is at most 1 - 2^-24, float32's last below 1."""
     x = np.clip(logprobs.astype(np.float64), -1e4, -(2.0**-24))
     return x - np.log(-np.expm1(x))
 
@@ -218,9 +227,11 @@ def _pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 
 _FLOORS = 2.0
+"""Least c in multiples of the noise floor, below which no policy can go."""
 
 
-class Recommendation(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recommendation:
     """A budget for the mean |p_train - p_rollout|.
 
     Attributes:
@@ -250,30 +261,31 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 
     if defect is not None:
-        return Recommendation(
-            math.nan,
+        advice = (
             f"No tolerance c is recommended until this is fixed: {defect}. Fix it and measure "
-            "again.",
+            "again."
         )
+        return Recommendation(tolerance=math.nan, reasoning=advice)
     if mean == 0 and not floor:
-        return Recommendation(
-            math.nan, "None: the two agree to the last bit, there is nothing to bound."
-        )
-    wanted = BUDGET_ROOM * mean
-    least = _FLOORS * (floor or 0.0)
-    value = max(wanted, least)
-    scale = 10.0 ** (math.floor(math.log10(value)) - 1)
-    value = math.ceil(value / scale - 1e-9) * scale
-    said = "not measured" if floor is None else f"{floor:.3g}"
-    why = (
-        (
+        agreement = "None: the two agree to the last bit, there is nothing to bound."
+        return Recommendation(tolerance=math.nan, reasoning=agreement)
+
+    by_mean = BUDGET_ROOM * mean
+    by_floor = _FLOORS * (floor or 0.0)
+    if by_mean >= by_floor:
+        why = (
             f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the "
             "mismatch stays as it is, and rises when it grows by a quarter"
         )
-        if wanted >= least
-        else f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
+    else:
+        why = f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
+    exact = max(by_mean, by_floor)
+    unit = 10.0 ** (math.floor(math.log10(exact)) - 1)
+    value = math.ceil(exact / unit - 1e-9) * unit
+    floor_text = "not measured" if floor is None else f"{floor:.3g}"
+    return Recommendation(
+        tolerance=value, reasoning=f"c = {value:.2g} is {why}. Noise floor: {floor_text}."
     )
-    return Recommendation(value, f"c = {value:.2g} is {why}. Noise floor: {said}.")
 
 
 STATE_MEASURES = {
@@ -282,10 +294,9 @@ STATE_MEASURES = {
     "kl_trainer": "KL(p || q), nats",
     "expected_discrepancy": "expected |p - q|",
 }
-"""Name in `state_measures` without `distribution/` -> title. `TokenPairs.states` has these, each
-before its bound.
-"""
+"""Name in `state_measures` without `distribution/` -> title; ordered as `TokenPairs.states`."""
 _ENTRIES = 1 << 16
+"""Listed tokens of the states in one call: 256 KiB for each float32 array."""
 
 
 def measure_states(
@@ -300,17 +311,22 @@ def measure_states(
     Returns:
         [T, 10] float32: each of `STATE_MEASURES` and its bound, the head's mass, and k.
     """
-    names = [name for each in STATE_MEASURES for name in (each, f"{each}_bound")] + ["head_mass"]
+    names = []
+    for measure_name in STATE_MEASURES:
+        names += [measure_name, f"{measure_name}_bound"]
+    names.append("head_mass")
     size = max(1, _ENTRIES // ids.shape[1])
-    found = [np.zeros((0, len(names)), np.float32)]
+    batches = [np.zeros((0, len(names)), np.float32)]
     for start in range(0, len(ids), size):
-        parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
-        train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)
-        values = _program()(train, rollout, part >= 0)
-        found.append(
-            np.stack([values[f"distribution/{name}"] for name in names], axis=1)[: len(parts[0])]
+        count = min(size, len(ids) - start)
+        train, rollout, listed = (
+            np.pad(column[start : start + size], ((0, size - count), (0, 0)))
+            for column in (train_logprobs, rollout_logprobs, ids)
         )
-    return np.pad(np.concatenate(found), ((0, 0), (0, 1)), constant_values=ids.shape[1])
+        values = _program()(train, rollout, listed >= 0)
+        columns = [values[f"distribution/{name}"] for name in names]
+        batches.append(np.stack(columns, axis=1)[:count])
+    return np.pad(np.concatenate(batches), ((0, 0), (0, 1)), constant_values=ids.shape[1])
 
 
 @functools.cache

@@ -78,7 +78,9 @@ def test_errors_take_completions_as_independent():
 def test_the_margin_is_students_t_at_the_level_of_3_and_a_half_standard_errors():
     for completions in (8, 20, 10_000):
         exact = scipy.stats.t.isf(scipy.stats.norm.sf(3.5), completions - 1)
-        assert TokenMean(0.0, 1.0, completions).margin == pytest.approx(exact, rel=0.08)
+        assert TokenMean(mean=0.0, error=1.0, completions=completions).margin == pytest.approx(
+            exact, rel=0.08
+        )
 
 
 def test_certain_tokens_do_not_make_a_mismatch_look_small():
@@ -188,9 +190,9 @@ def test_below_200_tokens_or_8_completions_the_columns_give_no_verdict():
     )
     assert _named(cut(20, 40)) != ["too_few"]
     # A re-scoring needs no statistics of the tokens.
-    assert _named(cut(7, 40), explanations=[Explanation("x", "stale_weights", 0.95)]) == [
-        "stale_weights"
-    ]
+    assert _named(
+        cut(7, 40), explanations=[Explanation(name="x", cause="stale_weights", share=0.95)]
+    ) == ["stale_weights"]
 
 
 def test_what_is_denied_is_what_the_test_could_have_seen():
@@ -342,10 +344,13 @@ def test_a_mean_p_over_q_above_1_says_that_q_did_not_sample():
         and "It is at most 1 for tokens sampled from q" in " ".join(found.evidence)
     )
     # Of tokens that come from neither, p is no explanation.
-    evidence = {"ratio": TokenMean(1.2, 0.01), "surprise": TokenMean(-0.3, 0.01)}
+    evidence = {
+        "ratio": TokenMean(mean=1.2, error=0.01),
+        "surprise": TokenMean(mean=-0.3, error=0.01),
+    }
     assert _decide(**evidence)[0].cause == "unsampled"
     # Within the error, or below 1 as a cut of q leaves it, it says nothing.
-    assert _decide(ratio=TokenMean(1.2, 0.1))[0].cause == "undetermined"
+    assert _decide(ratio=TokenMean(mean=1.2, error=0.1))[0].cause == "undetermined"
 
 
 def test_a_penalty_of_repeated_tokens_is_no_rounding():
@@ -380,14 +385,17 @@ def test_the_temperature_has_an_interval_that_holds_the_planted_one():
 def test_a_gap_of_decoding_in_a_float32_engine_is_no_rounding():
     # Its one pass is the trainer's to 1e-5; an engine of unknown dtype whose one pass is the
     # trainer's may round so.
-    legs = [Leg(DECODING, 0.003, 0.0, 0.99), Leg("one pass - trainer", 1e-6, 0.0, 0.01)]
+    legs = [
+        Leg(name=DECODING, mean=0.003, log_ratio=0.0, share=0.99),
+        Leg(name="one pass - trainer", mean=1e-6, log_ratio=0.0, share=0.01),
+    ]
     small = {"legs": legs, "median_log_ratio": 0.01, "square": 1e-4, "mean": 0.003}
     assert _decide(**small, rounding=1e-5)[0].cause == "decoding"
     assert (
         _decide(**small, rounding=1e-5, recurrent=True)[0].title == "recurrent state while decoding"
     )
     assert _decide(**small)[0].cause == "rounding"
-    other = [legs[0], legs[1]._replace(mean=1e-4)]
+    other = [legs[0], dataclasses.replace(legs[1], mean=1e-4)]
     assert _decide(**small | {"legs": other})[0].cause == "decoding"
 
 
@@ -410,8 +418,8 @@ def test_the_measured_rounding_decides_what_is_rounding():
 
 
 def test_the_best_rescoring_names_the_cause():
-    weights = Explanation("int8 weights", "quantized_weights", 0.97)
-    cache = Explanation("fp8 cache", "quantized_cache", 0.4)
+    weights = Explanation(name="int8 weights", cause="quantized_weights", share=0.97)
+    cache = Explanation(name="fp8 cache", cause="quantized_cache", share=0.4)
     found = _decide(explanations=[cache, weights])
     assert found[0].cause == "quantized_weights"
     assert (
@@ -425,22 +433,28 @@ def test_a_strong_rescoring_beats_the_columns_and_a_weak_one_does_not():
     evidence = collect(columns(top_p=0.9))
 
     def verdict(share):
-        explanation = Explanation("temperature 0.8", "temperature", share)
+        explanation = Explanation(name="temperature 0.8", cause="temperature", share=share)
         return diagnose(dataclasses.replace(evidence, explanations=[explanation]))[0].cause
 
     assert verdict(0.95) == "temperature" and verdict(0.6) == "support"
 
 
 def test_the_tokens_say_whose_temperature_is_wrong():
-    fitted = Explanation("temperature 0.7", "temperature", 0.99)
-    off = TokenMean(-0.5, 0.01)
-    fits = TokenMean(0.01, 0.01)
+    fitted = Explanation(name="temperature 0.7", cause="temperature", share=0.99)
+    off = TokenMean(mean=-0.5, error=0.01)
+    fits = TokenMean(mean=0.01, error=0.01)
     assert _decide(explanations=[fitted], surprise=off)[0].cause == "temperature"
     assert _decide(explanations=[fitted], surprise=fits)[0].cause == "raw_logprobs"
-    unknown = TokenMean(np.nan, np.nan)
-    ratios = {"inverse_ratio": TokenMean(1.2, 0.01), "ratio": TokenMean(1.0, 0.01)}
+    unknown = TokenMean(mean=np.nan, error=np.nan)
+    ratios = {
+        "inverse_ratio": TokenMean(mean=1.2, error=0.01),
+        "ratio": TokenMean(mean=1.0, error=0.01),
+    }
     assert _decide(explanations=[fitted], surprise=unknown, **ratios)[0].cause == "temperature"
-    ratios = {"inverse_ratio": TokenMean(1.0, 0.01), "ratio": TokenMean(1.2, 0.01)}
+    ratios = {
+        "inverse_ratio": TokenMean(mean=1.0, error=0.01),
+        "ratio": TokenMean(mean=1.2, error=0.01),
+    }
     assert _decide(explanations=[fitted], surprise=unknown, **ratios)[0].cause == "raw_logprobs"
 
 
@@ -462,7 +476,7 @@ def test_every_cause_has_a_title_and_a_remedy_and_can_be_named():
     }
     reached |= {"misaligned", "filled", "unsampled", "penalty", "unrelated", "random_weights"}
     for name in CAUSES.keys() - reached:
-        found = _decide(explanations=[Explanation("x", name, 0.95)])[0]
+        found = _decide(explanations=[Explanation(name="x", cause=name, share=0.95)])[0]
         assert found.cause == name
     assert all(cause.title and cause.remedy.endswith(".") for cause in CAUSES.values())
     assert isinstance(_NOISE, Evidence)

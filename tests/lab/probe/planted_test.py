@@ -250,7 +250,7 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(
         analyze(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
     )
     # A setting that changes nothing is not blamed.
-    innocent = [each._replace(share=0.02) for each in lifted]
+    innocent = [dataclasses.replace(setting, share=0.02) for setting in lifted]
     assert (
         analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
     )
