@@ -1,5 +1,4 @@
-r"""Equality of two expressions, equations or inequalities in LaTeX, read by math-verify and decided
-by their values.
+r"""Equality of expressions, equations or inequalities in LaTeX, decided by their values.
 
 Two expressions are the same function if they agree at points that an answer can't prepare for:
 their seed is a hash of both answers, and their sizes reach beyond every constant in them, on both
@@ -25,10 +24,15 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig
 from dcmdp_jax.rewards.math.notation import GREEK_COMMANDS, is_read_command
 from dcmdp_jax.rewards.math.units import PERIODIC, vocabulary
 
+# Digits of a comparison at a point, beside those that the constants span.
 _DIGITS = 60
+# Points of one kind at which two functions must agree.
 _POINTS = 6
+# Powers of ten that constants may span: beyond, only exact integers are compared.
 _MAX_DECADES = 2000
+# Digits of the largest such integer: sympy takes a second for it.
 _MAX_EXACT_DIGITS = 1_000_000
+# Powers of ten that sample points reach each way; fewer where a variable is an exponent.
 _MAX_SPREAD = 200
 _MAX_SPREAD_OF_EXPONENTS = 3
 # The library warns once per process that its own time limit (SIGALRM in the calling thread) is off;
@@ -44,11 +48,13 @@ _NORMALIZATION = NormalizationConfig(
     equations=False,
 )
 _EXTRACTION = [math_verify.LatexExtractionConfig(normalization_config=_NORMALIZATION)]
+# Functions that are not smooth.
 _KINKS = tuple(
     getattr(sympy, name)
     for name in vocabulary("Abs sign floor ceiling frac Mod Max Min Heaviside re im arg conjugate")
 )
 _INFINITIES = sympy.oo, -sympy.oo, sympy.zoo
+_RELATIONS = {sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le}
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.])")
 _EULER_LOOKALIKE = re.compile(r"(?<![\\a-zA-Z])E(?![a-zA-Z])|(?<=[0-9a-zA-Z} ])(?<!\\)E(?=[_^ ]|$)")
 _NAMED_INDEX = re.compile(
@@ -59,7 +65,8 @@ _LETTER_OR_COMMAND = re.compile(r"\\[a-zA-Z]++|[a-zA-Z]")
 _ABBREVIATION = re.compile(r"(?<![\\a-zA-Z])[A-Z]{3,}+(?![a-z])")
 _PRIMED = re.compile(r"(\\[a-zA-Z]++|[a-zA-Z])(?:_([a-zA-Z0-9]))?('++)")
 _ACCENT = re.compile(
-    r"\\(dot|ddot|bar|hat|tilde|vec|overline|widehat|overrightarrow) ?(?:\{ ?([a-zA-Z]|\\[a-zA-Z]++) ?\}|([a-zA-Z]))"
+    r"\\(dot|ddot|bar|hat|tilde|vec|overline|widehat|overrightarrow) ?"
+    r"(?:\{ ?([a-zA-Z]|\\[a-zA-Z]++) ?\}|([a-zA-Z]))"
     r"(?:_(?:\{([a-zA-Z0-9]++)\}|([a-zA-Z0-9])))?"
 )
 _CHANGE = re.compile(r"\\(?:Delta|nabla) ?([a-zA-Z]|\\(?!cdot|times)[a-zA-Z]++)(?!_)")
@@ -71,7 +78,8 @@ _OWN_MEANING = re.compile(r"!!|(?<![a-zA-Z\\])[fgh] ?\^ ?\{ ?-1 ?\}")
 _PRODUCT = re.compile(r"(?<![\w^{.])([0-9]++) ?\((?= ?\\frac)|(\( ?[0-9]++ ?\)) ?(?=\\frac)")
 _VECTOR = re.compile(r"\\(?:vec|overrightarrow|mathbf)(?![a-zA-Z])")
 _DERIVATIVE = re.compile(
-    r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?\{ ?(?:d|\\partial) ?([a-zA-Z]|\\[a-zA-Z]++) ?\}"
+    r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?"
+    r"\{ ?(?:d|\\partial) ?([a-zA-Z]|\\[a-zA-Z]++) ?\}"
 )
 _NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
 # The parser takes `12 34` for a product or a sum and `0xFF` for zero times letters.
@@ -79,57 +87,62 @@ _NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0++[ {}
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
 
 
-def same_value(left: str, right: str, factor: Fraction | int = 1) -> bool:
+def same_value(predicted: str, expected: str, factor: Fraction | int = 1) -> bool:
     """Whether two answers in `notation.normalize_answer`'s notation are equal by algebra.
 
     Args:
-        left: the policy's answer.
-        right: the reference.
-        factor: rational number that `left` is multiplied with.
+        predicted: the policy's answer.
+        expected: the reference.
+        factor: rational number that `predicted` is multiplied with.
     """
-    if _VECTOR.search(left + right) and _CROSS.search(left + right):
+    if _VECTOR.search(predicted + expected) and _CROSS.search(predicted + expected):
         return False  # the parser takes a cross product for a product
-    if sorted(_OWN_MEANING.findall(left)) != sorted(_OWN_MEANING.findall(right)):
+    if sorted(_OWN_MEANING.findall(predicted)) != sorted(_OWN_MEANING.findall(expected)):
         return False  # the parser takes `n!!` for `(n!)!` and an inverse function for a reciprocal
-    left, right = _with_distinct_case(_with_named_parts(left), _with_named_parts(right))
-    if not (_is_readable(left) and _is_readable(right)):
-        return False
-    if sorted(_ABBREVIATION.findall(left)) != sorted(
-        _ABBREVIATION.findall(right)
-    ):  # `SRMC` is a name, no product
-        return False
-    seed = hashlib.sha256(f"{left}\0{right}".encode()).digest()
-    left_values = parse(left)
-    right_values = parse(right)
-    decided = []
-    for a in left_values:
-        for b in right_values:
-            if getattr(a, "is_Float", False) and getattr(b, "is_NumberSymbol", False):
-                decided.append(False)  # digits are not e or pi
-            elif _is_expression(a) and _is_expression(b):
-                decided.append(_same_expression(a * factor if factor != 1 else a, b, seed))
-            elif factor == 1 and _is_relation(a) and _is_relation(b):
-                decided.append(_same_relation(a, b, seed))
-    if decided and None not in decided:
-        return any(decided)
-    if factor != 1 or not left_values or not right_values:
-        return False
-    return bool(
-        math_verify.verify(
-            right_values, left_values, timeout_seconds=None, strict=True, raise_on_error=True
-        )
+    predicted, expected = _with_distinct_case(
+        _with_named_parts(predicted), _with_named_parts(expected)
     )
+    if not (_is_readable(predicted) and _is_readable(expected)):
+        return False
+    if sorted(_ABBREVIATION.findall(predicted)) != sorted(_ABBREVIATION.findall(expected)):
+        return False  # `SRMC` is a name, no product
+
+    seed = hashlib.sha256(f"{predicted}\0{expected}".encode()).digest()
+    predicted_values = parse(predicted)
+    expected_values = parse(expected)
+    verdicts = []
+    for predicted_value in predicted_values:
+        for expected_value in expected_values:
+            is_decimal = getattr(predicted_value, "is_Float", False)
+            if is_decimal and getattr(expected_value, "is_NumberSymbol", False):
+                verdicts.append(False)  # digits are not e or pi
+            elif _is_expression(predicted_value) and _is_expression(expected_value):
+                scaled = predicted_value if factor == 1 else predicted_value * factor
+                verdicts.append(_same_expression(scaled, expected_value, seed))
+            elif factor == 1 and _is_relation(predicted_value) and _is_relation(expected_value):
+                verdicts.append(_same_relation(predicted_value, expected_value, seed))
+
+    if verdicts and None not in verdicts:
+        return any(verdicts)
+    if factor != 1 or not predicted_values or not expected_values:
+        return False
+    is_equal = math_verify.verify(
+        expected_values, predicted_values, timeout_seconds=None, strict=True, raise_on_error=True
+    )
+    return bool(is_equal)
 
 
-def within(left: str, right: str, tolerance: float) -> bool:
+def within(predicted: str, expected: str, tolerance: float) -> bool:
     """Whether both answers are numbers, at most `tolerance` apart."""
-    return any(
-        getattr(a, "is_number", False)
-        and getattr(b, "is_number", False)
-        and abs(complex(a.evalf()) - complex(b.evalf())) <= tolerance
-        for a in parse(left)
-        for b in parse(right)
-    )
+    for predicted_value in parse(predicted):
+        for expected_value in parse(expected):
+            if not getattr(predicted_value, "is_number", False):
+                continue
+            if not getattr(expected_value, "is_number", False):
+                continue
+            if abs(complex(predicted_value.evalf()) - complex(expected_value.evalf())) <= tolerance:
+                return True
+    return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,68 +155,69 @@ def parse(text: str) -> list[Any]:
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
     text = re.sub(r"\\degree ?", "", text)
     # The parser takes `2(\frac{1}{2})` for a mixed number.
-    text = _PRODUCT.sub(lambda m: rf"{m[1]} \cdot (" if m[1] else rf"{m[2]} \cdot ", text)
+    text = _PRODUCT.sub(
+        lambda match: rf"{match[1]} \cdot (" if match[1] else rf"{match[2]} \cdot ", text
+    )
     # latex2sympy2-extended 1.11 reads E as Euler's number, which takes no index, and no command as
     # an index.
-    text = _EULER_LOOKALIKE.sub(r"\\Xi ", _NAMED_INDEX.sub(lambda m: f"_{{{m[1] or m[2]}}}", text))
+    text = _NAMED_INDEX.sub(lambda match: f"_{{{match[1] or match[2]}}}", text)
+    text = _EULER_LOOKALIKE.sub(r"\\Xi ", text)
+
+    values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
     # What it can't read it returns as text, stripped of what it takes for ornament, and what it
     # misreads may have no value at all: no ground for a reward.
-    values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
-    undefined = (sympy.nan, sympy.zoo)
-    return [
-        v
-        for v in values
-        if not isinstance(v, str) and not (hasattr(v, "has") and v.has(*undefined))
-    ]
+    values = [value for value in values if not isinstance(value, str)]
+    return [v for v in values if not hasattr(v, "has") or not v.has(sympy.nan, sympy.zoo)]
 
 
 def _is_readable(text: str) -> bool:
-    """Whether the parser reads all of an answer. It may drop unknown words and commands; `25_8` is
-    a numeral.
-    """
-    commands = (command[1:] for command in _COMMAND.findall(text))
-    known = all(is_read_command(command) for command in commands)
-    return known and not _NUMBER_WITH_INDEX.search(text) and not {"'", '"'} & set(text)
+    """Whether the parser reads all of an answer: it may drop words; `25_8` is a numeral."""
+    if not all(is_read_command(command[1:]) for command in _COMMAND.findall(text)):
+        return False
+    return not _NUMBER_WITH_INDEX.search(text) and "'" not in text and '"' not in text
 
 
 def _with_named_parts(text: str) -> str:
-    r"""Primes, accents, changes and derivatives as parts of names: `y''` is `y_{pp}`, `\Delta p` is
-    `p_{Delta}`.
+    r"""Make primes, accents, changes and derivatives parts of names: `\Delta p` is `p_{Delta}`.
 
-    So is `\gamma`, which the parser takes for the gamma function: it reads `(\gamma^2 - 1)` as
-    `\gamma(-1)^2`.
+    `y''` is `y_{pp}`. So is `\gamma`, which the parser takes for the gamma function: it reads
+    `(\gamma^2 - 1)` as `\gamma(-1)^2`.
     """
-    text = _CHANGE.sub(lambda m: f"{{{m[1]}_{{Delta}}}}", text)
+    text = _CHANGE.sub(r"{\1_{Delta}}", text)
     text = _DERIVATIVE.sub(lambda m: f"{{z_{{d{m[1]}by{m[2]}}}}}".replace("\\", ""), text)
     text = _ACCENT.sub(lambda m: f"{{{m[2] or m[3]}_{{{m[1]}{m[4] or m[5] or ''}}}}}", text)
     text = _PRIMED.sub(lambda m: f"{{{m[1]}_{{{'p' * len(m[3])}{m[2] or ''}}}}}", text)
     return _GAMMA.sub("{z_{gamma}}", text)
 
 
-def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
-    r"""Rename `R` where the two answers also hold an `r`, `\Delta` and `\delta`: the parser folds
-    case.
+def _with_distinct_case(predicted: str, expected: str) -> tuple[str, str]:
+    r"""Rename `R` where an answer also holds an `r`, `\Delta` and `\delta`: the parser folds case.
 
     `C` is kept, because it is a constant of integration in either case.
     """
-    names = set(_LETTER_OR_COMMAND.findall(left + right))
-    lower = {name.lower() for name in names if name != name.lower()} & names
-    both = sorted(
-        name for name in names if name != name.lower() and name.lower() in lower and name != "C"
-    )
-    both = [name for name in both if len(name) == 1 or name[1:].lower() in GREEK_COMMANDS]
-    if "T" not in both and _TRANSPOSED.search(left + right) and not _MATRIX.search(left + right):
-        both.append("T")  # a power: the parser takes it for a transpose and drops it
+    names = set(_LETTER_OR_COMMAND.findall(predicted + expected))
+    renamed = []
+    for name in sorted(names - {"C"}):
+        lower = name.lower()
+        if name != lower and lower in names and (len(name) == 1 or lower[1:] in GREEK_COMMANDS):
+            renamed.append(name)
+    if (
+        "T" not in renamed
+        and _TRANSPOSED.search(predicted + expected)
+        and not _MATRIX.search(predicted + expected)
+    ):
+        renamed.append("T")  # a power: the parser takes it for a transpose and drops it
+
     letters = {name for name in names if len(name) == 1}
     free = [letter for letter in "abghjklmnpqrstuvwxyz" if not {letter, letter.upper()} & letters]
-    if len(free) < len(both):
-        raise ValueError(f"too many letters to distinguish: {left!r}, {right!r}")
-    new_names = dict(zip(both, free, strict=False))
-    rename = functools.partial(
-        _LETTER_OR_COMMAND.sub,
-        lambda match: f"{{{new_names[match[0]]}}}" if match[0] in new_names else match[0],
-    )
-    return rename(left), rename(right)
+    if len(free) < len(renamed):
+        raise ValueError(f"too many letters to distinguish: {predicted!r}, {expected!r}")
+    new_names = {name: f"{{{letter}}}" for name, letter in zip(renamed, free, strict=False)}
+
+    def rename(text: str) -> str:
+        return _LETTER_OR_COMMAND.sub(lambda match: new_names.get(match[0], match[0]), text)
+
+    return rename(predicted), rename(expected)
 
 
 def _is_expression(value: Any) -> bool:
@@ -214,49 +228,61 @@ def _is_relation(value: Any) -> bool:
     return isinstance(value, sympy.Rel) and _is_expression(value.lhs) and _is_expression(value.rhs)
 
 
-def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
-    """Equations and inequalities are the same if the differences of their sides are proportional
-    (by more than 0).
+def _difference(relation: Any) -> Any:
+    return _plain_symbols(_with_exact_decimals(relation.lhs) - _with_exact_decimals(relation.rhs))
+
+
+def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
+    """Whether the differences of the sides of two equations or inequalities are proportional.
+
+    For inequalities by more than 0. None where that can't be told.
     """
-    left, right = (
-        each.reversed if isinstance(each, sympy.Gt | sympy.Ge) else each for each in (left, right)
-    )
-    if not {type(left), type(right)} <= {sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le}:
+    if isinstance(predicted, sympy.Gt | sympy.Ge):
+        predicted = predicted.reversed
+    if isinstance(expected, sympy.Gt | sympy.Ge):
+        expected = expected.reversed
+    if type(predicted) not in _RELATIONS or type(expected) not in _RELATIONS:
         return None
-    if type(left) is not type(right):
+    if type(predicted) is not type(expected):
         return False
-    exact = _is_exact(left.lhs - left.rhs, right.lhs - right.rhs)
-    a, b = (
-        _plain_symbols(_with_exact_decimals(value.lhs) - _with_exact_decimals(value.rhs))
-        for value in (left, right)
+
+    exact = _is_exact(predicted.lhs - predicted.rhs, expected.lhs - expected.rhs)
+    predicted_difference = _difference(predicted)
+    expected_difference = _difference(expected)
+    if predicted_difference.free_symbols != expected_difference.free_symbols:
+        return False
+    symbols = sorted(predicted_difference.free_symbols, key=str)
+    point = _sample_points(symbols, 1, seed + b"ratio")[0]
+    predicted_scale = predicted_difference.subs(point).doit()
+    expected_scale = expected_difference.subs(point).doit()
+    for scale in (predicted_scale, expected_scale):
+        if not (scale.is_number and scale.is_finite and scale.evalf(_DIGITS) != 0):
+            return None
+
+    same = _same_expression(
+        predicted_difference / predicted_scale,
+        expected_difference / expected_scale,
+        seed,
+        exact=exact,
     )
-    if a.free_symbols != b.free_symbols:
-        return False
-    point = _sample_points(sorted(a.free_symbols, key=str), 1, seed + b"ratio")[0]
-    at_point = [value.subs(point).doit() for value in (a, b)]
-    if not all(
-        value.is_number and value.is_finite and value.evalf(_DIGITS) != 0 for value in at_point
-    ):
-        return None
-    # b(point) a(x) = a(point) b(x) for every x
-    same = _same_expression(a / at_point[0], b / at_point[1], seed, exact=exact)
-    if same and isinstance(left, sympy.Lt | sympy.Le):
-        ratio = (at_point[0] / at_point[1]).evalf(_DIGITS)
+    if same and isinstance(predicted, sympy.Lt | sympy.Le):
+        ratio = (predicted_scale / expected_scale).evalf(_DIGITS)
         return bool(ratio.is_real and ratio > 0)
-    return bool(same) if isinstance(left, sympy.Ne) else same or None
+    if isinstance(predicted, sympy.Ne):
+        return bool(same)
+    return same or None
 
 
 def _plain_symbols(value: Any) -> Any:
-    """The parser gives one letter different assumptions from one text to the next; the imaginary
-    unit is a letter.
-    """
-    return value.xreplace(
-        {s: sympy.I if s.name == "i" else sympy.Symbol(s.name) for s in value.free_symbols}
-    )
+    """Give a letter the same assumptions in all texts, and make `i` the imaginary unit."""
+    plain = {}
+    for symbol in value.free_symbols:
+        plain[symbol] = sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name)
+    return value.xreplace(plain)
 
 
 def _same_expression(
-    left: Any, right: Any, seed: bytes, *, exact: bool | None = None
+    predicted: Any, expected: Any, seed: bytes, *, exact: bool | None = None
 ) -> bool | None:
     """Whether two expressions are one function; None where values can't tell.
 
@@ -264,71 +290,73 @@ def _same_expression(
     smooth has no equal on the other side. Where a root or logarithm is taken of what is not
     positive, roots may differ: answers of physics take every quantity for positive.
     """
-    exact = _is_exact(left, right) if exact is None else exact
+    if exact is None:
+        exact = _is_exact(predicted, expected)
     # Decimals first: to rebuild a sum is to add them up with 15 digits.
-    left, right = (
-        _plain_symbols(_with_exact_decimals(left)),
-        _plain_symbols(_with_exact_decimals(right)),
-    )
-    decades = _decades(left, right)
-    constant = not (left.free_symbols | right.free_symbols)
+    predicted = _plain_symbols(_with_exact_decimals(predicted))
+    expected = _plain_symbols(_with_exact_decimals(expected))
+    decades = _decades(predicted, expected)
+    is_constant = not (predicted.free_symbols | expected.free_symbols)
     if decades > _MAX_DECADES:
-        return bool(left == right or (constant and _same_integers(left, right)))
-    if constant and (left.has(*_INFINITIES) or right.has(*_INFINITIES)):
-        return bool(left.doit() == right.doit())
-    left, right = _replace_kinks(left, right, seed)  # a constant has none
+        return bool(predicted == expected or (is_constant and _same_integers(predicted, expected)))
+    if is_constant and (predicted.has(*_INFINITIES) or expected.has(*_INFINITIES)):
+        return bool(predicted.doit() == expected.doit())
+
+    predicted, expected = _replace_kinks(predicted, expected, seed)  # a constant has none
     # A constant must show, however small it is.
-    agree = functools.partial(_agree_at, left, right, digits=_DIGITS + 2 * decades, exact=exact)
-    if constant:
+    agree = functools.partial(
+        _agree_at, predicted, expected, digits=_DIGITS + 2 * decades, exact=exact
+    )
+    if is_constant:
         return agree({})
-    symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
-    no = None if any(symbol.name.startswith("kink") for symbol in symbols) else False
-    near = {agree(point) for point in _sample_points(symbols, _POINTS, seed, positive=True)}
-    if near != {True}:
-        return no if False in near else None
-    spread = min(decades, _MAX_SPREAD_OF_EXPONENTS if _has_powers(left, right) else _MAX_SPREAD)
-    either = _sample_points(symbols, 2 * _POINTS, seed + b"either") + _sample_points(
-        symbols, 2 * _POINTS, seed, decades=spread
+    symbols = sorted(predicted.free_symbols | expected.free_symbols, key=lambda symbol: symbol.name)
+    has_kinks = any(symbol.name.startswith("kink") for symbol in symbols)
+    unequal = None if has_kinks else False
+
+    points = _sample_points(symbols, _POINTS, seed, positive=True)
+    verdicts = {agree(point) for point in points}
+    if verdicts != {True}:
+        return unequal if False in verdicts else None
+
+    spread = min(
+        decades, _MAX_SPREAD_OF_EXPONENTS if _has_powers(predicted, expected) else _MAX_SPREAD
     )
     points = _sample_points(symbols, _POINTS, seed + b"wide", positive=True, decades=spread)
-    verdicts = [
-        agree(point) for point in points + [p for p in either if _has_one_branch(left, right, p)]
-    ]
+    of_either_sign = _sample_points(symbols, 2 * _POINTS, seed + b"either")
+    of_either_sign += _sample_points(symbols, 2 * _POINTS, seed, decades=spread)
+    points += [point for point in of_either_sign if _has_one_branch(predicted, expected, point)]
+    verdicts = [agree(point) for point in points]
     if False in verdicts:
-        return no
+        return unequal
     return True if verdicts.count(True) >= _POINTS else None
 
 
-def _same_integers(left: Any, right: Any) -> bool:
-    """Whether two constants of at most `_MAX_EXACT_DIGITS` digits are one rational: `2024!` and
-    `2024(2023!)`.
-    """
-    if max(_size(left), _size(right)) > _MAX_EXACT_DIGITS:
+def _same_integers(predicted: Any, expected: Any) -> bool:
+    """Whether two constants are one rational, such as `2024!` and `2024(2023!)`."""
+    if max(_size(predicted), _size(expected)) > _MAX_EXACT_DIGITS:
         return False
-    left, right = left.doit(), right.doit()
-    return bool(left.is_Rational and left == right)
+    predicted = predicted.doit()
+    return bool(predicted.is_Rational and predicted == expected.doit())
 
 
-def _is_exact(left: Any, right: Any) -> bool:
-    """Whether two expressions must agree in every digit: no decimal in them is the rounding of
-    something else.
+def _is_exact(predicted: Any, expected: Any) -> bool:
+    """Whether two expressions must agree in every digit: no decimal in them is a rounding.
 
-    A decimal on the left is no rounding where decimals can write every constant on the right.
+    A predicted decimal is no rounding where decimals can write every expected constant.
     """
-    return not right.has(sympy.Float) and (
-        not left.has(sympy.Float) or all(map(_terminates, _parts(right)))
-    )
+    if expected.has(sympy.Float):
+        return False
+    return not predicted.has(sympy.Float) or all(map(_terminates, _constants(expected)))
 
 
-def _has_powers(*values: Any) -> bool:
+def _has_powers(predicted: Any, expected: Any) -> bool:
     """Whether a variable stands in an exponent."""
-    return any(power.exp.free_symbols for value in values for power in value.atoms(sympy.Pow))
+    powers = predicted.atoms(sympy.Pow) | expected.atoms(sympy.Pow)
+    return any(power.exp.free_symbols for power in powers)
 
 
 def _terminates(constant: Any) -> bool:
-    """Whether a constant has finitely many decimals. The parser leaves `10^{15}` and `15!` as they
-    are written.
-    """
+    """Whether a constant has finitely many decimals; the parser leaves `10^{15}` as written."""
     if constant.is_integer or _decades(constant, constant) > _MAX_DECADES:
         return bool(constant.is_integer)
     value = constant.doit()
@@ -336,134 +364,135 @@ def _terminates(constant: Any) -> bool:
 
 
 def _with_exact_decimals(value: Any) -> Any:
-    return value.xreplace(
-        {part: sympy.Rational(str(part)) for part in value.atoms(sympy.Float) if part.is_finite}
-    )
+    decimals = [decimal for decimal in value.atoms(sympy.Float) if decimal.is_finite]
+    return value.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in decimals})
 
 
 def _agree_at(
-    left: Any, right: Any, point: dict[Any, Any], *, digits: int, exact: bool
+    predicted: Any, expected: Any, point: dict[Any, Any], *, digits: int, exact: bool
 ) -> bool | None:
-    if _has_powers(left, right):  # sympy writes out every digit of a rational power of a rational
-        a, b = (value.doit().evalf(digits, subs=point, maxn=2 * digits) for value in (left, right))
+    """Whether two expressions have one value at a point; None where they have none there."""
+    if _has_powers(
+        predicted, expected
+    ):  # sympy writes out every digit of a rational power of a rational
+        predicted = predicted.doit().evalf(digits, subs=point, maxn=2 * digits)
+        expected = expected.doit().evalf(digits, subs=point, maxn=2 * digits)
     else:
-        a, b = (value.subs(point).doit() for value in (left, right))
-    if a.is_Rational and b.is_Rational and (exact or a == b):
-        return bool(a == b)
-    a, b = (_without_noise(value.evalf(digits, maxn=2 * digits)) for value in (a, b))
-    if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
+        predicted = predicted.subs(point).doit()
+        expected = expected.subs(point).doit()
+    if predicted.is_Rational and expected.is_Rational and (exact or predicted == expected):
+        return bool(predicted == expected)
+
+    predicted = _without_noise(predicted.evalf(digits, maxn=2 * digits))
+    expected = _without_noise(expected.evalf(digits, maxn=2 * digits))
+    if not (
+        predicted.is_number and expected.is_number and predicted.is_finite and expected.is_finite
+    ):
         return None
-    size = max(abs(a).evalf(digits), abs(b).evalf(digits))
-    return bool(
-        abs(a - b).evalf(digits) <= sympy.Rational(1, 10 ** (digits - 10 if exact else 6)) * size
-    )
+    size = max(abs(predicted).evalf(digits), abs(expected).evalf(digits))
+    tolerance = sympy.Rational(1, 10 ** (digits - 10 if exact else 6))
+    return bool(abs(predicted - expected).evalf(digits) <= tolerance * size)
 
 
-def _has_one_branch(left: Any, right: Any, point: dict[Any, Any]) -> bool:
-    """Whether no root at this point is of what is not positive, and logarithms of it are on both
-    sides.
+def _has_one_branch(predicted: Any, expected: Any, point: dict[Any, Any]) -> bool:
+    """Whether roots and logarithms are defined by positive values at a point.
+
+    A logarithm of another value counts where only one side is real with it.
     """
-    values = []
-    for value in (left, right):
-        bases = [
-            power.base
-            for power in value.atoms(sympy.Pow)
-            if not power.exp.is_Integer and power.base.free_symbols
-        ]
-        if not all(base.evalf(15, subs=point).is_positive for base in bases):
-            return False
-        values.append(value.evalf(15, subs=point).is_real)
-    logarithms = [log_.args[0] for value in (left, right) for log_ in value.atoms(sympy.log)]
-    positive = all(
-        argument.subs(point).evalf(15).is_positive is not False for argument in logarithms
-    )
-    return positive or values[0] != values[1]
+    are_real = []
+    for value in (predicted, expected):
+        for power in value.atoms(sympy.Pow):
+            is_root = not power.exp.is_Integer and power.base.free_symbols
+            if is_root and not power.base.evalf(15, subs=point).is_positive:
+                return False
+        are_real.append(value.evalf(15, subs=point).is_real)
+
+    for logarithm in predicted.atoms(sympy.log) | expected.atoms(sympy.log):
+        if logarithm.args[0].subs(point).evalf(15).is_positive is False:
+            return are_real[0] != are_real[1]
+    return True
 
 
 def _without_noise(value: Any) -> Any:
     """Zero for what evaluates to zero as far as sympy can tell: a Float of one bit."""
-    return value.xreplace(
-        {part: sympy.Integer(0) for part in value.atoms(sympy.Float) if part._prec == 1}
-    )
+    noise = [number for number in value.atoms(sympy.Float) if number._prec == 1]
+    return value.xreplace(dict.fromkeys(noise, sympy.Integer(0)))
 
 
 def _sample_points(
     symbols: list[Any], count: int, seed: bytes, *, positive: bool = False, decades: int = 0
 ) -> list[dict[Any, Any]]:
-    """Points with rational coordinates, of size 0.5 to 2, or spread evenly over `decades` powers of
-    ten both ways.
+    """Draw points with rational coordinates of size 0.5 to 2, times a power of ten.
+
+    The powers are spread evenly over `decades` both ways.
     """
     draw = random.Random(seed)
-    columns = []
-    for _ in symbols:
-        signs = [1 if positive else (1, -1)[k % 2] for k in range(count)]
-        powers = [
-            0 if not decades else round(-decades + 2 * decades * (k + 0.5) / count)
-            for k in range(count)
-        ]
+
+    def coordinates() -> list[Any]:
+        signs = [1 if positive or k % 2 == 0 else -1 for k in range(count)]
+        powers = [round(-decades + 2 * decades * (k + 0.5) / count) for k in range(count)]
         draw.shuffle(signs)
         draw.shuffle(powers)
-        sizes = [
-            sympy.Rational(draw.randrange(10**9, 4 * 10**9), 2 * 10**9 - 57) for _ in range(count)
-        ]
-        columns.append(
-            [
-                s * size * sympy.Integer(10) ** p
-                for s, size, p in zip(signs, sizes, powers, strict=True)
-            ]
-        )
+        values = []
+        for sign, power in zip(signs, powers, strict=True):
+            size = sympy.Rational(draw.randrange(10**9, 4 * 10**9), 2 * 10**9 - 57)
+            values.append(sign * size * sympy.Integer(10) ** power)
+        return values
+
+    columns = [coordinates() for _ in symbols]
     return [dict(zip(symbols, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _decades(left: Any, right: Any) -> int:
-    """Number of powers of ten that the constants of two expressions span together, with a
-    margin.
-    """
-    return int(min(2.0 + _size(left) + _size(right), _MAX_DECADES)) + 1
+def _decades(predicted: Any, expected: Any) -> int:
+    """Number of powers of ten that the constants of both expressions span, with a margin."""
+    return int(min(2.0 + _size(predicted) + _size(expected), _MAX_DECADES)) + 1
 
 
 def _size(value: Any) -> float:
     """Number of powers of ten that the constants of an expression span."""
-    parts = {part for part in _parts(value) if part.is_number and part.is_finite and part != 0}
-    return sum(float(abs(sympy.log(abs(part)).evalf(5))) / 2.302585 for part in parts)
+    decades = 0.0
+    for constant in set(_constants(value)):
+        if constant.is_number and constant.is_finite and constant != 0:
+            decades += float(abs(sympy.log(abs(constant)).evalf(5))) / 2.302585
+    return decades
 
 
-def _parts(value: Any) -> list[Any]:
+def _constants(value: Any) -> list[Any]:
     """The constants that are no sums and not part of a larger one."""
     if not value.free_symbols and not value.is_Add:
         return [value]
-    return [part for argument in value.args for part in _parts(argument)]
+    constants = []
+    for argument in value.args:
+        constants += _constants(argument)
+    return constants
 
 
-def _replace_kinks(left: Any, right: Any, seed: bytes) -> tuple[Any, Any]:
+def _replace_kinks(predicted: Any, expected: Any, seed: bytes) -> tuple[Any, Any]:
     """Both with each part that is not smooth as a variable, the same for equal parts."""
-    known: list[tuple[Any, Any]] = []
+    variables: dict[Any, Any] = {}
     for _ in range(64):
-        found = left.atoms(*_KINKS) | right.atoms(*_KINKS)
-        inner = [
-            part
-            for part in found
-            if part.free_symbols and not any(a.has(*_KINKS) for a in part.args)
-        ]
-        inner.sort(key=sympy.default_sort_key)
-        if not inner:
-            return left, right
-        names = {}
-        for part in inner:
-            match = next((name for other, name in known if _same_kink(part, other, seed)), None)
-            if match is None:
-                match = sympy.Symbol(f"kink{len(known)}")
-                known.append((part, match))
-            names[part] = match
-        left, right = left.xreplace(names), right.xreplace(names)
-    return left, right
+        innermost = []
+        for kink in predicted.atoms(*_KINKS) | expected.atoms(*_KINKS):
+            if kink.free_symbols and not any(value.has(*_KINKS) for value in kink.args):
+                innermost.append(kink)
+        if not innermost:
+            return predicted, expected
+
+        replacements = {}
+        for kink in sorted(innermost, key=sympy.default_sort_key):
+            equal = next((other for other in variables if _same_kink(kink, other, seed)), kink)
+            replacements[kink] = variables.setdefault(equal, sympy.Symbol(f"kink{len(variables)}"))
+        predicted = predicted.xreplace(replacements)
+        expected = expected.xreplace(replacements)
+    return predicted, expected
 
 
-def _same_kink(left: Any, right: Any, seed: bytes) -> bool:
-    if left.func is not right.func or len(left.args) != len(right.args):
+def _same_kink(predicted: Any, expected: Any, seed: bytes) -> bool:
+    if predicted.func is not expected.func or len(predicted.args) != len(expected.args):
         return False
-    if left == right or all(
-        _same_expression(a, b, seed) for a, b in zip(left.args, right.args, strict=True)
-    ):
+    arguments = zip(predicted.args, expected.args, strict=True)
+    if predicted == expected or all(_same_expression(a, b, seed) for a, b in arguments):
         return True
-    return left.func is sympy.Abs and bool(_same_expression(left.args[0], -right.args[0], seed))
+    return predicted.func is sympy.Abs and bool(
+        _same_expression(predicted.args[0], -expected.args[0], seed)
+    )

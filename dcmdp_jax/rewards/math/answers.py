@@ -11,7 +11,6 @@ The rewards `last_number` and `math_verify` are simpler ways than `math` to comp
 reference answer.
 """
 
-import collections
 import logging
 import re
 from collections.abc import Sequence
@@ -39,7 +38,8 @@ _ANSWER_LINE = re.compile(r"\banswer\b[\s*]{0,8}+[:：][\s*]{0,8}+([^\n]*+)", re
 # What `flexible` reads besides: `#### 72` to the line's end, `The answer is: $72$.` to the
 # sentence's.
 _STATED = re.compile(
-    r"####[ \t]*+([^\n]*+)|\banswer\b(?: to [^\n.:]{1,80}?)? is\b[\s:*]{0,8}+((?:[^\n.]|\.(?=[0-9]))*+)",
+    r"####[ \t]*+([^\n]*+)"
+    r"|\banswer\b(?: to [^\n.:]{1,80}?)? is\b[\s:*]{0,8}+((?:[^\n.]|\.(?=[0-9]))*+)",
     re.IGNORECASE,
 )
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
@@ -47,13 +47,12 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
 _PREFIXED = re.compile(r"([+-]?)0([xXbBoO])([0-9a-fA-F]++)")
 _INDICES = {"b": "_2", "o": "_8", "x": "_{16}"}
-_BASE_WORDS = {
-    word: str(base)
-    for base, word in enumerate("two three four five six seven eight nine ten".split(), 2)
-}
+_WORDS_FOR_BASES = "two three four five six seven eight nine ten".split()
+_BASE_WORDS = {word: str(base) for base, word in enumerate(_WORDS_FOR_BASES, 2)}
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
-    r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
+    r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])"
+    r"(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
 )
 # `E: the square`; a word that may deny it or name another (`A: false`, `A. or B`) makes it no
 # choice.
@@ -76,6 +75,10 @@ _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _SERIES = re.compile(r"[0-9]++(?:-{1,2}[0-9]++)++|[0-9]++(?:/[0-9]++){2,}+|[0-9]++/0[0-9]++")
 _DATE = re.compile(r"(?<![0-9])0[0-9]")
 _CLOCK = re.compile(r"([0-9]{1,2}) ?: ?([0-9]{2})(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
+_BREAKS_OFF = re.compile(
+    r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)"
+)
+# Characters at the end of a completion in which `last_number` looks.
 _LONGEST_READ = 100_000
 
 
@@ -96,23 +99,20 @@ def extract_answer(completion: str, extraction: str = "strict") -> str | None:
         box (a truncated completion) or is longer than `MAX_ANSWER_CHARACTERS`.
     """
     answer = last_boxed(completion)
-    if answer is None:
-        line = _last(_ANSWER_LINE, completion) or (
-            _last(_STATED, completion) if extraction == "flexible" else None
-        )
-        if (
-            has_box(completion)
-            or line is None
-            or "\\boxed" in (answer := line[1] or line[line.re.groups] or "")
-        ):
+    if answer is None and not has_box(completion):
+        line = _last(_ANSWER_LINE, completion)
+        if line is None and extraction == "flexible":
+            line = _last(_STATED, completion)
+        answer = (line[1] or line[line.re.groups] or "") if line else ""
+        if "\\boxed" in answer:
             return None
         answer = without_special_tokens(answer).strip().strip("*").strip()
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = collections.deque(pattern.finditer(text), maxlen=1)
-    return found[0] if found else None
+    matches = list(pattern.finditer(text))
+    return matches[-1] if matches else None
 
 
 def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
@@ -160,37 +160,45 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
         equal = _canonical_integer(prediction) == _canonical_integer(gold)
         if equal or tolerance is None:
             return equal
-    left, right = normalize_answer(prediction), normalize_answer(gold)
-    if not left or not right:
+    predicted = normalize_answer(prediction)
+    expected = normalize_answer(gold)
+    if not predicted or not expected:
         return False
-    if without_spaces(left) == without_spaces(right):
+    if without_spaces(predicted) == without_spaces(expected):
         return True
-    if not right.isascii() and unwrap_text(left) == unwrap_text(right):  # `\text{甲}`
+    if not expected.isascii() and unwrap_text(predicted) == unwrap_text(expected):  # `\text{甲}`
         return True
-    if (decided := _compare_clocks(left, right)) is not None:
-        return decided
-    left_measure, right_measure = measures(left, right)
-    left_text = left_measure.text
-    right_text = right_measure.text
-    scales = factors(left_measure, right_measure)
-    if (decided := _compare_series(left_text, right_text)) is not None:
-        return decided and any(a == b for a, b in scales)
-    left_value = parse_number(left_text)
-    right_value = parse_number(right_text)
-    if left_value is not None and right_value is not None:
+    verdict = _compare_clocks(predicted, expected)
+    if verdict is not None:
+        return verdict
+
+    predicted_measure, expected_measure = measures(predicted, expected)
+    predicted_text = predicted_measure.text
+    expected_text = expected_measure.text
+    scales = factors(predicted_measure, expected_measure)
+    same_scale = any(a == b for a, b in scales)
+    verdict = _compare_series(predicted_text, expected_text)
+    if verdict is not None:
+        return verdict and same_scale
+    predicted_value = parse_number(predicted_text)
+    expected_value = parse_number(expected_text)
+    if predicted_value is not None and expected_value is not None:
         if tolerance is not None:
-            return any(abs(left_value * a - right_value * b) <= tolerance * b for a, b in scales)
-        return any(same_number(left_value * a, right_value * b) for a, b in scales)
-    if _INTEGER.fullmatch(left_text) and _INTEGER.fullmatch(right_text):
-        equal = _canonical_integer(left_text) == _canonical_integer(right_text)
-        return equal and any(a == b for a, b in scales)
-    based = _compare_based(left, right)
-    return _compare_words(left, right) if based is None else based
+            return any(
+                abs(predicted_value * a - expected_value * b) <= tolerance * b for a, b in scales
+            )
+        return any(same_number(predicted_value * a, expected_value * b) for a, b in scales)
+    if _INTEGER.fullmatch(predicted_text) and _INTEGER.fullmatch(expected_text):
+        return same_scale and _canonical_integer(predicted_text) == _canonical_integer(
+            expected_text
+        )
+
+    verdict = _compare_based(predicted, expected)
+    return _compare_words(predicted, expected) if verdict is None else verdict
 
 
 def answer_defect(answer: str) -> str | None:
-    r"""Describe in a few words why nothing could match a reference answer; None when nothing is
-    wrong.
+    r"""Say in a few words why nothing could match a reference answer; None when it is sound.
 
     Structural: empty, nothing but punctuation, braces or environments that do not balance, an
     ill-written tolerance, over `MAX_ANSWER_CHARACTERS`. Fast enough for a whole dataset at
@@ -204,8 +212,9 @@ def answer_defect(answer: str) -> str | None:
         answer, _ = split_tolerance(answer)
     except ValueError as error:
         return str(error)
-    if not any(character.isalnum() for character in answer):
+    if not any(map(str.isalnum, answer)):
         return "has no letter, digit or symbol to compare"
+
     depths = nesting(re.sub(r"\\[{}]", "", answer), "{", "}")
     if min(depths) < 0 or depths[-1] != 0:
         return "has braces that do not balance"
@@ -213,21 +222,16 @@ def answer_defect(answer: str) -> str | None:
     ends = re.findall(r"\\end\{(\w+)\}", answer)
     if sorted(begins) != sorted(ends):
         return r"has \begin and \end that do not match"
-    ending = answer.rstrip(" \t\n$")
-    if re.search(
-        r"(?:\\[dtc]?frac|\\sqrt|[=+*/^_])$|\\[dtc]?frac\s*+\{[^{}]*+\}\s*+(?:\{\s*+\}|$)", ending
-    ):
+    if _BREAKS_OFF.search(answer.rstrip(" \t\n$")):
         return "breaks off in the middle of an expression"
-    found = extract_answer(rf"\boxed{{{answer}}}")
-    if found is None or compare_literals(found, answer) is False:
+    extracted = extract_answer(rf"\boxed{{{answer}}}")
+    if extracted is None or compare_literals(extracted, answer) is False:
         return "is not matched by itself in a box"
     return None
 
 
 def is_sentence(answer: str) -> bool:
-    """Whether a reference answer says its value in a sentence, so that no answer but the same words
-    matches it.
-    """
+    """Whether a reference answer is a sentence, which only the same words match."""
     plain = unwrap_text(answer)
     return len(_PLAIN_WORD.findall(plain)) > 2 and _PREDICATE.search(plain) is not None
 
@@ -237,51 +241,65 @@ def _canonical_integer(text: str) -> str:
     return f"-{digits}" if text.startswith("-") and digits != "0" else digits
 
 
-def _compare_clocks(left: str, right: str) -> bool | None:
-    """Times of day, `3:45 PM` and `15:45`; None unless one alone names the half and the other has
-    no twelve hours.
-    """
-    found = [_CLOCK.fullmatch(unwrap_text(text)) for text in (left, right)]
-    named = [m for m in found if m and m[3]]
-    bare = [m for m in found if m and not m[3] and not 1 <= int(m[1]) <= 12]
-    if not (named and bare):
+def _compare_clocks(predicted: str, expected: str) -> bool | None:
+    """Compare times of day, `3:45 PM` and `15:45`; None unless one has 12 hours, one 24."""
+    clock = _CLOCK.fullmatch(unwrap_text(predicted))
+    other = _CLOCK.fullmatch(unwrap_text(expected))
+    if clock is None or other is None:
         return None
-    hour = int(named[0][1]) % 12 + 12 * (named[0][3].lower() == "p")
-    return (hour, named[0][2]) == (int(bare[0][1]), bare[0][2])
+    if other[3]:
+        clock, other = other, clock
+    if not clock[3] or other[3] or 1 <= int(other[1]) <= 12:
+        return None
+    hour = int(clock[1]) % 12
+    if clock[3].lower() == "p":
+        hour += 12
+    return (hour, clock[2]) == (int(other[1]), other[2])
 
 
-def _compare_series(left: str, right: str) -> bool | None:
-    """Dates, ranges and scores (`2019-05-01`, `5-7`, `3-0`) number by number: none is arithmetic in
-    a reference.
+def _compare_series(predicted: str, expected: str) -> bool | None:
+    """Compare dates, ranges and scores (`2019-05-01`, `5-7`, `3-0`) number by number.
+
+    They are no arithmetic in a reference. None where neither is one.
     """
-    given, wanted = (without_spaces(unwrap_text(text)).replace("--", "-") for text in (left, right))
-    if not _SERIES.fullmatch(wanted):
-        return False if _SERIES.fullmatch(given) and _DATE.search(given) else None
-    parts = [[part.lstrip("0") for part in re.split("([-/])", text)] for text in (given, wanted)]
-    return parts[0] == parts[1]
+    predicted = without_spaces(unwrap_text(predicted)).replace("--", "-")
+    expected = without_spaces(unwrap_text(expected)).replace("--", "-")
+    if not _SERIES.fullmatch(expected):
+        return False if _SERIES.fullmatch(predicted) and _DATE.search(predicted) else None
+    predicted_numbers = [number.lstrip("0") for number in re.split("([-/])", predicted)]
+    expected_numbers = [number.lstrip("0") for number in re.split("([-/])", expected)]
+    return predicted_numbers == expected_numbers
 
 
-def _compare_based(left: str, right: str) -> bool | None:
-    """Numerals with a base: the same digits in the same base; a prediction may leave out the
-    reference's base.
+def _compare_based(predicted: str, expected: str) -> bool | None:
+    """Compare numerals with a base: the same digits in the same base.
 
-    A prefix states the base as an index does (`0xff` is `FF_{16}`), and is never left out.
+    A prediction may leave out the reference's base. A prefix states the base as an index does
+    (`0xff` is `FF_{16}`), and is never left out.
     """
-    if _PREFIXED.fullmatch(left) or _PREFIXED.fullmatch(right):
-        return _with_base_as_index(left) == _with_base_as_index(right)
-    left_based = _BASED.fullmatch(left)
-    right_based = _BASED.fullmatch(right)
-    bases = [
-        match and (match[2] or _BASE_WORDS.get(match[3], match[3]))
-        for match in (left_based, right_based)
-    ]
-    if right_based:
-        if left_based:
-            return left_based[1] == right_based[1] and bases[0] == bases[1]
-        return left == right_based[1] if re.fullmatch(r"[+-]?[0-9A-Z]++", left) else None
-    if left_based and parse_number(right) is not None:
-        return bases[0] == "10" and _canonical_integer(left_based[1]) == right
+    if _PREFIXED.fullmatch(predicted) or _PREFIXED.fullmatch(expected):
+        return _with_base_as_index(predicted) == _with_base_as_index(expected)
+    predicted_numeral = _BASED.fullmatch(predicted)
+    expected_numeral = _BASED.fullmatch(expected)
+    if predicted_numeral and expected_numeral:
+        same_base = _base(predicted_numeral) == _base(expected_numeral)
+        return same_base and predicted_numeral[1] == expected_numeral[1]
+    if expected_numeral:
+        return (
+            predicted == expected_numeral[1]
+            if re.fullmatch(r"[+-]?[0-9A-Z]++", predicted)
+            else None
+        )
+    if predicted_numeral and parse_number(expected) is not None:
+        return (
+            _base(predicted_numeral) == "10"
+            and _canonical_integer(predicted_numeral[1]) == expected
+        )
     return None
+
+
+def _base(numeral: re.Match[str]) -> str:
+    return numeral[2] or _BASE_WORDS.get(numeral[3], numeral[3])
 
 
 def _with_base_as_index(text: str) -> str:
@@ -291,43 +309,63 @@ def _with_base_as_index(text: str) -> str:
     )
 
 
-def _compare_words(left: str, right: str) -> bool | None:
-    left_words = unwrap_text(left).strip()
-    right_words = unwrap_text(right).strip()
-    wrapped = (left_words, right_words) != (left, right)
-    left_words = _OPTION.sub("", left_words, count=1)
-    right_words = _OPTION.sub("", right_words, count=1)
-    if choice := _CHOICE.fullmatch(right_words):
-        if picked := _CHOICE.fullmatch(left_words):
-            in_any_case = wrapped or "(" in left_words + right_words
-            return picked[1] == choice[1] or (
-                in_any_case and picked[1].lower() == choice[1].lower()
-            )
-        described = _CHOICE_AND_WORDS.fullmatch(left_words)
-        denied = described and _DENIALS & set(re.findall("[a-z0-9']+", described[3]))
-        picked = _CHOICE_AND_VALUE.fullmatch(left_words) or (None if denied else described)
-        return None if picked is None else (picked[1] or picked[2]) == choice[1]
-    for listed, joined, least in (
-        (left_words, right_words, 2),
-        (right_words, left_words, 3),
-    ):  # `A, C, D` and `ACD`
-        if _CHOICES.fullmatch(listed) and _CAPITALS.fullmatch(joined) and len(joined) >= least:
-            return re.findall("[A-H]", listed) == list(joined) == sorted(set(joined))
-    if _CAPITALS.fullmatch(left_words) and _CAPITALS.fullmatch(right_words):
-        return left_words == right_words
-    if not (_WORDS.fullmatch(left_words) and _WORDS.fullmatch(right_words)):
+def _compare_words(predicted: str, expected: str) -> bool | None:
+    predicted_words = unwrap_text(predicted).strip()
+    expected_words = unwrap_text(expected).strip()
+    is_text = (predicted_words, expected_words) != (predicted, expected)
+    predicted_words = _OPTION.sub("", predicted_words, count=1)
+    expected_words = _OPTION.sub("", expected_words, count=1)
+    choice = _CHOICE.fullmatch(expected_words)
+    if choice:
+        in_any_case = is_text or "(" in predicted_words + expected_words
+        return _compare_choice(predicted_words, choice[1], in_any_case)
+    verdict = _compare_joined_choices(predicted_words, expected_words)
+    if verdict is not None:
+        return verdict
+    if _CAPITALS.fullmatch(predicted_words) and _CAPITALS.fullmatch(expected_words):
+        return predicted_words == expected_words
+    if not (_WORDS.fullmatch(predicted_words) and _WORDS.fullmatch(expected_words)):
         return None
-    if "'" in left_words + right_words:
-        return left_words.lower() == right_words.lower() if wrapped else None
-    left_split = left_words.replace("-", " ").split()
-    right_split = right_words.replace("-", " ").split()
-    shortest, longest = (f(map(len, left_split + right_split)) for f in (min, max))
-    if [word.lower() for word in left_split] == [word.lower() for word in right_split]:
-        if left_words.count("-") != right_words.count("-"):  # `x-y` is not `x y`
-            return True if shortest > 2 else None
-        same_case = [word[1:] for word in left_split] == [word[1:] for word in right_split]
-        return True if wrapped or (longest > 2 and same_case) else None
-    return False if wrapped or longest > 2 else None
+    if "'" in predicted_words + expected_words:
+        return predicted_words.lower() == expected_words.lower() if is_text else None
+
+    predicted_split = predicted_words.replace("-", " ").split()
+    expected_split = expected_words.replace("-", " ").split()
+    lengths = [len(word) for word in predicted_split + expected_split]
+    may_be_variables = not is_text and max(lengths) <= 2
+    if [word.lower() for word in predicted_split] != [word.lower() for word in expected_split]:
+        return None if may_be_variables else False
+    if predicted_words.count("-") != expected_words.count("-"):  # `x-y` is not `x y`
+        return True if min(lengths) > 2 else None
+    same_case = [word[1:] for word in predicted_split] == [word[1:] for word in expected_split]
+    return True if is_text or (same_case and not may_be_variables) else None
+
+
+def _compare_choice(words: str, choice: str, in_any_case: bool) -> bool | None:
+    """Whether words pick a choice, alone or with its value or description; None if they don't."""
+    letter = _CHOICE.fullmatch(words)
+    if letter:
+        same_in_any_case = in_any_case and letter[1].lower() == choice.lower()
+        return letter[1] == choice or same_in_any_case
+    pick = _CHOICE_AND_VALUE.fullmatch(words)
+    if pick is None:
+        pick = _CHOICE_AND_WORDS.fullmatch(words)
+        if pick is None or _DENIALS & set(re.findall("[a-z0-9']+", pick[3])):
+            return None
+    return (pick[1] or pick[2]) == choice
+
+
+def _compare_joined_choices(predicted: str, expected: str) -> bool | None:
+    """Compare `A, C, D` and `ACD`; None for other answers."""
+    if _CHOICES.fullmatch(predicted) and _CAPITALS.fullmatch(expected):
+        listed = predicted
+        joined = expected
+    elif _CHOICES.fullmatch(expected) and _CAPITALS.fullmatch(predicted) and len(predicted) > 2:
+        listed = expected
+        joined = predicted
+    else:
+        return None
+    return re.findall("[A-H]", listed) == list(joined) == sorted(set(joined))
 
 
 def last_number(
@@ -340,19 +378,20 @@ def last_number(
         reference_answer: the reference answers.
         columns: unused.
     """
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-    found = [_PLAIN_NUMBER.findall(text[-_LONGEST_READ:]) for text in texts]
-    return [
-        float(numbers[-1:] == [right])
-        for numbers, right in zip(found, reference_answer, strict=True)
-    ]
+    rewards = []
+    for completion, answer in zip(completions, reference_answer, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        numbers = _PLAIN_NUMBER.findall(text[-_LONGEST_READ:])
+        rewards.append(float(numbers[-1:] == [answer]))
+    return rewards
 
 
 def math_verify(
     completions: Sequence[Any], reference_answer: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
-    r"""1 where math-verify finds the reference answer in the completion, else 0; None where it
-    can't read the answer, or there is none.
+    r"""1 where math-verify finds the reference answer in the completion, else 0.
+
+    None where it can't read the reference answer, or there is none.
 
     The library reads the texts without our parsing of answers, but factors set upright lose their
     commands first, as it takes `\mathrm{e}` in `3\mathrm{e}` for a unit and drops it. Its own time
@@ -365,16 +404,14 @@ def math_verify(
     """
     import math_verify as library
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns about each time limit that it is given
-    golds = [
-        None if text is None else library.parse(upright(rf"\boxed{{{text}}}"))
-        for text in reference_answer
-    ]
-    return [
-        float(library.verify(gold, library.parse(upright(completion_text(completion)))))
-        if gold
-        else None
-        for gold, completion in zip(golds, completions, strict=True)
-    ]
+    # It warns about each time limit that it is given.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    rewards: list[float | None] = []
+    for completion, answer in zip(completions, reference_answer, strict=True):
+        gold = None if answer is None else library.parse(upright(rf"\boxed{{{answer}}}"))
+        if gold:
+            prediction = library.parse(upright(completion_text(completion)))
+            rewards.append(float(library.verify(gold, prediction)))
+        else:
+            rewards.append(None)
+    return rewards

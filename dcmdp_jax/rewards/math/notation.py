@@ -35,41 +35,50 @@ _CLOSES = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
 _JOINERS = re.compile(r"(?:[\s,;]|and(?![a-zA-Z])|or(?![a-zA-Z]))*+")
 _AFTER_A_VALUE = vocabulary("is are the our final answer answers solution solutions result")
 _STATES_A_VALUE = vocabulary(
-    "is are was be equal equals gives yields get obtain have find becomes exactly answer solution "
-    "result value total so thus hence therefore that"
+    """
+    is are was be equal equals gives yields get obtain have find becomes exactly answer solution
+    result value total so thus hence therefore that
+    """
 )
 _TURNS_A_VALUE = vocabulary(
-    "not no never neither nor none isn't isnt aren't arent or either less more greater fewer "
-    "least most than below above under over between except excluding without wrong incorrect "
-    "false minus plus times twice thrice half double triple negative square squared root cube "
-    "cubed reciprocal inverse percent mod modulo base factorial divided if unless but versus to "
-    "exceeds exceed any other from"
+    """
+    not no never neither nor none isn't isnt aren't arent or either less more greater fewer
+    least most than below above under over between except excluding without wrong incorrect
+    false minus plus times twice thrice half double triple negative square squared root cube
+    cubed reciprocal inverse percent mod modulo base factorial divided if unless but versus to
+    exceeds exceed any other from
+    """
 )
 _WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
 _READ_COMMANDS = vocabulary(
-    "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot "
-    "times div infty cup cap binom lfloor rfloor lceil rceil begin end left right max min gcd lcm "
-    "det sum prod int lim to mathrm operatorname mathbf leq geq neq in emptyset varnothing mathbb "
-    "setminus degree lvert rvert vert mid lbrace rbrace odot oplus langle rangle notin subset "
-    "parallel perp Vert ast star mod"
+    """
+    frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot
+    times div infty cup cap binom lfloor rfloor lceil rceil begin end left right max min gcd lcm
+    det sum prod int lim to mathrm operatorname mathbf leq geq neq in emptyset varnothing mathbb
+    setminus degree lvert rvert vert mid lbrace rbrace odot oplus langle rangle notin subset
+    parallel perp Vert ast star mod
+    """
 )
 GREEK_COMMANDS = vocabulary("vartheta varpi varrho varsigma hbar ell").union(GREEK_NAMES)
 _CONJUNCTION = re.compile(
-    r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
+    r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?"
+    r"|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
 )
 _INDEX = re.compile(
     rf"_ ?(?:\{{ ?{TEXT_COMMANDS} ?([^{{}}]*+)\}} ?\}}|{TEXT_COMMANDS} ?([^{{}}]*+)\}})"
 )
 # A colour or a frame around a value; `{\\color{red} 5}` only sets the colour.
 _ORNAMENT = re.compile(
-    r"\\(?:(?:textcolor|colorbox|fcolorbox ?\{[^{}]*+\})(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}|fbox|framebox) ?(?=\{)"
+    r"\\(?:(?:textcolor|colorbox|fcolorbox ?\{[^{}]*+\})(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}"
+    r"|fbox|framebox) ?(?=\{)"
     r"|\\color(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}"
 )
 # The exponent in front of the index: `v^2_0` is the square of `v_0`.
 _POWER_BEFORE_INDEX = re.compile(
-    r"((?<=[a-zA-Z])|(?<=[a-zA-Z]\})) ?(\^ ?(?:[0-9a-zA-Z]|\{[^{}]*+\})) ?(_ ?(?:[0-9a-zA-Z]|\{[^{}]*+\}))"
+    r"((?<=[a-zA-Z])|(?<=[a-zA-Z]\})) ?(\^ ?(?:[0-9a-zA-Z]|\{[^{}]*+\})) ?"
+    r"(_ ?(?:[0-9a-zA-Z]|\{[^{}]*+\}))"
 )
 _BRACED_INDEX = re.compile(r"_ ?\{ ?([a-zA-Z0-9]) ?\}")
 _PRIMES = re.compile(r"\^ ?(?:\{ ?((?:\\prime ?)++)\}|(\\prime(?![a-zA-Z])))")
@@ -103,8 +112,8 @@ _RULES: tuple[tuple[str, str, str, str], ...] = (
         "(5",
     ),
     (
-        r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{)|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
-        r"(?![a-zA-Z])",
+        r"\\(?:displaystyle|limits|hfill|boldsymbol|bf|rm(?! ?\{)|tiny|small|normalsize"
+        r"|large|Large|LARGE|huge|Huge)(?![a-zA-Z])",
         "",
         r"\large 5",
         " 5",
@@ -176,8 +185,7 @@ _EXACTLY = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` without surrounding space; None when there is none, or one
-    is not closed.
+    r"""Content of the last `\boxed{...}`, stripped; None without one, or if one is not closed.
 
     A box inside a box counts as later than the one around it. Escaped braces (`\{`) do not take
     part in the balance.
@@ -185,26 +193,28 @@ def last_boxed(text: str) -> str | None:
     first = _BOXED.search(text)
     if first is None:
         return None
+
     # One pass: a looping completion may open ten thousand boxes and close none.
     depth = 0
-    boxes: list[
-        tuple[int, int]
-    ] = []  # of those open now: depth inside and where the content starts
-    start, end = -1, -1
+    open_boxes: list[tuple[int, int]] = []  # depth inside and where the content starts
+    start = -1
+    end = -1
     for token in _BRACES.finditer(text, first.start()):
-        if token.lastgroup == "box":
+        kind = token.lastgroup
+        if kind == "box":
             depth += 1
-            boxes.append((depth, token.end()))
-        elif token.lastgroup == "open":
+            open_boxes.append((depth, token.end()))
+        elif kind == "open":
             depth += token.end() - token.start("open")
-        elif token.lastgroup == "close":
-            after = max(0, depth - (token.end() - token.start("close")))
-            while boxes and boxes[-1][0] > after:
-                inside, begin = boxes.pop()
-                if begin > start:
-                    start, end = begin, token.start("close") + depth - inside
-            depth = after
-    return text[start:end].strip() if start >= 0 and not boxes else None
+        elif kind == "close":
+            depth_after = max(0, depth - (token.end() - token.start("close")))
+            while open_boxes and open_boxes[-1][0] > depth_after:
+                depth_inside, box_start = open_boxes.pop()
+                if box_start > start:
+                    start = box_start
+                    end = token.start("close") + depth - depth_inside
+            depth = depth_after
+    return text[start:end].strip() if start >= 0 and not open_boxes else None
 
 
 def is_read_command(name: str) -> bool:
@@ -223,8 +233,7 @@ def without_special_tokens(text: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    r"""One notation for the many ways an answer is written; idempotent for what models commonly
-    write.
+    r"""One notation for the many ways an answer is written; idempotent for what models write.
 
     Takes the content of a box and of math delimiters ("the distance is $5$" gives `5`, "$1$ and
     $2$" gives `1, 2`), drops spacing and sizing commands and digit-group commands, rewrites
@@ -232,20 +241,23 @@ def normalize_answer(answer: str) -> str:
     commas. Units, degrees and currency signs stay: see `units`.
     """
     text = _SPACE.sub(" ", without_special_tokens(answer))
-    if (boxed := last_boxed(text)) is not None:
+    boxed = last_boxed(text)
+    if boxed is not None:
         text = boxed
     text = _without_rows(_unquoted(text))
     text = _outside_delimiters(_without_ornament(to_latex(text)))
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     text = join_digit_groups(_SPACE.sub(" ", upright(text)))
+
     text = _ANGLES.sub(
         lambda m: r"\begin{pmatrix}" + m[1].replace(",", r"\\") + r"\end{pmatrix}", text
     )
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
     text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = _POWER_BEFORE_INDEX.sub(r"\1\3\2", _BRACED_INDEX.sub(r"_\1", text))
-    text = _EXACTLY.sub("", _LABEL.sub(r"\2 = ", _unwrapped_value(text.strip()), count=1), count=1)
+    text = _LABEL.sub(r"\2 = ", _unwrapped_value(text.strip()), count=1)
+    text = _EXACTLY.sub("", text, count=1)
     plain = unwrap_text(text)
     if not _WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
         text = _CONJUNCTION.sub(", ", text)
@@ -253,60 +265,54 @@ def normalize_answer(answer: str) -> str:
 
 
 def upright(text: str) -> str:
-    r"""Variables and constants without their commands: `\mathrm{e}`, `\operatorname{i}`,
-    `2\text{x}`, `5\text{k}`.
-    """
-    return _UPRIGHT.sub(lambda match: _plain(match, whole=len(text)), text)
+    r"""Set variables and constants without commands: `\mathrm{e}`, `2\text{x}`, `5\text{k}`."""
+    return _UPRIGHT.sub(lambda match: _plain(match, text_length=len(text)), text)
 
 
-def _plain(match: re.Match[str], whole: int) -> str:
+def _plain(match: re.Match[str], text_length: int) -> str:
     name = match["name"]
-    stands_alone = match["factor"] is None and match["applied"] is None
     if len(name) > 1:
         return match[0] if match["bold"] else f"{name} "
-    keeps = (is_unit(name) and match["index"] is None) or (
-        match["bold"] is not None and name != "e"
-    )
-    keeps |= stands_alone and (
-        name.isupper() or (match["text"] is not None and len(match[0]) == whole)
-    )
-    return match[0] if keeps else name
+    may_be_unit = is_unit(name) and match["index"] is None
+    is_bold_variable = match["bold"] is not None and name != "e"
+    if may_be_unit or is_bold_variable:
+        return match[0]
+    stands_alone = match["factor"] is None and match["applied"] is None
+    is_whole_text = match["text"] is not None and len(match[0]) == text_length
+    return match[0] if stands_alone and (name.isupper() or is_whole_text) else name
 
 
 def without_spaces(text: str) -> str:
-    """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and
-    after commands.
-    """
+    """Remove spaces but after commands and between digits: `2 1/2` is not `21/2`."""
     words = text.split()
-    kept = []
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        command = (
-            "\\" in word and word.rpartition("\\")[2].isalpha()
-        )  # `\pi r` is not the command `\pir`
-        apart = (command and following[:1].isalpha()) or (
-            word[-1].isdigit() and following[:1].isdigit()
-        )
-        kept.append(f"{word} " if apart else word)
-    return "".join(kept)
+    joined = []
+    for word, next_word in itertools.zip_longest(words, words[1:], fillvalue=""):
+        joined.append(word)
+        # `\pi r` is not the command `\pir`
+        is_command = "\\" in word and word.rpartition("\\")[2].isalpha()
+        between_letters = is_command and next_word[:1].isalpha()
+        if between_letters or (word[-1].isdigit() and next_word[:1].isdigit()):
+            joined.append(" ")
+    return "".join(joined)
 
 
 def unwrap_text(text: str) -> str:
-    r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the
-    whole by nothing.
-    """
+    r"""Replace `\text{east}`, `\mathrm{E}` and the like by their content; drop outer braces."""
     return _without_outer_braces(WRAPPED_TEXT.sub(r"\1", text))
 
 
 def _without_outer_braces(text: str) -> str:
     closes = _closing_braces(text)
-    start, end = 0, len(text)
+    start = 0
+    end = len(text)
     while start < end:
         if text[start].isspace():
             start += 1
         elif text[end - 1].isspace():
             end -= 1
         elif closes.get(start) == end - 1:
-            start, end = start + 1, end - 1
+            start += 1
+            end -= 1
         else:
             break
     return text[start:end]
@@ -320,59 +326,63 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
         separator: one character.
         digit_groups: whether `1,000` is one number (else two answers).
     """
-    groups = _DIGIT_GROUPS.finditer(text) if digit_groups and separator == "," else ()
-    grouped = {position for match in groups for position in range(*match.span())}
-    parts = []
+    grouped: set[int] = set()
+    if digit_groups and separator == ",":
+        for match in _DIGIT_GROUPS.finditer(text):
+            grouped.update(range(match.start(), match.end()))
+    elements = []
     start = 0
     for position, depth in enumerate(nesting(text)):
         if text[position] == separator and depth <= 0 and position not in grouped:
-            parts.append(text[start:position].strip())
+            elements.append(text[start:position].strip())
             start = position + 1
-    parts.append(text[start:].strip())
-    return [part for part in parts if part]
+    elements.append(text[start:].strip())
+    return list(filter(None, elements))
 
 
 def split_tuple(body: str, *, digit_groups: bool = True) -> list[str]:
-    """The elements of a tuple without its brackets, split at semicolons where it has some, else at
-    commas.
-    """
-    parts = split_elements(body, ";")
-    return parts if len(parts) > 1 else split_elements(body, ",", digit_groups=digit_groups)
+    """Split a tuple without its brackets at semicolons where it has some, else at commas."""
+    elements = split_elements(body, ";")
+    return elements if len(elements) > 1 else split_elements(body, ",", digit_groups=digit_groups)
 
 
 def nesting(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
     """Number of brackets open after each character."""
-    return list(
-        itertools.accumulate((character in opening) - (character in closing) for character in text)
-    )
+    steps = ((character in opening) - (character in closing) for character in text)
+    return list(itertools.accumulate(steps))
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace -> position of its closing brace; escaped braces are
-    skipped.
-    """
+    """Position of each opening brace -> position of its closing brace; skips escaped braces."""
     return closing_brackets(_ESCAPED.sub("  ", text), "{", "}")
 
 
 def _unquoted(text: str) -> str:
     """The text without quotes, backticks or asterisks around the whole."""
-    start, end = 0, len(text.rstrip(" ."))
+    start = 0
+    end = len(text.rstrip(" ."))
     while end - start > 2 and text[end - 1] in _QUOTES.get(text[start], ""):
-        start, end = start + 1, end - 1
+        start += 1
+        end -= 1
     return text[start:end].strip() if start else text
 
 
 def _without_rows(text: str) -> str:
-    r"""`\begin{aligned} x &= 2 \\\\ y &= 3 \end{aligned}` as `x = 2, y = 3`; a row that begins with
-    `=` goes on.
+    r"""Join the rows of `\begin{aligned} x &= 2 \\\\ y &= 3 \end{aligned}` to `x = 2, y = 3`.
+
+    A row that begins with `=` goes on.
     """
     plain = _ALIGNED.sub(" ", text)
     if plain == text or r"\begin" in plain:
         return text
-    rows = [row.replace("&", "").strip(" ,;.") for row in plain.split(r"\\")]
-    return "".join(row if row.startswith("=") else f", {row}" for row in rows if row).removeprefix(
-        ", "
-    )
+    joined = ""
+    for row in plain.split(r"\\"):
+        row = row.replace("&", "").strip(" ,;.")
+        if row.startswith("="):
+            joined += row
+        elif row:
+            joined += f", {row}"
+    return joined.removeprefix(", ")
 
 
 def _unwrapped_value(text: str) -> str:
@@ -390,49 +400,53 @@ def _without_ornament(text: str) -> str:
     return text if plain == text else _without_outer_braces(plain)
 
 
+def _leads_to_value(text: str) -> bool:
+    """Whether words say that the value follows, and none of them may change it."""
+    words = [word.strip(".,:;'\"()") for word in text.lower().split()]
+    if _TURNS_A_VALUE & set(words):
+        return False
+    return not text or text[-1] in "=:" or words[-1] in _STATES_A_VALUE
+
+
 def _outside_delimiters(text: str) -> str:
-    """The content of math delimiters; the whole text where the words around them may change its
-    meaning.
-    """
+    """The content of math delimiters; all text where the words around may change its meaning."""
+    delimiters = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
+    if not delimiters:
+        return text
     segments = []
     around = []
     start = 0
     opened = ""
-    bare = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
-    for token in bare:
-        if not opened and token[0] in _CLOSES:
+    for token in delimiters:
+        sign = token[0]
+        if not opened and sign in _CLOSES:
             around.append(text[start : token.start()])
-            opened = token[0]
+            opened = sign
             start = token.end()
-        elif token[0] == _CLOSES.get(opened):
+        elif sign == _CLOSES.get(opened):
             segments.append(text[start : token.start()].strip())
             opened = ""
             start = token.end()
-        elif opened == "$" and token[0] == "$$":  # `$1$$2$`: one closes, one opens
+        elif opened == "$" and sign == "$$":  # `$1$$2$`: one closes, one opens
             segments.append(text[start : token.start()].strip())
             around.append("")
             start = token.end()
     around.append(text[start:])
-    if not bare:
-        return text
-    dollars = sum(token[0].count("$") for token in bare)
-    segments = [segment for segment in segments if segment]
+    segments = list(filter(None, segments))
+
     blanked = _DELIMITER.sub(lambda token: token[0] if token[0] in _LITERAL else " ", text)
+    dollars = sum(token[0].count("$") for token in delimiters)
     if opened or dollars % 2 or not segments:
         return blanked
-    between = [part.strip(" .") for part in around]
-    if all(map(_JOINERS.fullmatch, between)):
+    words_around = [words.strip(" .") for words in around]
+    if all(map(_JOINERS.fullmatch, words_around)):
         return ", ".join(segments)
-    if len(segments) == 1:
-        before = between[0]
-        after = between[-1]
-        words = [word.strip(".,:;'\"()") for word in before.lower().split()]
-        states = not before or before[-1] in "=:" or words[-1] in _STATES_A_VALUE
-        if states and not _TURNS_A_VALUE & set(words):
-            if not after or _AFTER_A_VALUE.issuperset(after.lower().split()):
-                return segments[0]
-            if unit_words(after):
-                return (
-                    rf"{segments[0]} \text{{{after}}}" if "%" not in after else segments[0] + after
-                )
-    return blanked
+    if len(segments) > 1 or not _leads_to_value(words_around[0]):
+        return blanked
+
+    after = words_around[-1]
+    if not after or _AFTER_A_VALUE.issuperset(after.lower().split()):
+        return segments[0]
+    if not unit_words(after):
+        return blanked
+    return segments[0] + (after if "%" in after else rf" \text{{{after}}}")

@@ -3,6 +3,7 @@
 import re
 from fractions import Fraction
 
+# Digits of a literal, and its largest exponent.
 _MAX_LITERAL_DIGITS = 400
 _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
@@ -23,10 +24,12 @@ _REPEATING = re.compile(
 _PERIOD = re.compile(r"(?P<fixed>[0-9]{0,20}?)(?P<period>(?P<one>[0-9]{1,20}?)(?P=one){1,40}+)")
 _SCIENTIFIC = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<mantissa>[0-9]++(?:\.[0-9]*+)?|\.[0-9]++) ?(?:\\times|\\cdot|\*|×) ?)?"
-    r"10 ?(?:\^|\*\*) ?(?:\{ ?(?P<braced>[+-]? ?[0-9]++) ?\}|\( ?(?P<round>[+-]?[0-9]++) ?\)|(?P<bare>[+-]?[0-9]++))"
+    r"10 ?(?:\^|\*\*) ?(?:\{ ?(?P<braced>[+-]? ?[0-9]++) ?\}|\( ?(?P<round>[+-]?[0-9]++) ?\)"
+    r"|(?P<bare>[+-]?[0-9]++))"
 )
 _FRACTION = re.compile(
-    r"([+-]?) ?([0-9]++ ?)?\\frac ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9])) ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9]))"
+    r"([+-]?) ?([0-9]++ ?)?\\frac ?(?:\{ ?([+-]?[0-9]++) ?\}|([0-9])) ?"
+    r"(?:\{ ?([+-]?[0-9]++) ?\}|([0-9]))"
 )
 _SLASH = re.compile(r"([+-]?)(?:([0-9]++) )?([0-9]++) ?/ ?([0-9]++)")
 
@@ -46,10 +49,11 @@ def parse_number(text: str) -> Fraction | None:
         return None
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "")
-    values = (
-        read(text) for read in (_read_decimal, _read_scientific, _read_fraction, _read_repeating)
-    )
-    return next((value for value in values if value is not None), None)
+    for read in (_read_decimal, _read_scientific, _read_fraction, _read_repeating):
+        value = read(text)
+        if value is not None:
+            return value
+    return None
 
 
 def join_digit_groups(text: str) -> str:
@@ -78,8 +82,7 @@ def _without_group_spaces(match: re.Match[str]) -> str:
 
 
 def same_number(prediction: Fraction, gold: Fraction) -> bool:
-    """Whether two literal numbers agree: exactly for an integer gold, to 1e-6 of the gold's size
-    otherwise.
+    """Whether two literal numbers agree: exactly for an integer gold, else to 1e-6 of its size.
 
     The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written
     digit do not agree unless they agree to a millionth.
@@ -94,42 +97,44 @@ def _sign(text: str) -> int:
 
 def _read_decimal(text: str) -> Fraction | None:
     match = _DECIMAL.fullmatch(text)
-    return Fraction(text) if match and abs(int(match[1] or 0)) <= _MAX_LITERAL_DIGITS else None
+    if match is None or abs(int(match[1] or 0)) > _MAX_LITERAL_DIGITS:
+        return None
+    return Fraction(text)
 
 
 def _read_scientific(text: str) -> Fraction | None:
-    if (match := _SCIENTIFIC.fullmatch(text)) is None:
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None:
         return None
     exponent = int((match["braced"] or match["round"] or match["bare"]).replace(" ", ""))
     if abs(exponent) > _MAX_LITERAL_DIGITS:
         return None
-    mantissa = _read_decimal(match["mantissa"]) if match["mantissa"] else Fraction(1)
-    return _sign(match["sign"]) * mantissa * Fraction(10) ** exponent
+    return _sign(match["sign"]) * Fraction(match["mantissa"] or 1) * Fraction(10) ** exponent
 
 
 def _read_fraction(text: str) -> Fraction | None:
-    if (match := _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)) is None:
+    match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
+    if match is None:
         return None
     above, below = (int(digits) for digits in match.groups()[2:] if digits)
     return _sign(match[1]) * (int(match[2] or 0) + Fraction(above, below)) if below else None
 
 
 def _read_repeating(text: str) -> Fraction | None:
-    if (match := _REPEATING.fullmatch(text)) is None:
+    match = _REPEATING.fullmatch(text)
+    if match is None:
         return None
     fixed = match["fixed"]
-    period = (
-        match["over"]
-        or match["round"]
-        or "".join(match[name] or "" for name in ("first", "between", "last"))
-    )
     if match["dots"]:
         repeated = _PERIOD.fullmatch(fixed)
         if repeated is None or len(repeated["period"]) < 3:
             return None
         fixed = repeated["fixed"]
         period = repeated["one"]
+    elif match["first"]:
+        period = match["first"] + (match["between"] or "") + (match["last"] or "")
+    else:
+        period = match["over"] or match["round"]
     repeating = Fraction(int(period), 10 ** len(period) - 1)
-    return _sign(match["sign"]) * (
-        int(match["whole"] or 0) + (int(fixed or 0) + repeating) / 10 ** len(fixed)
-    )
+    fraction = (int(fixed or 0) + repeating) / 10 ** len(fixed)
+    return _sign(match["sign"]) * (int(match["whole"] or 0) + fraction)

@@ -14,7 +14,8 @@ from dcmdp_jax.rewards.math.notation import is_read_command, unwrap_text
 _ENTITY = re.compile(r"&(?:#[0-9]{1,6}|[a-zA-Z]{2,8});")
 _TAGGED = re.compile(r"(?is)<answer>((?:(?!</?answer>).)*+)</answer>")
 _STATED = re.compile(
-    r"(?is)(?:(?:so|thus|hence|therefore),?\s++)?+(?:(?:the|my|our|final|correct|right)\s++)*+answer\s*+(?:is\b|[:=])[\s:]*+(.*)"
+    r"(?is)(?:(?:so|thus|hence|therefore),?\s++)?+(?:(?:the|my|our|final|correct|right)\s++)*+"
+    r"answer\s*+(?:is\b|[:=])[\s:]*+(.*)"
 )
 # Links, pictures and blocks of code: the grader compares none of them.
 _MARKUP = re.compile(
@@ -47,6 +48,7 @@ _QUESTION = re.compile(
     r"(?i)\?|\b(?:find|determine|compute|calculate|evaluate|decide|whether|name|state|give"
     r"|what|which|who|how)\b"
 )
+# A longer text may be an answer in words.
 _MAX_REMARK_CHARACTERS = 80
 
 
@@ -55,8 +57,7 @@ class NoAnswer(UserError):
 
 
 def answer_text(value: Any, field: str) -> str:
-    """The answer in a field, alone: of `["42"]`, `<answer>42</answer>`, `42&nbsp;`, `The answer is
-    42.`
+    """The answer alone in `["42"]`, `<answer>42</answer>`, `42&nbsp;` or `The answer is 42.`
 
     Raises:
         NoAnswer: if it is neither text nor a finite number.
@@ -67,13 +68,13 @@ def answer_text(value: Any, field: str) -> str:
         text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), value)
         text = ([text] + _TAGGED.findall(text))[-1].strip()
         inner = literal(text) if text[:1] in ("[", "{", '"', "'") else None
-        texts = [isinstance(item, str) for item in inner] if isinstance(inner, list) else []
-        if isinstance(inner, dict) or (len(texts) > 1 and any(texts)):
+        if isinstance(inner, str) or (isinstance(inner, list) and len(inner) == 1):
+            return answer_text(inner, field)
+        has_texts = isinstance(inner, list) and any(isinstance(item, str) for item in inner)
+        if has_texts or isinstance(inner, dict):
             raise NoAnswer(
                 f"field {field!r}: an answer must be one text or number, not {shorten(text)}"
             )
-        if isinstance(inner, str) or len(texts) == 1:
-            return answer_text(inner, field)
         stated = _STATED.fullmatch(text)
         return stated[1].removesuffix(".").strip() if stated else text
     if isinstance(value, float) and math.isfinite(value):
@@ -101,19 +102,21 @@ def reason_for_no_answer(answer: str, prompt: str) -> str | None:
     is_read = command is None or is_read_command(command[1])
     if not is_read or not any(character.isalnum() for character in answer):
         return "which is a sign without a value"
-    in_words = text.isascii() and re.fullmatch(r"[a-z][a-z ,'.!-]*", text) is not None
-    if in_words and len(text) > 2 and _PROOF_TASK.search(prompt) and not _QUESTION.search(prompt):
+    in_words = len(text) > 2 and text.isascii() and re.fullmatch(r"[a-z][a-z ,'.!-]*", text)
+    if in_words and _PROOF_TASK.search(prompt) and not _QUESTION.search(prompt):
         return "and the problem asks for a proof"
+    if re.sub("[^a-z]", "", text) in _MISSING or bare in ("None", "<NA>"):
+        return "which says that there is none"
 
     remark = _REMARK.search(text)
     if remark is None and not _COUNTS.search(text):
         remark = _NOUN_OF_A_REMARK.search(text)
-    words = set(re.findall("[a-z]+", remark[0])) if remark else set()
-    of_the_problem = words <= set(re.findall("[a-z]+", prompt.lower()))
-    is_remark = len(text) <= _MAX_REMARK_CHARACTERS and not of_the_problem
-    if re.sub("[^a-z]", "", text) in _MISSING or bare in ("None", "<NA>"):
-        return "which says that there is none"
-    return "which is a remark without a value" if is_remark else None
+    if remark is None or len(text) > _MAX_REMARK_CHARACTERS:
+        return None
+    words_of_prompt = set(re.findall("[a-z]+", prompt.lower()))
+    if words_of_prompt.issuperset(re.findall("[a-z]+", remark[0])):
+        return None
+    return "which is a remark without a value"
 
 
 def literal(text: str) -> Any:

@@ -1,7 +1,7 @@
-r"""Names in front of an answer (`x = 5`, `f(x) = ...`, `\angle ABC = 40`, `V_1 : V_2 = 11 : 21`),
-and inequalities.
+r"""Names in front of an answer, and inequalities.
 
-Only a name is dropped. `2x = 42` or `x^2 = 42` says something else than 42. Inequalities that are
+Names are those of `x = 5`, `f(x) = ...`, `\angle ABC = 40`, `V_1 : V_2 = 11 : 21`. Only a name is
+dropped. `2x = 42` or `x^2 = 42` says something else than 42. Inequalities that are
 solved for a name are intervals: `x > 1` is `(1,\infty)`, `1 \leq x < 3` is `[1,3)`, `x < 1 or x >
 3` is a union.
 """
@@ -15,17 +15,21 @@ from dcmdp_jax.rewards.math.notation import split_elements, split_tuple, unwrap_
 _EQUALS = re.compile(r"(?<![<>!\\:=])(?<!_\{[a-z])(?<!_\{[a-z] )=(?!=)|\\in(?![a-zA-Z])")
 _LETTERS = "|".join((*unicode.GREEK_NAMES, "vartheta", "Upsilon", "ell", "hbar"))
 _QUANTITIES = units.vocabulary(
-    "answer area length width height volume perimeter circumference radius diameter distance "
-    "speed velocity rate time probability cost price sum product difference ratio total number "
-    "average mean median mode range max min maximum minimum value result slope angle degree side "
-    "base age weight mass gcd lcm det rank order period amplitude domain solution solutions root "
-    "roots the of is a an surface final ans"
+    """
+    answer area length width height volume perimeter circumference radius diameter distance speed
+    velocity rate time probability cost price sum product difference ratio total number average
+    mean median mode range max min maximum minimum value result slope angle degree side base age
+    weight mass gcd lcm det rank order period amplitude domain solution solutions root roots the of
+    is a an surface final ans
+    """
 )
 _INDEX = r"(?: ?_ ?(?:\{[^{}=<>]*+\}|\\[a-zA-Z]++|[a-zA-Z0-9]))?+"
 _NAME = re.compile(
-    r"(?:(?:\\(?:Delta|angle|measuredangle|triangle|partial)(?![a-zA-Z])|[mdS](?=\\angle|\\triangle)) ?)*+"
+    r"(?:(?:\\(?:Delta|angle|measuredangle|triangle|partial)(?![a-zA-Z])"
+    r"|[mdS](?=\\angle|\\triangle)) ?)*+"
     rf"(?:\\(?:{_LETTERS})(?![a-zA-Z])"
-    r"|\\(?:vec|overline|overrightarrow|widehat|hat|bar|dot|ddot|tilde|mathbf|mathrm|mathcal) ?\{[a-zA-Z ]++\}"
+    r"|\\(?:vec|overline|overrightarrow|widehat|hat|bar|dot|ddot|tilde|mathbf|mathrm|mathcal)"
+    r" ?\{[a-zA-Z ]++\}"
     r"|[A-Z](?: ?[A-Z]){1,5}+|[a-zA-Z])"
     rf"{_INDEX}'*+(?: ?\^ ?(?:\\\*|\*|\{{\*\}}))?+"
 )
@@ -42,8 +46,9 @@ _SEGMENT = (
 )
 _SEGMENTS = rf"{_SEGMENT}(?: ?(?:[+\-*/]|\\cdot|\\times) ?{_SEGMENT})*+"
 _LENGTHS = re.compile(rf"{_SEGMENTS}|\\frac ?\{{{_SEGMENTS}\}} ?\{{{_SEGMENTS}\}}")
-# Of an inequality.
 SIGN = re.compile(r"[<>]|\\(?:leq|geq|neq)(?![a-zA-Z])")
+"""Sign of an inequality."""
+# Sign that points upward -> brackets of its interval; sign that points downward -> its mirror.
 _UPWARD = {"<": ("(", ")"), r"\leq": ("[", "]")}
 _DOWNWARD = {">": "<", r"\geq": r"\leq"}
 _COMMANDS_AND_NAMES = re.compile(r"\\?[a-zA-Z]++")
@@ -58,7 +63,7 @@ _AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])")
 
 def equation_parts(text: str) -> list[str]:
     r"""The parts of an answer between its equals signs and `\in`, outside of brackets or not."""
-    return [part.strip() for part in _EQUALS.split(text)]
+    return [side.strip() for side in _EQUALS.split(text)]
 
 
 def is_name(text: str, *, trusted: bool = False) -> bool:
@@ -70,18 +75,19 @@ def is_name(text: str, *, trusted: bool = False) -> bool:
             product or quotient of lengths such as `AB^2 + CD`.
     """
     text = text.strip()
-    if any(pattern.fullmatch(text) for pattern in (_NAME, _APPLIED, _LENGTH, _DERIVATIVE)):
+    patterns = [_NAME, _APPLIED, _LENGTH, _DERIVATIVE]
+    if trusted:
+        patterns += [_SIZE, _LENGTHS]
+    if any(pattern.fullmatch(text) for pattern in patterns):
         return True
     words = unwrap_text(text).lower().split()
     if words and len(words[0]) > 2 and _QUANTITIES.issuperset(words):
         return True
-    if trusted and (_SIZE.fullmatch(text) or _LENGTHS.fullmatch(text)):
-        return True
     if ":" in text:
-        return all(is_name(part) for part in text.split(":"))
+        return all(map(is_name, text.split(":")))
     terms = [term.strip() for term in text.split("+")]
     if len(terms) > 1:  # a sum that a problem may ask for, unless it repeats a letter
-        return len(set(terms)) == len(terms) and all(_LETTER.fullmatch(term) for term in terms)
+        return len(set(terms)) == len(terms) and all(map(_LETTER.fullmatch, terms))
     return names_of_tuple(text) is not None
 
 
@@ -95,32 +101,34 @@ def names_of_tuple(text: str) -> list[str] | None:
     if not (text.startswith("(") and text.endswith(")")):
         return None
     names = split_tuple(text[1:-1])
-    return names if len(names) > 1 and all(_NAME.fullmatch(name) for name in names) else None
+    return names if len(names) > 1 and all(map(_NAME.fullmatch, names)) else None
 
 
 def split_label(item: str) -> tuple[str | None, str]:
     """The name in front of an element, or None, and the element without it."""
-    parts = equation_parts(item)
-    if len(parts) == 2 and all(parts) and is_name(parts[0]):
-        return without_spaces(parts[0]), parts[1]
+    sides = equation_parts(item)
+    if len(sides) == 2 and all(sides) and is_name(sides[0]):
+        return without_spaces(sides[0]), sides[1]
     return None, item
 
 
 def named_elements(items: list[str]) -> list[str]:
     """The elements with `(p, q) = (5, 2)` as two, `p = 5` and `q = 2`."""
-    parts = equation_parts(items[0]) if len(items) == 1 else []
-    names = names_of_tuple(parts[0]) if len(parts) == 2 else None
-    values = (
-        split_tuple(parts[1][1:-1])
-        if names and parts[1][:1] == "(" and parts[1][-1:] == ")"
-        else []
-    )
-    if not names or len(values) != len(names):
+    if len(items) != 1:
+        return items
+    sides = equation_parts(items[0])
+    if len(sides) != 2:
+        return items
+    names = names_of_tuple(sides[0])
+    if names is None or sides[1][:1] != "(" or sides[1][-1:] != ")":
+        return items
+    values = split_tuple(sides[1][1:-1])
+    if len(values) != len(names):
         return items
     return [f"{name}={value}" for name, value in zip(names, values, strict=True)]
 
 
-def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str, str]:
+def as_intervals(prediction: str, gold: str, predicted: str, expected: str) -> tuple[str, str]:
     r"""Both answers as intervals or unions of them, where each is one or is an inequality.
 
     Inequalities joined by "and" are one interval, by "or" or commas a union. Unchanged where the
@@ -128,116 +136,127 @@ def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str
 
     Args:
         prediction, gold: the answers as they were written.
-        left: the prediction in `notation.normalize_answer`'s notation.
-        right: the reference in that notation.
+        predicted: the prediction in `notation.normalize_answer`'s notation.
+        expected: the reference in that notation.
     """
-    if not SIGN.search(left + right):
-        return left, right
-    found = _intervals(prediction, left), _intervals(gold, right)
-    if (
-        found[0] is None
-        or found[1] is None
-        or None not in (found[0][0], found[1][0])
-        and found[0][0] != found[1][0]
-    ):
-        return left, right
-    return found[0][1], found[1][1]
+    if not SIGN.search(predicted + expected):
+        return predicted, expected
+    predicted_solution = _intervals(prediction, predicted)
+    expected_solution = _intervals(gold, expected)
+    if predicted_solution is None or expected_solution is None:
+        return predicted, expected
+    predicted_name, predicted_intervals = predicted_solution
+    expected_name, expected_intervals = expected_solution
+    if predicted_name and expected_name and predicted_name != expected_name:
+        return predicted, expected
+    return predicted_intervals, expected_intervals
 
 
 def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
-    """The name in an answer, if it has one, and its intervals; None if it is neither interval nor
-    inequality.
-    """
+    """The name, if any, and the intervals in an answer; None without interval or inequality."""
     if not SIGN.search(text):
         name, intervals = split_label(text)
         return (name, intervals) if _INTERVALS.fullmatch(intervals) else None
+    names = set()
     builder = _BUILDER.fullmatch(text)
-    found = [_solved(item) for item in split_elements(builder[2] if builder else text, ",")]
-    names = {each[0] for each in found if each} | (
-        {without_spaces(builder[1])} if builder else set()
-    )
-    if None in found or len(names) != 1:
+    if builder:
+        names.add(without_spaces(builder[1]))
+        text = builder[2]
+    bounds = []
+    for item in split_elements(text, ","):
+        solution = _solved(item)
+        if solution is None:
+            return None
+        names.add(solution[0])
+        bounds.append(solution[1:])
+    if len(names) != 1:
         return None
-    if len(found) > 1 and _AND.search(written):
-        both = _intersection([each[1:] for each in found if each])
-        return (names.pop(), both) if both else None
-    return names.pop(), r" \cup ".join(_written(*each[1:]) for each in found if each)
+
+    if len(bounds) > 1 and _AND.search(written):
+        intervals = _intersection(bounds)
+        return (names.pop(), intervals) if intervals else None
+    return names.pop(), r" \cup ".join(_written(*bound) for bound in bounds)
 
 
 def _solved(text: str) -> tuple[str, str, str, str] | None:
-    """Name, relation to it from below, lower end and upper end of an inequality; None if it is not
-    solved for a name.
+    r"""Name, kinds of the ends, lower end and upper end of an inequality; None if it is unsolved.
 
-    The fourfold: name, kinds of the ends such as `<` and `\\leq` joined by a space, lower end,
-    upper end.
+    The kinds are two signs such as `<` and `\leq` joined by a space, or see `_written`.
     """
     relations = SIGN.findall(text)
-    parts = [part.strip() for part in SIGN.split(text)]
-    if not relations or not all(parts):
+    sides = [side.strip() for side in SIGN.split(text)]
+    if not relations or not all(sides):
         return None
     if all(relation in _DOWNWARD for relation in relations):
         relations = [_DOWNWARD[relation] for relation in reversed(relations)]
-        parts = parts[::-1]
-    if len(parts) == 3 and all(relation in _UPWARD for relation in relations):
-        low, name, high = parts
-    elif len(parts) == 2 and relations[0] in _UPWARD and "|" not in text:
-        low, name, high = (r"-\infty", *parts) if is_variable(parts[0]) else (*parts, r"\infty")
-        relations = ["<", *relations] if is_variable(parts[0]) else [*relations, "<"]
-    elif (
-        len(parts) == 2 and relations[0] in _UPWARD and (bounds := _absolute(*parts, relations[0]))
-    ):
-        return bounds
-    elif len(parts) == 2 and relations == [r"\neq"]:
-        low = parts[1]
-        name = parts[0]
-        high = parts[1]
-        relations = [r"\neq"]
+        sides.reverse()
+
+    if len(sides) == 3 and _UPWARD.keys() >= set(relations):
+        low, name, high = sides
+    elif len(sides) == 2 and relations == [r"\neq"]:
+        name, low = sides
+        high = low
+    elif len(sides) == 2 and relations[0] in _UPWARD:
+        if "|" in text:
+            return _absolute(sides[0], sides[1], relations[0])
+        if is_variable(sides[0]):
+            low = r"-\infty"
+            name, high = sides
+            relations.insert(0, "<")
+        else:
+            low, name = sides
+            high = r"\infty"
+            relations.append("<")
     else:
         return None
-    if not is_variable(name) or {name} & {
-        *_COMMANDS_AND_NAMES.findall(low),
-        *_COMMANDS_AND_NAMES.findall(high),
-    }:
+
+    if not is_variable(name) or name in _COMMANDS_AND_NAMES.findall(f"{low} {high}"):
         return None
-    ends = numbers.parse_number(low), numbers.parse_number(high)
-    if None not in ends and relations != [r"\neq"] and not ends[0] < ends[1]:
+    if relations != [r"\neq"] and _is_empty(low, high):
         return None
     return without_spaces(name), " ".join(relations), low, high
 
 
+def _is_empty(low: str, high: str) -> bool:
+    """Whether both ends are numbers and in the wrong order."""
+    low_number = numbers.parse_number(low)
+    high_number = numbers.parse_number(high)
+    return low_number is not None and high_number is not None and low_number >= high_number
+
+
 def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] | None:
-    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`; the latter's ends are `outside` and
-    the relation.
-    """
+    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`, whose kind is `outside <`."""
     inside = _ABSOLUTE.fullmatch(low)
-    outside = _ABSOLUTE.fullmatch(high)
-    found = inside or outside
+    match = inside or _ABSOLUTE.fullmatch(high)
     size = numbers.parse_number(high if inside else low)
-    if found is None or size is None or size <= 0:
+    if match is None or size is None or size <= 0:
         return None
-    center = Fraction(found[3] or 0) * (1 if found[2] == "-" else -1)
-    kind = f"{relation} {relation}" if inside else f"outside {relation}"
-    return found[1], kind, str(center - size), str(center + size)
+    center = Fraction(match[3] or 0)
+    if match[2] != "-":
+        center = -center
+    kind = f"{relation if inside else 'outside'} {relation}"
+    return match[1], kind, str(center - size), str(center + size)
 
 
 def _written(relations: str, low: str, high: str) -> str:
-    if relations.startswith("outside"):
-        start, end = _UPWARD[relations.split()[1]]
-        return rf"(-\infty,{low}{end} \cup {start}{high},\infty)"
+    r"""The interval or union of kinds of ends `< \leq`, `outside <` or `\neq`."""
     if relations == r"\neq":
         return rf"(-\infty,{low}) \cup ({low},\infty)"
-    first, second = relations.split()
-    return f"{_UPWARD[first][0]}{low},{high}{_UPWARD[second][1]}"
+    lower, upper = relations.split()
+    if lower == "outside":
+        start, end = _UPWARD[upper]
+        return rf"(-\infty,{low}{end} \cup {start}{high},\infty)"
+    return f"{_UPWARD[lower][0]}{low},{high}{_UPWARD[upper][1]}"
 
 
-def _intersection(found: list[tuple[str, str, str]]) -> str | None:
+def _intersection(bounds: list[tuple[str, str, str]]) -> str | None:
     """One inequality from below and one from above as an interval; None for anything else."""
-    above = [each for each in found if each[2] == r"\infty"]
-    below = [each for each in found if each[1] == r"-\infty"]
-    if len(found) != 2 or len(above) != 1 or len(below) != 1:
+    above = [bound for bound in bounds if bound[2] == r"\infty"]
+    below = [bound for bound in bounds if bound[1] == r"-\infty"]
+    if len(bounds) != 2 or len(above) != 1 or len(below) != 1:
         return None
-    low, high = above[0][1], below[0][2]
-    ends = numbers.parse_number(low), numbers.parse_number(high)
-    if None not in ends and not ends[0] < ends[1]:
+    lower, low, _ = above[0]
+    upper, _, high = below[0]
+    if _is_empty(low, high):
         return None
-    return _written(f"{above[0][0].split()[0]} {below[0][0].split()[1]}", low, high)
+    return _written(f"{lower.split()[0]} {upper.split()[1]}", low, high)

@@ -1,5 +1,6 @@
-r"""Mathematics written in Unicode, as LaTeX: `½`, `x²`, `√(x+1)`, `2·3`, `∞`, `θ`. Linear time, as
-`notation`.
+r"""Mathematics written in Unicode, as LaTeX: `½`, `x²`, `√(x+1)`, `2·3`, `∞`, `θ`.
+
+Linear time, as `notation`.
 """
 
 import re
@@ -15,78 +16,41 @@ GREEK_NAMES = (
     "alpha beta gamma delta varepsilon epsilon zeta eta theta iota kappa lambda mu nu xi pi rho "
     "sigma tau upsilon varphi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 ).split()
-_SYMBOLS = str.maketrans(
+# Sign=name of its command.
+_COMMANDS = """
+    ∞=infty ·=cdot ⋅=cdot ∙=cdot •=cdot ±=pm ∓=mp ∪=cup ∩=cap ∈=in ∉=notin ∅=emptyset ∖=setminus
+    ≈=approx ∠=angle △=triangle …=ldots ⋯=cdots ∣=mid ⌊=lfloor ⌋=rfloor ⌈=lceil ⌉=rceil ⟨=langle
+    ⟩=rangle ⩽=leq ⩾=geq
+"""
+_SYMBOLS = str.maketrans("∗÷⁄∕′：（）。＝％", "*///':().=%") | str.maketrans(
     {
-        "∞": r"\infty ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "∙": r"\cdot ",
-        "•": r"\cdot ",
-        "∗": "*",
-        "÷": "/",
-        "⁄": "/",
-        "∕": "/",
-        "±": r"\pm ",
-        "∓": r"\mp ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∉": r"\notin ",
-        "∅": r"\emptyset ",
-        "∖": r"\setminus ",
-        "≈": r"\approx ",
-        "∠": r"\angle ",
-        "△": r"\triangle ",
-        "′": "'",
         "″": "''",
-        "…": r"\ldots ",
-        "⋯": r"\cdots ",
-        "∣": r"\mid ",
-        "⌊": r"\lfloor ",
-        "⌋": r"\rfloor ",
-        "⌈": r"\lceil ",
-        "⌉": r"\rceil ",
-        "ℝ": r"\mathbb{R}",
-        "ℤ": r"\mathbb{Z}",
-        "ℕ": r"\mathbb{N}",
-        "ℚ": r"\mathbb{Q}",
-        "ℂ": r"\mathbb{C}",
-        "⟨": r"\langle ",
-        "⟩": r"\rangle ",
-        "⩽": r"\leq ",
-        "⩾": r"\geq ",
-        "：": ":",
         "，": ", ",
         "；": "; ",
-        "（": "(",
-        "）": ")",
         "、": ", ",
-        "。": ".",
         "或": " or ",
         "和": " and ",
-        "＝": "=",
-        "％": "%",
         "¢": " cent ",
         "‰": " permille ",
         "‱": " bps ",
+        **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
         **{letter: rf"\{name} " for letter, name in zip(_GREEK, GREEK_NAMES, strict=True)},
+        **{sign[0]: rf"\{sign[2:]} " for sign in _COMMANDS.split()},
     }
 )
 # Units and counters of Chinese; 月, 日, 分, 角 and 万 have several meanings or change the number, and
 # stay.
-_CHINESE = dict(
-    pair.split("=")
-    for pair in (
-        "平方=square 立方=cubic 毫米=mm 厘米=cm 分米=dm 千米=km 公里=km 米=meter 毫克=mg 千克=kg 公斤=kg 克=gram "
-        "吨=tonne 毫秒=ms 秒=second 分钟=minute 小时=hour 天=day 周=week 星期=week 个月=month 年=year 岁=year "
-        "升=liter 毫升=mL 公顷=hectare 美元=dollar 欧元=euro 英镑=GBP 日元=yen 元=yuan 人民币=yuan 摄氏度=celsius "
-        "度=degree"
-    ).split()
-) | dict.fromkeys("个只名条本张次种棵辆件块位支人", "unit")
-_CHINESE_UNIT = re.compile(
-    rf"(?<=[0-9)}}{{ ])(?:{'|'.join(sorted(_CHINESE, key=len, reverse=True))})+"
-)
-_CHINESE_WORD = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
+_CHINESE_UNITS = """
+    平方=square 立方=cubic 毫米=mm 厘米=cm 分米=dm 千米=km 公里=km 米=meter 毫克=mg 千克=kg 公斤=kg
+    克=gram 吨=tonne 毫秒=ms 秒=second 分钟=minute 小时=hour 天=day 周=week 星期=week 个月=month
+    年=year 岁=year 升=liter 毫升=mL 公顷=hectare 美元=dollar 欧元=euro 英镑=GBP 日元=yen 元=yuan
+    人民币=yuan 摄氏度=celsius 度=degree
+"""
+_CHINESE = dict(pair.split("=") for pair in _CHINESE_UNITS.split())
+_CHINESE |= dict.fromkeys("个只名条本张次种棵辆件块位支人", "unit")
+_CHINESE_WORDS = "|".join(sorted(_CHINESE, key=len, reverse=True))
+_CHINESE_UNIT = re.compile(rf"(?<=[0-9)}}{{ ])(?:{_CHINESE_WORDS})+")
+_CHINESE_WORD = re.compile(_CHINESE_WORDS)
 _FRACTION = re.compile(rf"(?P<power>\^ ?)?+(?P<sign>[{''.join(_FRACTIONS)}])")
 # A small number in front of a root that follows no base is the root's index: `³√8`.
 _INDEX_OF_ROOT = re.compile(r"(?:(?<=[-+*/=(\[{,; ])|^)([²³⁴⁵⁶⁷⁸⁹ⁿ])√")
@@ -110,14 +74,12 @@ def to_latex(text: str) -> str:
         return text
     text = re.sub("第(?=[0-9])", "", text)
     text = _CHINESE_UNIT.sub(
-        lambda run: _CHINESE_WORD.sub(lambda word: f" {_CHINESE[word[0]]} ", run[0]), text
+        lambda units: _CHINESE_WORD.sub(lambda unit: f" {_CHINESE[unit[0]]} ", units[0]), text
     )
     text = _LOGARITHM.sub(r"\\log", _FRACTION.sub(_fraction, text))
     text = _INDEX_OF_ROOT.sub(lambda match: f"√[{match[1].translate(_SUPERSCRIPTS)}]", text)
-    text = _SUPERSCRIPT.sub(
-        lambda match: _script("^", match[0].translate(_SUPERSCRIPTS), match), text
-    )
-    text = _SUBSCRIPT.sub(lambda match: _script("_", match[0].translate(_SUBSCRIPTS), match), text)
+    text = _SUPERSCRIPT.sub(lambda match: _script("^", match, _SUPERSCRIPTS), text)
+    text = _SUBSCRIPT.sub(lambda match: _script("_", match, _SUBSCRIPTS), text)
     return _with_roots(text.translate(_SYMBOLS))
 
 
@@ -127,12 +89,13 @@ def _fraction(match: re.Match[str]) -> str:
     return f"^{{{fraction}}}" if match["power"] else fraction
 
 
-def _script(sign: str, content: str, match: re.Match[str]) -> str:
-    """A power or an index; without braces where it is one character, which stays readable inside a
-    unit's text.
-    """
-    bare = len(content) == 1 and not match.string[match.end() : match.end() + 1].isalnum()
-    return sign + (content if bare else f"{{{content}}}")
+def _script(sign: str, match: re.Match[str], digits: dict[int, int]) -> str:
+    """A power or an index; one character, readable in a unit's text, goes without braces."""
+    content = match[0].translate(digits)
+    next_character = match.string[match.end() : match.end() + 1]
+    if len(content) == 1 and not next_character.isalnum():
+        return sign + content
+    return f"{sign}{{{content}}}"
 
 
 def _with_roots(text: str) -> str:
@@ -141,13 +104,16 @@ def _with_roots(text: str) -> str:
     closes = closing_brackets(text, "({", ")}")
     for root in _ROOT.finditer(text):
         start, end = root.span()
-        command = rf"\sqrt{f'[{root[2]}]' if root[2] else _INDICES[root[1]]}"
-        characters[start:end] = [command, *[""] * (end - start - 1)]
-        if argument := _NUMBER_OR_NAME.match(text, end):
+        index = f"[{root[2]}]" if root[2] else _INDICES[root[1]]
+        characters[start] = rf"\sqrt{index}"
+        characters[start + 1 : end] = [""] * (end - start - 1)
+        argument = _NUMBER_OR_NAME.match(text, end)
+        if argument:
             characters[end] = "{" + characters[end]
             characters[argument.end() - 1] += "}"
         elif end in closes:
-            characters[end], characters[closes[end]] = "{", "}"
+            characters[end] = "{"
+            characters[closes[end]] = "}"
     return "".join(characters)
 
 

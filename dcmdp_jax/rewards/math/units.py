@@ -5,11 +5,12 @@ squared`), so it stays and the answer does not match. A reference answer may cou
 stands in the plural (`16 daps`).
 """
 
+import collections
+import dataclasses
 import functools
 import itertools
 import re
 from fractions import Fraction
-from typing import NamedTuple
 
 from dcmdp_jax.rewards.math.numbers import parse_number
 
@@ -19,43 +20,44 @@ def vocabulary(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Dimension -> its units: their names, and their size in the dimension's base unit.
-_MEASURES = {
-    "length": "m meter metre 1, micron 1e-6, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, "
-    "mi mile 1609.344",
-    "mass": "g gram 1, tonne 1000000, lb pound 453.59237, oz ounce 28.349523125",
-    "time": "s second 1, sec 1, min minute 60, h hr hour 3600, d day 86400, week 604800",
-    "months": "month 1, year yr 12",
-    "volume": "L l liter litre 1, mL ml milliliter millilitre 1/1000",
-    "gallons": "gallon gal 1, quart 1/4, pint 1/8, cup 1/16",
-    "money": "dollar USD 1, cent 1/100",
-    "euro": "euro EUR 1",
-    "sterling": "GBP 1, pence 1/100",
-    "yuan": "yuan RMB 1",
-    "yen": "yen JPY 1",
-    "rupee": "rupee Rs INR 1",
-    "angle": "degree deg 1",
-    "radian": "radian rad 1",
-    "celsius": "celsius 1",
-    "fahrenheit": "fahrenheit 1",
-    "K": "K kelvin 1",
-    "force": "N newton 1",
-    "energy": "J joule 1",
-    "erg": "erg 1",
-    "eV": "eV 1",
-    "power": "W watt 1",
-    "charge": "C coulomb 1",
-    "voltage": "V volt 1",
-    "current": "A ampere 1",
-    "frequency": "Hz hertz 1",
-    "pressure": "Pa pascal 1",
-    "field": "T tesla 1",
-    "amount": "mol mole 1",
-    "acre": "acre 1",
-    "hectare": "hectare 1",
-    "before noon": "am a.m a.m. 1",
-    "after noon": "pm p.m p.m. 1",
-}
+# Dimension: its units, each with its names and its size in the dimension's base unit.
+_MEASURES_TABLE = """
+length: m meter metre 1, micron 1e-6, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, \
+mi mile 1609.344
+mass: g gram 1, tonne 1000000, lb pound 453.59237, oz ounce 28.349523125
+time: s second 1, sec 1, min minute 60, h hr hour 3600, d day 86400, week 604800
+months: month 1, year yr 12
+volume: L l liter litre 1, mL ml milliliter millilitre 1/1000
+gallons: gallon gal 1, quart 1/4, pint 1/8, cup 1/16
+money: dollar USD 1, cent 1/100
+euro: euro EUR 1
+sterling: GBP 1, pence 1/100
+yuan: yuan RMB 1
+yen: yen JPY 1
+rupee: rupee Rs INR 1
+angle: degree deg 1
+radian: radian rad 1
+celsius: celsius 1
+fahrenheit: fahrenheit 1
+K: K kelvin 1
+force: N newton 1
+energy: J joule 1
+erg: erg 1
+eV: eV 1
+power: W watt 1
+charge: C coulomb 1
+voltage: V volt 1
+current: A ampere 1
+frequency: Hz hertz 1
+pressure: Pa pascal 1
+field: T tesla 1
+amount: mol mole 1
+acre: acre 1
+hectare: hectare 1
+before noon: am a.m a.m. 1
+after noon: pm p.m p.m. 1
+"""
+_MEASURES = dict(line.split(": ") for line in _MEASURES_TABLE.strip().splitlines())
 _CURRENCIES = (
     "won KRW, lira lire, krona kronor SEK, krone kroner, peso, franc CHF, ruble rouble, rupiah, "
     "ringgit, baht, dong, zloty PLN, forint, dirham, dinar, riyal rial, shekel, rand"
@@ -71,14 +73,16 @@ _PREFIXED = vocabulary("energy power charge voltage current frequency pressure a
 # Dimension -> letters of the prefixes that its first unit takes.
 _TAKES = dict.fromkeys(_PREFIXED, "nµumkMG") | {"length": "nµumcdk", "mass": "mkM", "time": "nµum"}
 _COUNTED = vocabulary(
-    "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat "
-    "chair child children choice class coin color combination cookie cow cube customer dog door "
-    "egg employee face fish flower friend game girl goal group guest handshake horse house "
-    "integer item jar kid letter man marble match member men method mark number orange orchid "
-    "page pair parent passenger path pen pencil penny people permutation person piece pizza plant "
-    "player point possibility problem puppy question road room row salmon seat sheep shell shirt "
-    "slice solution square step sticker student sweet table teacher team term ticket tile time "
-    "toy tree triangle truck value vertex vote way white woman women word worker dime nickel"
+    """
+    unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat
+    chair child children choice class coin color combination cookie cow cube customer dog door
+    egg employee face fish flower friend game girl goal group guest handshake horse house
+    integer item jar kid letter man marble match member men method mark number orange orchid
+    page pair parent passenger path pen pencil penny people permutation person piece pizza plant
+    player point possibility problem puppy question road room row salmon seat sheep shell shirt
+    slice solution square step sticker student sweet table teacher team term ticket tile time
+    toy tree triangle truck value vertex vote way white woman women word worker dime nickel
+    """
 )
 _SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7}
 _SCALES |= {"thousand": 10**3, "million": 10**6, "milliard": 10**9, "billion": 10**9}
@@ -95,13 +99,15 @@ _FRACTIONS |= {name: Fraction(1, 10 * tens) for tens, name in enumerate(_TENS.sp
 _FRACTIONS |= {f"{name}th": Fraction(1, size) for name, size in _SCALES.items()}
 _FRACTIONS["basispoint"] = Fraction(1, 10**4)
 _CHANGES_A_VALUE = vocabulary(
-    "about above and approximately at base below between binary but choose cubed decimal divided "
-    "double either equals except factorial fewer from greater hex if inf infinite infinity least "
-    "less log many maybe minus mod modulo more most neither never no nor not of off or out over "
-    "percent percentage plus power quarter raised root score some square squared sqrt than times "
-    "to triple twice under up when where with without wrong arc arg cos cosec cosh cot csc det "
-    "exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs ten one gross fold grand "
-    "reciprocal negative positive inverse opposite conjugate infinities grosses googol"
+    """
+    about above and approximately at base below between binary but choose cubed decimal divided
+    double either equals except factorial fewer from greater hex if inf infinite infinity least
+    less log many maybe minus mod modulo more most neither never no nor not of off or out over
+    percent percentage plus power quarter raised root score some square squared sqrt than times
+    to triple twice under up when where with without wrong arc arg cos cosec cosh cot csc det
+    exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs ten one gross fold grand
+    reciprocal negative positive inverse opposite conjugate infinities grosses googol
+    """
 ).union(_FRACTIONS)
 
 
@@ -109,16 +115,17 @@ def _sizes() -> dict[str, tuple[str, Fraction]]:
     """Dimension and size of every unit by name, with its prefixes."""
     sizes = {}
     prefixes = [prefix.split() for prefix in _PREFIXES.split(", ")]
-    for dimension, units in _MEASURES.items():
-        for place, unit in enumerate(units.split(", ")):
-            symbol, *words, size = unit.split()
-            sizes |= dict.fromkeys((symbol, *words), (dimension, Fraction(size)))
-            for letter, name, power in prefixes if place == 0 else ():
-                if letter in _TAKES.get(dimension, ""):
-                    prefixed = letter + symbol, *(name + word for word in words)
-                    sizes |= dict.fromkeys(
-                        prefixed, (dimension, Fraction(size) * Fraction(10) ** int(power))
-                    )
+    for dimension, measures_of_one in _MEASURES.items():
+        units = [unit.split() for unit in measures_of_one.split(", ")]
+        for *names, size in units:
+            sizes |= dict.fromkeys(names, (dimension, Fraction(size)))
+
+        symbol, *words, size = units[0]
+        for letter, prefix, power in prefixes:
+            if letter in _TAKES.get(dimension, ""):
+                names = [letter + symbol, *(prefix + word for word in words)]
+                prefixed_size = Fraction(size) * Fraction(10) ** int(power)
+                sizes |= dict.fromkeys(names, (dimension, prefixed_size))
     return sizes
 
 
@@ -134,9 +141,7 @@ _AMBIGUOUS = frozenset(
 _NOUN = re.compile(r"(?=[a-z]{0,40}[aeiouy])(?![a-z]{0,40}(?:illions?|fold)$)[a-z]{3,40}+")
 """A noun of a reference that no list has; `5\\text{k}` or `3\\mathrm{e}` has a factor instead."""
 _PLURAL = re.compile(r"[a-z]++(?<=[^sui]s)")
-"""A noun that counts. In the singular it may say another value: `5\\text{ reciprocal}`, `5\\text{
-halved}`.
-"""
+"""A noun that counts. In the singular it may say another value: `5\\text{ reciprocal}`."""
 _PROSE = re.compile(r"\\(?:text|mbox)")
 TEXT_COMMANDS = (
     r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|texttt|mathtt"
@@ -145,9 +150,11 @@ TEXT_COMMANDS = (
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
 _PIECE = re.compile(
-    rf"(?P<text>{TEXT_COMMANDS}(?P<content>[^{{}}]*+)\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
-    rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+)|(?P<join>/|\\cdot(?![a-zA-Z])|·)"
-    rf"|(?P<percent>%)|(?P<sign>[€£₩₺])|(?P<space> )|(?P<other>\\[a-zA-Z]++|.)",
+    rf"(?P<text>{TEXT_COMMANDS}(?P<content>[^{{}}]*+)\}})"
+    r"|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
+    rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+)"
+    r"|(?P<join>/|\\cdot(?![a-zA-Z])|·)|(?P<percent>%)|(?P<sign>[€£₩₺])|(?P<space> )"
+    r"|(?P<other>\\[a-zA-Z]++|.)",
     re.DOTALL,
 )
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
@@ -156,8 +163,9 @@ _AMOUNT = re.compile(
     r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?"
 )
 _CURRENCY = re.compile(
-    r"([+-]?) ?(?:(?P<money>\\\$)|(?P<euro>€|\\euro(?![a-zA-Z]))|(?P<sterling>£|\\pounds(?![a-zA-Z]))"
-    r"|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
+    r"([+-]?) ?(?:(?P<money>\\\$)|(?P<euro>€|\\euro(?![a-zA-Z]))"
+    r"|(?P<sterling>£|\\pounds(?![a-zA-Z]))|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)"
+    r"|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
 )
 _CURRENCY_SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira"}
 _ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
@@ -176,10 +184,12 @@ _SHARE = re.compile(
     r"|per (?:person|head|capita))[ .)}]*+\Z"
 )
 PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+# Positions at which a unit may begin: a longer tail is no unit.
 _MAX_PIECES = 12
 
 
-class Quantity(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Quantity:
     """A value and its unit.
 
     Attributes:
@@ -196,6 +206,11 @@ class Quantity(NamedTuple):
     size: Fraction = Fraction(1)
     percent: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the value is all there is."""
+        return not self.dimension and not self.percent and self.scale == 1
+
 
 def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     """Split both answers into value and unit.
@@ -203,47 +218,52 @@ def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     A lone letter (`5 m`) is a unit where the other answer states a unit, or where both are of one
     kind but differ in size (`2 mA`, `0.002 A`); else it is a variable.
     """
-    left, right = _measure(prediction, any_noun=False), _measure(gold, any_noun=True)
-    left_unit = left if left.dimension else _measure(prediction, any_noun=False, letters=True)
-    right_unit = right if right.dimension else _measure(gold, any_noun=True, letters=True)
-    differ_in_size = (
-        left_unit.dimension == right_unit.dimension and left_unit.size != right_unit.size
+    predicted = _measure(prediction, any_noun=False)
+    expected = _measure(gold, any_noun=True)
+    predicted_unit = (
+        predicted if predicted.dimension else _measure(prediction, any_noun=False, letters=True)
     )
-    return (
-        (left_unit, right_unit)
-        if left.dimension or right.dimension or differ_in_size
-        else (left, right)
-    )
+    expected_unit = expected if expected.dimension else _measure(gold, any_noun=True, letters=True)
+    is_same_kind = predicted_unit.dimension == expected_unit.dimension
+    if (
+        predicted.dimension
+        or expected.dimension
+        or (is_same_kind and predicted_unit.size != expected_unit.size)
+    ):
+        return predicted_unit, expected_unit
+    return predicted, expected
 
 
-def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
-    """Factors for the two values, any pair of which makes them comparable; empty if their units
-    disagree.
+def factors(predicted: Quantity, expected: Quantity) -> list[tuple[Fraction, Fraction]]:
+    """Pairs of factors that make the two values comparable; none if their units disagree.
 
     A unit that only one answer has is dropped. A percentage is matched by its number and by its
     hundredth; a reference below 1 without a percent sign is not a number of percent (0.5% is not
     1/2), and a percentage equals a number of fractions (`5 permilles`) by value alone.
     """
-    if left.dimension and right.dimension:
-        units = {left.dimension, right.dimension}
-        if (len(units) > 1 and units not in _ONE_SIGN) or left.percent != right.percent:
+    if predicted.dimension and expected.dimension:
+        dimensions = {predicted.dimension, expected.dimension}
+        if len(dimensions) > 1 and dimensions not in _ONE_SIGN:
             return []
-        return [(left.scale * left.size, right.scale * right.size)]
-    pairs = [(left.scale, right.scale)]
-    if left.percent != right.percent:
-        if left.dimension or right.dimension:
+        if predicted.percent != expected.percent:
             return []
-        hundredth = Fraction(1, 100)
-        if min(left.scale, right.scale) < 1:
-            left_unit = hundredth if left.percent else Fraction(1)
-            right_unit = hundredth if right.percent else Fraction(1)
-            return [(left.scale * left_unit, right.scale * right_unit)]
-        if not left.percent:
-            return [*pairs, (left.scale, right.scale * hundredth)]
-        value = parse_number(right.text)
-        plain = pairs if value is not None and abs(value * right.scale) >= 1 else []
-        return [*plain, (left.scale * hundredth, right.scale)]
-    return pairs
+        return [(predicted.scale * predicted.size, expected.scale * expected.size)]
+    scales = (predicted.scale, expected.scale)
+    if predicted.percent == expected.percent:
+        return [scales]
+    if predicted.dimension or expected.dimension:
+        return []
+
+    if predicted.percent:
+        by_hundredth = (predicted.scale / 100, expected.scale)
+        reference = parse_number(expected.text)
+        number_may_match = reference is not None and abs(reference * expected.scale) >= 1
+    else:
+        by_hundredth = (predicted.scale, expected.scale / 100)
+        number_may_match = True
+    if min(scales) < 1 or not number_may_match:
+        return [by_hundredth]
+    return [scales, by_hundredth]
 
 
 def unit_words(text: str) -> bool:
@@ -258,96 +278,98 @@ def is_unit(word: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
-    found = Quantity(text)
-    if currency := _CURRENCY.match(text):
+    quantity = Quantity(text)
+    currency = _CURRENCY.match(text)
+    if currency:
         text = currency[1] + text[currency.end() :]
-        found = Quantity(text, dimension=((currency.lastgroup, 1),))
-    if (together := _sum_of_amounts(text)) is not None:
-        return together
-    for begin in _tail_start(text):
-        spaced = text[begin - 1 : begin] == " " or "{ " in text[begin:]  # else a factor
-        unit = _read(text[begin:], any_noun=any_noun and spaced, letters=letters)
-        value = text[:begin].rstrip()
+        quantity = Quantity(text, dimension=((currency.lastgroup, 1),))
+    total = _sum_of_amounts(text)
+    if total is not None:
+        return total
+
+    for start in _tail_start(text):
+        is_spaced = text[start - 1 : start] == " " or "{ " in text[start:]  # else a factor
+        unit = _read(text[start:], any_noun=any_noun and is_spaced, letters=letters)
+        value = text[:start].rstrip()
         if unit is None or not value or (unit.percent and value.endswith("%")):
             continue
         if unit.dimension == (("angle", 1),) and PERIODIC.search(value):
             continue
-        joined = dict(found.dimension)
+        powers = collections.Counter(dict(quantity.dimension))
         for name, power in unit.dimension:
-            joined[name] = power if name in _CURRENCY.groupindex else joined.get(name, 0) + power
-        return unit._replace(text=value, dimension=tuple(sorted(joined.items())))
-    return found
+            if name in _CURRENCY.groupindex:
+                powers[name] = power
+            else:
+                powers[name] += power
+        return dataclasses.replace(unit, text=value, dimension=tuple(sorted(powers.items())))
+    return quantity
 
 
 def _sum_of_amounts(text: str) -> Quantity | None:
-    r"""`1 hour 30 minutes`, `5\text{ feet }3\text{ inches}` in the dimension's own unit; None for
-    anything else.
-    """
+    """`1 hour 30 minutes` in the dimension's own unit; None for anything else."""
     plain = " ".join(WRAPPED_TEXT.sub(r" \1 ", text).split())
     position = 0
     total = Fraction(0)
-    sizes = []
+    units = []
     while match := _AMOUNT.match(plain, position):
-        known = _look_up(match[2])
+        unit = _look_up(match[2])
         value = parse_number(match[1])
-        if known is None or value is None:
+        if unit is None or value is None:
             return None
-        sizes.append(known)
-        total = total + value * known[1]
+        units.append(unit)
+        total += value * unit[1]
         position = match.end()
-    falling = all(a[0] == b[0] and a[1] > b[1] for a, b in itertools.pairwise(sizes))
-    if len(sizes) < 2 or position < len(plain) or not falling:
+    if len(units) < 2 or position < len(plain):
         return None
-    return Quantity(str(total), dimension=((sizes[0][0], 1),))
+    for (dimension, size), (next_dimension, next_size) in itertools.pairwise(units):
+        if dimension != next_dimension or size <= next_size:
+            return None
+    return Quantity(str(total), dimension=((dimension, 1),))
 
 
 def _tail_start(text: str) -> list[int]:
-    """Positions where the unit may start, the longest unit first. One pass; at most `_MAX_PIECES`
-    positions.
-    """
+    """At most `_MAX_PIECES` positions where the unit may start, the longest unit first."""
     starts: list[int] = []
     previous = ""
     for piece in _PIECE.finditer(text):
         kind = piece.lastgroup
         if kind == "space":
             continue
-        # `2x cm`: what follows a variable is a variable.
-        variable = kind == "word" and not starts and not (previous.isdigit() or previous in ")}]")
         if kind == "other":
             starts = []
-        elif not variable and kind not in ("exponent", "join"):
+        elif kind == "word" and not starts and not (previous.isdigit() or previous in ")}]"):
+            pass  # `2x cm`: what follows a variable is a variable
+        elif kind not in ("exponent", "join"):
             starts.append(piece.start())
         previous = piece[0][-1]
     return starts[:1] + starts[1:][-_MAX_PIECES:]
 
 
 def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
-    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is
-    not a unit.
-    """
-    plain = []
+    r"""Read a unit (` \text{ cm}^2`, `million dollars`); None if a word in it is not a unit."""
+    plain = ""
     in_text = False
     in_prose = False
     for piece in _PIECE.finditer(tail):
-        if piece.lastgroup == "text":
+        kind = piece.lastgroup
+        if kind == "other":
+            return None
+        if kind == "text":
             in_text = True
             in_prose |= _PROSE.search(piece[0]) is not None
-            plain.append(f" {piece['content']} ")
-        elif piece.lastgroup == "scale":
-            plain.append({"C": " celsius ", "F": " fahrenheit "}[piece["scale"]])
-        elif piece.lastgroup == "sign":
-            plain.append(f" {_CURRENCY_SIGNS[piece[0]]} ")
-        elif piece.lastgroup == "other":
-            return None
+            plain += f" {piece['content']} "
+        elif kind == "scale":
+            plain += " celsius " if piece["scale"] == "C" else " fahrenheit "
+        elif kind == "sign":
+            plain += f" {_CURRENCY_SIGNS[piece[0]]} "
         else:
-            plain.append(piece[0])
-    return _read_words("".join(plain), any_noun=any_noun and in_prose, letters=letters or in_text)
+            plain += piece[0]
+    return _read_words(plain, any_noun=any_noun and in_prose, letters=letters or in_text)
 
 
 def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
-    text = _SPEED.sub(
-        lambda match: " mi/h " if match[0] == "mph" else " km/h ", text.replace(r"\cdot", "·")
-    )
+    text = text.replace(r"\cdot", "·")
+    text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text)
     for name, pattern in _PARTS.items():
         text = pattern.sub(f" {name} ", text)
     share = _SHARE.search(text)
@@ -356,94 +378,125 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     words = text.strip(" .}·()").lower()
     if share and not words:
         return Quantity("")
-    if (fraction := _FRACTIONS.get(words, _FRACTIONS.get(words.removesuffix("s")))) is not None:
+    fraction = _FRACTIONS.get(words) or _FRACTIONS.get(words.removesuffix("s"))
+    if fraction:
         return Quantity("", scale=fraction)
 
-    scale = Fraction(1)
-    size = Fraction(1)
-    percent = False
-    powers: dict[str, int] = {}
-    sign = 1
-    next_power = 1
-    last = None
-    nouns = []
-    counts = False
-    lone_letters = 0
-    joined = False
-    position = 0
+    unit = _UnitReader(any_noun)
+    end = 0
     for token in _UNIT_TOKEN.finditer(text):
-        if text[position : token.start()].strip(" }·()"):
+        if text[end : token.start()].strip(" }·()") or not unit.read(token):
             return None
-        position = token.end()
+        end = token.end()
+    if text[end:].strip(" .,})") or (unit.lone_letters and not letters and not unit.is_joined):
+        return None
+    return unit.quantity()
+
+
+class _UnitReader:
+    """A unit that is read word by word.
+
+    Attributes:
+        is_joined: whether it has a `/` or "per".
+        lone_letters: whether a word may be a variable.
+    """
+
+    def __init__(self, any_noun: bool) -> None:
+        self._any_noun = any_noun
+        self._scale = Fraction(1)
+        self._size = Fraction(1)
+        self._percent = False
+        self._powers: collections.Counter[str] = collections.Counter()
+        # Dimension, power and size of the word that an exponent would raise.
+        self._last: tuple[str, int, Fraction] | None = None
+        self._next_power = 1
+        self._next_sign = 1
+        self._nouns: list[str] = []
+        self._has_plural = False
+        self.is_joined = False
+        self.lone_letters = False
+
+    def read(self, token: re.Match[str]) -> bool:
+        """Add a word; False where a unit can't have it."""
         word = token[0]
-        if word == "%" or word.lower().rstrip(".") in ("percent", "percentage", "pct"):
-            if percent or powers:
-                return None
-            percent = True
-        elif word.startswith("^"):
-            exponent = int(token[1])
-            if last is None or percent or exponent == 0:
-                return None
-            name, power, one = last
-            powers[name] += power * exponent - power
-            size *= one ** (power * exponent - power)
-            last = None
-        elif word == "/" or word == "per":
-            sign = -1
-            joined = True
-        elif word.lower().rstrip(".") in ("square", "sq", "cubic", "cu") and next_power == 1:
-            next_power = 2 if word.lower().startswith("sq") else 3
-        elif word in _SCALES or (word.endswith("s") and word[:-1] in _SCALES):
-            if powers or nouns or percent or joined:
-                return None
-            scale *= _SCALES.get(word) or _SCALES[word[:-1]]
-        else:
-            known = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
-            noun = word.lower().rstrip(".")
-            if (
-                known is None
-                and any_noun
-                and _NOUN.fullmatch(noun)
-                and not {noun, noun[:-1]} & _CHANGES_A_VALUE
-            ):
-                nouns.append(_singular(noun))
-                counts |= _PLURAL.fullmatch(noun) is not None
-                continue
-            if known is None:
-                return None
-            lone_letters += word in _AMBIGUOUS
-            name, one = known
-            power = sign * next_power
-            powers[name] = powers.get(name, 0) + power
-            size *= one**power
-            sign = 1
-            next_power = 1
-            last = (name, power, one)
-    if text[position:].strip(" .,})") or next_power != 1 and not powers:
-        return None
-    if lone_letters and not letters and not joined:
-        return None
-    if nouns:
-        if not (counts or powers):
+        plain = word.lower().rstrip(".")
+        if word == "%" or plain in ("percent", "percentage", "pct"):
+            is_first = not self._percent and not self._powers
+            self._percent = True
+            return is_first
+        if word.startswith("^"):
+            return self._raise_last(int(token[1]))
+        if word in ("/", "per"):
+            self._next_sign = -1
+            self.is_joined = True
+            return True
+        if plain in ("square", "sq", "cubic", "cu") and self._next_power == 1:
+            self._next_power = 2 if plain.startswith("sq") else 3
+            return True
+        scale = _SCALES.get(word) or _SCALES.get(word.removesuffix("s"))
+        if scale:
+            self._scale *= scale
+            return not (self._powers or self._nouns or self._percent or self.is_joined)
+
+        unit = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
+        if unit is None:
+            return self._read_noun(plain)
+        self.lone_letters |= word in _AMBIGUOUS
+        self._last = (unit[0], self._next_sign * self._next_power, unit[1])
+        self._multiply(*self._last)
+        self._next_sign = 1
+        self._next_power = 1
+        return True
+
+    def quantity(self) -> Quantity | None:
+        """The unit that was read, without a value; None if it is none."""
+        powers = self._powers
+        if self._next_power != 1 and not powers:
             return None
-        powers[" ".join(nouns)] = 1
-    if "angle" in powers and len(powers) == 2 and {"celsius", "fahrenheit"} & powers.keys():
-        del powers["angle"]
-    if not powers and not percent and scale == 1:
-        return None
-    return Quantity(
-        "", scale, tuple(sorted(item for item in powers.items() if item[1])), size, percent
-    )
+        if self._nouns:
+            if not self._has_plural and not powers:
+                return None
+            powers[" ".join(self._nouns)] = 1
+        if powers.keys() in ({"angle", "celsius"}, {"angle", "fahrenheit"}):
+            del powers["angle"]
+        if not powers and not self._percent and self._scale == 1:
+            return None
+        return Quantity(
+            text="",
+            scale=self._scale,
+            dimension=tuple(sorted(item for item in powers.items() if item[1])),
+            size=self._size,
+            percent=self._percent,
+        )
+
+    def _raise_last(self, exponent: int) -> bool:
+        if self._last is None or self._percent or exponent == 0:
+            return False
+        name, power, size = self._last
+        self._multiply(name, power * exponent - power, size)
+        self._last = None
+        return True
+
+    def _multiply(self, name: str, power: int, size: Fraction) -> None:
+        self._powers[name] += power
+        self._size *= size**power
+
+    def _read_noun(self, noun: str) -> bool:
+        if not self._any_noun or not _NOUN.fullmatch(noun) or {noun, noun[:-1]} & _CHANGES_A_VALUE:
+            return False
+        self._nouns.append(_singular(noun))
+        self._has_plural |= _PLURAL.fullmatch(noun) is not None
+        return True
 
 
 def _look_up(word: str) -> tuple[str, Fraction] | None:
+    """Dimension and size of a unit, or of one counted thing; None for another word."""
     word = word.rstrip(".")
     lower = word.lower()
     for name in (word, lower, lower.removesuffix("s"), lower.removesuffix("es")):
         # `Km` is `km`, but `Mg` is not `mg`, `Nm` not `nm`.
-        if name in _BY_NAME and (
-            name == word or len(name) > 2 or (len(name) > 1 and word[0] not in "MNU")
-        ):
+        same_unit = name == word or len(name) > 2 or (len(name) > 1 and word[0] not in "MNU")
+        if same_unit and name in _BY_NAME:
             return _BY_NAME[name]
     singular = _singular(lower)
     return (singular, Fraction(1)) if singular in _COUNTED else None
@@ -453,6 +506,7 @@ def _singular(word: str) -> str:
     if word in _COUNTED:
         return word
     for ending, replacement in (("ies", "y"), ("es", ""), ("s", ""), ("ices", "ex")):
-        if word.endswith(ending) and word.removesuffix(ending) + replacement in _COUNTED:
-            return word.removesuffix(ending) + replacement
+        singular = word.removesuffix(ending) + replacement
+        if word.endswith(ending) and singular in _COUNTED:
+            return singular
     return word.removesuffix("s")

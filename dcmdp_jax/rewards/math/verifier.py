@@ -30,8 +30,8 @@ _LOG = logging.getLogger(__name__)
 COMPARISON = "dcmdp_jax.rewards.math.equivalence"
 """Module whose `load` gives the function that compares two answers."""
 _MEMORY_BYTES = 2 * 1024**3
-# Of a comparison on the wall, where another process has the processor: a loaded machine gets it
-# done, a sleeper ends.
+# Limit of a comparison in wall-clock time: processor time times the factor, plus the seconds. On a
+# loaded machine it gets done, and one that sleeps ends.
 WALL_FACTOR = 3
 WALL_SECONDS = 15.0
 _OVER_BUDGET = "over budget"
@@ -57,12 +57,15 @@ class Grades:
     unparsed: int
 
 
-def merge_grades(parts: Sequence[Grades]) -> Grades:
+def merge_grades(batches: Sequence[Grades]) -> Grades:
     """The grades of several batches as one batch's, in order."""
-    counts = np.sum(
-        [[part.errors, part.timeouts, part.over_budget, part.unparsed] for part in parts], axis=0
+    return Grades(
+        rewards=np.concatenate([grades.rewards for grades in batches]),
+        errors=sum(grades.errors for grades in batches),
+        timeouts=sum(grades.timeouts for grades in batches),
+        over_budget=sum(grades.over_budget for grades in batches),
+        unparsed=sum(grades.unparsed for grades in batches),
     )
-    return Grades(np.concatenate([part.rewards for part in parts]), *counts.tolist())
 
 
 class Verifier(Closing):
@@ -104,7 +107,9 @@ class Verifier(Closing):
         self._timeout_s = timeout_s
         self._budget_s = budget_s
         self._extraction = extraction
-        self._warned = self._graded = self._closed = False
+        self._warned = False
+        self._graded = False
+        self._closed = False
         # Every started pair that is not yet graded is in one of the two.
         self._decided: dict[_Pair, bool | str] = {}
         self._calls: dict[_Pair, Future[bool]] = {}
@@ -128,17 +133,22 @@ class Verifier(Closing):
             )
         if self._closed:
             raise RuntimeError("the verifier is closed: make a new one")
+        wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
         pairs: list[_Pair | None] = []
         for completion, answer in zip(completions, answers, strict=True):
             prediction = self.found_answer(completion)
-            pair = None if prediction is None else (prediction, answer)
-            pairs.append(pair)
-            if pair is None or pair in self._decided or pair in self._calls:
+            if prediction is None:
+                pairs.append(None)
                 continue
-            equal = compare_literals(*pair)
+            pair = prediction, answer
+            pairs.append(pair)
+            if pair in self._decided or pair in self._calls:
+                continue
+            equal = compare_literals(prediction, answer)
             if equal is None:
-                wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
-                self._calls[pair] = self._pool.submit(*pair, wall_s=wall_s, cpu_s=self._timeout_s)
+                self._calls[pair] = self._pool.submit(
+                    prediction, answer, wall_s=wall_s, cpu_s=self._timeout_s
+                )
             else:
                 self._decided[pair] = equal
         return pairs
@@ -161,9 +171,10 @@ class Verifier(Closing):
         """
         pairs = self.begin(completions, answers)
         self._wait_for({pair for pair in pairs if pair in self._calls})
-        results = [None if pair is None else self._decided[pair] for pair in pairs]
+        results = [self._decided[pair] if pair else None for pair in pairs]
         self._decided.clear()
-        if results and not self._graded:
+
+        if pairs and not self._graded:
             self._graded = True
             if not any(pairs):
                 self._say_where_answers_are(completions)
@@ -199,7 +210,9 @@ class Verifier(Closing):
             'none of the first %d completions has an answer in \\boxed{} or after "Answer:", so '
             'all get reward 0; %d have one as "#### 72" or "The answer is 72", which '
             "answer_extraction=flexible reads (it is %s)",
-            *(len(completions), stated, self._extraction),
+            len(completions),
+            stated,
+            self._extraction,
         )
 
     def close(self) -> None:
@@ -222,5 +235,12 @@ class Verifier(Closing):
                 if error.kind == "load":
                     self.close()
                     raise RuntimeError(f"no verifier process could be started: {error}") from error
-                _LOG.debug("verifier %s %s: prediction %r, answer %r", error.kind, error, *pair)
+                prediction, answer = pair
+                _LOG.debug(
+                    "verifier %s %s: prediction %r, answer %r",
+                    error.kind,
+                    error,
+                    prediction,
+                    answer,
+                )
                 self._decided[pair] = error.kind
