@@ -42,9 +42,7 @@ _PLACES = MappingProxyType(
         "UserError": ("errors", ""),
     }
 )
-"""Public name -> its module, and parts of names that are tried for it; the first that occurs
-counts.
-"""
+"""Public name -> its module, and pieces of names that are tried for it; the first one counts."""
 __all__ = ["__version__", *sorted(_PLACES)]
 
 # transformers advises at import that PyTorch is missing; only its tokenizers are used here, and
@@ -54,16 +52,17 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
-        words = (
-            ours
-            for ours, (_, tried) in _PLACES.items()
-            if any(word in name.lower() for word in tried.split())
-        )
-        near = [*words, *difflib.get_close_matches(name, _PLACES, n=1)]
-        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(_PLACES))}"
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}"
-        )
+        near = []
+        for public_name, (_, words) in _PLACES.items():
+            if any(word in name.lower() for word in words.split()):
+                near.append(public_name)
+        near += difflib.get_close_matches(name, _PLACES, n=1)
+        hint = f"; it has {', '.join(sorted(_PLACES))}"
+        if name.startswith("_"):
+            hint = ""
+        elif near:
+            hint = f"; did you mean {near[0]}?"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name][0]}"), name)
 
 

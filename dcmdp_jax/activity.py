@@ -1,5 +1,4 @@
-"""Status of the program for people: one painter writes it, and nothing that takes more than a few
-seconds is silent.
+"""Status of the program for people: nothing that takes more than a few seconds is silent.
 
     with activity("sampling", total=64, unit="completions") as doing:
         ...
@@ -23,14 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 COMPILING = "compiling "
-"""The name of a thread that compiles for later calls begins so; a process that ends need not wait
-for it.
-"""
+"""Begins the name of a thread that compiles ahead; a process that ends need not wait for it."""
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
+"""Time between two lines of an activity in a log."""
 _REDRAW_S = 0.5
 _LEAST_LINES = 10
 _LEAST_COLUMNS = 20
+"""Size of a terminal that has room for lines of ours."""
 # Control sequences of a VT100, which all terminals know.
 _SAVE = "\x1b7"
 _RESTORE = "\x1b8"
@@ -46,7 +45,7 @@ class Activity:
     """Something that takes a while.
 
     Attributes:
-        what: a gerund and its object: "converting model.gguf".
+        gerund: a gerund and its object: "converting model.gguf".
         total: number of units in all; 0 where unknown.
         unit: name of the units.
         done: how many of them are done; whoever works on it counts.
@@ -54,7 +53,7 @@ class Activity:
         stays: it is shown while another one is within it, and has its own lines in a log.
     """
 
-    what: str
+    gerund: str
     total: int = 0
     unit: str = ""
     done: int = 0
@@ -64,29 +63,27 @@ class Activity:
     def text(self, now: float) -> str:
         """`sampling: 12 of 64 completions, 8 s, 35 s left`."""
         seconds = now - self.began
-        counted = f"{self.done:,} of {self.total:,} {self.unit}, " if self.total else ""
-        left = (
-            f", {seconds * (self.total - self.done) / self.done:.0f} s left"
-            if 0 < self.done < self.total
-            else ""
-        )
-        return f"{self.what}: {counted}{seconds:.0f} s{left}"
+        text = f"{self.gerund}: "
+        if self.total:
+            text += f"{self.done:,} of {self.total:,} {self.unit}, "
+        text += f"{seconds:.0f} s"
+        if 0 < self.done < self.total:
+            text += f", {seconds * (self.total - self.done) / self.done:.0f} s left"
+        return text
 
     def lines(self, columns: int, now: float) -> list[str]:
         """What a terminal of so many columns shows; nothing for the first three seconds."""
-        return (
-            [_DIM + (self.text(now) + _compiling())[:columns] + _PLAIN]
-            if now - self.began >= _SHOWN_AFTER_S
-            else []
-        )
+        if now - self.began < _SHOWN_AFTER_S:
+            return []
+        return [_DIM + (self.text(now) + _compiling())[:columns] + _PLAIN]
 
 
 def _compiling() -> str:
     """The programs that threads are compiling: `; compiling beside: the step, decode`."""
     names = [
-        each.name.removeprefix(COMPILING)
-        for each in threading.enumerate()
-        if each.name.startswith(COMPILING)
+        thread.name.removeprefix(COMPILING)
+        for thread in threading.enumerate()
+        if thread.name.startswith(COMPILING)
     ]
     return f"; compiling beside: {', '.join(names)}" if names else ""
 
@@ -115,51 +112,59 @@ class _Painter:
 
     def show(self, now: float) -> None:
         """Paint the terminal's last lines, or print what has run for long enough in a log."""
-        inner = [each for each in self.running if not each.stays][-1:]
+        staying = [activity for activity in self.running if activity.stays]
+        innermost = [activity for activity in self.running if not activity.stays][-1:]
         with self._lock:
-            if size := terminal_size():
-                shown = [*(each for each in self.running if each.stays), *inner]
-                self._paint(
-                    [line for each in shown for line in each.lines(size.columns - 1, now)], size
-                )
-            elif inner and now >= max(inner[0].began + _SHOWN_AFTER_S, self._next_line):
-                text = inner[0].text(now)
-                say(f"{text}{'' if text.endswith(' left') else ' so far'}{_compiling()}")
+            size = terminal_size()
+            if size:
+                lines = []
+                for activity in staying + innermost:
+                    lines += activity.lines(size.columns - 1, now)
+                self._paint(lines, size)
+            elif innermost and now >= max(innermost[0].began + _SHOWN_AFTER_S, self._next_line):
+                text = innermost[0].text(now)
+                if not text.endswith(" left"):
+                    text += " so far"
+                say(text + _compiling())
                 self._next_line = now + _SIGN_EVERY_S
 
     def ended(self, activity: Activity, now: float) -> None:
         """Take an activity that was shown off the terminal; in a log say how long it took."""
-        if now - activity.began >= _SHOWN_AFTER_S and not activity.stays and not terminal_size():
+        was_shown = now - activity.began >= _SHOWN_AFTER_S
+        if was_shown and not activity.stays and not terminal_size():
             say(activity.text(now))
             self._next_line = now + _SIGN_EVERY_S
-        if now - activity.began >= _SHOWN_AFTER_S or activity.stays:
+        if was_shown or activity.stays:
             self.show(now)
 
     def _paint(self, lines: Sequence[str], size: os.terminal_size) -> None:
         if not lines:
             self.give_back()
             return
-        made = ""
+        text = ""
         if size != self._size and self._owned:
-            made = f"{_SAVE}{_WHOLE_SCREEN}{_RESTORE}{_ERASE_BELOW}"
+            text = f"{_SAVE}{_WHOLE_SCREEN}{_RESTORE}{_ERASE_BELOW}"
             self._owned = 0
-        if (more := len(lines) - self._owned) > 0:
+        new_lines = len(lines) - self._owned
+        if new_lines > 0:
             # What stands there goes up, and the cursor with it.
-            made += f"{_DOWN * more}\x1b[{more}A"
-        self._owned = max(self._owned, len(lines))
+            text += f"{_DOWN * new_lines}\x1b[{new_lines}A"
+            self._owned = len(lines)
         self._size = size
+
+        # The region again: programs reset it.
         first = size.lines - self._owned + 1
-        padded = [*lines, *[""] * (self._owned - len(lines))]
-        rows = [f"\x1b[{first + row};1H\x1b[2K{line}" for row, line in enumerate(padded)]
-        # In one call: what another process writes comes before or after. The region again: programs
-        # reset it.
-        _write(f"{made}{_SAVE}\x1b[1;{first - 1}r{''.join(rows)}{_RESTORE}")
+        text += f"{_SAVE}\x1b[1;{first - 1}r"
+        for row in range(self._owned):
+            line = lines[row] if row < len(lines) else ""
+            text += f"\x1b[{first + row};1H\x1b[2K{line}"
+        # In one call: what another process writes comes before or after.
+        _write(text + _RESTORE)
 
     def give_back(self) -> None:
         """Erase the painter's lines, and let the terminal scroll as a whole again."""
-        if self._lock.acquire(
-            timeout=1
-        ):  # a terminal that is stopped (Ctrl-S) keeps no process from leaving
+        # A terminal that is stopped (Ctrl-S) keeps no process from leaving.
+        if self._lock.acquire(timeout=1):
             if self._owned:
                 first = self._size.lines - self._owned + 1
                 _write(f"{_SAVE}\x1b[{first};1H{_ERASE_BELOW}{_WHOLE_SCREEN}{_RESTORE}")
@@ -168,8 +173,7 @@ class _Painter:
 
 
 def terminal_size() -> os.terminal_size | None:
-    """Size of the terminal that standard error is; None for a log, or without room for lines of our
-    own.
+    """Size of the terminal that standard error is; None for a log, or one without room for us.
 
     A notebook's `!command` has a pseudo-terminal, but what it prints is kept as text: a log.
     """
@@ -192,9 +196,8 @@ def _write(text: str) -> None:
 def say(line: str) -> None:
     """Write a line on standard error, in a log with date and time."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(
-            f"{'' if terminal_size() else time.strftime('%Y-%m-%d %H:%M:%S  ')}{line}\n"
-        )
+        date = "" if terminal_size() else time.strftime("%Y-%m-%d %H:%M:%S  ")
+        sys.stderr.write(f"{date}{line}\n")
         sys.stderr.flush()
 
 
@@ -206,14 +209,13 @@ _starting = Activity("starting")
 
 def register(doing: Activity) -> bool:
     """Have an activity shown until `end`; whether it is: another thread's is not."""
-    shown = (
-        threading.current_thread() is threading.main_thread()
-        and os.environ.get("DCMDP_ACTIVITY") != "off"
-    )
-    if shown:
-        _PAINTER.start()
-        _PAINTER.running.append(doing)
-    return shown
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if os.environ.get("DCMDP_ACTIVITY") == "off":
+        return False
+    _PAINTER.start()
+    _PAINTER.running.append(doing)
+    return True
 
 
 def refresh() -> None:
@@ -229,13 +231,14 @@ def end(doing: Activity) -> None:
 
 
 @contextlib.contextmanager
-def activity(what: str, total: int = 0, unit: str = "") -> Iterator[Activity]:
+def activity(gerund: str, total: int = 0, unit: str = "") -> Iterator[Activity]:
     """Say what the block does while it runs.
 
     Args:
-        what, total, unit: see `Activity`.
+        gerund, total, unit: see `Activity`.
     """
-    register(doing := Activity(what, total, unit))
+    doing = Activity(gerund, total, unit)
+    register(doing)
     try:
         yield doing
     finally:
@@ -243,8 +246,7 @@ def activity(what: str, total: int = 0, unit: str = "") -> Iterator[Activity]:
 
 
 def command_starts() -> None:
-    """Say that a command imports its libraries, until `command_started`. Call it before anything
-    heavy is imported.
+    """Say that a command imports its libraries, until `command_started`; call it before they are.
 
     XLA's own messages are left out below fatal ones: it calls a compilation of two minutes a bug of
     its own, and its errors are raised as exceptions besides.

@@ -25,27 +25,27 @@ class ArgumentError(UserError):
 
     Args:
         argument: the argument's name.
-        said: the fault and the remedy. Other arguments are in back quotes.
-        given: follows the name: a part of the argument, ".size", or what it holds, " (data=2)".
+        message: the fault and the remedy. Other arguments are in back quotes.
+        detail: follows the name: a piece of the argument, ".size", or what it holds, " (data=2)".
     """
 
-    def __init__(self, argument: str, said: str, given: str = "") -> None:
-        super().__init__(argument, said, given)
+    def __init__(self, argument: str, message: str, detail: str = "") -> None:
+        super().__init__(argument, message, detail)
         self.argument = argument
-        self.said = said
-        self.given = given
+        self.message = message
+        self.detail = detail
 
     def __str__(self) -> str:
-        return f"{self.argument}{self.given}: {self.said}"
+        return f"{self.argument}{self.detail}: {self.message}"
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Name what a UserError of the block is about: a setting, a file, a part of the work."""
+def naming(topic: str) -> Iterator[None]:
+    """Name what a UserError of the block is about: a setting, a file, a piece of the work."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{what}: {error}") from error
+        raise UserError(f"{topic}: {error}") from error
 
 
 class EngineError(RuntimeError):
@@ -62,18 +62,17 @@ def one_line(text: object, limit: int | None = None) -> str:
 
 
 def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
-    """The `repr` of a value from a file or a command line, cut to about `limit` characters for one
-    line of an error.
+    """The `repr` of a value from outside, cut to about `limit` characters for a line of an error.
 
     A cut text states its length: `'aaa'... (1,000,000 characters)`.
     """
-    if isinstance(value, str | bytes):
-        unit = "characters" if isinstance(value, str) else "bytes"
-        return (
-            repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value):,} {unit})"
-        )
-    text = _REPR.repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    if not isinstance(value, str | bytes):
+        text = _REPR.repr(value)
+        return text if len(text) <= limit else f"{text[:limit]}..."
+    if len(value) <= limit:
+        return repr(value)
+    unit = "characters" if isinstance(value, str) else "bytes"
+    return f"{value[:limit]!r}... ({len(value):,} {unit})"
 
 
 def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
@@ -82,10 +81,9 @@ def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
 
 
 def suggestion(name: str, allowed: Collection[str]) -> str:
-    """The end of an error about a name that is none of `allowed`: the nearest one, whatever its
-    case; "" without.
-    """
+    """The end of an error about an unknown name: the nearest one, whatever its case; "" without."""
     lowered = {other.lower(): other for other in allowed}
     near = [other for other in lowered if name and other.startswith(name.lower())]
-    near = near or difflib.get_close_matches(name.lower(), lowered, n=1)
+    if not near:
+        near = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"; did you mean {lowered[near[0]]!r}?" if near else ""

@@ -61,8 +61,9 @@ class Declared:
 
     def bounds(self) -> tuple[float, float]:
         """Least and largest value, of each element of a tuple."""
-        low, high = self.about.minimum, self.about.maximum
         largest = _WEEK_S if self.about.unit == "seconds" else INT32_MAX
+        low = self.about.minimum
+        high = self.about.maximum
         return -largest if low is None else low, largest if high is None else high
 
 
@@ -78,37 +79,48 @@ def setting(default: Any, doc: str = "", **about: Any) -> Any:
 @functools.cache
 def declared(kind: type) -> dict[str, Declared]:
     """All settings of a dataclass and its sections, dotted name -> declaration, in order."""
-    found: dict[str, Declared] = {}
+    settings: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind)
     described = _described(kind)
     for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[field.name]):
-            for inner in declared(hints[field.name]).values():
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            for inner in declared(hint).values():
                 name = f"{field.name}.{inner.name}"
-                found[name] = dataclasses.replace(inner, name=name)
+                settings[name] = dataclasses.replace(inner, name=name)
         else:
-            about = dataclasses.replace(field.metadata["setting"], **described.get(field.name, {}))
-            found[field.name] = Declared(field.name, hints[field.name], field.default, about)
-    return found
+            settings[field.name] = Declared(
+                name=field.name,
+                type=hint,
+                default=field.default,
+                about=dataclasses.replace(
+                    field.metadata["setting"], **described.get(field.name, {})
+                ),
+            )
+    return settings
 
 
 def _described(kind: type) -> dict[str, dict[str, str]]:
     """Text and source of the settings that the docstring of a class describes."""
     _, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
-    found = {}
+    described = {}
     for entry in re.split(r"\n {4}(?=\w+: )", f"\n{attributes}"):
         name, _, text = " ".join(entry.split()).partition(": ")
         doc, _, source = text.partition(" Source: ")
-        found[name] = {"doc": doc} | ({"source": source.removesuffix(".")} if source else {})
-    return found
+        described[name] = {"doc": doc}
+        if source:
+            described[name]["source"] = source.removesuffix(".")
+    return described
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one dict of dotted names. An empty mapping is a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
     return flat
 
 
@@ -130,8 +142,7 @@ def replace_value(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: str = "") -> Any:
-    """Make a dataclass of settings from nested mappings. A setting that is not there has its
-    default.
+    """Make a dataclass of settings from nested mappings; a missing setting has its default.
 
     Args:
         kind: the dataclass.
@@ -147,36 +158,25 @@ def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: 
             f"config.{prefix[:-1]}: got {shorten(values)}, must be a section with named settings"
         )
     hints = typing.get_type_hints(kind)
-    made = {}
+    settings: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in hints:
-            raise unknown(f"{prefix}{name}")
-        hint = hints[name]
         dotted = f"{prefix}{name}"
-        is_section = dataclasses.is_dataclass(hint)
-        made[name] = (
-            build(hint, value, unknown, f"{dotted}.") if is_section else _typed(hint, value, dotted)
-        )
-    return kind(**made)
+        if name not in hints:
+            raise unknown(dotted)
+        if dataclasses.is_dataclass(hints[name]):
+            settings[name] = build(hints[name], value, unknown, f"{dotted}.")
+        else:
+            settings[name] = _typed(hints[name], value, dotted)
+    return kind(**settings)
 
 
 def _typed(hint: Any, value: Any, dotted: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) <= sys.float_info.max else math.copysign(math.inf, value)
+    if typing.get_origin(hint) is tuple:
+        return _typed_tuple(typing.get_args(hint)[0], value, dotted)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if typing.get_origin(hint) is tuple:
-        element = typing.get_args(hint)[0]
-        # What was one number in an earlier version.
-        value = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
-        allowed = (int, float) if element is float else (int,)
-        if isinstance(value, list | tuple) and all(
-            isinstance(v, allowed) and not isinstance(v, bool) for v in value
-        ):
-            return tuple(_typed(element, v, dotted) for v in value)
-        raise UserError(
-            f"config.{dotted}: got {shorten(value)}, must be a tuple of {element.__name__}"
-        )
+    if hint is float and _is_number(value, int):
+        value = float(value) if abs(value) <= sys.float_info.max else math.copysign(math.inf, value)
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"config.{dotted}: got {shorten(value)}, must be a finite number")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
@@ -186,23 +186,41 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
     )
 
 
-def parse_text(one: Declared, text: str) -> Any:
-    """Parse the text of a setting, as a command line has it: `true`, `1e-6`, `(64,128)`; digits are
-    0-9.
+def _typed_tuple(element: type, value: Any, dotted: str) -> tuple[Any, ...]:
+    # An earlier version had one number.
+    values = (value,) if _is_number(value, int) else value
+    kind = int | float if element is float else int
+    if isinstance(values, list | tuple) and all(_is_number(number, kind) for number in values):
+        return tuple(_typed(element, number, dotted) for number in values)
+    raise UserError(
+        f"config.{dotted}: got {shorten(values)}, must be a tuple of {element.__name__}"
+    )
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def parse_text(declaration: Declared, text: str) -> Any:
+    """Parse the text of a setting, as a command line has it: `true`, `1e-6`, `(64,128)`.
+
+    Digits are 0-9.
 
     Raises:
         UserError: in one line, for text of another type.
     """
-    if one.type is str:
+    if declaration.type is str:
         return text
-    expected, parse = _PARSERS[one.type]
+    expected, parse = _PARSERS[declaration.type]
     try:
         # int() and float() take the digits of every script.
         if not text.isascii():
             raise UserError
         return parse(text)
     except (ValueError, KeyError):
-        raise UserError(f"config.{one.name}: got {shorten(text)}, must be {expected}") from None
+        raise UserError(
+            f"config.{declaration.name}: got {shorten(text)}, must be {expected}"
+        ) from None
 
 
 def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
@@ -212,14 +230,17 @@ def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
     return tuple(element(word) for word in words)
 
 
-def check_range(one: Declared, value: Any, name: str) -> None:
+def check_range(declaration: Declared, value: Any, name: str) -> None:
     """Refuse a number, or one of a tuple's, outside the bounds of its setting."""
-    low, high = one.bounds()
+    low, high = declaration.bounds()
     for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, int | float) and not low <= number <= high:
-            reason = f" ({one.about.why})" if one.about.why and number < low else ""
-            bound = f"at least {low}" if number < low else f"at most {high}"
-            raise UserError(f"config.{name}: got {number}, must be {bound}{reason}")
+        if not isinstance(number, int | float) or low <= number <= high:
+            continue
+        bound = f"at most {high}"
+        if number < low:
+            reason = declaration.about.why
+            bound = f"at least {low} ({reason})" if reason else f"at least {low}"
+        raise UserError(f"config.{name}: got {number}, must be {bound}")
 
 
 def check_choice(
@@ -227,9 +248,10 @@ def check_choice(
 ) -> None:
     """Refuse a value that is none of `allowed`; empty allows any."""
     if allowed and value not in allowed:
-        end = (f" ({why})" if why else "") + suggestion(str(value), allowed)
+        reason = f" ({why})" if why else ""
         raise UserError(
-            f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{end}"
+            f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{reason}"
+            f"{suggestion(str(value), allowed)}"
         )
 
 
@@ -261,56 +283,54 @@ _PARSERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
 def nearest_name(name: str, names: list[str], sections: list[str]) -> str:
     """Hint for an unknown dotted name: the nearest setting, or the sections."""
     tail = name.rpartition(".")[2]
-    near = [other for other in names if other.rpartition(".")[2] == tail][:1]
-    near = near or difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
+    near = [other for other in names if other.rpartition(".")[2] == tail]
+    if not near:
+        near = difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"sections are {', '.join(sections)}"
 
 
 def is_place(text: str) -> bool:
     """Whether a text has the form `module:NAME` or `file.py:NAME`."""
-    place, _, name = text.rpartition(":")
-    return bool(place) and name.isidentifier()
+    source, _, name = text.rpartition(":")
+    return bool(source) and name.isidentifier()
 
 
-def load_object(text: str, what: str = "object") -> Any:
+def load_object(text: str, kind: str = "object") -> Any:
     """Import what a user names. A file is relative to the working directory.
 
     A file is run once; it is run again when it has changed.
 
     Args:
         text: `package.module:NAME` or `path/to/file.py:NAME`.
-        what: "function" or "class", which can be called; or "object", which may be anything.
+        kind: "function" or "class", which can be called; or "object", which may be anything.
 
     Raises:
         UserError: in one line, if the file or module can't be imported, or has no such name.
     """
-    place, _, name = text.rpartition(":")
-    module = _import(text, place)
+    source, _, name = text.rpartition(":")
+    module = _import(text, source)
     loaded = getattr(module, name, None)
-    if loaded is None or (what != "object" and not callable(loaded)):
-        is_there = {"function": inspect.isfunction, "class": inspect.isclass}.get(
-            what, lambda value: True
-        )
-        there = [
-            key
-            for key, value in vars(module).items()
-            if is_there(value) and not key.startswith("_")
-        ]
+    if loaded is None or (kind != "object" and not callable(loaded)):
+        names = []
+        for other, value in vars(module).items():
+            is_kind = {"function": inspect.isfunction, "class": inspect.isclass}.get(kind)
+            if not other.startswith("_") and (is_kind is None or is_kind(value)):
+                names.append(other)
         raise UserError(
-            f"{text}: {place} has no {what} {name!r}; it has {', '.join(there[:10]) or 'none'}"
+            f"{text}: {source} has no {kind} {name!r}; it has {', '.join(names[:10]) or 'none'}"
         )
     return loaded
 
 
-def _import(text: str, place: str) -> Any:
+def _import(text: str, source: str) -> Any:
     try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        path = Path(place).resolve()
+        if not source.endswith(".py"):
+            return importlib.import_module(source)
+        path = Path(source).resolve()
         return _load_file(path, path.stat().st_mtime_ns)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise UserError(
-            f"{text}: can't import {place}: {one_line(describe_error(error, place))}"
+            f"{text}: can't import {source}: {one_line(describe_error(error, source))}"
         ) from error
 
 
@@ -322,41 +342,38 @@ def _load_file(path: Path, changed_ns: int) -> Any:
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    if (directory := str(path.parent)) not in sys.path:
-        sys.path.append(directory)  # the modules next to the file, as when Python runs it
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # the modules next to the file, as when Python runs it
     spec.loader.exec_module(module)
     return module
 
 
-def describe_error(error: BaseException, place: str) -> str:
+def describe_error(error: BaseException, source: str) -> str:
     """`KeyError: 'x' (length_reward.py, line 12)`, the last line of the user's file that ran.
 
     Args:
         error: the exception.
-        place: the file, or the module, of the function.
+        source: the file, or the module, of the function.
     """
-    return f"{type(error).__name__}: {error}{error_place(error, place)}"
+    return f"{type(error).__name__}: {error}{error_place(error, source)}"
 
 
-def error_place(error: BaseException, place: str) -> str:
-    """` (length_reward.py, line 12)`, the last line of the user's file that ran; empty if none
-    did.
-    """
-    module = sys.modules.get(place)
-    file = place if place.endswith(".py") else getattr(module, "__file__", None)
-    own = Path(file).resolve() if file else None
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).resolve() == own
-    ]
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+def error_place(error: BaseException, source: str) -> str:
+    """` (length_reward.py, line 12)`, the last line of the user's file that ran, if one did."""
+    file = source
+    if not source.endswith(".py"):
+        file = getattr(sys.modules.get(source), "__file__", None)
+    if not file:
+        return ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).resolve() == Path(file).resolve():
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
 def callback_error(error: BaseException) -> str:
-    """`KeyError: 'x' (mine.py, line 3)` of an error within `jax.pure_callback`, whose text XLA
-    gives; else empty.
-    """
+    """`KeyError: 'x' (mine.py, line 3)` of an error within `jax.pure_callback`; else empty."""
+    # XLA gives the error's text alone.
     frames = re.findall(r'^  File "(.+)", line (\d+)', str(error), re.MULTILINE)
     if "callback: Traceback (most recent call last)" not in str(error) or not frames:
         return ""

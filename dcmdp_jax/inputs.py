@@ -7,10 +7,17 @@ from typing import Any
 
 from dcmdp_jax.errors import ArgumentError, UserError, shorten
 
-TOKENIZER_FILES = """
-    tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json
-    merges.txt chat_template.jinja chat_template.json
-""".split()
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+]
 """Files of a tokenizer in a Hugging Face directory."""
 
 
@@ -60,20 +67,17 @@ _HOST_AND_PORT = re.compile(r"(\[[^\[\]\s/]+\]|[^\[\]\s/:]+)(?::([0-9]{1,5}))?")
 
 
 def is_address(text: str, *, port_needed: bool = True) -> bool:
-    """Whether a text is HOST:PORT: a port of 1 to 65535, and brackets around the colons of an IPv6
-    host.
-    """
+    """Whether a text is HOST:PORT: a port of 1 to 65535; an IPv6 host has brackets."""
     match = _HOST_AND_PORT.fullmatch(text)
     if match is None:
         return False
-    port = match[2]
-    return not port_needed if port is None else 0 < int(port) < 2**16
+    if match[2] is None:
+        return not port_needed
+    return 0 < int(match[2]) < 2**16
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is http(s)://HOST or http(s)://HOST:PORT, see `is_address`; what follows is
-    not looked at.
-    """
-    scheme, mark, rest = text.partition("://")
-    host = rest.partition("/")[0].partition("?")[0].rpartition("@")[2]
+    """Whether a text is http(s)://HOST or http(s)://HOST:PORT/anything, see `is_address`."""
+    scheme, mark, location = text.partition("://")
+    host = location.partition("/")[0].partition("?")[0].rpartition("@")[2]
     return scheme in ("http", "https") and bool(mark) and is_address(host, port_needed=False)

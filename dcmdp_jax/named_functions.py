@@ -1,17 +1,17 @@
-"""Functions that a setting names with parameters: `name(parameter=value,...)`, of ours or from a
-user's file.
+"""Functions that a setting names with parameters: `name(parameter=value,...)`.
 
 `tis(high=2),veto` are built in, `my_remedies.py:huber(knee=0.01)` is in a file, relative to the
 working directory, and `package.module:huber` in a module that can be imported.
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcmdp_jax.errors import UserError, shorten
 
@@ -23,7 +23,8 @@ _NUMBERS = "nan", "inf", "infinity"
 Parameter = float | bool | str
 
 
-class Call(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Call:
     """A function as a setting names it.
 
     Attributes:
@@ -45,11 +46,12 @@ class Call(NamedTuple):
         return self.function.rpartition(":")[2]
 
     def __str__(self) -> str:
-        values = self.parameters.items()
-        written = ",".join(
-            f"{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values
-        )
-        return f"{self.function}({written})" if written else self.function
+        if not self.parameters:
+            return self.function
+        texts = []
+        for name, value in self.parameters.items():
+            texts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+        return f"{self.function}({','.join(texts)})"
 
 
 def parse_calls(
@@ -65,63 +67,68 @@ def parse_calls(
         UserError: in one line that begins with "got", for text of another form, or a function that
             is named twice (ours may be, with other words).
     """
-    found = []
+    calls = []
     position = 0
     while position < len(text):
-        part = _CALL.match(text, position)
-        if part is None:
-            hint = (
-                "write name, or name(parameter=value,...), joined by commas; a function of "
-                "yours is path.py:function"
+        match = _CALL.match(text, position)
+        if match is None:
+            raise UserError(
+                f"got {shorten(text[position:])}; write name, or name(parameter=value,...), joined "
+                "by commas; a function of yours is path.py:function"
             )
-            raise UserError(f"got {shorten(text[position:])}; {hint}")
-        position = part.end()
-        found.append(
-            Call(part[1], _parse_parameters(part[1], part[2] or "", built_in.get(part[1])))
-        )
-    kinds = [
-        (call.name, *(value for value in call.parameters.values() if isinstance(value, str)))
-        for call in found
-    ]
-    if twice := [name for name, *words in kinds if kinds.count((name, *words)) > 1]:
-        raise UserError(f"got {twice[0]} twice; name it once")
-    return found
+        position = match.end()
+        function, parameters = match.groups(default="")
+        calls.append(Call(function, _parse_parameters(function, parameters, built_in)))
+
+    kinds = []
+    for call in calls:
+        words = [value for value in call.parameters.values() if isinstance(value, str)]
+        kinds.append((call.name, words))
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise UserError(f"got {kind[0]} twice; name it once")
+    return calls
 
 
 def _parse_parameters(
-    name: str, text: str, function: Callable[..., Any] | None
+    function: str, text: str, built_in: Mapping[str, Callable[..., Any]]
 ) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for word in text.split(",") if text.strip() else []:
-        key, equals, value = (piece.strip() for piece in word.partition("="))
+        name, equals, value = (piece.strip() for piece in word.partition("="))
         try:
             # float() takes the digits of every script.
-            if not (equals and key.isidentifier() and word.isascii()) or key in parameters:
+            if not (equals and name.isidentifier() and word.isascii()) or name in parameters:
                 raise ValueError
-            parameters[key] = _WORDS[value] if value in _WORDS else _number_or_word(value)
+            parameters[name] = _WORDS[value] if value in _WORDS else _number_or_word(value)
         except ValueError:
-            example = "" if function is None else f", as in {_example(name, function)}"
-            hint = f"parameters are name=number (or true, false, a word), each once{example}"
-            raise UserError(f"got {name}({shorten(text)}); {hint}") from None
+            hint = "parameters are name=number (or true, false, a word), each once"
+            if function in built_in:
+                hint += f", as in {_example(function, built_in[function])}"
+            raise UserError(f"got {function}({shorten(text)}); {hint}") from None
     return parameters
 
 
 def _example(name: str, function: Callable[..., Any]) -> Call:
     """A call that is accepted: each parameter with its default, or 0.1 without one."""
-    values = {
-        one.name: 0.1 if one.default is one.empty else one.default for one in _parameters(function)
-    }
-    return Call(
-        name, {key: value for key, value in values.items() if isinstance(value, int | float | str)}
-    )
+    values = {}
+    for parameter in _parameters(function):
+        value = 0.1 if parameter.default is parameter.empty else parameter.default
+        if isinstance(value, int | float | str):
+            values[parameter.name] = value
+    return Call(name, values)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters behind the tokens that a call may name, without those that are bound."""
-    fixed = function.keywords if isinstance(function, functools.partial) else {}
-    known = list(inspect.signature(function).parameters.values())[1:]
-    by_name = [one for one in known if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return [one for one in by_name if one.name not in fixed]
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    _, *parameters = inspect.signature(function).parameters.values()
+    return [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.name not in bound
+    ]
 
 
 def _number_or_word(text: str) -> float | str:
@@ -135,22 +142,23 @@ def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
         UserError: in one line that begins with "got", or with the function's name for its
             parameters.
     """
-    if not call.own:
-        if call.function not in built_in:
-            word = call.function.lower()
-            near = [name for name in built_in if name.startswith(word)]
-            near = near or difflib.get_close_matches(word, built_in, n=3)
-            hint = f"did you mean {' or '.join(near[:3])}? " if near else ""
-            allowed = (
-                f"allowed are {', '.join(built_in)}, and functions of yours as path.py:function"
+    if call.own:
+        if not call.name.isidentifier() or call.function.startswith(":"):
+            raise UserError(
+                f"got {shorten(call.function)}; a function of yours is path.py:function or "
+                "module:function"
             )
-            raise UserError(f"got {shorten(call.function)}; {hint}{allowed}")
-        check_parameters(call, built_in[call.function])
-    elif not call.name.isidentifier() or call.function.startswith(":"):
+        return
+    if call.function not in built_in:
+        word = call.function.lower()
+        near = [name for name in built_in if name.startswith(word)]
+        near = near or difflib.get_close_matches(word, built_in, n=3)
+        hint = f"did you mean {' or '.join(near[:3])}? " if near else ""
         raise UserError(
-            f"got {shorten(call.function)}; a function of yours is path.py:function or "
-            "module:function"
+            f"got {shorten(call.function)}; {hint}allowed are {', '.join(built_in)}, and functions "
+            "of yours as path.py:function"
         )
+    check_parameters(call, built_in[call.function])
 
 
 def check_parameters(call: Call, function: Callable[..., Any]) -> None:
@@ -163,29 +171,33 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return
-    first, *known = signature.parameters.values() or [None]
+    first, *others = signature.parameters.values() or [None]
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         raise UserError(
             f"{call.function}{signature} takes no token arrays; its first argument must be `tokens`"
         )
-    names = [one.name for one in _parameters(function)]
-    anything = any(one.kind is one.VAR_KEYWORD for one in known)
-    if unknown := [name for name in call.parameters if name not in names and not anything]:
-        said = f"it has {', '.join(names)}" if names else "it has none"
-        raise UserError(f"{call.function} has no parameter {unknown[0]!r}; {said}")
-    words = [one.name for one in known if isinstance(one.default, str)]
-    numbers = [
-        one.name
-        for one in known
-        if one.annotation in (float, "float") or type(one.default) in (int, float)
-    ]
+
+    parameters = {parameter.name: parameter for parameter in _parameters(function)}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in others)
+    for name in call.parameters:
+        if name not in parameters and not takes_any:
+            names = ", ".join(parameters) or "none"
+            raise UserError(f"{call.function} has no parameter {name!r}; it has {names}")
     for name, value in call.parameters.items():
-        if (isinstance(value, str) and name not in words) or (
-            isinstance(value, bool) and name in numbers
-        ):
+        if _is_wrong_kind(value, parameters.get(name)):
             raise UserError(f"{call}: {name} must be a number")
-    needed = [one.name for one in known if one.name in names and one.default is one.empty]
-    if missing := [name for name in needed if name not in call.parameters]:
-        raise UserError(
-            f"{call.function} needs {missing[0]}, such as {_example(call.function, function)}"
-        )
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in call.parameters:
+            raise UserError(
+                f"{call.function} needs {name}, such as {_example(call.function, function)}"
+            )
+
+
+def _is_wrong_kind(value: Parameter, parameter: inspect.Parameter | None) -> bool:
+    """Whether a word stands for a number, or true or false do."""
+    default = None if parameter is None else parameter.default
+    if isinstance(value, str):
+        return not isinstance(default, str)
+    if parameter is None or not isinstance(value, bool):
+        return False
+    return parameter.annotation in (float, "float") or type(default) in (int, float)

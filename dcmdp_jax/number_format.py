@@ -5,16 +5,13 @@ from collections.abc import Sequence
 
 
 def number(value: float, form: str = "") -> str:
-    """Format by a format specification; by default a whole number without decimals, others with 4
-    digits.
-    """
+    """Format by a specification; by default whole numbers without decimals, others by 4 digits."""
     if math.isnan(value):
         return "-"
-    if not form:
-        form = (
-            ".0f" if math.isfinite(value) and value == round(value) and abs(value) < 1e9 else ".4g"
-        )
-    return format(value, form)
+    if form:
+        return format(value, form)
+    is_whole = math.isfinite(value) and value == round(value)
+    return f"{value:.0f}" if is_whole and abs(value) < 1e9 else f"{value:.4g}"
 
 
 def percent(fraction: float) -> str:
@@ -26,18 +23,19 @@ def duration(seconds: float) -> str:
     """Format as 1:02:03 or 2:03; "-" if not finite."""
     if not math.isfinite(seconds):
         return "-"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def text_table(rows: Sequence[Sequence[str]], between: str = "  ") -> list[str]:
     """Return aligned lines of a table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        between.join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append(between.join(cells).rstrip())
+    return lines
 
 
 def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

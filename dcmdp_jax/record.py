@@ -1,5 +1,4 @@
-"""Record what another trainer saw, for `dcmdp probe`. Needs NumPy alone: no jax, no torch, nothing
-else from here.
+"""Record what another trainer saw, for `dcmdp probe`. Needs NumPy alone.
 
     recorder = Recorder("recordings", "trl", rank=rank)
     recorder.write(step, token_ids, train_logprobs, rollout_logprobs, mask, advantages=advantages)
@@ -95,116 +94,121 @@ class Recorder:
                 f"step is {step} and token_ids is {list(ids.shape)}: allowed are a step from 0 "
                 "and [N, T]"
             )
-        tokens = {"token_ids": ids, "train_logprobs": _array(train_logprobs)}
-        tokens |= {"rollout_logprobs": _array(rollout_logprobs)}
-        tokens |= {"mask": np.ones(ids.shape, bool) if mask is None else _array(mask) != 0}
-        tokens |= {} if entropies is None else {"entropies": _array(entropies)}
+        tokens = {
+            "token_ids": ids,
+            "train_logprobs": _array(train_logprobs),
+            "rollout_logprobs": _array(rollout_logprobs),
+            "mask": np.ones(ids.shape, bool) if mask is None else _array(mask) != 0,
+        }
+        if entropies is not None:
+            tokens["entropies"] = _array(entropies)
         for name, values in tokens.items():
             if values.shape != ids.shape:
                 raise ValueError(
                     f"{name} is {list(values.shape)}, token_ids is {list(ids.shape)}: must be the "
                     "same"
                 )
-        lists = None if top is None else [_array(values) for values in top]
-        if lists is not None:
-            self._check_top(lists, ids.shape)
+        top_arrays = []
+        if top is not None:
+            top_arrays = [_array(values) for values in top]
+            self._check_top(top_arrays, ids.shape)
+
         sampled = tokens["mask"]
-        whole = {
-            "advantage": advantages,
-            "reward": rewards,
-            "group": groups,
-            "source": sources,
-            "lag": lags,
-        }
-        whole = {name: _array(values, name) for name, values in whole.items() if values is not None}
-        if "advantage" in whole and whole["advantage"].ndim == 2:
-            totals = np.where(sampled, whole["advantage"], 0).sum(axis=1)
-            whole["advantage"] = totals / np.maximum(sampled.sum(axis=1), 1)
-        for name, values in whole.items():
+        completions = {}
+        for name, values in (
+            ("advantage", advantages),
+            ("reward", rewards),
+            ("group", groups),
+            ("source", sources),
+            ("lag", lags),
+        ):
+            if values is None:
+                continue
+            values = _array(values, name)
+            if name == "advantage" and values.ndim == 2:
+                totals = np.where(sampled, values, 0).sum(axis=1)
+                values = totals / np.maximum(sampled.sum(axis=1), 1)
             if values.shape != ids.shape[:1]:
                 raise ValueError(
                     f"{name} is {list(values.shape)}, must be [{len(ids)}], one for each completion"
                 )
-        rows = []
+            completions[name] = values
+
+        lines = []
         for row in np.flatnonzero(sampled.any(axis=1)):
-            places = np.flatnonzero(sampled[row])
-            span = slice(places[0], places[-1] + 1)
+            indices = np.flatnonzero(sampled[row])
+            span = slice(indices[0], indices[-1] + 1)
             record = {
                 "recorder": SCHEMA,
                 "framework": self._framework,
                 "step": int(step),
                 "rank": self._rank,
             }
-            record |= {name: _plain(values[row, span]) for name, values in tokens.items()}
-            record |= (
-                {}
-                if lists is None
-                else {"top": packed_top(*(values[row, span] for values in lists))}
-            )
-            rows.append(
-                json.dumps(record | {name: _plain(values[row]) for name, values in whole.items()})
-                + "\n"
-            )
+            for name, values in tokens.items():
+                record[name] = _plain(values[row, span])
+            if top_arrays:
+                record["top"] = packed_top(*(values[row, span] for values in top_arrays))
+            for name, values in completions.items():
+                record[name] = _plain(values[row])
+            lines.append(json.dumps(record) + "\n")
         path = self._directory / f"step_{step}" / f"rank_{self._rank}.jsonl"
         os.makedirs(path.parent, exist_ok=True)
         with path.open("a" if step in self._begun else "w", encoding="utf-8") as file:
-            file.writelines(rows)
+            file.writelines(lines)
         self._begun.add(step)
 
-    def _check_top(self, lists: list[np.ndarray], shape: tuple[int, ...]) -> None:
-        count = lists[0].shape[-1]
-        wrong = [values.shape for values in lists if values.shape != (*shape, count)]
-        if wrong or count != (self._top or count):
-            said = (
-                f"this recording began with k={self._top}"
-                if not wrong
-                else f"expected {[*shape, count]} for all"
-            )
-            raise ValueError(f"top is {[list(values.shape) for values in lists]}: {said}")
+    def _check_top(self, arrays: list[np.ndarray], shape: tuple[int, ...]) -> None:
+        count = arrays[0].shape[-1]
+        fault = ""
+        if any(values.shape != (*shape, count) for values in arrays):
+            fault = f"expected {[*shape, count]} for all"
+        elif self._top not in (None, count):
+            fault = f"this recording began with k={self._top}"
+        if fault:
+            raise ValueError(f"top is {[list(values.shape) for values in arrays]}: {fault}")
         self._top = count
 
 
 def packed_top(
     ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray
 ) -> dict[str, Any]:
-    """Lists [T, k] as a JSON value: int32 ids and float16 differences, compressed by zlib, in base
-    64.
+    """Lists [T, k] as a JSON value: int32 ids and float16 differences, zlib, base 64.
 
     Of the engine's log-probs the differences from one entry to the next, of the training stack's
     those from the engine's: each loses 2^-11 of itself at most. 8 k bytes a token before
     compression.
     """
-    there = np.asarray(ids) >= 0
-    rollout, train = (
-        np.where(there, x, 0).astype(np.float64) for x in (rollout_logprobs, train_logprobs)
-    )
-    steps = np.diff(rollout, axis=-1, prepend=0.0)
-    parts = {"ids": np.asarray(ids, np.int32), "rollout": steps.astype(np.float16)}
-    parts["train"] = (train - rollout).astype(np.float16)
-    packed = {
-        name: base64.b64encode(zlib.compress(part.tobytes())).decode()
-        for name, part in parts.items()
+    is_listed = np.asarray(ids) >= 0
+    rollout = np.where(is_listed, rollout_logprobs, 0).astype(np.float64)
+    train = np.where(is_listed, train_logprobs, 0).astype(np.float64)
+    arrays = {
+        "ids": np.asarray(ids, np.int32),
+        "rollout": np.diff(rollout, axis=-1, prepend=0.0).astype(np.float16),
+        "train": (train - rollout).astype(np.float16),
     }
-    return {"k": int(parts["ids"].shape[-1]), **packed}
+    packed: dict[str, Any] = {"k": int(arrays["ids"].shape[-1])}
+    for name, array in arrays.items():
+        packed[name] = base64.b64encode(zlib.compress(array.tobytes())).decode()
+    return packed
 
 
 def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`packed_top` read: ids int32, train_logprobs and rollout_logprobs float32, [T, k] each; 0
-    where the id is -1.
+    """`packed_top` read: ids int32, train_logprobs and rollout_logprobs float32, [T, k] each.
+
+    Log-probs are 0 where the id is -1.
     """
-    kinds = {"ids": np.int32, "rollout": np.float16, "train": np.float16}
-    found = {
-        name: np.frombuffer(zlib.decompress(base64.b64decode(packed[name])), kind).reshape(
-            -1, packed["k"]
-        )
-        for name, kind in kinds.items()
-    }
-    there = found["ids"] >= 0
-    rollout = np.cumsum(found["rollout"].astype(np.float64), axis=-1)
-    logprobs = (
-        np.where(there, x, 0).astype(np.float32) for x in (rollout + found["train"], rollout)
+
+    def array(name: str, dtype: type) -> np.ndarray:
+        content = zlib.decompress(base64.b64decode(packed[name]))
+        return np.frombuffer(content, dtype).reshape(-1, packed["k"])
+
+    ids = array("ids", np.int32)
+    rollout = np.cumsum(array("rollout", np.float16).astype(np.float64), axis=-1)
+    train = rollout + array("train", np.float16)
+    train_logprobs, rollout_logprobs = (
+        np.where(ids >= 0, logprobs, 0).astype(np.float32) for logprobs in (train, rollout)
     )
-    return found["ids"], *logprobs
+    return ids, train_logprobs, rollout_logprobs
 
 
 def record_trl(
@@ -214,8 +218,7 @@ def record_trl(
     old_logprobs: Any = None,
     **optional: Any,
 ) -> None:
-    """Record a batch of TRL from `GRPOTrainer._generate_and_score_completions`, with vLLM as its
-    engine.
+    """Record a batch of TRL's `GRPOTrainer._generate_and_score_completions`, with vLLM as engine.
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or
     generation and optimizer steps are not aligned; else give `old_logprobs`. A token for which vLLM
@@ -226,23 +229,24 @@ def record_trl(
     Raises:
         ValueError: if the batch lacks one of the two log-probs, naming the setting that gives it.
     """
-    old = output.get("old_per_token_logps") if old_logprobs is None else old_logprobs
-    for name, values, setting in (
-        # TRL computes the other log-probs on its own only with vLLM.
-        ("sampling_per_token_logps", output.get("sampling_per_token_logps"), "use_vllm=True"),
-        ("old_per_token_logps", old, "vllm_importance_sampling_correction=True"),
-    ):
-        if values is None:
-            raise ValueError(f"the batch has no {name}: set {setting}")
+    rollout = output.get("sampling_per_token_logps")
+    train = output.get("old_per_token_logps") if old_logprobs is None else old_logprobs
+    # TRL computes the other log-probs on its own only with vLLM.
+    if rollout is None:
+        raise ValueError("the batch has no sampling_per_token_logps: set use_vllm=True")
+    if train is None:
+        raise ValueError(
+            "the batch has no old_per_token_logps: set vllm_importance_sampling_correction=True"
+        )
     mask = _array(output["completion_mask"])
     if "tool_mask" in output:
         mask = mask * _array(output["tool_mask"])
-    rollout = _array(output["sampling_per_token_logps"])
+    rollout = _array(rollout)
     mask = mask * ~np.isnan(rollout)
     recorder.write(
         step,
         output["completion_ids"],
-        old,
+        train,
         rollout,
         mask,
         advantages=output["advantages"],
@@ -278,8 +282,14 @@ def record_verl(
     for name, key in (("groups", "uid"), ("sources", "data_source")):
         if other is not None and key in other:
             optional[name] = other[key]
-    names = "responses", "old_log_probs", "rollout_log_probs", "response_mask"
-    recorder.write(step, *(batch[name] for name in names), **optional)
+    recorder.write(
+        step,
+        batch["responses"],
+        batch["old_log_probs"],
+        batch["rollout_log_probs"],
+        batch["response_mask"],
+        **optional,
+    )
 
 
 def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], **optional: Any) -> None:
@@ -298,19 +308,27 @@ def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], **opti
                 "recompute them"
             )
     width = _array(batch["loss_mask"]).shape[1]
-    sequences = _array(batch["sequences"])[:, -width:]
-    columns = [batch[name] for name in ("action_log_probs", "rollout_logprobs", "loss_mask")]
-    recorder.write(step, sequences, *columns, advantages=batch["advantages"], **optional)
+    recorder.write(
+        step,
+        _array(batch["sequences"])[:, -width:],
+        batch["action_log_probs"],
+        batch["rollout_logprobs"],
+        batch["loss_mask"],
+        advantages=batch["advantages"],
+        **optional,
+    )
 
 
 def _array(values: Any, name: str = "") -> np.ndarray:
-    """A NumPy array of a torch tensor, an array or a list; texts and integers of a group stay what
-    they are.
-    """
+    """A NumPy array of a torch tensor, an array or a list; groups and sources stay as they are."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
-        values = (values.float() if values.is_floating_point() else values).numpy()
-    return np.array(list(values), object) if name in ("group", "source") else np.asarray(values)
+        if values.is_floating_point():
+            values = values.float()  # NumPy has no bfloat16
+        values = values.numpy()
+    if name in ("group", "source"):
+        return np.array(list(values), object)
+    return np.asarray(values)
 
 
 def _plain(values: Any) -> Any:

@@ -172,7 +172,7 @@ def test_the_innermost_is_shown(monkeypatch):
     monkeypatch.setenv("DCMDP_ACTIVITY", "on")
     monkeypatch.setattr(activity._Painter, "start", lambda self: None)
     with activity.activity("evaluating"), activity.activity("sampling"):
-        assert activity._PAINTER.running[-1].what == "sampling"
+        assert activity._PAINTER.running[-1].gerund == "sampling"
     assert not activity._PAINTER.running
     monkeypatch.setenv("DCMDP_ACTIVITY", "off")
     with activity.activity("evaluating"):

@@ -1,6 +1,4 @@
-"""Settings of the algorithm, declared once each as in `config/settings.py`, of which they are a
-part.
-"""
+"""Settings of the algorithm, declared once each: a section of `config/settings.py`."""
 
 import dataclasses
 import functools
@@ -29,6 +27,8 @@ _TRACING = (
     jax.errors.UnexpectedTracerError,
 )
 _CENTERING = "score_centering"
+Parameters = dict[str, Any]
+"""Parameters of a remedy by name."""
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "method": (
         "penalty",
@@ -185,9 +185,7 @@ class AlgorithmSettings:
 
     @property
     def fixed_multiplier(self) -> float | None:
-        """The constant multiplier of a method without dual ascent; None for one whose multiplier
-        moves.
-        """
+        """The constant multiplier of a method without dual ascent; None if it moves."""
         return penalties.FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
 
     @property
@@ -206,9 +204,7 @@ class AlgorithmSettings:
 
     @property
     def measured_steps(self) -> int:
-        """Number of first steps that c is measured on; 0 where c is given or the multiplier does
-        not move.
-        """
+        """Number of first steps that c is measured on; 0 if c is given or lambda does not move."""
         return self.tolerance_steps if self.fixed_multiplier is None else 0
 
     @property
@@ -228,9 +224,7 @@ class AlgorithmSettings:
 
     @property
     def state_charge(self) -> str | None:
-        """Name of the charge in the loss, which takes the engine's likeliest tokens; None without
-        one.
-        """
+        """Name of the charge in the loss, of the engine's likeliest tokens; None without one."""
         name = self.calls("method")[0].function
         return name if name in penalties.STATE_CHARGES else None
 
@@ -245,91 +239,101 @@ class AlgorithmSettings:
         Raises:
             UserError: in one line, naming setting, function and what is wrong.
         """
-        functions = {
-            name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES
-        }
-        calls = zip(self.calls("corrections"), functions["corrections"], strict=True)
-        corrections = [(call, one) for call, one in calls if call.function != _CENTERING]
-        single, whole = (
-            tuple(one for call, one in corrections if of_single_tokens(*call) == alone)
-            for alone in (True, False)
-        )
-        (penalty,), (trust_region,), (loss,) = (
-            functions[name] for name in ("method", "trust_region", "loss")
-        )
+        penalty = self._only_function("method")
+
+        corrections = []
+        single_tokens = []
+        whole_completions = []
+        for call in self.calls("corrections"):
+            if call.function == _CENTERING:
+                continue
+            correction = _bind("corrections", call)
+            corrections.append(correction)
+            if of_single_tokens(call.function, call.parameters):
+                single_tokens.append(correction)
+            else:
+                whole_completions.append(correction)
+
+        trust_region = self._only_function("trust_region")
+        loss = self._only_function("loss")
         if not self.calls("loss")[0].own:
             loss = functools.partial(loss, trust_region=trust_region)
-        every = tuple(one for _, one in corrections)
         return Remedies(
-            penalty, every, trust_region, loss, (single, whole) if self.centers else None
+            penalty=penalty,
+            corrections=tuple(corrections),
+            trust_region=trust_region,
+            loss=loss,
+            centered=(tuple(single_tokens), tuple(whole_completions)) if self.centers else None,
         )
+
+    def _only_function(self, name: str) -> Function:
+        (call,) = self.calls(name)
+        return _bind(name, call)
 
 
 def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
-    """The remedies without parameters that have their default: runs that do the same have the same
-    settings.
-    """
-    return _with_calls(
-        algorithm, lambda default, given: {k: v for k, v in given.items() if default.get(k) != v}
-    )
+    """The remedies without parameters that have their default: what does the same is the same."""
+
+    def changed(defaults: Parameters, parameters: Parameters) -> Parameters:
+        return {name: value for name, value in parameters.items() if defaults.get(name) != value}
+
+    return _with_parameters(algorithm, changed)
 
 
 def spelled_out(algorithm: AlgorithmSettings) -> AlgorithmSettings:
     """The remedies with every number of theirs, for a run's record: a default may change."""
-    return _with_calls(algorithm, lambda default, given: default | given)
+    return _with_parameters(algorithm, lambda defaults, parameters: defaults | parameters)
 
 
-def _with_calls(
-    algorithm: AlgorithmSettings, change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+def _with_parameters(
+    algorithm: AlgorithmSettings, change: Callable[[Parameters, Parameters], Parameters]
 ) -> AlgorithmSettings:
-    """The settings with other parameters of their remedies, made from our functions' defaults and
-    what was given.
-    """
-    changed = {}
+    """The settings with other parameters of their remedies: `change(defaults, parameters)`."""
+    changed: dict[str, str] = {}
     for name, (_, built_in) in _REMEDIES.items():
         try:
             calls = parse_calls(getattr(algorithm, name))
         except ValueError:
             continue  # the checks say what is wrong
-        for place, call in enumerate(calls):
-            known = (
-                inspect.signature(built_in[call.function]).parameters.values()
-                if call.function in built_in
-                else ()
-            )
-            default = {
-                one.name: one.default for one in known if isinstance(one.default, int | float | str)
-            }
-            calls[place] = Call(call.function, change(default, call.parameters))
-        changed[name] = ",".join(map(str, calls))
+        texts = []
+        for call in calls:
+            defaults = {}
+            if call.function in built_in:
+                for parameter in inspect.signature(built_in[call.function]).parameters.values():
+                    if isinstance(parameter.default, int | float | str):
+                        defaults[parameter.name] = parameter.default
+            texts.append(str(Call(call.function, change(defaults, call.parameters))))
+        changed[name] = ",".join(texts)
     return dataclasses.replace(algorithm, **changed)
 
 
 def algorithm_rules(
     algorithm: AlgorithmSettings, max_completion_tokens: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Broken rules between settings of the algorithm, see `checks.Broken`. No function of a user is
-    imported.
+    """Broken rules between settings of the algorithm, see `checks.Broken`.
+
+    No function of a user is imported.
 
     Raises:
-        UserError: in one line, for a function that is not there, or parameters that it does not
-            take.
+        UserError: in one line, for a function that is not there, or parameters not of it.
     """
-    own = []
+    own_names = []
     for name, (_, built_in) in _REMEDIES.items():
         for call in algorithm.calls(name):
             with naming(f"config.algorithm.{name}"):
                 check_call(call, built_in)
             if call.own:
-                own.append(call.name)
+                own_names.append(call.name)
             elif "trust_region" not in call.parameters:
                 _check_ours(name, str(call))
-    if twice := [name for name in own if own.count(name) > 1]:
-        yield (
-            "algorithm",
-            "two functions have this name, as their metrics would; rename one",
-            twice[0],
-        )
+    for name in own_names:
+        if own_names.count(name) > 1:
+            yield (
+                "algorithm",
+                "two functions have this name, as their metrics would; rename one",
+                name,
+            )
+
     (loss,) = algorithm.calls("loss")
     if loss.own and algorithm.trust_region != "clip":
         yield (
@@ -339,31 +343,34 @@ def algorithm_rules(
     if "trust_region" in loss.parameters and not loss.own:
         yield "algorithm.loss", "takes no parameters; set them in trust_region"
     denominator = algorithm.ratio_denominator
-    for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:
-        if call.function in {**TRUNCATIONS, **MASKS}:
-            why = (
+    for call in algorithm.calls("corrections"):
+        weighs_already = call.function in TRUNCATIONS or call.function in MASKS
+        if denominator in ("rollout", "bypass") and weighs_already:
+            yield (
+                "algorithm.corrections",
                 f"ratio_denominator={denominator} weighs by p_train / p_rollout already; leave "
-                "it out"
+                "it out",
+                call.function,
             )
-            yield "algorithm.corrections", why, call.function
-    for call in algorithm.calls("corrections") if algorithm.centers else ():
-        if call.own or call.function in OF_PREFIXES:
-            why = (
+    for call in algorithm.calls("corrections"):
+        if algorithm.centers and (call.own or call.function in OF_PREFIXES):
+            yield (
+                "algorithm.corrections",
                 "with score_centering, which needs a weight of each token or completion; leave "
-                "one of them out"
+                "one of them out",
+                call.function,
             )
-            yield "algorithm.corrections", why, call.function
     if algorithm.centers and algorithm.calls("trust_region")[0].function == "vespo":
         yield (
             "algorithm.trust_region",
             "weighs whole completions, score_centering single tokens; leave one of them out",
         )
     if algorithm.level == "reward" and (denominator == "bypass" or ":" in algorithm.method):
-        why = (
+        yield (
+            "algorithm.level",
             "needs a method of ours and not ratio_denominator=bypass; set "
-            "ratio_denominator=rollout or level=token"
+            "ratio_denominator=rollout or level=token",
         )
-        yield "algorithm.level", why
     if algorithm.state_charge and algorithm.level != "token":
         yield (
             "algorithm.level",
@@ -422,14 +429,13 @@ def _check_own(name: str, kind: str, call: Call) -> None:
         check_values(kind, function)
     except (Exception, SystemExit) as error:
         # JAX's own messages go on for a page.
-        first = (str(error).splitlines() or [""])[0]
-        place = call.function.rpartition(":")[0]
-        hint = "; it is compiled: write jnp.where for `if`, jax.numpy for numpy" * isinstance(
-            error, _TRACING
-        )
-        by_check = type(error) is ValueError and first.startswith("returned ")
-        raised = (
-            callback_error(error) or f"{type(error).__name__}: {first}{error_place(error, place)}"
-        )
-        said = first if by_check else f"raised {raised}{hint}"
-        raise UserError(f"config.algorithm.{name}: {call}: {said}") from error
+        message = (str(error).splitlines() or [""])[0]
+        if type(error) is not ValueError or not message.startswith("returned "):
+            module = call.function.rpartition(":")[0]
+            raised = callback_error(error)
+            if not raised:
+                raised = f"{type(error).__name__}: {message}{error_place(error, module)}"
+            message = f"raised {raised}"
+            if isinstance(error, _TRACING):
+                message += "; it is compiled: write jnp.where for `if`, jax.numpy for numpy"
+        raise UserError(f"config.algorithm.{name}: {call}: {message}") from error

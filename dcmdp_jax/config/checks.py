@@ -1,5 +1,4 @@
-"""Checks of a `Config`: each setting, rules between them, its engine; library code's messages as
-those of settings.
+"""Checks of a `Config`: each setting, the rules between them, its engine.
 
 Library code names its own arguments: an `ArgumentError` has one as an attribute, and a message
 others in back quotes. A user knows settings.
@@ -16,7 +15,7 @@ from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import TEACHER, Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
-from dcmdp_jax.engines.registry import ENGINES, find_engine, unknown_engine
+from dcmdp_jax.engines.registry import find_engine, unknown_engine
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten, suggestion
 from dcmdp_jax.fields import (
     INT32_MAX,
@@ -31,19 +30,30 @@ from dcmdp_jax.fields import (
 from dcmdp_jax.inputs import is_address, is_url, json_object
 from dcmdp_jax.models.scheme import Scheme
 
+# Argument of library code -> the setting that it is.
 HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
-MESH = {"mesh": "mesh", "completions": "training.prompts_per_mini_batch"}
-MESH |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "tensor", "expert")}
+MESH = {
+    "mesh": "mesh",
+    "completions": "training.prompts_per_mini_batch",
+    "data": "mesh.data",
+    "fsdp": "mesh.fsdp",
+    "tensor": "mesh.tensor",
+    "expert": "mesh.expert",
+}
 PACKING = {
     "limit": "rollout.max_completion_tokens",
     "max_completion_tokens": "rollout.max_completion_tokens",
+    "row_lengths": "training.row_lengths",
+    "segments_per_row": "training.segments_per_row",
+    "completions": "training.prompts_per_mini_batch or rollout.group_size",
 }
-PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_row")}
-PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
 # A conversation has no group.
 SUPERVISED_PACKING = PACKING | {"completions": "training.prompts_per_mini_batch"}
-EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
-EPISODES |= {"top_logprobs": "rollout.top_logprobs"}
+EPISODES = {
+    "drop": "rollout.on_non_finite=drop",
+    "routed_experts": "rollout.router_replay",
+    "top_logprobs": "rollout.top_logprobs",
+}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
 LORA = {"lora_rank": "model.lora_rank", "lora_targets": "model.lora_targets"}
 REWARDS = {"memory_gib": "rewards.memory_limit"}
@@ -51,18 +61,22 @@ REWARDS = {"memory_gib": "rewards.memory_limit"}
 
 def of_engine(kind: EngineKind) -> dict[str, str]:
     """The settings of a run's engine, by argument."""
-    own = (
-        f"rollout.{kind.name}"
-        if kind.pushes and kind in ENGINES.values()
-        else "rollout.engine_args"
-    )
-    names = {"model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed", "mesh": own}
-    names |= {"routed_experts": "rollout.router_replay"}
-    names |= {"max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens"}
-    names |= {field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)}
-    return names | {
-        field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)
+    section = "rollout.engine_args"
+    if kind in TRAINABLE.values():
+        section = f"rollout.{kind.name}"
+    names = {
+        "model": "model",
+        "tokenizer": "model.tokenizer",
+        "seed": "training.seed",
+        "mesh": section,
+        "routed_experts": "rollout.router_replay",
+        "max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens",
     }
+    for field in dataclasses.fields(RolloutSettings):
+        names[field.name] = f"rollout.{field.name}"
+    for field in dataclasses.fields(kind.settings):
+        names[field.name] = f"{section}.{field.name}"
+    return names
 
 
 def in_settings(message: str, names: Mapping[str, str]) -> str:
@@ -86,13 +100,13 @@ def as_settings(names: Mapping[str, str]) -> Iterator[None]:
         if error.argument not in names:
             raise
         setting = names[error.argument]
-        raise UserError(
-            f"config.{setting}{error.given}: {in_settings(error.said, names)}"
-        ) from error
+        message = in_settings(error.message, names)
+        raise UserError(f"config.{setting}{error.detail}: {message}") from error
     except (UserError, EngineError, MemoryError) as error:
-        if (said := in_settings(str(error), names)) == str(error):
+        message = in_settings(str(error), names)
+        if message == str(error):
             raise
-        raise type(error)(said) from error
+        raise type(error)(message) from error
 
 
 _ARGUMENTS = (
@@ -134,42 +148,39 @@ def find_trainable(name: str) -> EngineKind:
 
 
 def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
-    """The engine's own settings: its section, or the JSON object `rollout.engine_args` for an
-    engine by path.
+    """The engine's own settings: its section; of an engine by path `rollout.engine_args`.
 
     Raises:
         UserError: in one line, for anything but an object, an unknown name, a wrong type or a value
             out of range.
     """
     section = "rollout.engine_args"
-    given = rollout.engine_args
     if kind in TRAINABLE.values():
-        if given:
-            own = f"config.rollout.{kind.name}.*"
+        if rollout.engine_args:
             raise UserError(
-                f"config.{section}: only valid for user-defined engines; {kind.name} has {own}"
+                f"config.{section}: only valid for user-defined engines; {kind.name} has "
+                f"config.rollout.{kind.name}.*"
             )
         return get_value(rollout, kind.name)
-    values = json_object(given, f"config.{section}")
-    known = declared(kind.settings)
+
+    values = json_object(rollout.engine_args, f"config.{section}")
+    names = list(declared(kind.settings))
 
     def unknown(dotted: str) -> UserError:
-        near = nearest_name(
-            dotted.removeprefix(f"{section}."), list(known), list(known) or ["none"]
-        )
+        near = nearest_name(dotted.removeprefix(f"{section}."), names, names or ["none"])
         return UserError(f"config.{dotted}: no setting of {kind.name}; {near}")
 
-    made = build(kind.settings, values, unknown, f"{section}.")
-    for one in known.values():
-        name = f"{section}.{one.name}"
-        value = get_value(made, one.name)
-        check_choice(name, value, one.about.choices, one.about.why)
-        check_range(one, value, name)
-    return made
+    settings = build(kind.settings, values, unknown, f"{section}.")
+    for setting in declared(kind.settings).values():
+        name = f"{section}.{setting.name}"
+        value = get_value(settings, setting.name)
+        check_choice(name, value, setting.about.choices, setting.about.why)
+        check_range(setting, value, name)
+    return settings
 
 
 def engine_arguments(
-    config: Config, host: int = 0, *, kind: EngineKind | None = None, **found: Any
+    config: Config, host: int = 0, *, kind: EngineKind | None = None, **further: Any
 ) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run and its arguments.
 
@@ -177,20 +188,22 @@ def engine_arguments(
         config: the settings.
         host: index of this process, whose engine has a directory of its own.
         kind: the engine's record; None for one that can be trained with.
-        found: further arguments that are known by now, such as `model` and `mesh`.
+        further: further arguments that are known by now, such as `model` and `mesh`.
     """
     rollout = config.rollout
     kind = kind or find_trainable(rollout.engine)
-    directory = (kind.name if kind in TRAINABLE.values() else "engine") + (
-        f"_{host}" if host else ""
-    )
-    known = {name: getattr(rollout, name) for name in _ARGUMENTS} | {
+    directory = kind.name if kind in TRAINABLE.values() else "engine"
+    if host:
+        directory += f"_{host}"
+    arguments: dict[str, Any] = {
         "max_total_tokens": config.max_total_tokens,
         "settings": settings_of(rollout, kind),
         "routed_experts": rollout.router_replay,
         "directory": Path(config.run_dir) / directory,
     }
-    return kind, EngineArguments(**known | found)
+    for name in _ARGUMENTS:
+        arguments[name] = getattr(rollout, name)
+    return kind, EngineArguments(**arguments | further)
 
 
 def check_engine(config: Config, kind: EngineKind | None = None) -> None:
@@ -212,51 +225,52 @@ def check_engine(config: Config, kind: EngineKind | None = None) -> None:
         )
 
 
-def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:
+def forward_scheme(config: Config, platform: str = "", **further: Any) -> Scheme:
     """The roundings of the engine that `model.forward_precision` and `model.forward_cache` repeat.
 
     Args:
         config: the settings.
         platform: platform of the trainer's devices; "" if it is unknown, for the checks alone.
-        found: see `engine_arguments`; with `model`, roundings that it can't have are refused.
+        further: see `engine_arguments`; with `model`, roundings that it can't have are refused.
 
     Raises:
         UserError: in one line, for another precision or cache than the engine's, or what the
             trainer can't repeat.
     """
     model = config.model
-    rollout = config.rollout
-    kind, arguments = engine_arguments(config, **found)
-    for name, chosen, setting, emulated in (
-        ("forward_precision", model.forward_precision, "precision", kind.emulated),
-        ("forward_cache", model.forward_cache, "kv_cache_dtype", kind.emulated_caches),
-    ):
-        if chosen != "full" and (
-            chosen != (own := getattr(rollout, setting)) or chosen not in emulated
-        ):
-            repeated = ", ".join(emulated) or "none"
-            raise UserError(
-                f"config.model.{name}: got {chosen!r} with rollout.engine={rollout.engine} and "
-                f"rollout.{setting}={own}; it is the engine's own, one of those that the trainer "
-                f"can repeat ({repeated}), or 'full'"
-            )
-    with as_settings(
-        of_engine(kind) | {name: f"model.{name}" for name in ("forward_precision", "forward_cache")}
-    ):
+    kind, arguments = engine_arguments(config, **further)
+    _check_repeated(config, "forward_precision", "precision", kind.emulated)
+    _check_repeated(config, "forward_cache", "kv_cache_dtype", kind.emulated_caches)
+    names = of_engine(kind)
+    for name in ("forward_precision", "forward_cache"):
+        names[name] = f"model.{name}"
+    with as_settings(names):
         return kind.scheme(arguments, model.forward_precision, model.forward_cache, platform)
 
 
-# Tests hold these and the names that `rewards` and `parallel/hosts` know together, which import
-# JAX.
+def _check_repeated(config: Config, name: str, setting: str, emulated: Collection[str]) -> None:
+    """Refuse a rounding of the trainer that is not the engine's, or that it can't repeat."""
+    value = getattr(config.model, name)
+    engine_value = getattr(config.rollout, setting)
+    if value != "full" and (value != engine_value or value not in emulated):
+        repeated = ", ".join(emulated) or "none"
+        raise UserError(
+            f"config.model.{name}: got {value!r} with rollout.engine={config.rollout.engine} and "
+            f"rollout.{setting}={engine_value}; it is the engine's own, one of those that the "
+            f"trainer can repeat ({repeated}), or 'full'"
+        )
+
+
+# Tests hold these equal to the names in `rewards` and `parallel/hosts`, which import JAX.
 BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify")
 AUTO = "auto"
 _LEAST_MEMORY_GIB = 0.125
+"""Memory that Python starts in."""
 _MOST_PARAMETERS = 10**11
+"""Parameters of a fresh model's layers: more than anybody trains from nothing."""
 
 Broken = Iterator[tuple[Any, ...]]
-"""Broken rules, each a tuple: dotted name of the setting, what is wrong, the value where it is not
-the setting's.
-"""
+"""Broken rules: dotted name of a setting, what is wrong, and the value if not the setting's."""
 
 
 def validate(config: Config, overrides: Collection[str] = ()) -> None:
@@ -283,8 +297,11 @@ def validate(config: Config, overrides: Collection[str] = ()) -> None:
 
 
 def validate_sampling(config: Config, names: Collection[str]) -> None:
-    """Check a config whose engine samples without a trainer: its given settings, and rules of
-    engine and tasks.
+    """Check a config whose engine samples without a trainer: settings, engine and tasks.
+
+    Args:
+        config: the config.
+        names: the settings that were given.
 
     Raises:
         UserError: in one line, see `validate`.
@@ -299,51 +316,50 @@ def validate_sampling(config: Config, names: Collection[str]) -> None:
 
 def _refuse(config: Config, broken: Broken, overrides: Collection[str]) -> None:
     """Raise for the first broken rule."""
-    for name, said, *value in broken:
-        found = value[0] if value else get_value(config, name)
-        if found == "":
-            raise UserError(f"config.{name}: empty; {said}")
-        blamed = _blamed(config, name, said, overrides)
+    for name, message, *other_value in broken:
+        value = other_value[0] if other_value else get_value(config, name)
+        if value == "":
+            raise UserError(f"config.{name}: empty; {message}")
+        blamed = _blamed(config, name, message, overrides)
         if blamed == name:
-            raise UserError(f"config.{name}: got {shorten(found)}, {said}")
+            raise UserError(f"config.{name}: got {shorten(value)}, {message}")
         raise UserError(
-            f"config.{blamed}: got {shorten(get_value(config, blamed))}; {name}={shorten(found)}: "
-            f"{said}"
+            f"config.{blamed}: got {shorten(get_value(config, blamed))}; {name}={shorten(value)}: "
+            f"{message}"
         )
 
 
-def _blamed(config: Config, name: str, said: str, overrides: Collection[str]) -> str:
-    """Of the settings in a broken rule the one that was changed: by an override, else from its
-    default.
+def _blamed(config: Config, name: str, message: str, overrides: Collection[str]) -> str:
+    """The setting of a broken rule that was changed: by an override, else from its default.
 
     Args:
         config: the config.
         name: the setting that the rule is about, which is blamed if it was changed, or none was.
-        said: what is wrong; it names other settings of the rule in full.
+        message: what is wrong; it names other settings of the rule in full.
         overrides: see `validate`.
     """
-    known = declared(Config)
-    words = re.findall(r"[a-z][\w.]*\w", said)
-    settings = [setting for setting in (name, *words) if setting in known]
+    words = re.findall(r"[a-z][\w.]*\w", message)
+    settings = [word for word in (name, *words) if word in declared(Config)]
+    for setting in settings:
+        if setting in overrides:
+            return setting
     defaults = Config()
-    overridden = [setting for setting in settings if setting in overrides]
-    changed = [
-        setting
-        for setting in settings
-        if get_value(config, setting) != get_value(defaults, setting)
-    ]
-    return next(iter(overridden or changed), name)
+    for setting in settings:
+        if get_value(config, setting) != get_value(defaults, setting):
+            return setting
+    return name
 
 
 def _check_each(config: Config, engine: EngineKind, names: Collection[str]) -> None:
-    settings = [one for name, one in declared(Config).items() if name in names]
-    for one in settings:
-        check_choice(one.name, get_value(config, one.name), one.about.choices, one.about.why)
+    settings = [setting for name, setting in declared(Config).items() if name in names]
+    for setting in settings:
+        value = get_value(config, setting.name)
+        check_choice(setting.name, value, setting.about.choices, setting.about.why)
     with_engine = f" with rollout.engine={config.rollout.engine}"
     for name, allowed in engine.choices.items():
         check_choice(f"rollout.{name}", getattr(config.rollout, name), allowed, "", with_engine)
-    for one in settings:
-        check_range(one, get_value(config, one.name), one.name)
+    for setting in settings:
+        check_range(setting, get_value(config, setting.name), setting.name)
 
 
 def may_change(name: str, config: Config) -> bool:
@@ -366,30 +382,15 @@ def _task_rules(config: Config) -> Broken:
             "allowed are module:Class, path.py:Class and tools:path.py:function,...",
         )
     if "environment" in config.rewards.names and (config.task.tools or not environment):
-        yield (
-            "rewards.functions",
-            "name one in task.environment; tools give no reward",
-            "environment",
-        )
+        fault = "name one in task.environment; tools give no reward"
+        yield "rewards.functions", fault, "environment"
 
 
 def _step_rules(config: Config) -> Broken:
+    yield from _adapter_rules(config)
     training = config.training
     algorithm = config.algorithm
     rollout = config.rollout
-    if (
-        rollout.engine == "vllm"
-        and rollout.vllm.adapters
-        and not (config.model.lora_rank or config.model.adapter)
-    ):
-        yield "rollout.vllm.adapters", "there are none: set model.lora_rank or model.adapter"
-    if (
-        config.model.lora_rank or config.model.adapter
-    ) and config.model.forward_precision != "full":
-        yield (
-            "model.forward_precision",
-            "must be full with adapters, whose sum with the base the engine alone rounds",
-        )
     if training.prompts_per_step % training.prompts_per_mini_batch:
         yield (
             "training.prompts_per_mini_batch",
@@ -400,27 +401,23 @@ def _step_rules(config: Config) -> Broken:
             "algorithm.multiplier",
             f"must lie in [0, algorithm.multiplier_max={algorithm.multiplier_max}]",
         )
-    lengths = training.row_lengths
-    longest = config.max_total_tokens
-    if list(lengths) != sorted(set(lengths)):
-        yield "training.row_lengths", "must rise"
-    if lengths and lengths[-1] < longest:
-        sum_of = "task.max_prompt_tokens + rollout.max_completion_tokens"
-        yield "training.row_lengths", f"the longest must hold {sum_of} = {longest}"
+    yield from _row_rules(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         yield "mesh", "data, fsdp, tensor and expert must be positive, at most one is -1", sizes
+
     if config.warmup.steps and not config.warmup.task:
         yield "warmup.task", "name problems with worked solutions or set warmup.steps=0"
     if not config.task.train:
         yield "task.train", "name a .jsonl or .parquet file, a Hub dataset, or arithmetic:..."
-    if config.task.environment and config.rollout.router_replay:
+    if config.task.environment and rollout.router_replay:
         yield (
             "rollout.router_replay",
             "must be False with task.environment: a later turn reads tokens by other experts",
         )
     if config.evaluation.every_steps and not config.evaluation.task:
         yield "evaluation.task", "name a task or set evaluation.every_steps=0"
+
     if algorithm.differentiates_head and not rollout.top_logprobs:
         name = "method" if algorithm.state_charge else "corrections"
         yield (
@@ -437,34 +434,53 @@ def _step_rules(config: Config) -> Broken:
         yield "run_dir", "name the directory that the run writes to"
 
 
+def _adapter_rules(config: Config) -> Broken:
+    has_adapters = config.model.lora_rank or config.model.adapter
+    rollout = config.rollout
+    if rollout.engine == "vllm" and rollout.vllm.adapters and not has_adapters:
+        yield "rollout.vllm.adapters", "there are none: set model.lora_rank or model.adapter"
+    if has_adapters and config.model.forward_precision != "full":
+        yield (
+            "model.forward_precision",
+            "must be full with adapters, whose sum with the base the engine alone rounds",
+        )
+
+
+def _row_rules(config: Config) -> Broken:
+    lengths = config.training.row_lengths
+    longest = config.max_total_tokens
+    if list(lengths) != sorted(set(lengths)):
+        yield "training.row_lengths", "must rise"
+    if lengths and lengths[-1] < longest:
+        sum_of = "task.max_prompt_tokens + rollout.max_completion_tokens"
+        yield "training.row_lengths", f"the longest must hold {sum_of} = {longest}"
+
+
 def _size_rules(config: Config) -> Broken:
     """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
     shape = config.model.architecture
-    training = config.training
-    rollout = config.rollout
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
     width = max(shape.intermediate_size, shape.num_experts * (shape.moe_intermediate_size + 1))
     parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
-        yield (
-            "model.architecture",
-            f"must have at most {_MOST_PARAMETERS:,} parameters in its layers",
-            parameters,
-        )
-    prompts = training.prompts_per_step
+        fault = f"must have at most {_MOST_PARAMETERS:,} parameters in its layers"
+        yield "model.architecture", fault, parameters
+
+    training = config.training
+    rollout = config.rollout
     tokens = config.max_total_tokens
     warmup = config.warmup.batch_size if config.warmup.steps else 0
-    unit = "tokens of prompt and completion"
-    products = {
-        "training.prompts_per_step": (
-            prompts * rollout.group_size * tokens,
-            f"{unit} with {rollout.group_size=}",
+    of_rows = "tokens of prompt and completion"
+    for name, size, unit in (
+        (
+            "training.prompts_per_step",
+            training.prompts_per_step * rollout.group_size * tokens,
+            f"{of_rows} with {rollout.group_size=}",
         ),
-        "rollout.max_rows": (rollout.max_rows * tokens, unit),
-        "warmup.batch_size": (warmup * tokens, unit),
-        "training.steps": (training.steps * config.mini_batches, "updates"),
-    }
-    for name, (size, unit) in products.items():
+        ("rollout.max_rows", rollout.max_rows * tokens, of_rows),
+        ("warmup.batch_size", warmup * tokens, of_rows),
+        ("training.steps", training.steps * config.mini_batches, "updates"),
+    ):
         if size > INT32_MAX:
             yield name, f"its {size:,} {unit} must be at most {INT32_MAX:,} (counted in int32)"
 
@@ -502,17 +518,16 @@ def _teacher_rules(config: Config) -> Broken:
             "algorithm.drop_equal_groups",
             "must be False with a teacher, which teaches where rewards are equal too",
         )
-    if teacher.startswith("http") and not config.loads_teacher and not is_url(teacher):
+    if not teacher or config.loads_teacher:
+        return
+    # A server has the teacher.
+    if teacher.startswith("http") and not is_url(teacher):
         yield (
             "rewards.functions",
             "must be teacher:http://host:port (1 to 65535) or https://host",
             teacher,
         )
-    if (
-        teacher
-        and not config.loads_teacher
-        and (config.rollout.cuts or config.rollout.temperature != 1)
-    ):
+    if config.rollout.cuts or config.rollout.temperature != 1:
         yield (
             "rollout.temperature",
             "must be 1, with top_p=1 and top_k=0: a teacher's server scores nothing else",
@@ -524,19 +539,15 @@ def _reward_rules(config: Config) -> Broken:
     names = config.rewards.names
     weights = config.rewards.weights
     for name in names:
-        place, _, function = name.rpartition(":")
-        if name in BUILT_IN_REWARDS or (
-            place and (function.isidentifier() or name.startswith(TEACHER) and function)
-        ):
+        module, _, function = name.rpartition(":")
+        is_teacher = name.startswith(TEACHER) and function
+        if name in BUILT_IN_REWARDS or module and (function.isidentifier() or is_teacher):
             continue
         allowed = (
             f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"
         )
-        yield (
-            "rewards.functions",
-            f"allowed are {allowed}{suggestion(name, BUILT_IN_REWARDS)}",
-            name,
-        )
+        fault = f"allowed are {allowed}{suggestion(name, BUILT_IN_REWARDS)}"
+        yield "rewards.functions", fault, name
     if len(set(names)) < len(names):
         yield "rewards.functions", "must name each once; raise its weight instead"
     if sum(name.startswith(TEACHER) for name in names) > 1:

@@ -6,7 +6,7 @@ do what was done before. A setting that goes gets an entry in `REMOVED`, and `VE
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -18,12 +18,11 @@ from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
 
 VERSION = 7
-"""Version of config.json in a run directory, raised when a setting is removed. Runs without one
-have version 0.
-"""
+"""Version of config.json, raised when a setting is removed. Runs without one have version 0."""
 
 
-class Removed(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Removed:
     """A setting that older runs have.
 
     Attributes:
@@ -57,17 +56,19 @@ def from_config_dict(
             (with the nearest right one), a wrong type, a value out of range, or two settings that
             do not fit.
     """
-    made = build(
-        Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting
-    )
-    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
-    validate(made, overrides)
-    return made
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    settings = _build(values)
+    validate(settings, overrides)
+    return settings
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    config = build(Config, values, unknown_setting)
+    return dataclasses.replace(config, algorithm=canonical(config.algorithm))
 
 
 def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """A config with other values whose engine samples without a trainer; rules of training are not
-    checked.
+    """A config with other values whose engine samples without a trainer, by fewer rules.
 
     Args:
         config: a run's config, which an earlier version may have saved, or the defaults.
@@ -76,41 +77,45 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     Raises:
         UserError: in one line, see `from_config_dict`.
     """
-    values = to_dict(config)
-    engine = config.rollout.engine
     # The run split its devices for a trainer and an engine.
-    alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
-    # Of the engine and the functions that the run had.
-    alone |= (
-        {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
-    )
-    alone |= {"algorithm.loss": "surrogate"} if config.supervised else {}
-    alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}
+    changes = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
+    # What belongs to the engine and the functions that the run had.
+    engine = config.rollout.engine
+    if overrides.get("rollout.engine", engine) != engine:
+        changes["rollout.engine_args"] = ""
+    if config.supervised:
+        changes["algorithm.loss"] = "surrogate"
+    if "rewards.functions" in overrides:
+        changes["rewards.weights"] = ()
+
+    values = to_dict(config)
     values["rollout"]["local"] = {}
-    for name, value in {**alone, **overrides}.items():
+    for name, value in {**changes, **overrides}.items():
         replace_value(values, name, value)
-    made = build(Config, values, unknown_setting)
+    sampling_config = build(Config, values, unknown_setting)
     # Greedy, or one completion: refused for training alone.
-    alone = {"rollout.temperature": 0, "rollout.group_size": 1}
-    validate_sampling(made, {name for name, value in overrides.items() if value != alone.get(name)})
-    return made
+    allowed = {"rollout.temperature": 0, "rollout.group_size": 1}
+    names = {name for name, value in overrides.items() if value != allowed.get(name)}
+    validate_sampling(sampling_config, names)
+    return sampling_config
 
 
 def for_supervision(config: Config) -> Config:
-    """A config to learn from conversations: nothing is sampled, a prompt has one completion, the
-    loss is likelihood.
-    """
-    rollout = RolloutSettings(
-        group_size=1, max_completion_tokens=config.rollout.max_completion_tokens
-    )
-    names = {"method": "grpo", "loss": "likelihood", "aggregation": "token_mean"}
-    algorithm = AlgorithmSettings(**names, router_aux_loss=config.algorithm.router_aux_loss)
-    changed = {"observe": dataclasses.replace(config.observe, samples=0, rollouts_every_steps=0)}
-    changed["model"] = dataclasses.replace(
-        config.model, forward_precision="full", forward_cache="full"
-    )
+    """A config to learn from conversations: nothing is sampled, the loss is likelihood."""
     return dataclasses.replace(
-        config, rollout=rollout, algorithm=algorithm, warmup=WarmupSettings(), **changed
+        config,
+        rollout=RolloutSettings(
+            group_size=1, max_completion_tokens=config.rollout.max_completion_tokens
+        ),
+        algorithm=AlgorithmSettings(
+            method="grpo",
+            loss="likelihood",
+            aggregation="token_mean",
+            router_aux_loss=config.algorithm.router_aux_loss,
+        ),
+        warmup=WarmupSettings(),
+        observe=dataclasses.replace(config.observe, samples=0, rollouts_every_steps=0),
+        model=dataclasses.replace(config.model, forward_precision="full", forward_cache="full"),
     )
 
 
@@ -149,8 +154,9 @@ OTHER_NAMES = {
 
 def unknown_setting(name: str) -> UserError:
     """The error for an unknown setting: why it was removed, or the nearest name."""
-    if ours := OTHER_NAMES.get(name.rpartition(".")[2]):
-        return UserError(f"config.{name}: no such setting; did you mean {ours!r}?")
+    setting = OTHER_NAMES.get(name.rpartition(".")[2])
+    if setting:
+        return UserError(f"config.{name}: no such setting; did you mean {setting!r}?")
     if name in REMOVED:
         return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
     sections = [field.name for field in dataclasses.fields(Config)]
@@ -183,23 +189,23 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
             f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}"
         )
     flat = flatten(values)
-    kept = {}
     for name, removed in REMOVED.items():
         if version >= removed.version or name not in flat:
             continue
-        said = f"config.{name}: got {shorten(flat[name])}"
-        refused = flat[name] in removed.values
-        if not removed.values:
-            value = flat.pop(name)
-            refused = removed.meaningless is not None and value not in removed.meaningless
-        if refused:
-            raise UserError(
-                f"{said}, {'which is gone' if removed.values else 'no setting any more'}; "
-                f"{removed.why}"
-            )
+        value = flat[name]
+        if removed.values:
+            is_refused = value in removed.values
+            fault = "which is gone"
+        else:
+            is_refused = removed.meaningless is not None and value not in removed.meaningless
+            fault = "no setting any more"
+            del flat[name]
+        if is_refused:
+            raise UserError(f"config.{name}: got {shorten(value)}, {fault}; {removed.why}")
+
+    nested: dict[str, Any] = {}
     for name, value in flat.items():
-        replace_value(kept, name, value)
-    made = build(Config, kept, unknown_setting)
-    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
-    check_name(made.rollout.engine)
-    return made
+        replace_value(nested, name, value)
+    config = _build(nested)
+    check_name(config.rollout.engine)
+    return config

@@ -1,6 +1,4 @@
-"""Settings of the inference engines' part of a run, declared as in `config/settings.py`, of which
-they are a part.
-"""
+"""Settings of the inference engine and its sampling: a section of `config/settings.py`."""
 
 import dataclasses
 
@@ -10,8 +8,11 @@ from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.fields import setting
 
 MOST_TOKENS = 2**20
+"""Tokens of a prompt or a completion."""
 LOWEST_TEMPERATURE = 0.01
+"""Below it log-probs reach their clamp."""
 HIGHEST_TEMPERATURE = 100
+"""Above it sampling is all but uniform."""
 TRAINABLE = {name: kind for name, kind in ENGINES.items() if kind.pushes}
 """The built-in engines that take the trainer's weights, by the value of `rollout.engine`."""
 

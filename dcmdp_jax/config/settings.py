@@ -1,5 +1,4 @@
-"""Every setting of a run, declared once: default, meaning, unit, source, choices or range, may a
-run change it.
+"""Every setting of a run, declared once: default, meaning, unit, source, range, may it change.
 
 The ConfigDict of `configs/base.py`, the flags, the checks, the rule for resuming and
 `docs/settings.md` are derived from these fields. "paper" is the DC-GRPO paper, its section in
@@ -7,6 +6,7 @@ brackets; "ours" is a reading or a choice of this project.
 """
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -17,6 +17,8 @@ from dcmdp_jax.models.config import ALL_LINEAR, Lora
 from dcmdp_jax.models.families import FAMILIES
 
 _MOST_SAMPLES = 4096
+_PRECISIONS = itertools.chain.from_iterable(kind.emulated for kind in TRAINABLE.values())
+_CACHES = itertools.chain.from_iterable(kind.emulated_caches for kind in TRAINABLE.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +101,8 @@ class ModelSettings:
     architecture: Architecture = Architecture()
     param_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     compute_dtype: str = setting("bfloat16", choices=("float32", "bfloat16", "float16"))
-    forward_precision: str = setting(
-        "full",
-        choices=(
-            "full",
-            *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated),
-        ),
-    )
-    forward_cache: str = setting(
-        "full",
-        choices=(
-            "full",
-            *dict.fromkeys(one for kind in TRAINABLE.values() for one in kind.emulated_caches),
-        ),
-    )
+    forward_precision: str = setting("full", choices=("full", *dict.fromkeys(_PRECISIONS)))
+    forward_cache: str = setting("full", choices=("full", *dict.fromkeys(_CACHES)))
     head_dtype: str = setting("compute", choices=("compute", "float32"))
     remat: str = setting("full", choices=("none", "dots", "full"), free=True)
     scan_unroll: int = setting(0, unit="layers", minimum=0, free=True)
@@ -129,11 +119,8 @@ class ModelSettings:
         """Shape of fresh adapters; None without."""
         if not self.lora_rank:
             return None
-        return Lora(
-            self.lora_rank,
-            self.lora_alpha,
-            tuple(name.strip() for name in self.lora_targets.split(",")),
-        )
+        targets = tuple(name.strip() for name in self.lora_targets.split(","))
+        return Lora(self.lora_rank, self.lora_alpha, targets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -449,9 +436,7 @@ class Config:
 
     @property
     def supervised(self) -> bool:
-        """Whether the run learns from conversations (`dcmdp sft`), without an engine and
-        rewards.
-        """
+        """Whether the run learns from conversations (`dcmdp sft`), without engine and rewards."""
         return self.algorithm.loss == "likelihood"
 
     @property
@@ -472,11 +457,14 @@ class Config:
 
     @property
     def teacher(self) -> tuple[str, float]:
-        """Model or server of the reward `teacher:MODEL` and its weight; ("", 0) without, and in a
-        supervised run.
+        """Model or server of the reward `teacher:MODEL` and its weight; else ("", 0).
+
+        A supervised run has none.
         """
+        if self.supervised:
+            return "", 0.0
         for name, weight in self.rewards.weighted:
-            if name.startswith(TEACHER) and not self.supervised:
+            if name.startswith(TEACHER):
                 return name.removeprefix(TEACHER), weight
         return "", 0.0
 
@@ -487,9 +475,7 @@ class Config:
 
     @property
     def teacher_dtype(self) -> str:
-        """Dtype of a teacher's weights, which the trainer holds: that of its products, or float32
-        for float16.
-        """
+        """Dtype of a teacher's weights: that of the trainer's products, or float32 for float16."""
         return "bfloat16" if self.model.compute_dtype == "bfloat16" else "float32"
 
     @property
@@ -497,7 +483,7 @@ class Config:
         """Names of the per-token columns of `data.episode.COLUMNS` that every batch has."""
         lags = self.rollout.lag > 0
         top = self.rollout.top_logprobs > 0
-        present = {
+        optional_columns = {
             "routed_experts": self.rollout.router_replay,
             "old_logprobs": lags,
             "top_ids": top,
@@ -505,11 +491,8 @@ class Config:
             "old_top_logprobs": lags and top,
             "teacher_logprobs": bool(self.teacher[0]),
         }
-        return (
-            "rollout_logprobs",
-            "policy_versions",
-            *(name for name, there in present.items() if there),
-        )
+        present = [name for name, is_present in optional_columns.items() if is_present]
+        return "rollout_logprobs", "policy_versions", *present
 
     @property
     def max_total_tokens(self) -> int:

@@ -492,7 +492,7 @@ def _shape(
         )
         adapter_declarations(model, lora)
     except ArgumentError as error:
-        raise UserError(f"{directory / CONFIG}: r is {rank}: {error.said}") from error
+        raise UserError(f"{directory / CONFIG}: r is {rank}: {error.message}") from error
     return lora
 
 

@@ -16,8 +16,8 @@ register, end = activity.register, activity.end
 running, said, silent = [], [], []
 
 def noted_register(doing):
-    running.append(doing.what)
-    said.append(doing.what)
+    running.append(doing.gerund)
+    said.append(doing.gerund)
     return register(doing)
 
 def noted_end(doing):
