@@ -345,7 +345,7 @@ def _percent(found: Estimate) -> Estimate:
     """Of logarithms, in percent; the half width to first order."""
     values = {seed: 100 * math.expm1(value) for seed, value in found.values.items()}
     mean = 100 * math.expm1(found.mean)
-    return Estimate(mean, (100 + mean) * found.half_width, values)
+    return Estimate(mean=mean, half_width=(100 + mean) * found.half_width, values=values)
 
 
 def _own(found: Estimate, name: str) -> str:

@@ -173,7 +173,7 @@ def test_holm_counts_both_engines():
     ],
 )
 def test_what_the_rule_says(mean, half_width, holds, verdict):
-    points = Estimate(mean, half_width, {})
+    points = Estimate(mean=mean, half_width=half_width, values={})
     assert doses.DoseDifference(points=points, p=0.5, holds=holds).verdict == verdict
 
 

@@ -1,6 +1,4 @@
-"""What each arm of a study is after everything that it inherits: its row in a table, and what is
-refused.
-"""
+"""What each arm of a study is with all that it inherits: its row in a table, what is refused."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,8 +15,14 @@ _PAPERS = "dc_grpo"
 """An arm with this in its name is the paper's."""
 _TUNED = ("algorithm.", "optimizer.", "training.prompts_per_")
 """Settings that an arm must give where they differ from configs/base.py."""
-_OF_THE_ENGINE = "rollout.kv_cache_dtype", "rollout.lag", "rollout.engine_args"
-_OF_THE_ENGINE += "model.forward_precision", "model.forward_cache"
+_OF_THE_ENGINE = (
+    "rollout.kv_cache_dtype",
+    "rollout.lag",
+    "rollout.engine_args",
+    "model.forward_precision",
+    "model.forward_cache",
+)
+"""Settings besides engine and precision that make the engine differ from the trainer."""
 _HEADING = (
     "arm",
     "method",
@@ -55,15 +59,15 @@ _IN_COLUMNS = {
 
 def algorithm_of(values: Values) -> dict[str, Any]:
     """The settings of the algorithm, without the section's name."""
-    return {
-        name.partition(".")[2]: value
-        for name, value in values.items()
-        if name.startswith("algorithm.")
-    }
+    algorithm = {}
+    for name, value in values.items():
+        if name.startswith("algorithm."):
+            algorithm[name.removeprefix("algorithm.")] = value
+    return algorithm
 
 
 def check_arm(
-    label: str, arm: Arm, values: Values, given: Collection[str], base: Values, paper: Values
+    label: str, arm: Arm, values: Values, given_names: Collection[str], base: Values, paper: Values
 ) -> None:
     """Refuse an arm that differs from its name or its settings.
 
@@ -71,7 +75,7 @@ def check_arm(
         label: name of the arm.
         arm: the arm.
         values: its resolved settings.
-        given: names of the settings that the arm, or the command line, gives.
+        given_names: names of the settings that the arm, or the command line, gives.
         base: the defaults.
         paper: the resolved settings of the paper's main config.
 
@@ -82,10 +86,11 @@ def check_arm(
             `differs` does not say, or says and does not.
     """
     algorithm = algorithm_of(values)
-    default = algorithm_of(base)
     idle = {f"algorithm.{name}" for name in unused(algorithm)}
     for name, value in values.items():
-        if name.startswith(_TUNED) and value != base.get(name) and not {name} & {*given, *idle}:
+        if not name.startswith(_TUNED) or name in given_names or name in idle:
+            continue
+        if value != base.get(name):
             raise UserError(
                 f"arm {label!r} inherits {name}={value} from {arm.config}; say it in the arm"
             )
@@ -94,20 +99,23 @@ def check_arm(
             raise UserError(
                 f"arm {label!r} names {name}, which its other settings override; leave it out"
             )
+
     differs = []
     if _PAPERS in label:
-        theirs = algorithm_of(paper)
-        differs = [name for name in default if algorithm.get(name) != theirs[name]]
-        for name in differs:
+        for name, papers_value in algorithm_of(paper).items():
+            if algorithm.get(name) == papers_value:
+                continue
+            differs.append(name)
             if name not in arm.differs:
                 raise UserError(
                     f"arm {label!r} has the paper's name and "
-                    f"algorithm.{name}={algorithm.get(name)}, the paper's is {theirs[name]}; "
+                    f"algorithm.{name}={algorithm.get(name)}, the paper's is {papers_value}; "
                     "rename it, or name the setting in `differs`"
                 )
-    if said := sorted(set(arm.differs) - set(differs)):
+    wrong = sorted(set(arm.differs) - set(differs))
+    if wrong:
         raise UserError(
-            f"arm {label!r} says that it differs from the paper in {said[0]!r}, and does not; "
+            f"arm {label!r} says that it differs from the paper in {wrong[0]!r}, and does not; "
             "leave it out"
         )
 
@@ -119,47 +127,43 @@ def arm_table(arms: Mapping[str, tuple[Arm, Values]], base: Values) -> str:
         arms: label -> the arm and its settings.
         base: the defaults; `else` has what differs from them and has no column.
     """
-    return (
-        "\n".join(
-            markdown_table(_HEADING, [_row(label, *one, base) for label, one in arms.items()])
-        )
-        + "\n"
-    )
+    rows = [_row(label, arm, values, base) for label, (arm, values) in arms.items()]
+    return "\n".join(markdown_table(_HEADING, rows)) + "\n"
 
 
 def _row(label: str, arm: Arm, values: Values, base: Values) -> list[str]:
     algorithm = algorithm_of(values)
-    idle = unused(algorithm_of(values))
+    idle = unused(algorithm)
 
-    def shown(name: str) -> str:
+    def number(name: str) -> str:
         return "-" if name in idle else f"{algorithm[name]:g}"
 
     first = FIXED_MULTIPLIERS.get(algorithm["method"], algorithm["multiplier"])
-    c = shown("tolerance") + f" ({algorithm['budget']})" * (algorithm["budget"] != "mean")
+    c = number("tolerance")
     if algorithm["tolerance_steps"] and "tolerance_steps" not in idle:
         c = f"{algorithm['tolerance_factor']:g} x first {algorithm['tolerance_steps']} steps"
-    default = algorithm_of(base)
-    further = [
-        f"{name}={x}"
-        for name, x in algorithm.items()
-        if name not in _IN_COLUMNS and x != default[name]
-    ]
-    # What else makes the engine differ from the trainer.
+    elif algorithm["budget"] != "mean":
+        c += f" ({algorithm['budget']})"
+    measure = algorithm["measure"]
+    if algorithm["sided"] == "one":
+        measure += ", one-sided"
+    further = []
+    for name, value in algorithm.items():
+        if name not in _IN_COLUMNS and value != base[f"algorithm.{name}"]:
+            further.append(f"{name}={value}")
     engine = [values["rollout.engine"].rpartition("/")[2], values["rollout.precision"]]
-    engine += [
-        f"{name.partition('.')[2]}={values[name]}"
-        for name in _OF_THE_ENGINE
-        if values[name] != base[name]
-    ]
+    for name in _OF_THE_ENGINE:
+        if values[name] != base[name]:
+            engine.append(f"{name.partition('.')[2]}={values[name]}")
     updates = values["training.prompts_per_step"] // values["training.prompts_per_mini_batch"]
     return [
         f"`{label}`",
         algorithm["method"].rpartition("/")[2],
         f"{first:g}",
         c,
-        shown("dual_learning_rate"),
-        shown("multiplier_max"),
-        algorithm["measure"] + ", one-sided" * (algorithm["sided"] == "one"),
+        number("dual_learning_rate"),
+        number("multiplier_max"),
+        measure,
         "-" if "level" in idle else algorithm["level"],
         algorithm["aggregation"],
         "yes" if algorithm["normalize_std"] else "no",

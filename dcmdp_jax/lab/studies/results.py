@@ -1,5 +1,4 @@
-"""A study's results: one number per run, mean and interval per arm, paired differences to the
-baseline.
+"""A study's results: a number per run, mean and interval per arm, paired differences to a baseline.
 
 In tables, in figures of each arm's mean curve with the baseline's, and in one small file of kept
 metrics, from which tables and figures are drawn again without the runs. That file is gzipped JSON
@@ -7,6 +6,7 @@ lines, one of each run and step: {"arm": "grpo", "seed": 0, "step": 3, "reward/m
 with the metrics that a study compares and nine significant digits, which hold a float32 exactly.
 """
 
+import dataclasses
 import functools
 import gzip
 import json
@@ -16,7 +16,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,11 +31,13 @@ from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, MUTED, make_figure, style_axes
 
 _LAST_SHARE = 10
+"""Of a run's steps the last in so many: a tenth."""
 Table = Mapping[str, Mapping[int, Series]]
 """Arm -> seed -> the run's metrics."""
 
 
-class Measure(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Measure:
     """One number of a finished run.
 
     Attributes:
@@ -48,7 +49,8 @@ class Measure(NamedTuple):
     value: Callable[[Series], float]
 
 
-class Estimate(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
     """A mean over seeds.
 
     Attributes:
@@ -67,15 +69,18 @@ def held_out(series: Series) -> tuple[np.ndarray, np.ndarray]:
     scores = [
         points for name, points in series.items() if name.startswith("eval/") and "/avg@" in name
     ]
-    found = _at_common_steps(scores)
-    return np.array(list(found), np.int64), np.array([np.mean(values) for values in found.values()])
+    values_by_step = _at_common_steps(scores)
+    means = [np.mean(values) for values in values_by_step.values()]
+    return np.array(list(values_by_step), np.int64), np.array(means)
 
 
 def _at_common_steps(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[int, list[float]]:
     """Step -> the value of each curve there, for the steps that all have."""
-    found = [dict(zip(*(axis.tolist() for axis in curve), strict=True)) for curve in curves]
-    steps = sorted(set.intersection(*map(set, found))) if found else []
-    return {step: [values[step] for values in found] for step in steps}
+    if not curves:
+        return {}
+    points = [dict(zip(steps.tolist(), values.tolist(), strict=True)) for steps, values in curves]
+    common_steps = sorted(set.intersection(*map(set, points)))
+    return {step: [values[step] for values in points] for step in common_steps}
 
 
 def recorded(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -89,24 +94,25 @@ def _last_held_out(series: Series) -> float:
 
 
 def _last_tenth(name: str) -> Callable[[Series], float]:
-    def value(series: Series) -> float:
-        values = recorded(series, name)[1]
-        return (
-            float(values[-max(1, len(values) // _LAST_SHARE) :].mean()) if len(values) else math.nan
-        )
+    return lambda series: _tenths(series, name)[1]
 
-    return value
+
+def _tenths(series: Series, name: str) -> tuple[float, float]:
+    """Means over the first and the last tenth of the steps, at least one; NaN without a value."""
+    values = recorded(series, name)[1]
+    if not len(values):
+        return math.nan, math.nan
+    count = max(1, len(values) // _LAST_SHARE)
+    return float(values[:count].mean()), float(values[-count:].mean())
 
 
 def _growth(series: Series) -> float:
-    values = recorded(series, "discrepancy/mean")[1]
-    count = max(1, len(values) // _LAST_SHARE)
-    first = float(values[:count].mean()) if len(values) else 0.0
-    return float(values[-count:].mean()) / first if first > 0 else math.nan
+    first, last = _tenths(series, "discrepancy/mean")
+    return last / first if first > 0 else math.nan
 
 
 def _share_over_tolerance(series: Series) -> float:
-    if not {"discrepancy/mean", "dual/tolerance"} <= series.keys():
+    if "discrepancy/mean" not in series or "dual/tolerance" not in series:
         return math.nan
     return 100 * float(np.mean(series["discrepancy/mean"][1] > series["dual/tolerance"][1]))
 
@@ -124,7 +130,7 @@ MEASURES = {
         "staleness, last tenth, nats", _last_tenth("staleness/log_ratio_abs_mean")
     ),
 }
-"""Columns of a study's table; one whose metric no run has is left out. The held-out score is the
+"""Columns of a study's table; one whose metric no run has is left out. The held-out score is of the
 inference engine's policy after the last step.
 """
 
@@ -133,9 +139,11 @@ def estimate(values: Mapping[int, float]) -> Estimate:
     """Mean over seeds with its 95% t interval; values that are not finite are left out."""
     finite = {seed: value for seed, value in values.items() if math.isfinite(value)}
     if not finite:
-        return Estimate(math.nan, math.nan, {})
+        return Estimate(mean=math.nan, half_width=math.nan, values={})
     return Estimate(
-        math.fsum(finite.values()) / len(finite), t_half_width(list(finite.values())), finite
+        mean=math.fsum(finite.values()) / len(finite),
+        half_width=t_half_width(list(finite.values())),
+        values=finite,
     )
 
 
@@ -154,70 +162,69 @@ def paired_differences(arms: Mapping[str, Estimate], baseline: str) -> dict[str,
     in part.
     """
     base = arms[baseline].values
-    return {
-        arm: estimate(
-            {seed: value - base[seed] for seed, value in found.values.items() if seed in base}
-        )
-        for arm, found in arms.items()
-        if arm != baseline
-    }
+    differences = {}
+    for arm, arm_estimate in arms.items():
+        if arm != baseline:
+            values = arm_estimate.values
+            differences[arm] = estimate(
+                {seed: value - base[seed] for seed, value in values.items() if seed in base}
+            )
+    return differences
 
 
 def curves(
     runs: Table, read: Callable[[Series], tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Mean curve of each arm with its pointwise 95% t interval, at the steps that all its seeds
-    have.
+    """Mean curve of each arm with its pointwise 95% t interval, at the steps of all its seeds.
 
     Returns:
         Arm -> [n, 3] float64: step, mean, half width (NaN with one seed). An arm without values is
         left out.
     """
-    found = {}
+    curve_by_arm = {}
     for arm, seeds in runs.items():
-        if columns := _at_common_steps([read(run) for run in seeds.values()]):
-            found[arm] = np.array(
-                [[step, np.mean(values), t_half_width(values)] for step, values in columns.items()]
+        values_by_step = _at_common_steps([read(series) for series in seeds.values()])
+        if values_by_step:
+            curve_by_arm[arm] = np.array(
+                [
+                    [step, np.mean(values), t_half_width(values)]
+                    for step, values in values_by_step.items()
+                ]
             )
-    return found
+    return curve_by_arm
 
 
 def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
-    """The study's tables in Markdown: every measure of every arm, and the paired differences to the
-    baseline.
-    """
-    columns = {name: measure_arms(runs, measure) for name, measure in MEASURES.items()}
-    columns = {
-        name: arms for name, arms in columns.items() if any(found.values for found in arms.values())
-    }
+    """The study's tables in Markdown: each measure of each arm, and differences to the baseline."""
+    columns = {}
+    for name, measure in MEASURES.items():
+        arms = measure_arms(runs, measure)
+        if any(arm_estimate.values for arm_estimate in arms.values()):
+            columns[name] = arms
     headings = [MEASURES[name].title for name in columns]
     lines = [f"# {title}", "", "Mean over seeds ± half of the 95% t interval.", ""]
-    lines += markdown_table(
-        ["arm", "seeds", *headings],
-        [
-            [arm, str(len(runs[arm])), *(_cell(arms[arm]) for arms in columns.values())]
-            for arm in runs
-        ],
-    )
-    differences = {name: paired_differences(arms, baseline) for name, arms in columns.items()}
+    rows = []
+    for arm, seeds in runs.items():
+        cells = [_cell(arms[arm]) for arms in columns.values()]
+        rows.append([arm, str(len(seeds)), *cells])
+    lines += markdown_table(["arm", "seeds", *headings], rows)
+
     if len(runs) > 1 and runs.get(baseline):
         lines += ["", f"Paired difference to {baseline}, seed by seed.", ""]
-        lines += markdown_table(
-            ["arm", *headings],
-            [
-                [arm, *(_cell(found[arm], "+") for found in differences.values())]
-                for arm in runs
-                if arm != baseline
-            ],
-        )
+        differences = [paired_differences(arms, baseline) for arms in columns.values()]
+        rows = []
+        for arm in runs:
+            if arm != baseline:
+                rows.append([arm, *(_cell(arms[arm], "+") for arms in differences)])
+        lines += markdown_table(["arm", *headings], rows)
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
 
-def _cell(found: Estimate, sign: str = "") -> str:
-    if not found.values:
+def _cell(number: Estimate, sign: str = "") -> str:
+    if not number.values:
         return "-"
-    text = f"{found.mean:{sign}.3g}"
-    return f"{text} ± {found.half_width:.2g}" if math.isfinite(found.half_width) else text
+    text = f"{number.mean:{sign}.3g}"
+    return f"{text} ± {number.half_width:.2g}" if math.isfinite(number.half_width) else text
 
 
 BASELINE_COLOR = "#8a8a8a"
@@ -273,8 +280,7 @@ def draw_curves(
     *,
     baseline: str,
 ) -> Figure:
-    """Plot mean and 95% interval over seeds by training step: a panel for each arm, the baseline in
-    gray in each.
+    """Plot mean and 95% interval over seeds by step: a panel for each arm, with the baseline.
 
     Args:
         title: heading.
@@ -283,21 +289,21 @@ def draw_curves(
         level: label -> value of a horizontal dashed line in the arm's color, such as its budget.
         baseline: label of the arm that the others are compared with.
     """
-    shown = [label for label in arms if label != baseline] or list(arms)
-    columns = min(_MOST_COLUMNS, len(shown))
-    rows = math.ceil(len(shown) / columns)
+    labels = [label for label in arms if label != baseline] or list(arms)
+    columns = min(_MOST_COLUMNS, len(labels))
+    rows = math.ceil(len(labels) / columns)
     figure, panels = make_figure(
-        2.9 * columns + 0.4,
-        2.1 * rows + 0.7,
-        f"{title} (gray: {baseline})",
+        width=2.9 * columns + 0.4,
+        height=2.1 * rows + 0.7,
+        title=f"{title} (gray: {baseline})",
         rows=rows,
         columns=columns,
         sharex=True,
         sharey=True,
     )
-    for spare in panels[len(shown) :]:
-        spare.set_visible(False)
-    for axes, label in zip(panels, shown, strict=False):
+    for unused_axes in panels[len(labels) :]:
+        unused_axes.set_visible(False)
+    for axes, label in zip(panels, labels, strict=False):
         if baseline in arms and label != baseline:
             plot_curve(axes, arms[baseline], BASELINE_COLOR)
         plot_curve(axes, arms[label], color_of(label))
@@ -328,20 +334,14 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
     """
     figure, (axes,) = make_figure(8.6, 0.6 * len(arms) + 1.5)
     axes.axvline(0, color=INK, linewidth=1)
-    for place, (label, (mean, half, values)) in enumerate(arms.items()):
+    for row, (label, difference) in enumerate(arms.items()):
         color = color_of(label)
-        axes.plot(
-            list(values.values()),
-            [place + 0.18] * len(values),
-            "o",
-            color=color,
-            alpha=0.45,
-            markersize=5,
-        )
+        values = list(difference.values.values())
+        axes.plot(values, [row + 0.18] * len(values), "o", color=color, alpha=0.45, markersize=5)
         axes.errorbar(
-            mean,
-            place - 0.12,
-            xerr=half if np.isfinite(half) else None,
+            difference.mean,
+            row - 0.12,
+            xerr=difference.half_width if np.isfinite(difference.half_width) else None,
             fmt="D",
             color=color,
             capsize=4,
@@ -353,63 +353,69 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
 
 
 def save_figures(title: str, baseline: str, series: Table, directory: Path) -> None:
-    """Draw held-out score, reward, discrepancy, lambda, entropy, and differences by seed, as far as
-    runs have them.
-    """
+    """Draw the curves of `_CURVES`, and differences by seed, as far as runs have them."""
     directory.mkdir(exist_ok=True)
-    first = {arm: next(iter(seeds.values())) for arm, seeds in series.items() if seeds}
-    budgets = {
-        arm: float(run["dual/tolerance"][1][-1])
-        for arm, run in first.items()
-        if "dual/tolerance" in run
-    }
+    budgets = {}
+    for arm, seeds in series.items():
+        for run in list(seeds.values())[:1]:
+            if "dual/tolerance" in run:
+                budgets[arm] = float(run["dual/tolerance"][1][-1])
     for stem, (heading, unit, name) in _CURVES.items():
-        if found := curves(series, functools.partial(recorded, name=name) if name else held_out):
+        read = functools.partial(recorded, name=name) if name else held_out
+        curve_by_arm = curves(series, read)
+        if curve_by_arm:
             level = budgets if stem == "discrepancy" else None
-            figure = draw_curves(f"{title}: {heading}", unit, found, level, baseline=baseline)
-            figure.savefig(directory / f"{stem}.png", dpi=DPI)
-    for name in ("held_out", "discrepancy"):
-        found = paired_differences(measure_arms(series, MEASURES[name]), baseline)
-        if shown := {arm: one for arm, one in found.items() if one.values}:
-            figure = draw_differences(
-                f"{title}: difference to {baseline} by seed", MEASURES[name].title, shown
+            figure = draw_curves(
+                f"{title}: {heading}", unit, curve_by_arm, level, baseline=baseline
             )
+            figure.savefig(directory / f"{stem}.png", dpi=DPI)
+
+    for name in ("held_out", "discrepancy"):
+        differences = {}
+        arms = measure_arms(series, MEASURES[name])
+        for arm, difference in paired_differences(arms, baseline).items():
+            if difference.values:
+                differences[arm] = difference
+        if differences:
+            heading = f"{title}: difference to {baseline} by seed"
+            figure = draw_differences(heading, MEASURES[name].title, differences)
             figure.savefig(directory / f"difference_{name}.png", dpi=DPI)
 
 
-_KEPT = set(
+_COMPARED = set(
     """
     reward/mean discrepancy/mean discrepancy/max discrepancy/p50 discrepancy/p99 discrepancy/spent
     discrepancy/engine_share displacement/abs_mean displacement/abs_p50 displacement/abs_p95
-    displacement/abs_p99 distribution/total_variation completion/length_mean completion/truncated_fraction
-    optimizer/grad_norm dual/charge_share dual/multiplier dual/tolerance policy/entropy
-    policy/clip_low_fraction policy/clip_high_fraction mismatch/noise_floor mismatch/log_ratio_abs_mean
-    staleness/log_ratio_abs_mean
+    displacement/abs_p99 distribution/total_variation completion/length_mean
+    completion/truncated_fraction optimizer/grad_norm dual/charge_share dual/multiplier
+    dual/tolerance policy/entropy policy/clip_low_fraction policy/clip_high_fraction
+    mismatch/noise_floor mismatch/log_ratio_abs_mean staleness/log_ratio_abs_mean
     """.split()
 )
+"""Metrics of a study's file, besides the scores."""
 _DIGITS = 9
+"""Significant digits, which give a float32 back."""
 
 
 def write_kept_metrics(path: Path, runs: Table) -> None:
     """Write the metrics of all runs, atomically. Equal metrics give equal bytes."""
-    lines = [
-        line
-        for arm, seeds in runs.items()
-        for seed, series in seeds.items()
-        for line in _lines(arm, seed, series)
-    ]
+    lines: list[str] = []
+    for arm, seeds in runs.items():
+        for seed, series in seeds.items():
+            lines += _lines(arm, seed, series)
     atomic_write(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def _lines(arm: str, seed: int, series: Series) -> list[str]:
     by_step: dict[int, dict[str, float]] = defaultdict(dict)
     for name, (steps, values) in series.items():
-        if name in _KEPT or (name.startswith(("eval/", "evaluation/")) and "/avg@" in name):
+        is_score = name.startswith(("eval/", "evaluation/")) and "/avg@" in name
+        if is_score or name in _COMPARED:
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
                 by_step[step][name] = float(f"{value:.{_DIGITS}g}")
     return [
-        jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]})
-        for step in sorted(by_step)
+        jsonl.encode({"arm": arm, "seed": seed, "step": step, **values})
+        for step, values in sorted(by_step.items())
     ]
 
 
@@ -430,9 +436,8 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read as gzipped JSON lines ({error})") from error
-    points: dict[str, dict[int, dict[str, list[tuple[int, float]]]]] = {
-        arm: {} for arm in arms or ()
-    }
+    # Arm -> seed -> metric -> step -> value.
+    points: dict[str, dict[int, dict[str, dict[int, float]]]] = {arm: {} for arm in arms or ()}
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -449,18 +454,16 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
             raise UserError(
                 f"{path}, line {number}: arm {arm!r} is none of the study's: {', '.join(arms)}"
             )
-        of_run = points[arm].setdefault(seed, {})
+        run_points = points[arm].setdefault(seed, {})
         for name, value in row.items():
-            of_run.setdefault(name, []).append((step, float(value)))
-    return {
-        arm: {
-            seed: {name: _arrays(found) for name, found in series.items()}
-            for seed, series in seeds.items()
-        }
-        for arm, seeds in points.items()
-    }
+            run_points.setdefault(name, {})[step] = float(value)
 
-
-def _arrays(points: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    steps, values = zip(*points, strict=True)
-    return np.array(steps, np.int64), np.array(values, np.float64)
+    runs: dict[str, dict[int, Series]] = {}
+    for arm, seeds in points.items():
+        runs[arm] = {}
+        for seed, run_points in seeds.items():
+            runs[arm][seed] = {
+                name: (np.array(list(values), np.int64), np.array(list(values.values())))
+                for name, values in run_points.items()
+            }
+    return runs

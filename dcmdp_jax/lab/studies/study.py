@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.errors import UserError, shorten
@@ -33,12 +33,6 @@ class Arm:
     differs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        names = isinstance(self.settings, Mapping) and all(
-            isinstance(name, str) for name in self.settings
-        )
-        listed = not isinstance(self.differs, str) and all(
-            isinstance(name, str) for name in self.differs
-        )
         _require(
             isinstance(self.config, str),
             "an arm's config is",
@@ -46,19 +40,22 @@ class Arm:
             "text as --config of train",
         )
         _require(
-            names,
+            isinstance(self.settings, Mapping) and _all_of(str, self.settings),
             "an arm's settings are",
             self.settings,
             "a mapping from a setting's name to its value",
         )
-        _require(listed, "an arm's `differs` is", self.differs, "a tuple of names")
+        _require(
+            not isinstance(self.differs, str) and _all_of(str, self.differs),
+            "an arm's `differs` is",
+            self.differs,
+            "a tuple of names",
+        )
 
     def arguments(self) -> list[str]:
         """Arguments of `dcmdp train`."""
-        return [
-            f"--config={self.config}",
-            *(f"--config.{name}={_text(self.settings[name])}" for name in self.settings),
-        ]
+        settings = [f"--config.{name}={_text(value)}" for name, value in self.settings.items()]
+        return [f"--config={self.config}", *settings]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +87,20 @@ class Study:
                 isinstance(label, str), "an arm's label is", label, "text, which names a directory"
             )
             _require(isinstance(arm, Arm), f"arm {label!r} is", arm, "an Arm")
-        for name, kind, what in (("seeds", int, "whole numbers"), ("evaluation", str, "texts")):
+
+        for name, kind, kind_text in (
+            ("seeds", int, "whole numbers"),
+            ("evaluation", str, "texts"),
+        ):
             values = getattr(self, name)
-            whole = isinstance(values, Sequence) and not isinstance(values, str)
+            is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
             _require(
-                whole and all(type(value) is kind for value in values),
+                is_sequence and _all_of(kind, values),
                 f"{name} is",
                 values,
-                f"a tuple of {what}",
+                f"a tuple of {kind_text}",
             )
+
         _check_grid(self)
         for word in self.evaluation:
             if word.partition("=")[0] in _SET_IN_EVALUATION:
@@ -107,7 +109,8 @@ class Study:
                 )
 
 
-class StudyRun(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyRun:
     """One cell of the grid.
 
     Attributes:
@@ -128,30 +131,27 @@ class StudyRun(NamedTuple):
 
 
 def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> list[StudyRun]:
-    """The grid's runs, seed by seed, so that a study that is stopped has compared arms on some
-    seeds.
+    """The grid's runs, seed by seed: a study that is stopped has compared arms on some seeds.
 
     Args:
         study: the study.
         directory: study directory; a run's is `directory`/ARM/seedN.
         overrides: arguments of `dcmdp train` for every run.
     """
-    return [
-        StudyRun(
-            arm,
-            seed,
-            path := directory / arm / f"seed{seed}",
-            (
-                *one.arguments(),
+    runs = []
+    for seed in study.seeds:
+        for label, arm in study.arms.items():
+            if arm.past:
+                continue
+            run_dir = directory / label / f"seed{seed}"
+            arguments = (
+                *arm.arguments(),
                 *overrides,
                 f"--config.training.seed={seed}",
-                f"--config.run_dir={path}",
-            ),
-        )
-        for seed in study.seeds
-        for arm, one in study.arms.items()
-        if not one.past
-    ]
+                f"--config.run_dir={run_dir}",
+            )
+            runs.append(StudyRun(arm=label, seed=seed, directory=run_dir, arguments=arguments))
+    return runs
 
 
 def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, Any]]) -> None:
@@ -171,7 +171,8 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         idle = unused(config["algorithm"])
         used = {name: value for name, value in config["algorithm"].items() if name not in idle}
         contents.append({**config, "run_dir": "", "algorithm": used})
-        if (other := runs[contents.index(contents[-1])]) is not run:
+        other = runs[contents.index(contents[-1])]
+        if other is not run:
             raise UserError(
                 f"study: {other.label!r} and {run.label!r} are one config, every setting that is "
                 "used is equal; drop one or make them differ"
@@ -188,26 +189,32 @@ _OF_THE_ASCENT = {
 
 
 def unused(algorithm: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the settings of the algorithm that its other settings override, so that they change
-    nothing learned.
-    """
+    """Names of the settings of the algorithm that its other settings override."""
     method = algorithm["method"]
-    moves = method not in FIXED_MULTIPLIERS and algorithm.get("dual_learning_rate", 1.0) > 0
-    idle = {"level"} if method == "grpo" else set()
-    idle |= _OF_THE_ASCENT if method in FIXED_MULTIPLIERS else set()
-    if moves:
-        idle |= {"tolerance"} if algorithm.get("tolerance_steps") else {"tolerance_factor"}
-    else:
-        # A function of a user's may look at c.
-        by_budget = method != "threshold_grpo" and ":" not in method
-        idle |= {"tolerance_steps", "tolerance_factor"} | ({"tolerance"} if by_budget else set())
+    idle = set()
+    if method == "grpo":
+        idle.add("level")
+    if method in FIXED_MULTIPLIERS:
+        idle |= _OF_THE_ASCENT
+    if method not in FIXED_MULTIPLIERS and algorithm.get("dual_learning_rate", 1.0) > 0:
+        idle.add("tolerance" if algorithm.get("tolerance_steps") else "tolerance_factor")
+        return frozenset(idle)
+    idle |= {"tolerance_steps", "tolerance_factor"}
+    # A function of a user's may look at c.
+    if method != "threshold_grpo" and ":" not in method:
+        idle.add("tolerance")
     return frozenset(idle)
 
 
-def _require(right: bool, name: str, value: object, what: str) -> None:
+def _require(is_right: bool, subject: str, value: object, allowed: str) -> None:
     """Refuse a field of another type than declared; the file that makes it is anyone's program."""
-    if not right:
-        raise UserError(f"{name} {shorten(value)}, must be {what}")
+    if not is_right:
+        raise UserError(f"{subject} {shorten(value)}, must be {allowed}")
+
+
+def _all_of(kind: type, values: Iterable[object]) -> bool:
+    # A bool is no seed.
+    return all(type(value) is kind for value in values)
 
 
 def _check_grid(study: Study) -> None:
@@ -219,10 +226,10 @@ def _check_grid(study: Study) -> None:
         raise UserError(
             f"the baseline {shorten(study.baseline)} is none of its arms {', '.join(study.arms)}"
         )
-    for place, seed in enumerate(study.seeds):
+    for index, seed in enumerate(study.seeds):
         if not 0 <= seed < 2**31:
             raise UserError(f"seed {shorten(seed)}: must be in [0, 2147483647]")
-        if seed in study.seeds[:place]:
+        if seed in study.seeds[:index]:
             raise UserError(f"seed {seed} is there twice")
     directories: dict[str, str] = {}
     for label, arm in study.arms.items():
@@ -231,7 +238,8 @@ def _check_grid(study: Study) -> None:
                 f"arm {shorten(label)} names a directory, must be letters, digits and any of _.=+-"
             )
         # Some file systems do not tell capitals apart.
-        if (other := directories.setdefault(label.lower(), label)) != label:
+        other = directories.setdefault(label.lower(), label)
+        if other != label:
             raise UserError(f"arms {other!r} and {label!r} would share a directory; rename one")
         for name in SET_BY_THE_STUDY:
             if name in arm.settings:
@@ -243,4 +251,6 @@ def _check_grid(study: Study) -> None:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"({','.join(map(str, value))})" if isinstance(value, tuple | list) else str(value)
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(str, value))})"
+    return str(value)

@@ -1,6 +1,4 @@
-"""The runs of a study as processes, one after another, and what they leave: tables, figures and
-kept metrics.
-"""
+"""The runs of a study as processes, one after another, and what they leave."""
 
 import json
 import os
@@ -16,7 +14,7 @@ from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
 from dcmdp_jax.lab.studies.results import Table, save_figures, tables, write_kept_metrics
 from dcmdp_jax.lab.studies.study import Study, StudyRun
-from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.metrics_io import Series, read_metrics
 
 EVALUATION = "evaluation.json"
 """What an evaluated run has in its directory."""
@@ -50,12 +48,11 @@ def run_command(words: Sequence[str], log: Path) -> int:
     try:
         with log.open("a", encoding="utf-8") as file:
             env = os.environ | {"PYTHONPATH": path}
-            started.append(
-                subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
-            )
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+        started.append(process)
         if stopped:  # the signal came while it was started
-            started[0].terminate()
-        code = started[0].wait()
+            process.terminate()
+        code = process.wait()
     except KeyboardInterrupt:  # the terminal sent it to both
         started[0].wait()
         return 128 + signal.SIGINT
@@ -87,12 +84,15 @@ def finish_run(
     log = run.directory.with_name(f"{run.directory.name}.log")
     began = time.monotonic()
     if not done.exists() or json.loads(done.read_text())["steps"] < steps:
-        if code := run_command(["train", *run.arguments], log):
+        code = run_command(["train", *run.arguments], log)
+        if code:
             return _failed(code, label, log, show)
         write_json(done, {"steps": steps})
         scores.unlink(missing_ok=True)
-    if evaluation and not scores.exists() and (code := evaluate_run(run, evaluation, log)):
-        return _failed(code, f"{label}, evaluation", log, show)
+    if evaluation and not scores.exists():
+        code = evaluate_run(run, evaluation, log)
+        if code:
+            return _failed(code, f"{label}, evaluation", log, show)
     show(f"{label}: finished ({time.monotonic() - began:.0f} s)")
     return 0
 
@@ -119,17 +119,22 @@ def _failed(code: int, label: str, log: Path, show: Callable[[str], None]) -> in
 def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], out: Path) -> str:
     """Write tables, figures and kept metrics of the runs that are finished; return the tables."""
     finished = [run for run in runs if (run.directory / _FINISHED).exists()]
-    notes = [f"Failed: {', '.join(run.label for run in failed)}."] if failed else []
-    if waiting := len(runs) - len(finished) - len(failed):
+    notes = []
+    if failed:
+        notes.append(f"Failed: {', '.join(run.label for run in failed)}.")
+    waiting = len(runs) - len(finished) - len(failed)
+    if waiting:
         notes.append(f"Not finished: {waiting} of {len(runs)} runs.")
-    series: Table = {
-        arm: {run.seed: read_metrics(run.directory) for run in finished if run.arm == arm}
-        for arm in study.arms
-    }
-    evaluated = [path for run in finished if (path := run.directory / EVALUATION).exists()]
+
+    series: dict[str, dict[int, Series]] = {arm: {} for arm in study.arms}
+    evaluations = []
+    for run in finished:
+        series[run.arm][run.seed] = read_metrics(run.directory)
+        if (run.directory / EVALUATION).exists():
+            evaluations.append(run.directory / EVALUATION)
     if finished:
         write_kept_metrics(out / _METRICS, series)
-    return write_results(study, series, out, notes, evaluated)
+    return write_results(study, series, out, notes, evaluations)
 
 
 def write_results(
@@ -137,7 +142,7 @@ def write_results(
     series: Table,
     out: Path,
     notes: Sequence[str] = (),
-    evaluated: Sequence[Path] = (),
+    evaluations: Sequence[Path] = (),
 ) -> str:
     """Write results.md and figures/ into `out`; return the tables, and what was written.
 
@@ -146,11 +151,11 @@ def write_results(
         series: metrics of its finished runs.
         out: directory; made.
         notes: lines under the tables.
-        evaluated: evaluation files of the runs.
+        evaluations: evaluation files of the runs.
     """
     text = tables(study.title, series, study.baseline, notes)
-    if evaluated:
-        text += f"\n```\n{format_comparison([read_scores(path) for path in evaluated])}\n```\n"
+    if evaluations:
+        text += f"\n```\n{format_comparison(list(map(read_scores, evaluations)))}\n```\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.md").write_text(text, encoding="utf-8")
     if any(series.values()):
