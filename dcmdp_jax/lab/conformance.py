@@ -1,6 +1,4 @@
-"""A test kit for an engine that a user brings: `check_engine` asks it for all that the protocol
-promises.
-"""
+"""A test kit for an engine of a user: `check_engine` asks it for all that the protocol promises."""
 
 from collections.abc import Sequence
 
@@ -20,8 +18,7 @@ def check_engine(
     vocab_size: int,
     scores: bool = True,
 ) -> float:
-    """Ask an engine for all that `protocol.Engine` promises, in a test of yours. The engine stays
-    open.
+    """Ask an engine, in a test of yours, for all that `protocol.Engine` promises. It stays open.
 
     What its methods return, the same completions for the same (seed, step, row) in a call of its
     own, sampling that goes on after an iterator was closed, and scores of what it sampled.
@@ -44,52 +41,62 @@ def check_engine(
     engine.push_weights(params, 0)
     group_size = sampling.group_size
 
-    def sampled(prompts: Sequence[np.ndarray], first: int) -> list[Episode]:
-        found: dict[tuple[int, int], Episode] = {}
-        for episodes in engine.generate(prompts, sampling, seed=1, step=2, first_prompt=first):
+    def sample(prompts: Sequence[np.ndarray], first_prompt: int) -> list[Episode]:
+        episodes_by_row: dict[tuple[int, int], Episode] = {}
+        for episodes in engine.generate(
+            prompts, sampling, seed=1, step=2, first_prompt=first_prompt
+        ):
             check_episodes(episodes, prompts, sampling, vocab_size)
-            rows = {(episode.group, episode.member): episode for episode in episodes}
-            if len(rows) < len(episodes) or rows.keys() & found.keys():
-                raise EngineError("generate gave a completion twice")
-            found |= rows
-        if missing := len(prompts) * group_size - len(found):
+            for episode in episodes:
+                row = episode.group, episode.member
+                if row in episodes_by_row:
+                    raise EngineError("generate gave a completion twice")
+                episodes_by_row[row] = episode
+        missing = len(prompts) * group_size - len(episodes_by_row)
+        if missing:
             raise EngineError(f"generate gave nothing for {missing} completion(s)")
-        return [found[row] for row in sorted(found)]
+        return [episode for _, episode in sorted(episodes_by_row.items())]
 
-    whole = sampled(prompts, 3)
+    # The same completions in a smaller call, and after an iterator was closed.
+    episodes = sample(prompts, 3)
     engine.generate(prompts, sampling, seed=1, step=2).close()
-    for one, again in zip(whole[group_size:], sampled(prompts[1:], 4), strict=True):
-        if not np.array_equal(one.token_ids, again.token_ids):
+    for episode, again in zip(episodes[group_size:], sample(prompts[1:], 4), strict=True):
+        if not np.array_equal(episode.token_ids, again.token_ids):
             raise EngineError(
-                f"completion {one.member} of prompt {one.group} is another one when its prompt is "
-                "sampled in a smaller call with the same seed, step and row: a resumed run would "
-                "not repeat an uninterrupted one"
+                f"completion {episode.member} of prompt {episode.group} is another one when its "
+                "prompt is sampled in a smaller call with the same seed, step and row: a resumed "
+                "run would not repeat an uninterrupted one"
             )
     engine.release_weights()
     engine.push_weights(params, 1)
     if not scores:
         return 0.0
-    ends = [one.prompt_length for one in whole]
-    given = [one.token_ids[end:] for one, end in zip(whole, ends, strict=True)]
-    values = list(
-        engine.score([prompts[one.group] for one in whole], given, temperature=sampling.temperature)
+
+    completions = [episode.token_ids[episode.prompt_length :] for episode in episodes]
+    score_arrays = list(
+        engine.score(
+            [prompts[episode.group] for episode in episodes],
+            completions,
+            temperature=sampling.temperature,
+        )
     )
-    if len(values) != len(given):
-        raise EngineError(f"score gave {len(values)} arrays for {len(given)} completions")
-    for index, (score, ids) in enumerate(zip(values, given, strict=True)):
-        if (
-            not isinstance(score, np.ndarray)
-            or score.dtype != np.float32
-            or score.shape != ids.shape
-        ):
+    if len(score_arrays) != len(completions):
+        raise EngineError(
+            f"score gave {len(score_arrays)} arrays for {len(completions)} completions"
+        )
+    for index, (score, token_ids) in enumerate(zip(score_arrays, completions, strict=True)):
+        is_float32 = isinstance(score, np.ndarray) and score.dtype == np.float32
+        if not is_float32 or score.shape != token_ids.shape:
             raise EngineError(
-                f"score of completion {index} is {_array_text(score)}, must be float32 {ids.shape}"
+                f"score of completion {index} is {_array_text(score)}, must be float32 "
+                f"{token_ids.shape}"
             )
-    check_finite(values)
-    own = (one.rollout_logprobs[end:] for one, end in zip(whole, ends, strict=True))
-    return max(
-        float(np.abs(score - logprobs).max()) for score, logprobs in zip(values, own, strict=True)
-    )
+    check_finite(score_arrays)
+    differences = []
+    for score, episode in zip(score_arrays, episodes, strict=True):
+        logprobs = episode.rollout_logprobs[episode.prompt_length :]
+        differences.append(float(np.abs(score - logprobs).max()))
+    return max(differences)
 
 
 def check_episodes(
@@ -114,18 +121,18 @@ def check_episodes(
                 f"{where}: asked were {len(prompts)} prompts with {sampling.group_size} "
                 "completions each"
             )
-        if problem := _array_problem(episode):
+        problem = _array_problem(episode)
+        if problem:
             raise EngineError(f"{where}: {problem}")
+
         prompt = np.asarray(prompts[episode.group])
         length = len(episode.token_ids) - len(prompt)
         if not 1 <= length <= sampling.max_completion_tokens:
             raise EngineError(
                 f"{where}: {length} tokens, must be 1 .. {sampling.max_completion_tokens}"
             )
-        if (
-            not np.array_equal(episode.token_ids[: len(prompt)], prompt)
-            or episode.sampled_mask[: len(prompt)].any()
-        ):
+        begins_with_prompt = np.array_equal(episode.token_ids[: len(prompt)], prompt)
+        if not begins_with_prompt or episode.sampled_mask[: len(prompt)].any():
             raise EngineError(
                 f"{where}: token_ids must begin with the prompt, whose sampled_mask is False"
             )
@@ -140,9 +147,7 @@ def check_episodes(
 
 
 def _array_problem(episode: Episode) -> str:
-    """Describe the first array of an episode that is missing, or of another dtype or length; empty
-    if none is.
-    """
+    """Describe the first array that is missing, or of another dtype or length; empty if none is."""
     size = np.size(episode.token_ids)
     arrays = {
         "token_ids": (episode.token_ids, np.int32),

@@ -156,8 +156,8 @@ def alarms(series: Series) -> list[Alarm]:
     other numbers of `charge` are guesses.
     """  # noqa: E501 - a table
     text_by_name: dict[str, str] = {}
-    for name, (rule, explained_by) in _RULES.items():
-        if text_by_name.keys() & explained_by:
+    for name, rule in _RULES.items():
+        if text_by_name.keys() & _EXPLAINED_BY.get(name, set()):
             continue
         text = next(rule(series), None)
         if text is not None:
@@ -197,7 +197,7 @@ def finite_values(series: Series, name: str) -> np.ndarray:
 
 def _floor(series: Series) -> float:
     values = finite_values(series, "mismatch/noise_floor")
-    return float(values[-1]) if len(values) else 0.0
+    return values[-1] if len(values) else 0.0
 
 
 def bounded_metric(metrics: Collection[str]) -> str:
@@ -207,8 +207,8 @@ def bounded_metric(metrics: Collection[str]) -> str:
 
 def _over_budget(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    mean = float(_last(series, bounded_metric(series)).mean())
-    c = float(_last(series, "dual/tolerance", 1)[0])
+    mean = _last(series, bounded_metric(series)).mean()
+    c = _last(series, "dual/tolerance", 1)[0]
     if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)):
         return mean, c
     return None
@@ -218,7 +218,7 @@ def _mixed_lag(series: Series, count: int = WINDOW) -> float:
     """Age in steps of the oldest token of the last steps, if delta mixes staleness in; else 0."""
     if _STALENESS in series:
         return 0.0
-    return float(np.nan_to_num(_last(series, "rollout/staleness_max", count).max()))
+    return np.nan_to_num(_last(series, "rollout/staleness_max", count).max())
 
 
 def _discrepancies(series: Series) -> np.ndarray:
@@ -232,7 +232,7 @@ def _discrepancies(series: Series) -> np.ndarray:
 def _trend(series: Series, name: str) -> tuple[float, float, float]:
     """Means of the first and the last 5 of 20 steps, and the rank correlation with the step."""
     values = _last(series, name, _TREND_WINDOW)
-    return float(values[:5].mean()), float(values[-5:].mean()), _rank_correlation(values)
+    return values[:5].mean(), values[-5:].mean(), _rank_correlation(values)
 
 
 def _surely_above(excess: np.ndarray, threshold: float) -> bool:
@@ -287,12 +287,12 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
     values = _discrepancies(series)
     if len(values) < WINDOW + _USUAL_STEPS:
         return None
-    usual = float(np.median(values[:-WINDOW]))
+    usual = np.median(values[:-WINDOW])
     low_steps = np.flatnonzero(values <= max(_JUMP * usual, _FLOORS * _floor(series)))
-    start = int(low_steps[-1]) + 1 if len(low_steps) else 0
+    start = low_steps[-1] + 1 if len(low_steps) else 0
     if start > len(values) - _LATEST_STEPS:
         return None
-    return usual, float(values[-_LATEST_STEPS:].mean()), start
+    return usual, values[-_LATEST_STEPS:].mean(), start
 
 
 def _charge_share(series: Series) -> float:
@@ -306,7 +306,7 @@ def _charge_share(series: Series) -> float:
     share = share[~(equal_groups >= 1)]
     if 2 * len(share) < _SHARE_STEPS:
         return np.nan
-    return float(np.median(share))
+    return np.median(share)
 
 
 def _rises_in_vain(series: Series, share: float) -> bool:
@@ -367,7 +367,7 @@ def _weight_sync(series: Series) -> Iterator[str]:
     # A reward that fell first says that the policy, not the push, made the discrepancy.
     rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
     if len(rewards) == len(series["discrepancy/mean"][1]) and start >= _LATEST_STEPS:
-        usual_reward = float(np.median(rewards[:-WINDOW]))
+        usual_reward = np.median(rewards[:-WINDOW])
         lowest = usual_reward - _REWARD_FALL * abs(usual_reward)
         if rewards[start - _LATEST_STEPS : start].mean() < lowest:
             return
@@ -382,8 +382,8 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     delta = _discrepancies(series)
     if len(delta) < WINDOW:
         return
-    first = float(delta[0])
-    last = float(delta[-_LATEST_STEPS:].mean())
+    first = delta[0]
+    last = delta[-_LATEST_STEPS:].mean()
     if last < max(_BEHIND * first, _FLOORS * _floor(series)):
         return
     if _rank_correlation(delta) < _STEADY_BEHIND:
@@ -392,8 +392,8 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     rounding = np.median(_last(series, _PUSH_ROUNDING))
     surprise = _last(series, "engine/surprise", len(delta))
     first_third, _, last_third = np.array_split(surprise, 3)
-    before = float(first_third.mean())
-    now = float(last_third.mean())
+    before = first_third.mean()
+    now = last_third.mean()
     stands_still = np.isnan(rounding) and abs(now - before) <= _ENGINE_MOVES * before
     if rounding >= _MOSTLY_KEPT:
         evidence = f"rounding keeps back {rounding:.0%} of an update's norm"
@@ -510,30 +510,39 @@ def _rank_correlation(values: np.ndarray) -> float:
     if values.min() == values.max():
         return 0.0
     ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable")
-    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
+    return np.corrcoef(ranks, np.arange(len(values)))[0, 1]
 
 
-_RULES: Mapping[str, tuple[Callable[[Series], Iterator[str]], tuple[str, ...]]] = {
-    "support": (_support, ()),
-    "retokenization": (_retokenization, ()),
-    "staleness": (_staleness, ()),
-    "unseen_updates": (_unseen_updates, ()),
-    "identical": (_identical, ()),
-    "noise": (_noise, ()),
-    "charge": (_charge, ()),
-    "weight_sync": (_weight_sync, ("retokenization", "charge", "unseen_updates")),
-    "mismatch": (
-        _mismatch,
-        ("support", "retokenization", "staleness", "noise", "weight_sync", "unseen_updates"),
-    ),
-    "collapse": (_collapse, ("weight_sync", "unseen_updates")),
-    "displacement": (_displacement, ("collapse",)),
-    "rounding": (_rounding, ()),
-    "truncation": (_truncation, ()),
+_RULES: Mapping[str, Callable[[Series], Iterator[str]]] = {
+    "support": _support,
+    "retokenization": _retokenization,
+    "staleness": _staleness,
+    "unseen_updates": _unseen_updates,
+    "identical": _identical,
+    "noise": _noise,
+    "charge": _charge,
+    "weight_sync": _weight_sync,
+    "mismatch": _mismatch,
+    "collapse": _collapse,
+    "displacement": _displacement,
+    "rounding": _rounding,
+    "truncation": _truncation,
 }
-"""Alarm -> its rule, which yields what is wrong (the first counts), and the alarms before it that
-explain it.
-"""
+"""Alarm -> its rule, which yields what is wrong; the first text counts."""
+_EXPLAINED_BY = {
+    "weight_sync": {"retokenization", "charge", "unseen_updates"},
+    "mismatch": {
+        "support",
+        "retokenization",
+        "staleness",
+        "noise",
+        "weight_sync",
+        "unseen_updates",
+    },
+    "collapse": {"weight_sync", "unseen_updates"},
+    "displacement": {"collapse"},
+}
+"""Alarm -> alarms before it that say why, so that it is not raised."""
 
 ALARMS = {name: f"alarm/{name}" for name in _RULES}
 """Every alarm's name -> its metric."""

@@ -310,7 +310,7 @@ def facts(run: RecordedRun) -> list[Fact]:
     speeds = finite_values(series, "throughput/tokens_per_second")
     if len(speeds):
         seconds = finite_values(series, "time/total")
-        total = duration(float(seconds.sum()) if len(seconds) else math.nan)
+        total = duration(seconds.sum() if len(seconds) else math.nan)
         fact = Fact(
             name="Throughput",
             value=f"{number(_median(speeds), ',.0f')} tokens/s",
@@ -355,7 +355,7 @@ def _mismatch_facts(series: Series) -> Iterator[Fact]:
     if len(floors):
         yield Fact(
             name="Noise floor",
-            value=number(float(floors[-1])),
+            value=number(floors[-1]),
             details="the engine against itself, last measurement",
         )
 
@@ -364,16 +364,16 @@ def _mismatch_facts(series: Series) -> Iterator[Fact]:
         moves = np.diff(multiplier)
         yield Fact(
             name="Lambda, lowest and highest",
-            value=f"{number(float(multiplier.min()))} to {number(float(multiplier.max()))}",
+            value=f"{number(multiplier.min())} to {number(multiplier.max())}",
             details=f"rose {(moves > 0).sum()} times, fell {(moves < 0).sum()} times; last "
-            f"{number(float(multiplier[-1]))}",
+            f"{number(multiplier[-1])}",
         )
 
 
 def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
     for replica, nodes in sorted(run.nodes.items()):
         tokens, seconds, restarts = (
-            float(finite_values(run.series, f"replica/{replica}/{measure}").sum())
+            finite_values(run.series, f"replica/{replica}/{measure}").sum()
             for measure in ("tokens", "seconds", "restarts")
         )
         yield Fact(
@@ -471,7 +471,7 @@ def describe_multiplier(series: Series) -> str:
 
     if len(multiplier):
         first, last, peak = (
-            number(float(value)) for value in (multiplier[0], multiplier[-1], multiplier.max())
+            number(value) for value in (multiplier[0], multiplier[-1], multiplier.max())
         )
         if multiplier.min() == multiplier.max():
             clauses.append(f"lambda stayed at {first}")
@@ -584,7 +584,7 @@ def _ends(values: np.ndarray) -> tuple[float, float, str]:
 
 def _tolerance(series: Series) -> float:
     values = finite_values(series, "dual/tolerance")
-    return float(values[-1]) if len(values) else math.nan
+    return values[-1] if len(values) else math.nan
 
 
 def _mean(values: np.ndarray) -> float:
@@ -592,7 +592,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _median(values: np.ndarray) -> float:
-    return float(np.median(values)) if len(values) else math.nan
+    return np.median(values) if len(values) else math.nan
 
 
 def _over_budget(series: Series) -> np.ndarray:

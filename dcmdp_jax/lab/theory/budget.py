@@ -1,10 +1,8 @@
-"""The multiplier at which the optimal policy spends a given mismatch budget, and what to say where
-there is none.
-"""
+"""The multiplier at which the optimal policy spends a budget, and what to say if there is none."""
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -26,7 +24,8 @@ _FARTHEST = 680.0
 """|log lambda| up to which a multiplier is looked for; float64 ends there."""
 
 
-class BudgetResult(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetResult:
     """Result of the multiplier for one budget C.
 
     Attributes:
@@ -87,7 +86,8 @@ def policy_for_budget(
         raise UserError(
             f"budget = {budget:g}: no policy has that mismatch; must be a number of at least 0"
         )
-    if budget > (largest := largest_mismatch(q, measure=measure, sided=sided)):
+    largest = largest_mismatch(q, measure=measure, sided=sided)
+    if budget > largest:
         raise UserError(
             f"budget = {budget:g}: no policy has that mismatch; with the {SIDES[sided]} "
             f"{MEASURES[measure]} the largest is {largest:.4g}"
@@ -97,20 +97,25 @@ def policy_for_budget(
         return optimal_policy(a, q, multiplier=multiplier, measure=measure, sided=sided)
 
     if budget == 0:
-        return BudgetResult(budget, "met", optimum(np.inf))
+        return BudgetResult(budget=budget, status="met", optimum=optimum(np.inf))
     bounded = measure != "log" or sided == "one" or bool(np.all(a == a.max()))
-    if bounded and (free := optimum(0.0)).mismatch <= budget:
-        return BudgetResult(budget, "met" if free.mismatch == budget else "slack", free)
-    found, above = _at_the_budget(optimum, float(np.ptp(a)), budget)
+    if bounded:
+        free = optimum(0.0)
+        if free.mismatch <= budget:
+            status = "met" if free.mismatch == budget else "slack"
+            return BudgetResult(budget=budget, status=status, optimum=free)
+
+    below, above = _at_the_budget(optimum, float(np.ptp(a)), budget)
     # The second term is what the rounding of pi does to Omega in any of the measures.
-    if budget - found.mismatch <= _MET * budget + 64 * _EPSILON * math.sqrt(budget * (1 + budget)):
-        return BudgetResult(budget, "met", found)
+    rounding = _MET * budget + 64 * _EPSILON * math.sqrt(budget * (1 + budget))
+    if budget - below.mismatch <= rounding:
+        return BudgetResult(budget=budget, status="met", optimum=below)
     if not budget < above.mismatch < math.inf:
         raise UserError(
             f"budget = {budget:g}: the policy that spends it has probabilities too small for "
-            f"float64; must be at most {found.mismatch:.6g} here"
+            f"float64; must be at most {below.mismatch:.6g} here"
         )
-    return BudgetResult(budget, "jump", found, above)
+    return BudgetResult(budget=budget, status="jump", optimum=below, above=above)
 
 
 def _at_the_budget(
@@ -128,11 +133,9 @@ def _at_the_budget(
         high += 4.0
     while excess(low) <= 0 and low > -_FARTHEST:
         low -= 4.0
-    root = (
-        low
-        if excess(low) <= 0
-        else brentq(excess, low, high, xtol=1e-15, rtol=4 * _EPSILON, maxiter=500)
-    )
+    root = low
+    if excess(low) > 0:
+        root = brentq(excess, low, high, xtol=1e-15, rtol=4 * _EPSILON, maxiter=500)
     multiplier = spread * math.exp(root)
     below = above = optimum(multiplier)
     step = 4 * _EPSILON

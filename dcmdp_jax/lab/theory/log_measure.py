@@ -14,13 +14,14 @@ from scipy.optimize import brentq
 from scipy.special import expit, lambertw, log_expit, logit
 
 _GRID = 240
+"""Log-odds at which the sum of probabilities is looked at, to find where it grows through 1."""
 _BRANCH_POINT = (1 - 1e-15) / np.e
 _ROUNDING = 1e-8
 """Above what q may sum to beyond 1."""
 _ALONE = 40.0
-"""Log-odds above which what is left for the others changes no slope."""
+"""Log-odds above which what remains for the others changes no slope."""
 _RTOL = 4 * np.finfo(float).eps
-_BEST = {"xtol": 1e-300, "rtol": _RTOL}
+"""The least relative tolerance that `brentq` takes."""
 
 
 def ratio(slope: np.ndarray | float, branch: int) -> np.ndarray:
@@ -54,12 +55,11 @@ def candidates(
     # Relative to the best advantage, nu keeps its digits where lambda is small.
     top = advantages.max()
     behind = advantages - top
-    found = list(
-        (_one_sided if sided == "one" else _two_sided)(behind, inference_policy, multiplier)
-    )
+    all_concave = _one_sided if sided == "one" else _two_sided
+    maxima = list(all_concave(behind, inference_policy, multiplier))
     for action in np.flatnonzero(inference_policy < 1 / np.e):
-        found += _with_one_convex(behind, inference_policy, multiplier, int(action), sided)
-    for policy, nu in found:
+        maxima += _with_one_convex(behind, inference_policy, multiplier, int(action), sided)
+    for policy, nu in maxima:
         yield np.where(policy < np.finfo(float).tiny, 0.0, policy), float(top + nu)
 
 
@@ -74,7 +74,7 @@ def _two_sided(
     lowest = -2 * multiplier / np.e
     highest = 2 * multiplier * _ROUNDING
     if policy(lowest).sum() >= 1:
-        nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, **_BEST)
+        nu = brentq(lambda nu: policy(nu).sum() - 1, lowest, highest, xtol=1e-300, rtol=_RTOL)
         yield policy(nu), nu
 
 
@@ -85,11 +85,12 @@ def _one_sided(
         return np.where(active, q * ratio(np.where(active, (a - nu) / (2 * multiplier), 0), 0), 0.0)
 
     def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
-        nu = brentq(lambda nu: policy(nu, active).sum() - 1, low, high, **_BEST)
+        nu = brentq(lambda nu: policy(nu, active).sum() - 1, low, high, xtol=1e-300, rtol=_RTOL)
         return policy(nu, active), nu
 
-    if found := fill_levels(a, q, policy, solve, lowest=-2 * multiplier / np.e):
-        yield found
+    maximum = fill_levels(a, q, policy, solve, lowest=-2 * multiplier / np.e)
+    if maximum is not None:
+        yield maximum
 
 
 def _with_one_convex(
@@ -102,15 +103,15 @@ def _with_one_convex(
     through 1 with it: there the second-order condition holds, where it falls through 1 it does not.
     """
     others = np.arange(len(a)) != action
-    own_q = q[action]
+    action_q = q[action]
     behind = (a - a[action]) / (2 * multiplier)
 
-    def own_slope(log_odds: np.ndarray) -> np.ndarray:
-        log_ratio = log_expit(log_odds) - np.log(own_q)
+    def action_slope(log_odds: np.ndarray) -> np.ndarray:
+        log_ratio = log_expit(log_odds) - np.log(action_q)
         return log_ratio * np.exp(-log_ratio)
 
     def policy(log_odds: np.ndarray) -> np.ndarray:
-        slope = own_slope(log_odds)[..., None] + behind
+        slope = action_slope(log_odds)[..., None] + behind
         pi = q * ratio(slope, 0)
         if sided == "one":
             pi = np.where(slope > 0, pi, 0.0)
@@ -123,22 +124,22 @@ def _with_one_convex(
     # Where another action would leave W_0, and, one-sided, where one drops to 0: the sum jumps down
     # there.
     borders = []
-    kinks = [1 / np.e, *([0.0] if sided == "one" else [])]
-    for slope in [kink - other for other in behind[others] for kink in kinks]:
-        if 0 < slope < 1 / np.e and np.e < (z := float(ratio(slope, -1))) < 1 / own_q:
-            borders += [
-                float(logit(own_q * z * (1 - 1e-12))),
-                float(logit(own_q * z * (1 + 1e-12))),
-            ]
-    grid = np.unique([*np.linspace(logit(own_q * np.e), _ALONE, _GRID), *borders, np.inf])
-    reachable = own_slope(grid) + behind[others].max(initial=-np.inf) <= 1 / np.e
+    kinks = [1 / np.e, 0.0] if sided == "one" else [1 / np.e]
+    for slope in np.subtract.outer(kinks, behind[others]).flat:
+        if not 0 < slope < 1 / np.e:
+            continue
+        y = ratio(slope, -1)
+        if np.e < y < 1 / action_q:
+            borders += [logit(action_q * y * (1 - 1e-12)), logit(action_q * y * (1 + 1e-12))]
+    grid = np.unique([*np.linspace(logit(action_q * np.e), _ALONE, _GRID), *borders, np.inf])
+    reachable = action_slope(grid) + behind[others].max(initial=-np.inf) <= 1 / np.e
     values = np.where(reachable, excess(grid), np.nan)
-    for place in np.flatnonzero((values[:-1] < 0) & (values[1:] >= 0)):
-        last = grid[place + 1]
-        log_odds = np.asarray(
-            last if np.isinf(last) else brentq(excess, grid[place], last, xtol=1e-15, rtol=_RTOL)
-        )
-        yield policy(log_odds), float(a[action] - 2 * multiplier * own_slope(log_odds))
+    for index in np.flatnonzero((values[:-1] < 0) & (values[1:] >= 0)):
+        root = grid[index + 1]
+        if np.isfinite(root):
+            root = brentq(excess, grid[index], root, xtol=1e-15, rtol=_RTOL)
+        log_odds = np.asarray(root)
+        yield policy(log_odds), float(a[action] - 2 * multiplier * action_slope(log_odds))
 
 
 def fill_levels(
@@ -149,8 +150,7 @@ def fill_levels(
     *,
     lowest: float = -np.inf,
 ) -> tuple[np.ndarray, float] | None:
-    """The one-sided stationary policy and its nu, found by lowering nu from one advantage to the
-    next.
+    """The one-sided stationary policy and its nu, found by lowering nu over the advantages.
 
     An action above nu has the probability that `policy` says, at least q; one below nu has 0. An
     action whose advantage is nu costs nothing up to q and takes what is left: a fraction that no

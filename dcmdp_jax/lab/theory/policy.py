@@ -1,14 +1,13 @@
-"""Optimal policies of one state under a penalty on their mismatch with the inference policy (paper,
-Appendix B).
-"""
+"""Optimal policies of one state under a penalty on their mismatch (paper, Appendix B)."""
 
-from typing import NamedTuple
+import dataclasses
 
 import numpy as np
 
 from dcmdp_jax.lab.theory.log_measure import candidates, fill_levels
 
 _SUM_TOLERANCE = 1e-9
+"""What q may sum to besides 1: rounding of the caller's."""
 MEASURES = {
     "diff": "probability difference",
     "ratio": "probability ratio",
@@ -19,9 +18,7 @@ SIDES = {"two": "two-sided", "one": "one-sided"}
 """two: every deviation is charged. one: only what lies above the inference policy."""
 
 LARGEST_ONE_SIDED_LOG = 4 / np.e**2
-"""No policy has a larger one-sided log mismatch: log(y)^2 <= (4 / e^2) y for y >= 1, and sum q y =
-sum pi = 1.
-"""
+"""Bound of the one-sided log mismatch: log(y)^2 <= (4 / e^2) y for y >= 1, and sum q y = 1."""
 
 
 def mismatch(
@@ -81,12 +78,13 @@ def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str =
 
 def check_names(measure: str, sided: str) -> None:
     """Raise ValueError for a measure or side that is none."""
-    for name, given, allowed in (("measure", measure, MEASURES), ("sided", sided, SIDES)):
-        if given not in allowed:
-            raise ValueError(f"{name} = {given!r}: allowed are {', '.join(allowed)}")
+    for name, value, allowed in (("measure", measure, MEASURES), ("sided", sided, SIDES)):
+        if value not in allowed:
+            raise ValueError(f"{name} = {value!r}: allowed are {', '.join(allowed)}")
 
 
-class Optimum(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimum:
     """A policy that maximizes <pi, A> - lambda Omega(pi, q).
 
     Attributes:
@@ -151,13 +149,13 @@ def optimal_policy(
         return _unpenalized(a, q, measure, sided)
     if np.isinf(multiplier):
         return describe_policy(q.copy(), a, q, multiplier, np.nan, measure, sided)
-    found = [
+    optima = [
         describe_policy(policy, a, q, multiplier, nu, measure, sided)
         for policy, nu in _stationary(a, q, multiplier, measure, sided)
     ]
     # What a policy loses keeps its digits where lambda is small; its advantage does not.
     return max(
-        found, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch
+        optima, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch
     )
 
 
@@ -197,7 +195,11 @@ def describe_policy(
     """The policy with what it costs and earns."""
     policy = policy / policy.sum()  # the rounding of nu's root
     return Optimum(
-        policy, multiplier, nu, mismatch(policy, q, measure=measure, sided=sided), float(policy @ a)
+        policy=policy,
+        multiplier=multiplier,
+        normalizer=nu,
+        mismatch=mismatch(policy, q, measure=measure, sided=sided),
+        advantage=float(policy @ a),
     )
 
 
@@ -230,9 +232,9 @@ def _with_active(
     """
     share = np.where(active, gain / gain[active].sum(), 0.0)
     ahead = (a[:, None] - a) @ np.where(active, gain, 0.0) / (2 * multiplier)
-    left = 1 - q[active].sum()
-    nu = float(share @ a - 2 * multiplier * left / gain[active].sum())
-    return np.where(active, q + share * (ahead + left), 0.0), nu
+    remainder = 1 - q[active].sum()
+    nu = float(share @ a - 2 * multiplier * remainder / gain[active].sum())
+    return np.where(active, q + share * (ahead + remainder), 0.0), nu
 
 
 def _one_sided(
@@ -241,9 +243,10 @@ def _one_sided(
     def policy(nu: float, active: np.ndarray) -> np.ndarray:
         return np.where(active, q + (a - nu) * gain / (2 * multiplier), 0.0)
 
-    return fill_levels(
-        a, q, policy, lambda active, low, high: _with_active(a, q, gain, multiplier, active)
-    )
+    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+        return _with_active(a, q, gain, multiplier, active)
+
+    return fill_levels(a, q, policy, solve)
 
 
 def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Optimum:
@@ -254,9 +257,9 @@ def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Opti
         )
     # Among policies on the best actions <pi, A> is constant, and the penalty alone decides, at any
     # multiplier.
-    choices = []
-    for part, _ in _stationary(np.zeros(best.sum()), q[best], 1.0, measure, sided):
+    optima = []
+    for best_policy, _ in _stationary(np.zeros(best.sum()), q[best], 1.0, measure, sided):
         policy = np.zeros(len(a))
-        policy[best] = part
-        choices.append(describe_policy(policy, a, q, 0.0, np.nan, measure, sided))
-    return min(choices, key=lambda optimum: optimum.mismatch)
+        policy[best] = best_policy
+        optima.append(describe_policy(policy, a, q, 0.0, np.nan, measure, sided))
+    return min(optima, key=lambda optimum: optimum.mismatch)

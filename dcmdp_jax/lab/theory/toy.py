@@ -1,9 +1,7 @@
-"""The paper's one-state toy: six actions, three measures, one column for each mismatch budget.
-Table and figures.
-"""
+"""The paper's one-state toy: six actions, three measures, a column for each mismatch budget."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,17 +19,14 @@ advantage.
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)
 """Ours: the paper does not state the budgets of its figures' columns."""
 CONCENTRATION = ("diff", "log", "ratio")
-"""The paper's takeaway: at equal budget a6, rare and good, gets most under diff and least under
-ratio.
-"""
+"""The paper's takeaway: at equal budget a6, rare and good, gets most under diff, then log."""
 _NOTES = {"slack": "not reached, lambda = 0", "jump": "met by no lambda"}
 _UNMET = "#bbbbbb"
 
 
-class ToyRow(NamedTuple):
-    """One panel of a figure: a measure, its side, and the policy that spends the budget or comes
-    nearest to it.
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToyRow:
+    """A panel of a figure: a measure, its side, and the policy that comes nearest to the budget."""
 
     measure: str
     sided: str
@@ -55,28 +50,25 @@ def solve_toy(sided: str, budgets: Sequence[float] = BUDGETS) -> list[ToyRow]:
         UserError: for a budget that no policy meets.
     """
 
-    def solve(measure: str, budget: float) -> BudgetResult:
-        return policy_for_budget(
-            ADVANTAGES, INFERENCE_POLICY, budget=budget, measure=measure, sided=sided
-        )
-
-    return [
-        ToyRow(measure, sided, solve(measure, budget)) for measure in MEASURES for budget in budgets
-    ]
+    rows = []
+    for measure in MEASURES:
+        for budget in budgets:
+            result = policy_for_budget(
+                ADVANTAGES, INFERENCE_POLICY, budget=budget, measure=measure, sided=sided
+            )
+            rows.append(ToyRow(measure=measure, sided=sided, result=result))
+    return rows
 
 
 def concentration(rows: Sequence[ToyRow], budget: float) -> dict[str, float] | None:
-    """Probability of a6 by measure, in the order of `CONCENTRATION`; None unless all three meet the
-    budget.
-    """
-    met = {
-        row.measure: row.result
-        for row in rows
-        if row.result.budget == budget and row.result.status == "met"
-    }
-    if len(met) < len(CONCENTRATION):
+    """Probability of a6 by measure of `CONCENTRATION`; None unless all three meet the budget."""
+    probabilities = {}
+    for row in rows:
+        if row.result.budget == budget and row.result.status == "met":
+            probabilities[row.measure] = float(row.result.optimum.policy[-1])
+    if len(probabilities) < len(CONCENTRATION):
         return None
-    return {measure: float(met[measure].optimum.policy[-1]) for measure in CONCENTRATION}
+    return {measure: probabilities[measure] for measure in CONCENTRATION}
 
 
 def table(rows: Sequence[ToyRow]) -> list[str]:
@@ -86,11 +78,9 @@ def table(rows: Sequence[ToyRow]) -> list[str]:
     for row in rows:
         optimum = row.result.optimum
         policy = "  ".join(f"{share:6.4f}" for share in optimum.policy)
-        against = (
-            f"; against the sign of A: {', '.join(row.against_advantage)}"
-            if row.against_advantage
-            else ""
-        )
+        against = ""
+        if row.against_advantage:
+            against = f"; against the sign of A: {', '.join(row.against_advantage)}"
         lines.append(
             f"{row.sided:5}  {row.result.budget:6g}  {row.measure:7}  {policy}  "
             f"{optimum.advantage:7.4f}  {row.result.describe()}{against}"
@@ -99,29 +89,28 @@ def table(rows: Sequence[ToyRow]) -> list[str]:
 
 
 def draw(rows: Sequence[ToyRow]) -> Figure:
-    """Draw the rows of one side: bars of each policy over outlines of the inference policy; gray:
-    budget not spent.
-    """
+    """Draw the rows of one side: bars of each policy, gray if unmet, over outlines of q."""
     budgets = list(dict.fromkeys(row.result.budget for row in rows))
     figure, panels = make_figure(
-        2.5 * len(budgets) + 0.6,
-        1.9 * len(MEASURES) + 0.9,
-        f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch "
+        width=2.5 * len(budgets) + 0.6,
+        height=1.9 * len(MEASURES) + 0.9,
+        title=f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch "
         "(outline: the engine)",
         rows=len(MEASURES),
         columns=len(budgets),
         sharey=True,
         sharex=True,
     )
-    place = np.arange(len(ACTIONS))
+    positions = np.arange(len(ACTIONS))
     colors = np.where(ADVANTAGES > 0, COLORS[0], COLORS[1])
     for number, (axes, row) in enumerate(zip(panels, rows, strict=True)):
+        optimum = row.result.optimum
         met = row.result.status == "met"
-        note = f"lambda = {row.result.optimum.multiplier:.3g}" if met else _NOTES[row.result.status]
-        axes.bar(place, row.result.optimum.policy, width=0.62, color=colors if met else _UNMET)
-        axes.bar(place, INFERENCE_POLICY, width=0.86, fill=False, edgecolor=INK, linewidth=0.9)
+        note = f"lambda = {optimum.multiplier:.3g}" if met else _NOTES[row.result.status]
+        axes.bar(positions, optimum.policy, width=0.62, color=colors if met else _UNMET)
+        axes.bar(positions, INFERENCE_POLICY, width=0.86, fill=False, edgecolor=INK, linewidth=0.9)
         axes.set_ylim(0, 1)
-        axes.set_xticks(place, ACTIONS)
+        axes.set_xticks(positions, ACTIONS)
         heading = f"C = {row.result.budget:g}\n{note}" if number < len(budgets) else note
         style_axes(axes, heading, y="" if number % len(budgets) else MEASURES[row.measure])
     return figure
