@@ -12,10 +12,9 @@ _REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
 
 
 class UserError(ValueError):
-    """Bad input: a setting, a file, an argument. Its message is one line that says what is wrong
-    and what to do.
+    """Bad input: a setting, a file, an argument.
 
-    Commands print the message alone. Every other exception is taken for a defect, whose traceback
+    Its message is one line that says what is wrong and what to do. Commands print the message alone. Every other exception is taken for a defect, whose traceback
     is kept.
     """
 

@@ -261,8 +261,7 @@ def record_verl(
     other: Mapping[str, Any] | None = None,
     **optional: Any,
 ) -> None:
-    """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, after the advantages are
-    computed.
+    """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, once it has advantages.
 
     Needs actor_rollout_ref.rollout.calculate_log_probs=True. In bypass mode both log-probs are the
     engine's, and there is nothing to measure.

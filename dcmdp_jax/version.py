@@ -2,6 +2,4 @@
 
 __version__ = "0.1.0"
 REPOSITORY = ""
-"""Address of the public repository; empty as long as there is none. Model cards and the site link
-to it.
-"""
+"""Address of the public repository, which model cards and the site link to; empty without one."""

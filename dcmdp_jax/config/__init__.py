@@ -1,3 +1,1 @@
-"""Every setting, declared once. Flags, checks, the rule for resuming and docs/settings.md follow
-from it.
-"""
+"""Every setting, declared once; flags, checks, resuming and docs/settings.md follow."""

@@ -180,9 +180,7 @@ class TaskSettings:
 
 
 TEACHER = "teacher:"
-"""Begins the reward that scores tokens, not completions: their log-probs by the model, or vLLM
-server, named next.
-"""
+"""Begins the reward that scores tokens by log-probs of the model or vLLM server named next."""
 SERVERS = ("http:", "https:", "unix:")
 
 

@@ -1,6 +1,4 @@
-"""Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of
-`lab.mismatch.diagnosis`.
-"""
+"""Alarms over the metrics of a run: they name its kind of mismatch, as `lab.mismatch.diagnosis`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -166,8 +164,7 @@ def alarms(series: Series) -> list[Alarm]:
 
 
 def broken_completions(discrepancy: np.ndarray) -> float:
-    """Share of the completions that stand apart: mean discrepancy above 0.1 and 10 times the median
-    completion's.
+    """Share of the completions whose mean discrepancy is above 0.1 and 10 times the median one's.
 
     A precision or other weights affect every completion. Retokenized completions diverge from the
     first changed token on, in the affected completions only.

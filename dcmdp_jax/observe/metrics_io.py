@@ -235,8 +235,7 @@ class MetricsWriter:
             tracker.write_samples(step, records)
 
     def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write completions of held-out problems to held_out_samples.jsonl, in place of earlier
-        ones of `step`.
+        """Write completions of held-out problems, in place of earlier ones of `step`.
 
         A run that was killed before the evaluation's metrics were written evaluates that step
         again.
@@ -308,8 +307,7 @@ def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
 
 
 def read_metrics(run_dir: str | Path) -> Series:
-    """Every metric of a run directory, lines of one step merged (the later line wins), torn last
-    line ignored.
+    """Every metric of a run directory; of a step's lines the later wins, a torn last one is skipped.
 
     Returns:
         Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN. A table

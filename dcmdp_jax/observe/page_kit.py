@@ -81,9 +81,7 @@ def make_figure(
 def style_axes(
     axes: "Axes", title: str = "", *, x: str = "", y: str = "", legend: bool = False
 ) -> None:
-    """Finish a panel: heading, axis labels, a faint grid behind the data, and of the frame the
-    bottom alone.
-    """
+    """Finish a panel: heading, axis labels, a faint grid, and of the frame the bottom alone."""
     axes.set_title(title, fontsize=10, color=INK, loc="left", pad=6)
     axes.set_xlabel(x, color=MUTED, fontsize=9)
     axes.set_ylabel(y, color=MUTED, fontsize=9)
@@ -98,10 +96,9 @@ def style_axes(
 
 
 def inline_svg(figure: "Figure") -> markupsafe.Markup:
-    """Draw each panel of a matplotlib figure as an `<svg>` element; the figure's heading is for
-    pictures alone.
+    """Draw each panel of a matplotlib figure as an `<svg>` element.
 
-    Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a
+    The figure's heading is for pictures alone. Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a
     picture before.
     """
     import matplotlib

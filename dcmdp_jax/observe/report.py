@@ -131,8 +131,7 @@ def read_run(
 
 
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
-    """Write `out_dir`/plots/*.png and `out_dir`/report.html; several runs overlay and are compared
-    in a table.
+    """Write `out_dir`/plots/*.png and `out_dir`/report.html; several runs are compared.
 
     Args:
         run_dirs: one or more run directories, in display order.
@@ -431,9 +430,7 @@ def verdict(run: RecordedRun) -> str:
 
 
 def provenance(run: RecordedRun) -> dict[str, str]:
-    """When, by which command, with which code and on which machine a run was started; empty if it
-    recorded none.
-    """
+    """When, by which command, code and machine a run was started; empty if it recorded none."""
     if not run.starts:
         return {}
     last = run.starts[-1]

@@ -253,10 +253,15 @@ def _as_older(run_dir, **changes):
 
 
 _REMOVED = {
-    "algorithm.gone": Removed(VERSION, (1.0,), "the reason"),
-    "training.never_mattered": Removed(VERSION, None, "it never changed what is learned"),
+    "algorithm.gone": Removed(version=VERSION, meaningless=(1.0,), why="the reason"),
+    "training.never_mattered": Removed(
+        version=VERSION, meaningless=None, why="it never changed what is learned"
+    ),
     "algorithm.method": Removed(
-        VERSION, (), "docs/remedies.md has it as a function of yours", ("former_grpo",)
+        version=VERSION,
+        meaningless=(),
+        why="docs/remedies.md has it as a function of yours",
+        values=("former_grpo",),
     ),
 }
 

@@ -130,8 +130,9 @@ MEASURES = {
         "staleness, last tenth, nats", _last_tenth("staleness/log_ratio_abs_mean")
     ),
 }
-"""Columns of a study's table; one whose metric no run has is left out. The held-out score is of the
-inference engine's policy after the last step.
+"""Columns of a study's table; one whose metric no run has is left out.
+
+The held-out score is of the inference engine's policy after the last step.
 """
 
 

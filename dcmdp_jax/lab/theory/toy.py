@@ -13,9 +13,7 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
 ACTIONS = ("a1", "a2", "a3", "a4", "a5", "a6")
 INFERENCE_POLICY = np.array([0.30, 0.30, 0.15, 0.15, 0.05, 0.05])
 ADVANTAGES = np.array([-0.1, 0.1, -0.5, 0.5, -1.0, 1.0])
-"""The paper's Table 6: high, medium and low probability, each with a negative and a positive
-advantage.
-"""
+"""The paper's Table 6: high, medium and low probability, each with advantages of both signs."""
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)
 """Ours: the paper does not state the budgets of its figures' columns."""
 CONCENTRATION = ("diff", "log", "ratio")
