@@ -14,8 +14,8 @@ _REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
 class UserError(ValueError):
     """Bad input: a setting, a file, an argument.
 
-    Its message is one line that says what is wrong and what to do. Commands print the message alone. Every other exception is taken for a defect, whose traceback
-    is kept.
+    Its message is one line that says what is wrong and what to do. Commands print the message
+    alone. Every other exception is taken for a defect, whose traceback is kept.
     """
 
 

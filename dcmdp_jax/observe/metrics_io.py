@@ -307,7 +307,7 @@ def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
 
 
 def read_metrics(run_dir: str | Path) -> Series:
-    """Every metric of a run directory; of a step's lines the later wins, a torn last one is skipped.
+    """Every metric of a run directory; a step's later line wins, a torn last one is skipped.
 
     Returns:
         Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN. A table

@@ -98,8 +98,8 @@ def style_axes(
 def inline_svg(figure: "Figure") -> markupsafe.Markup:
     """Draw each panel of a matplotlib figure as an `<svg>` element.
 
-    The figure's heading is for pictures alone. Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a
-    picture before.
+    The figure's heading is for pictures alone. Text stays text, and the same figure gives the same
+    bytes. The figure is changed: save it as a picture before.
     """
     import matplotlib
 
