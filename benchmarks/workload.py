@@ -28,7 +28,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Batch
 
 # The peers' sizes: vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
@@ -136,7 +136,7 @@ def stepper(
     key = jax.random.key(0)
     create = lambda: new_state(draw_params(trained(config, lora), key, "float32"), optimizer, dual)  # noqa: E731
     shardings = train_state_shardings(jax.eval_shape(create), config, mesh, lora)
-    parts = StepParts(
+    parts = StepSetup(
         row_logprobs=make_row_logprobs(
             config, compute, temperature=1.0, mesh=mesh, top_gradient=algorithm.centers
         ),
@@ -153,7 +153,7 @@ def stepper(
     frozen = lora and jax.jit(lambda: init_params(config, key), out_shardings=replicated(mesh))()
 
     def call() -> jnp.ndarray:
-        state[0], metrics = step(state[0], batch() if callable(batch) else batch, frozen)
+        state[0], metrics, _ = step(state[0], batch() if callable(batch) else batch, frozen)
         return metrics["policy/loss"]
 
     return call

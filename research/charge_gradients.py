@@ -14,6 +14,7 @@ token (`algorithm.level=token`) in one update a step.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -51,7 +52,7 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
             )
             equal = batch._replace(rewards=jnp.zeros_like(batch.rewards))
             row = {"advantage": norm(uncharged, batch), "charge": norm(state, equal)}
-        state, metrics = step(state, batch, frozen)
+        state, metrics, recorded = step(state, batch, frozen)
         whole = float(metrics["optimizer/grad_norm"])
         square = whole**2 - row["advantage"] ** 2 - row["charge"] ** 2
         product = 2 * row["advantage"] * row["charge"]
@@ -61,7 +62,7 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
             for name in ("reward/mean", "discrepancy/mean", "policy/entropy")
         }
         rows.append({"step": number} | {name: float(f"{value:.4g}") for name, value in row.items()})
-        return state, metrics
+        return state, metrics, recorded
 
     return call
 
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         rows: list[dict[str, float]] = []
         run = Run.check(config)
         programs = make_step_programs(config, run.task.model, run.placement)
-        watched = programs._replace(train_step=measured(programs.train_step, rows))
+        watched = dataclasses.replace(programs, train_step=measured(programs.train_step, rows))
         train(
             run.task,
             run.placement,

@@ -24,7 +24,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.fields import load_object
 from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S
 
@@ -253,7 +253,7 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
         trust_region=f"clip(low={minimal.CLIP_LOW},high={minimal.CLIP_HIGH})",
     )
     transform = optax.with_extra_args_support(transform)
-    parts = StepParts(
+    parts = StepSetup(
         row_logprobs=row_logprobs,
         compute_dtype="float32",
         settings=settings,
@@ -264,7 +264,9 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
     )
     step = make_train_step(parts)
     dual = dual_init(0.3, tolerance=minimal.TOLERANCE)
-    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None)
+    state, metrics, _ = step(
+        new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None
+    )
     assert float(metrics["policy/loss"]) == pytest.approx(np.mean(losses_found), abs=1e-6)
     assert float(metrics["discrepancy/mean"]) == pytest.approx(mean, rel=1e-5) and mean > 0.01
     assert float(state.dual.multiplier) == pytest.approx(multiplier, rel=1e-6)

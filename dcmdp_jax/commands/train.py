@@ -89,7 +89,7 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
             "start all hosts with the same command and package version",
         )
         run = Run.check(config, hosts)
-        say(describe(run, whole=dry_run))
+        say(describe(run, full=dry_run))
         stopped = None if dry_run else _loop(run, say)
         if hosts.is_writer and not dry_run and stopped is None:
             # Imported late: the plotting library takes most of a second.

@@ -32,7 +32,7 @@ from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run import memory_use, task, weights
-from dcmdp_jax.run.placement import Placement, placed, platform_kernel
+from dcmdp_jax.run.placement import Placement, fit, platform_kernel
 from dcmdp_jax.training.build import make_step_programs
 
 GIB = 2**30
@@ -231,20 +231,19 @@ def planned_run(
     """
     model = model or model_of(config)
     platform = mesh.devices.flat[0].platform
-    engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
+    kind, engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
     of_teacher = dataclasses.replace(
         config, model=dataclasses.replace(config.model, path=config.teacher[0])
     )
-    placement = placed(
+    completions = config.training.prompts_per_step * config.rollout.group_size
+    placement = fit(
         config,
-        *engine,
-        mesh,
-        forward_scheme(config, platform, model=model),
-        (
-            [config.task.max_prompt_tokens],
-            config.training.prompts_per_step * config.rollout.group_size,
-        ),
-        config.model.lora,
+        kind,
+        engine,
+        mesh=mesh,
+        scheme=forward_scheme(config, platform, model=model),
+        requests=([config.task.max_prompt_tokens], completions),
+        lora=config.model.lora,
         teacher=model_of(of_teacher) if config.loads_teacher else None,
         machine=machine,
     )

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,17 +73,14 @@ def _copies(tree: Any) -> Any:
 
 def _learner(state: TrainState) -> dict[str, Any]:
     """All but the parameters; without a loss scale where there is none."""
-    return {
-        name: value
-        for name, value in state._asdict().items()
-        if name != "params" and value is not None
-    }
+    fields = state._asdict()
+    del fields["params"]
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-class PolicyScore(NamedTuple):
-    """The score that the best checkpoints are chosen by: higher is better, among scores of one
-    name.
-    """
+@dataclasses.dataclass(frozen=True)
+class PolicyScore:
+    """The score that the best checkpoints are chosen by: the highest, among those of one name."""
 
     name: str
     value: float
@@ -91,8 +88,7 @@ class PolicyScore(NamedTuple):
 
 @dataclasses.dataclass
 class _BestScores(preservation_policy.PreservationPolicy):
-    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never NaN or
-    without one.
+    """Keeps the `count` checkpoints of the highest score, the newer of two equal; never NaN.
 
     Only scores with the name of the newest count: numbers of another evaluation are not comparable.
     """
@@ -106,17 +102,15 @@ class _BestScores(preservation_policy.PreservationPolicy):
         *,
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
-        found = enumerate(_read_score(self.directory / str(info.step)) for info in checkpoints)
-        scores = [
-            (score, place)
-            for place, score in found
-            if score is not None and not math.isnan(score.value)
-        ]
-        ranked = sorted(
-            (score.value, place) for score, place in scores if score.name == scores[-1][0].name
-        )
-        best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
-        return [place in best for place in range(len(checkpoints))]
+        scores = []
+        for index, info in enumerate(checkpoints):
+            score = _read_score(self.directory / str(info.step))
+            if score is not None and not math.isnan(score.value):
+                scores.append((score, index))
+        comparable = [pair for pair in scores if pair[0].name == scores[-1][0].name]
+        ranked = sorted((score.value, index) for score, index in comparable)
+        best = {index for _, index in ranked[max(len(ranked) - self.count, 0) :]}
+        return [index in best for index in range(len(checkpoints))]
 
 
 class Checkpoints:
@@ -132,8 +126,7 @@ class Checkpoints:
         adapters: lora.SavedAdapters | None = None,
         problems: str = "",
     ) -> None:
-        """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left
-        unfinished.
+        """Open `run_dir`/checkpoints, made if needed, without a save that a kill left unfinished.
 
         Args:
             run_dir: the run directory.
@@ -200,8 +193,7 @@ class Checkpoints:
                 "it"
             )
         if jax.default_backend() == "cpu":
-            # On CPU a host view shares memory with the array, which the next step's donation would
-            # overwrite.
+            # A host view shares memory with the array, which the next step would overwrite.
             state = _copied(state)
         learner = _learner(state)
         meta = {
@@ -212,8 +204,9 @@ class Checkpoints:
             "prompts_taken": prompts_taken,
             "run": self._run,
             "problems": self._problems,
-            **({} if self._adapters is None else {"adapters": self._adapters._asdict()}),
         }
+        if self._adapters is not None:
+            meta["adapters"] = self._adapters._asdict()
         if self._reference is not None:
             meta["digests"]["reference"] = self._reference
         items = {
@@ -221,17 +214,17 @@ class Checkpoints:
             "learner": ocp.args.StandardSave(learner),
         }
         if behind:
-            named = {str(version): params for version, params in behind.items()}
-            items[_BEHIND] = ocp.args.StandardSave(named)
+            versions = {str(version): params for version, params in behind.items()}
+            items[_BEHIND] = ocp.args.StandardSave(versions)
             meta["digests"][_BEHIND] = {
-                version: digests(params) for version, params in named.items()
+                version: digests(params) for version, params in versions.items()
             }
         meta["crc32"] = _record_checksum(meta)
-        self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
+        items["meta"] = ocp.args.JsonSave(meta)
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def add_score(self, step: int, score: PolicyScore) -> None:
-        """Make a saved step a candidate for the best; wait until it is on disk. A kill leaves the
-        old score or the new.
+        """Make a saved step a candidate for the best; a kill leaves the old score or the new.
 
         Args:
             step: a saved step.
@@ -256,15 +249,11 @@ class Checkpoints:
             CheckpointError: in one line, if it is not the policy that the run began with.
         """
         self._reference = digests(reference)
-        recorded = (
-            self._meta(step)["digests"].get("reference")
-            if step in self._manager.all_steps()
-            else None
-        )
+        if step not in self._manager.all_steps():
+            return
+        recorded = self._meta(step)["digests"].get("reference")
         if recorded is not None and recorded != self._reference:
-            changed = next(
-                path for path, value in self._reference.items() if recorded.get(path) != value
-            )
+            changed = first_changed(self._reference, recorded)
             raise CheckpointError(
                 f"{source}: {changed} is not what the run began with (its digest is in "
                 f"checkpoint {step}); put the initial policy back, or choose another run_dir"
@@ -306,8 +295,13 @@ class Checkpoints:
                 damaged[step] = first_line(error)
                 continue
             for broken, reason in damaged.items():
-                said = broken, self._directory, reason, step
-                logger.warning("checkpoint %d of %s is damaged (%s); going on from step %d", *said)
+                logger.warning(
+                    "checkpoint %d of %s is damaged (%s); going on from step %d",
+                    broken,
+                    self._directory,
+                    reason,
+                    step,
+                )
                 if self._hosts.is_writer:
                     self._move_aside(broken)
             if damaged:
@@ -332,33 +326,29 @@ class Checkpoints:
         Raises:
             CheckpointError: in one line, if they differ and may not.
         """
-        if (before := self._meta(step)["problems"]) == self._problems:
+        saved_problems = self._meta(step)["problems"]
+        if saved_problems == self._problems:
             return
-        said = (
-            f"config.task.train: has {self._problems} (number, digest), the run began with {before}"
+        change = (
+            f"config.task.train: has {self._problems} (number, digest), the run began with "
+            f"{saved_problems} (checkpoint {step}): prompts are asked in another order"
         )
-        said += f" (checkpoint {step}): prompts are asked in another order"
         if not may_change:
             raise CheckpointError(
-                f"{said}; put the data back, or set --config.task.on_changed_data=continue"
+                f"{change}; put the data back, or set --config.task.on_changed_data=continue"
             )
-        logger.warning(said)
+        logger.warning(change)
 
     def prompts_taken(self, step: int) -> int | None:
-        """Position in the stream of prompts that a readable checkpoint was saved with; None if it
-        has none.
-        """
+        """Position in the stream of prompts of a readable checkpoint; None if it has none."""
         return self._meta(step).get("prompts_taken")
 
     def _meta(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[
-            "meta"
-        ]
+        meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=meta)["meta"]
 
     def _read(self, step: int, abstract: TrainState, model: config.ModelConfig) -> TrainState:
-        """Read a checkpoint; an error in any process is one in all, so that all go on to the same
-        checkpoint.
-        """
+        """Read a checkpoint; an error in any process is one in all, so that all go on alike."""
         failure = restored = saved = None
         try:
             saved, restored = self._read_own_part(step, abstract, model)
@@ -369,10 +359,10 @@ class Checkpoints:
             raise failure or ValueError("another host can't read it")
         for item in ("params", "learner"):
             check_digests(restored[item], saved["digests"][item])
-        kept = saved["digests"].get(_BEHIND, {})
-        for version, expected in kept.items():
+        self.behind = {}
+        for version, expected in saved["digests"].get(_BEHIND, {}).items():
+            self.behind[int(version)] = restored[_BEHIND][version]
             check_digests(restored[_BEHIND][version], expected)
-        self.behind = {int(version): restored[_BEHIND][version] for version in kept}
         return TrainState(params=restored["params"], **restored["learner"])
 
     def _read_own_part(
@@ -386,12 +376,12 @@ class Checkpoints:
                 f"of run {self._run} ({RUN_ID_FILE}); move that checkpoint away, or choose "
                 "another run_dir"
             )
-        wanted = json.loads(json.dumps(dataclasses.asdict(model)))
+        own_model = json.loads(json.dumps(dataclasses.asdict(model)))
         for name, value in saved["model"].items():
-            if value != wanted[name]:
+            if value != own_model[name]:
                 raise CheckpointError(
                     f"{self._directory / str(step)}: its model has {name}={value!r}, this "
-                    f"config's has {wanted[name]!r}; choose another run_dir"
+                    f"config's has {own_model[name]!r}; choose another run_dir"
                 )
         items = {"params": abstract.params, "learner": _learner(abstract)}
         for name in TrainState._field_defaults:
@@ -399,10 +389,11 @@ class Checkpoints:
                 items["learner"].pop(name, None)
         for item in ("params", "learner"):
             check_structure(self._directory / str(step), item, saved["digests"][item], items[item])
-        if kept := saved["digests"].get(_BEHIND):
-            items[_BEHIND] = dict.fromkeys(kept, abstract.params)
-        wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
-        return saved, self._manager.restore(step, args=ocp.args.Composite(**wanted))
+        versions = saved["digests"].get(_BEHIND)
+        if versions:
+            items[_BEHIND] = dict.fromkeys(versions, abstract.params)
+        restores = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
+        return saved, self._manager.restore(step, args=ocp.args.Composite(**restores))
 
     def _move_aside(self, step: int) -> None:
         damaged = self._directory / "damaged"
@@ -420,8 +411,7 @@ class Checkpoints:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of a directory of checkpoints, rising: its directories that are named by their
-    number.
+    """The steps of a directory of checkpoints, rising: directories named by their number.
 
     A file, and a number written otherwise (`007`), are none: Orbax passes over them. A warning
     names each.
@@ -429,33 +419,33 @@ def saved_steps(directory: Path) -> list[int]:
     Raises:
         CheckpointError: in one line, if there are such, and no step.
     """
-    numbered = [
-        path
-        for path in sorted(directory.glob("[0-9]*"))
-        if path.name.isascii() and path.name.isdigit()
-    ]
-    checkpoints = [path for path in numbered if path.is_dir() and path.name == str(int(path.name))]
-    steps = sorted(int(path.name) for path in checkpoints)
+    numbered = []
+    steps = []
+    for path in sorted(directory.glob("[0-9]*")):
+        if path.name.isascii() and path.name.isdigit():
+            numbered.append(path)
+            if path.is_dir() and path.name == str(int(path.name)):
+                steps.append(int(path.name))
+    steps.sort()
     for path in numbered:
-        if path in checkpoints:
+        is_named = path.name == str(int(path.name))
+        if path.is_dir() and is_named:
             continue
         reason = f"its name is not {int(path.name)}" if path.is_dir() else "it is no directory"
-        line = f"{path} is no checkpoint, {reason}"
+        problem = f"{path} is no checkpoint, {reason}"
         if not steps:
             raise CheckpointError(
-                f"{line}; there is no other: put the checkpoint back under its name, or move it "
+                f"{problem}; there is no other: put the checkpoint back under its name, or move it "
                 "away"
             )
         logger.warning(
-            "%s: move it away; the newest checkpoint here is that of step %d", line, steps[-1]
+            "%s: move it away; the newest checkpoint here is that of step %d", problem, steps[-1]
         )
     return steps
 
 
 def _read_score(checkpoint: Path) -> PolicyScore | None:
-    """The score in a checkpoint's directory; None if it has none, or not what was written for that
-    step.
-    """
+    """The score in a checkpoint's directory; None without one that was written for that step."""
     try:
         saved = json.loads((checkpoint / "metrics" / "metrics").read_text(encoding="utf-8"))
         check_record(saved, int(checkpoint.name))
@@ -465,29 +455,30 @@ def _read_score(checkpoint: Path) -> PolicyScore | None:
 
 
 def _drop_unreadable_scores(directory: Path) -> None:
-    """Delete damaged scores: Orbax reads all when it opens a directory, and fails on one that a
-    power cut emptied.
-    """
+    """Delete damaged scores: Orbax reads all, and fails on one that a power cut emptied."""
     for path in directory.glob("[0-9]*/metrics"):
         if _read_score(path.parent) is None:
             logger.warning(
                 "%s is damaged: that checkpoint is no longer a candidate for the best", path
             )
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
-def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], wanted: Any) -> None:
+def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], tree: Any) -> None:
     """Refuse a checkpoint whose arrays are other ones than the code has now: that is not damage.
 
     Args:
         checkpoint, item, saved: its directory, "params" or "learner", and the digests of its arrays
             by path.
-        wanted: tree of the arrays that the code has now.
+        tree: the arrays that the code has now.
 
     Raises:
         CheckpointError: in one line, with the first array that only one of the two has.
     """
-    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)}
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
     for name in sorted(names ^ saved.keys()):
         cause = needed_by(name.split("'")[1])
         has, needs = ("has no", "needs") if name in names else ("has", "does not have")
@@ -500,14 +491,19 @@ def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], wante
 
 def check_digests(tree: Any, expected: Mapping[str, int]) -> None:
     """Raise ValueError for the first array whose digest is not the expected one."""
-    found = digests(tree)
-    if changed := [path for path, value in expected.items() if found.get(path) != value]:
-        raise ValueError(f"digest of {changed[0]} does not match what was saved")
+    changed = first_changed(expected, digests(tree))
+    if changed is not None:
+        raise ValueError(f"digest of {changed} does not match what was saved")
+
+
+def first_changed(expected: Mapping[str, int], actual: Mapping[str, int]) -> str | None:
+    """The path of the first digest that is not the expected one; None if there is none."""
+    return next((path for path, value in expected.items() if actual.get(path) != value), None)
 
 
 def _record_checksum(meta: Mapping[str, Any]) -> int:
-    rest = {name: value for name, value in meta.items() if name != "crc32"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    fields = {name: value for name, value in meta.items() if name != "crc32"}
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def check_record(meta: Mapping[str, Any], step: int) -> None:

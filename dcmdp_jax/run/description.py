@@ -5,117 +5,159 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.lengths import expected_step, typical_lengths
 from dcmdp_jax.data.mixtures import cycle, parse_mixture
+from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.task import Task
 
 
-def describe(run: Run, *, whole: bool = True) -> str:
+def describe(run: Run, *, full: bool = True) -> str:
     """Description of a run: sizes, shapes, memory by arithmetic and what does not fit.
 
     Args:
         run: checked.
-        whole: memory part by part also where more than half of it is free.
+        full: memory part by part also where more than half of it is free.
     """
-    task = run.task
-    place = run.placement
-    config = task.config
-    model = task.model
-    packing = place.packing
-    completions = packing.mini_batches * packing.completions
-    rows = ", ".join(
-        f"{r} x {length}"
-        for r, length in zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
-    )
-    limit = config.rollout.max_completion_tokens
-    lengths = np.array([*map(len, task.train.token_ids)])
-    learns = config.supervised
-    expected = expected_step(packing, lengths - learns, typical_lengths(1 if learns else limit))
+    config = run.task.config
+    model = run.task.model
+    placement = run.placement
+    hosts = placement.hosts
+    device = placement.mesh.devices.flat[0].device_kind
+    mesh = ", ".join(f"{name} {count}" for name, count in placement.mesh.shape.items())
     resumes = (Path(config.run_dir) / "checkpoints").is_dir()
-    mesh = ", ".join(f"{name} {count}" for name, count in place.mesh.shape.items())
-    train = task.train
-    method = config.algorithm
-    rule = f"then {method.tolerance_factor:g} times the median discrepancy of these"
-    measured = f" for {method.measured_steps} steps, {rule}" if method.measured_steps else ""
-    cap = f", lambda begins at its cap of {method.multiplier_max:g}" if method.begins_at_cap else ""
-    # Parameters of older versions stay, for the p^Train of their batches.
-    lag = config.rollout.lag
-    how = "while" if place.samples_while_training else "before"
-    size = num_params(model) * np.dtype(jnp.dtype(config.model.param_dtype)).itemsize * lag / 2**20
-    ahead = (
-        f"{lag} step(s): the engine samples {how} a step trains; {lag} copies of parameters "
-        f"take {size:,.1f} MiB"
-    )
-    engine = place.engine
-    fitted = place.engine.memory.rows
-    most = config.rollout.max_rows
-    fewer = f" (rollout.max_rows={most} does not fit)" if fitted < most else ""
-    sized = "" if engine.kind.own_process else f", at most {fitted} rows at a time{fewer}"
-    known = (
-        f"; {train.with_control_tokens:,} hold control tokens" if train.with_control_tokens else ""
-    )
-    held = "".join(
-        f", {len(each.problems):,} of {one.name} x {one.samples}" for one, each in task.held_out
-    )
-    mixed = ""
-    if len(task.stream.sizes) > 1:
-        shares = zip(
-            parse_mixture(config.task.train),
-            cycle(task.stream.weights),
-            task.stream.sizes,
-            strict=True,
-        )
-        total = sum(cycle(task.stream.weights))
-        mixed = ", ".join(
-            f"{part.name} {share / total:.0%} ({size:,})" for part, share, size in shares
-        )
-    turns = (
-        f"{config.task.environment}, at most {config.task.max_turns} turns of "
-        f"{config.turn_tokens} tokens"
-    )
-    parts = {
-        "run": f"{config.run_dir}, {config.training.steps} "
-        f"steps{', resumes if it has a checkpoint' * resumes}",
+    described = _described_data if config.supervised else _described_sampling
+    lines = {
+        "run": f"{config.run_dir}, {config.training.steps} steps"
+        f"{', resumes if it has a checkpoint' if resumes else ''}",
         "model": f"{model.model_type}, {num_params(model):,} parameters in "
         f"{config.model.param_dtype}, {config.model.path or 'fresh'}",
-        "devices": f"{place.mesh.size} x {place.mesh.devices.flat[0].device_kind} ({mesh})",
-        "hosts": ", ".join(place.hosts.names) if place.hosts.count > 1 else "",
-        "method": f"{method.method}, c = {method.tolerance:g}{measured}, lambda_0 = "
-        f"{method.multiplier:g}, eta = {method.dual_learning_rate:g}{cap}",
-        "engine": (
-            f"{config.rollout.engine}, {config.rollout.precision}, cache "
-            f"{config.rollout.kv_cache_dtype}"
-        )
-        + engine.kind.describe(engine.arguments.settings)
-        + sized,
-        "problems": (
-            f"{len(train.problems):,} to train on ({train.dropped} dropped: prompt too long{known})"
-        )
-        + held,
-        "mixture": mixed,
-        "rewards": ", ".join(
-            f"{weight:g} x {function}" for function, weight in config.rewards.weighted
-        ),
-        "environment": turns if config.task.environment else "",
-        "step": f"{config.training.prompts_per_step} prompts x {config.rollout.group_size} = "
-        f"{completions} completions of at most {limit} tokens, {packing.mini_batches} "
-        "update(s)",
-        "rows": f"micro-batches of {rows} tokens, a program for each; "
-        f"{1 - expected.tokens / expected.computed:.0%} padding expected of completions "
-        f"with a median of {max(1, limit // 4)} tokens",
-        "warm-up": f"{config.warmup.steps} supervised steps" if config.warmup.steps else "none",
-        "lag": ahead if lag else "",
-        "memory": ("\n" + " " * 13).join(place.engine.memory.lines(whole=whole)),
+        "devices": f"{placement.mesh.size} x {device} ({mesh})",
+        "hosts": ", ".join(hosts.names) if hosts.count > 1 else "",
+        **described(run),
+        "lag": _lag(run),
+        "memory": ("\n" + " " * 13).join(placement.engine.memory.lines(full=full)),
     }
-    if learns:
-        targets = sum(int(each.sum()) for each in train.targets)
-        held = held.rpartition(" x ")[0]
-        counted = (
-            f"{len(lengths):,} to learn from ({train.dropped} dropped: too long), {targets:,} of "
+    return "\n".join(f"{label:13}{text}" for label, text in lines.items() if text)
+
+
+def _described_data(run: Run) -> dict[str, str]:
+    """The lines of a supervised run about its conversations."""
+    train = run.task.train
+    packing = run.placement.packing
+    lengths = np.array([*map(len, train.token_ids)])
+    targets = sum(int(mask.sum()) for mask in train.targets)
+    held_out = "".join(
+        f", {len(prompts.problems):,} of {task.name}" for task, prompts in run.task.held_out
+    )
+    completions = packing.mini_batches * packing.completions
+    return {
+        "problems": f"{len(lengths):,} to learn from ({train.dropped} dropped: too long), "
+        f"{targets:,} of {lengths.sum():,} tokens are the assistant's{held_out}",
+        "mixture": _mixture(run.task),
+        "step": f"{completions} conversations, {packing.mini_batches} update(s)",
+        "rows": _rows(packing, lengths - 1, 1),
+    }
+
+
+def _described_sampling(run: Run) -> dict[str, str]:
+    """The lines of a run about what it samples."""
+    config = run.task.config
+    train = run.task.train
+    packing = run.placement.packing
+    limit = config.rollout.max_completion_tokens
+    lengths = np.array([*map(len, train.token_ids)])
+    control = ""
+    if train.with_control_tokens:
+        control = f"; {train.with_control_tokens:,} hold control tokens"
+    held_out = "".join(
+        f", {len(prompts.problems):,} of {task.name} x {task.samples}"
+        for task, prompts in run.task.held_out
+    )
+    environment = ""
+    if config.task.environment:
+        environment = (
+            f"{config.task.environment}, at most {config.task.max_turns} turns of "
+            f"{config.turn_tokens} tokens"
         )
-        parts |= dict.fromkeys(("method", "engine", "rewards"), "")
-        parts["problems"] = f"{counted}{lengths.sum():,} tokens are the assistant's{held}"
-        parts["step"] = f"{completions} conversations, {packing.mini_batches} update(s)"
-        parts |= {"rows": parts["rows"].partition(" of completions")[0], "warm-up": ""}
-    return "\n".join(f"{label:13}{text}" for label, text in parts.items() if text)
+    completions = packing.mini_batches * packing.completions
+    return {
+        "method": _method(config.algorithm),
+        "engine": _engine(run),
+        "problems": f"{len(train.problems):,} to train on ({train.dropped} dropped: prompt too "
+        f"long{control}){held_out}",
+        "mixture": _mixture(run.task),
+        "rewards": ", ".join(f"{weight:g} x {name}" for name, weight in config.rewards.weighted),
+        "environment": environment,
+        "step": f"{config.training.prompts_per_step} prompts x {config.rollout.group_size} = "
+        f"{completions} completions of at most {limit} tokens, {packing.mini_batches} update(s)",
+        "rows": f"{_rows(packing, lengths, limit)} of completions with a median of "
+        f"{max(1, limit // 4)} tokens",
+        "warm-up": f"{config.warmup.steps} supervised steps" if config.warmup.steps else "none",
+    }
+
+
+def _method(settings: AlgorithmSettings) -> str:
+    measured = cap = ""
+    if settings.measured_steps:
+        measured = (
+            f" for {settings.measured_steps} steps, then {settings.tolerance_factor:g} times the "
+            "median discrepancy of these"
+        )
+    if settings.begins_at_cap:
+        cap = f", lambda begins at its cap of {settings.multiplier_max:g}"
+    return (
+        f"{settings.method}, c = {settings.tolerance:g}{measured}, lambda_0 = "
+        f"{settings.multiplier:g}, eta = {settings.dual_learning_rate:g}{cap}"
+    )
+
+
+def _engine(run: Run) -> str:
+    rollout = run.task.config.rollout
+    engine = run.placement.engine
+    rows = engine.memory.rows
+    text = f"{rollout.engine}, {rollout.precision}, cache {rollout.kv_cache_dtype}"
+    text += engine.kind.describe(engine.arguments.settings)
+    if not engine.kind.own_process:
+        text += f", at most {rows} rows at a time"
+        if rows < rollout.max_rows:
+            text += f" (rollout.max_rows={rollout.max_rows} does not fit)"
+    return text
+
+
+def _mixture(task: Task) -> str:
+    """The share of each task of a mixture, and its problems."""
+    sizes = task.stream.sizes
+    if len(sizes) < 2:
+        return ""
+    weights = cycle(task.stream.weights)
+    mixture = zip(parse_mixture(task.config.task.train), weights, sizes, strict=True)
+    total = sum(weights)
+    return ", ".join(
+        f"{task.name} {weight / total:.0%} ({size:,})" for task, weight, size in mixture
+    )
+
+
+def _rows(packing: RowShapes, lengths: np.ndarray, limit: int) -> str:
+    shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    rows = ", ".join(f"{count} x {length}" for count, length in shapes)
+    expected = expected_step(packing, lengths, typical_lengths(limit))
+    padding = 1 - expected.tokens / expected.computed
+    return f"micro-batches of {rows} tokens, a program for each; {padding:.0%} padding expected"
+
+
+def _lag(run: Run) -> str:
+    config = run.task.config
+    lag = config.rollout.lag
+    if not lag:
+        return ""
+    # Parameters of older versions stay, for the p^Train of their batches.
+    item = np.dtype(jnp.dtype(config.model.param_dtype)).itemsize
+    size = num_params(run.task.model) * item * lag / 2**20
+    when = "while" if run.placement.samples_while_training else "before"
+    return (
+        f"{lag} step(s): the engine samples {when} a step trains; {lag} copies of parameters take "
+        f"{size:,.1f} MiB"
+    )

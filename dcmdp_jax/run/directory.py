@@ -47,17 +47,17 @@ def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
         overrides: dotted name -> value.
         config: the config with these values.
     """
-    fixed = {
-        name: value
-        for name, value in sorted(overrides.items())
-        if not checks.may_change(name, config)
-    }
-    said = {name: _name_value(value) for name, value in fixed.items()}
-    ends = {name: _NOT_PLAIN.sub("_", value.rpartition("/")[2]) for name, value in said.items()}
-    text = "".join(f"-{_short_name(name)}={value}" for name, value in ends.items())
-    plain = all(
-        isinstance(value, bool) or _PLAIN.fullmatch(said[name]) for name, value in fixed.items()
-    )
+    fixed = {}
+    text = ""
+    plain = True
+    for name, value in sorted(overrides.items()):
+        if checks.may_change(name, config):
+            continue
+        fixed[name] = value
+        value_text = _name_value(value)
+        text += f"-{_short_name(name)}={_NOT_PLAIN.sub('_', value_text.rpartition('/')[2])}"
+        if not (isinstance(value, bool) or _PLAIN.fullmatch(value_text)):
+            plain = False
     if plain and len(text) <= _LONGEST_SUFFIX:
         return text
     digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:_DIGEST]
@@ -73,11 +73,10 @@ def _name_value(value: Any) -> str:
 def _short_name(name: str) -> str:
     """The shortest tail of a dotted name that no other setting ends with."""
     words = name.split(".")
-    names = setting_names()
-    tails = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-    return next(
-        tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1
-    )
+    tail = words.pop()
+    while sum(f".{other}".endswith(f".{tail}") for other in setting_names()) > 1:
+        tail = f"{words.pop()}.{tail}"
+    return tail
 
 
 def check_run_directory(config: Config) -> None:
@@ -98,10 +97,9 @@ def check_run_directory(config: Config) -> None:
         )
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         # Opening a FIFO waits for its other end.
-        if path.exists() and not (
-            path.is_dir() or path.is_file() and path.name not in _DIRECTORIES
-        ):
-            kind = "directory" if path.name in _DIRECTORIES else "file (a FIFO, socket or device)"
+        is_directory = path.name in _DIRECTORIES
+        if path.exists() and not (path.is_dir() or path.is_file() and not is_directory):
+            kind = "directory" if is_directory else "file (a FIFO, socket or device)"
             raise UserError(
                 f"config.run_dir: {path} is no {kind}; move it away, or choose another run_dir"
             )
@@ -122,15 +120,15 @@ def check_run_directory(config: Config) -> None:
 
 
 def fitted_rows(config: Config) -> int:
-    """The rows that the run fitted into memory at its first start with this `rollout.max_rows`; 0
-    for all of them.
+    """The rows that the first start with this `rollout.max_rows` fitted into memory; 0 for all.
 
     A resumed run decodes the same batches. Call it after `check_run_directory`.
     """
     path = Path(config.run_dir) / CONFIG_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    same = saved.get("rollout", {}).get("max_rows") == config.rollout.max_rows
-    return saved.get("fitted_rows", 0) if same else 0
+    if saved.get("rollout", {}).get("max_rows") != config.rollout.max_rows:
+        return 0
+    return saved.get("fitted_rows", 0)
 
 
 def _check_name(run_dir: Path) -> None:
@@ -142,9 +140,9 @@ def _check_name(run_dir: Path) -> None:
             f"config.run_dir: {str(run_dir)!r} is no UTF-8; set LC_ALL=C.UTF-8, or choose another"
         ) from error
     if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
-        most = f"{_LONGEST_PATH:,} bytes, {_LONGEST_NAME} between two slashes"
         raise UserError(
-            f"config.run_dir: {shorten(str(run_dir))} is too long; choose one of at most {most}"
+            f"config.run_dir: {shorten(str(run_dir))} is too long; choose one of at most "
+            f"{_LONGEST_PATH:,} bytes, {_LONGEST_NAME} between two slashes"
         )
 
 
@@ -183,12 +181,11 @@ def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
             stack.enter_context(_locked(run_dir, token))
         token = hosts.gather(token.decode())[0].encode()
         lock = run_dir / _LOCK_FILE
-        [stranger] = hosts.largest(
-            0 if lock.exists() and lock.read_bytes() == token else hosts.index
-        )
-        if stranger:
+        same = lock.exists() and lock.read_bytes() == token
+        [other_host] = hosts.largest(0 if same else hosts.index)
+        if other_host:
             raise UserError(
-                f"config.run_dir: {run_dir} on {hosts.names[int(stranger)]} is not the directory "
+                f"config.run_dir: {run_dir} on {hosts.names[int(other_host)]} is not the directory "
                 f"of {hosts.names[0]}; choose one that all hosts share"
             )
         yield run_dir
@@ -218,22 +215,22 @@ def _locked(run_dir: Path, token: bytes) -> Iterator[None]:
 
 
 def run_id(run_dir: Path) -> str:
-    """The name of this directory's run: by its file `run_id`, else by its newest checkpoint, else a
-    new one.
+    """The name of this directory's run: from `run_id`, else its newest checkpoint, else a new one.
 
     Makes the file. Of several processes the first calls this before the others.
     """
     path = run_dir / RUN_ID_FILE
-    if path.exists() and (text := path.read_text(encoding="utf-8", errors="replace").strip()):
-        return text
-    text = None
-    for meta in sorted(
-        run_dir.glob("checkpoints/[0-9]*/meta/metadata"), key=lambda found: found.stat().st_mtime
-    ):
+    if path.exists():
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        if name:
+            return name
+    name = None
+    records = run_dir.glob("checkpoints/[0-9]*/meta/metadata")
+    for record in sorted(records, key=lambda record: record.stat().st_mtime):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            text = json.loads(meta.read_text(encoding="utf-8")).get("run") or text
+            name = json.loads(record.read_text(encoding="utf-8")).get("run") or name
     run_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, f"{text or secrets.token_hex(6)}\n")
+    atomic_write(path, f"{name or secrets.token_hex(6)}\n")
     return run_id(run_dir)
 
 
@@ -246,8 +243,7 @@ def first_start(run_dir: Path) -> datetime:
 
 
 def record_config(config: Config, rows: int = 0) -> None:
-    """Write config.json, atomically. Call it once the run has a state: a failed config must not
-    claim the directory.
+    """Write config.json, atomically, once the run has a state: a failed one claims no directory.
 
     Args:
         config: the run's.
@@ -255,5 +251,7 @@ def record_config(config: Config, rows: int = 0) -> None:
             `rollout.max_rows`.
     """
     path = Path(config.run_dir) / CONFIG_FILE
-    fitted = {"fitted_rows": rows} if 0 < rows < config.rollout.max_rows else {}
-    atomic_write(path, json.dumps(load.to_saved(config) | fitted, indent=2) + "\n")
+    saved = load.to_saved(config)
+    if 0 < rows < config.rollout.max_rows:
+        saved["fitted_rows"] = rows
+    atomic_write(path, json.dumps(saved, indent=2) + "\n")

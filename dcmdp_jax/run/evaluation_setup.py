@@ -64,12 +64,14 @@ def asked_settings(overrides: Mapping[str, Any], *, of_a_run: bool) -> dict[str,
         overrides: values that are given.
         of_a_run: the model is a run's checkpoint.
     """
-    own = _OF_A_RUN if of_a_run else ()
-    if of_a_run and "evaluation.task" not in overrides:
-        own += _OF_ITS_TASKS
-    return {name: value for name, value in PAPERS_EVALUATION.items() if name not in own} | dict(
-        overrides
-    )
+    settings = {**PAPERS_EVALUATION, **overrides}
+    runs_own = ()
+    if of_a_run:
+        runs_own = _OF_A_RUN if "evaluation.task" in overrides else _OF_A_RUN + _OF_ITS_TASKS
+    for name in runs_own:
+        if name not in overrides:
+            del settings[name]
+    return settings
 
 
 def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
@@ -84,7 +86,6 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
             or a reward function or environment that does not start.
     """
     config = policy.config
-    tokenizer = policy.tokenizer
     limit = config.rollout.max_completion_tokens
     room = policy.model.max_position_embeddings
     for task, prompts in held_out:
@@ -97,16 +98,28 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
             f"most {max(0, room - longest)} fit, and a smaller task.max_prompt_tokens leaves long "
             "prompts out"
         )
-    if (rows := config.rollout.max_rows) * (tokens := longest + limit) > INT32_MAX:
+    rows = config.rollout.max_rows
+    tokens = longest + limit
+    if rows * tokens > INT32_MAX:
         raise UserError(
             f"config.rollout.max_rows: got {rows}, with {tokens} tokens of prompt and completion "
             f"{rows * tokens:,} tokens, must be at most {INT32_MAX:,} (tokens are counted in "
             "int32)"
         )
-    problems = [problem for _, prompts in held_out for problem in prompts.problems]
-    rewards, columns = checked_rewards(config, problems, tokenizer)
+
+    problems = []
+    for _, prompts in held_out:
+        problems += prompts.problems
+    rewards, columns = checked_rewards(config, problems, policy.tokenizer)
     return Task(
-        config, policy.model, tokenizer, policy.stop_token_ids, held_out, rewards, columns, longest
+        config=config,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+        stop_token_ids=policy.stop_token_ids,
+        held_out=held_out,
+        rewards=rewards,
+        columns=columns,
+        longest_prompt=longest,
     )
 
 

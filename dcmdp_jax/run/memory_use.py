@@ -1,5 +1,4 @@
-"""Memory of a run by arithmetic, before anything is allocated, by kind, device and phase, with the
-capacity.
+"""Memory of a run by arithmetic, before anything is allocated, by kind, device and phase.
 
 Parts that are arrays with known shapes are exact: parameters, moments, gradients, the engine's
 weights, its cache. The compiler's temporary memory is an estimate, marked ~. Devices of a CPU share
@@ -85,46 +84,42 @@ class MemoryUse:
     note: str = ""
     rows: int = 0
 
-    def total(self, phase: str, place: str, *, certain: bool = False) -> int:
-        """Bytes held in a phase: on the "first" device, on each "other" one, or in the "host"'s
-        memory.
-        """
-        return sum(part.on(place, certain=certain) for part in self.parts if phase in part.phases)
+    def total(self, phase: str, location: str, *, certain: bool = False) -> int:
+        """Bytes in a phase: on the "first" device, each "other" one, or in the "host"'s memory."""
+        parts = [part for part in self.parts if phase in part.phases]
+        return sum(part.on(location, certain=certain) for part in parts)
 
-    def peak(self, place: str, *, certain: bool = False) -> tuple[str, int]:
-        """The phase with the largest use of a place, and its bytes."""
-        totals = {phase: self.total(phase, place, certain=certain) for phase in MEMORY_PHASES}
+    def peak(self, location: str, *, certain: bool = False) -> tuple[str, int]:
+        """The phase with the largest use of a location, and its bytes."""
+        totals = {phase: self.total(phase, location, certain=certain) for phase in MEMORY_PHASES}
         return max(totals.items(), key=lambda total: total[1])
 
     def _peaks(self, *, certain: bool = False) -> Iterator[tuple[str, str, int | None, str, int]]:
-        """Each place with memory of its own: its name in `total`, for people, its bytes, the
-        largest phase, its use.
-        """
-        if self.machine.platform != "cpu":
-            yield (
-                "first",
-                "the first device",
-                self.machine.device_bytes,
-                *self.peak("first", certain=certain),
-            )
-        yield "host", "this machine", self.machine.host_bytes, *self.peak("host", certain=certain)
+        """Each location with memory of its own, its name for people, its bytes; phase and peak."""
+        machine = self.machine
+        if machine.platform != "cpu":
+            peak = self.peak("first", certain=certain)
+            yield "first", "the first device", machine.device_bytes, *peak
+        yield "host", "this machine", machine.host_bytes, *self.peak("host", certain=certain)
 
     def shortages(self, *, certain: bool = False) -> list[str]:
-        """A sentence for each place with too little memory: the shortage, the largest part, the
-        settings to lower.
+        """A sentence for each location with too little memory, its largest part and its
+        settings.
         """
-        found = []
-        for place, where, limit, phase, needed in self._peaks(certain=certain):
-            if limit is None or needed <= limit:
+        sentences = []
+        at_least = "at least " if certain else ""
+        for location, label, capacity, phase, needed in self._peaks(certain=certain):
+            if capacity is None or needed <= capacity:
                 continue
-            held = [part for part in self.parts if phase in part.phases and part.lower]
-            largest = max(held, key=lambda part: part.on(place, certain=certain))
-            found.append(
-                f"{where} has {limit / _GIB:.1f} GiB and the phase {phase!r} takes "
-                f"{'at least ' * certain}{needed / _GIB:.1f}, of which {largest.name} "
-                f"{largest.on(place, certain=certain) / _GIB:.1f}; smaller with {largest.lower}"
+            parts = [part for part in self.parts if phase in part.phases and part.lower]
+            sizes = [part.on(location, certain=certain) for part in parts]
+            largest = parts[sizes.index(max(sizes))]
+            sentences.append(
+                f"{label} has {capacity / _GIB:.1f} GiB and the phase {phase!r} takes "
+                f"{at_least}{needed / _GIB:.1f}, of which {largest.name} "
+                f"{max(sizes) / _GIB:.1f}; smaller with {largest.lower}"
             )
-        return found
+        return sentences
 
     def check(self) -> None:
         """Refuse a run whose certain parts alone don't fit.
@@ -132,47 +127,44 @@ class MemoryUse:
         Raises:
             ValueError: in one line, naming the largest part and the settings that make it smaller.
         """
-        if found := self.shortages(certain=True):
-            raise UserError(f"memory: {found[0]}")
+        shortages = self.shortages(certain=True)
+        if shortages:
+            raise UserError(f"memory: {shortages[0]}")
 
-    def lines(self, *, whole: bool) -> list[str]:
-        """One line where every place keeps half of its memory free, else the `table`.
+    def lines(self, *, full: bool) -> list[str]:
+        """One line where every location keeps half of its memory free, else the `table`.
 
         Args:
-            whole: the table in any case.
+            full: the table in any case.
         """
-        peaks = [(needed, where, limit) for _, where, limit, _, needed in self._peaks()]
-        if whole or any(limit is None or 2 * peak > limit for peak, _, limit in peaks):
-            return self.table()
-        shown = (
-            f"{peak / _GIB:.1f} of {limit / _GIB:.1f} GiB of {where}"
-            for peak, where, limit in peaks
-        )
-        return [f"{', '.join(shown)} (--dry_run lists the parts)", *filter(None, [self.note])]
+        uses = []
+        for _, label, capacity, _, needed in self._peaks():
+            if full or capacity is None or 2 * needed > capacity:
+                return self.table()
+            uses.append(f"{needed / _GIB:.1f} of {capacity / _GIB:.1f} GiB of {label}")
+        return [f"{', '.join(uses)} (--dry_run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
-        """Lines of text: the largest phase of each place, its parts (~ where estimated), and what
-        does not fit.
+        """The largest phase of each location, its parts (~ where estimated), and what does not
+        fit.
         """
         lines = []
-        for place, where, limit, phase, needed in self._peaks():
+        for location, label, capacity, phase, needed in self._peaks():
             unit, name = (_GIB, "GiB") if needed >= _GIB else (2**20, "MiB")
-            available = "" if limit is None else f" of {limit / unit:,.2f}"
-            lines.append(f"{where}: {needed / unit:,.2f}{available} {name}, in the phase {phase!r}")
-            held = [part for part in self.parts if phase in part.phases and part.on(place)]
-            marks = ["~" * (part.on(place) != part.on(place, certain=True)) for part in held]
-            rows = zip(marks, held, strict=True)
-            lines += text_table(
-                [(f"  {mark}{part.name}", f"{part.on(place) / unit:,.2f}") for mark, part in rows]
-            )
-        return [
-            *lines,
-            *(f"does not fit: {found}" for found in self.shortages()),
-            *filter(None, [self.note]),
-        ]
+            available = "" if capacity is None else f" of {capacity / unit:,.2f}"
+            lines.append(f"{label}: {needed / unit:,.2f}{available} {name}, in the phase {phase!r}")
+            rows = []
+            for part in self.parts:
+                size = part.on(location)
+                if phase in part.phases and size:
+                    mark = "" if size == part.on(location, certain=True) else "~"
+                    rows.append((f"  {mark}{part.name}", f"{size / unit:,.2f}"))
+            lines += text_table(rows)
+        lines += [f"does not fit: {shortage}" for shortage in self.shortages()]
+        return [*lines, *filter(None, [self.note])]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSetup:
     """An inference engine and the memory it is started in.
 
@@ -205,36 +197,42 @@ def fit_engine(
         workload: requests to the engine.
         machine: the memory available.
         others: everything else.
-        fitted_rows: rows found by an earlier start; 0 finds them.
+        fitted_rows: rows of an earlier start; 0 for a search.
     """
     names = of_engine(kind)
     rows = min(arguments.max_rows, fitted_rows or arguments.max_rows)
-
-    def parts(rows: int) -> list[MemoryPart]:
-        with as_settings(names):
-            found = kind.memory(arguments, workload, machine, rows)
-        return [part._replace(lower=in_settings(part.lower, names)) for part in found]
-
-    def fits(rows: int) -> bool:
-        use = MemoryUse((*others, *parts(rows)), machine)
-        return use.total("sample", "first") <= machine.device_bytes
-
     if machine.process_bytes:
         others = (
             exact("Python and libraries", host=machine.process_bytes, lower=""),
             MemoryPart("compiled programs, freed memory", host=_KEPT_BYTES, lower=""),
             *others,
         )
+
+    def use(rows: int) -> MemoryUse:
+        with as_settings(names):
+            parts = kind.memory(arguments, workload, machine, rows)
+        parts = [part._replace(lower=in_settings(part.lower, names)) for part in parts]
+        note = in_settings(kind.memory_note(arguments), names)
+        return MemoryUse((*others, *parts), machine, note, rows)
+
+    def fits(rows: int) -> bool:
+        return use(rows).total("sample", "first") <= machine.device_bytes
+
     # A CPU's free memory is another one in each run.
-    known = machine.platform != "cpu" and machine.device_bytes is not None
-    if known and not (kind.own_process or fitted_rows or fits(rows)):
-        each = machine.devices
-        most = -(-min(rows, workload.completions) // machine.devices)
-        fitting = bisect.bisect_left(range(1, most), True, key=lambda count: not fits(count * each))
-        rows = max(fitting, 1) * each
-    note = in_settings(kind.memory_note(arguments), names)
-    memory = MemoryUse((*others, *parts(rows)), machine, note, rows)
-    return EngineSetup(kind, dataclasses.replace(arguments, max_rows=rows), workload, memory)
+    limited = machine.platform != "cpu" and machine.device_bytes is not None
+    if limited and not (kind.own_process or fitted_rows or fits(rows)):
+        devices = machine.devices
+        max_per_device = -(-min(rows, workload.completions) // devices)
+        per_device = bisect.bisect_left(
+            range(1, max_per_device), True, key=lambda count: not fits(count * devices)
+        )
+        rows = max(per_device, 1) * devices
+    return EngineSetup(
+        kind=kind,
+        arguments=dataclasses.replace(arguments, max_rows=rows),
+        workload=workload,
+        memory=use(rows),
+    )
 
 
 def this_machine(platform: str) -> Machine:
@@ -242,24 +240,27 @@ def this_machine(platform: str) -> Machine:
     devices = jax.local_devices()
     free = free_host_bytes()
     if platform != "cpu":
-        return Machine(
-            platform, len(devices), (devices[0].memory_stats() or {}).get("bytes_limit"), free
-        )
+        stats = devices[0].memory_stats() or {}
+        return Machine(platform, len(devices), stats.get("bytes_limit"), free)
     if free is None:
         return Machine(platform, len(devices), None, None)
-    return Machine(platform, len(devices), None, free + _resident_bytes(), _first_resident_bytes())
+    return Machine(
+        platform,
+        len(devices),
+        device_bytes=None,
+        host_bytes=free + _resident_bytes(),
+        process_bytes=_first_resident_bytes(),
+    )
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
-        "SC_PAGE_SIZE"
-    )
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache
 def _first_resident_bytes() -> int:
-    """What this process held when it was first asked: a run in it leaves memory that the next one
-    takes again.
+    """What this process had at the first call: a run leaves memory that the next takes again.
 
     So does the conversion of a model: what it freed is returned first.
     """
@@ -268,9 +269,7 @@ def _first_resident_bytes() -> int:
 
 
 def free_host_bytes() -> int | None:
-    """Memory that can still be allocated on this host, swap space included; None if the system does
-    not report it.
-    """
+    """Memory that can still be allocated on this host, swap included; None if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         swap = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapFree:"))
@@ -287,6 +286,7 @@ def training_memory(
     mesh: Mesh,
     packing: RowShapes,
     machine: Machine,
+    *,
     completions: int,
     lora: Lora | None = None,
     teacher: ModelConfig | None = None,
@@ -305,16 +305,17 @@ def training_memory(
         lora: shape of the adapters; None trains all parameters.
         teacher: shape of the teacher that is held too; None without.
     """
-    part = functools.partial(_part, machine, mesh.size)
-    item = jnp.dtype(config.teacher_dtype).itemsize
-    taught = item * _values(model_declarations(teacher), mesh) if teacher else 0
+    make = functools.partial(_part, machine, mesh.size)
     parts = [
-        *_state_parts(part, config, model, mesh, machine, lora),
-        *_step_parts(part, model, compute, scheme, mesh, packing, machine),
-        *_batch_parts(part, config, model, mesh, packing, completions),
-        part("teacher", taught, "a smaller teacher", sure=taught),
+        *_state_parts(make, config, model, mesh, machine, lora),
+        *_step_parts(make, model, compute, scheme, mesh, packing, machine),
+        *_batch_parts(make, config, model, mesh, packing, completions),
     ]
-    return [one for one in parts if one.each or one.host]
+    if teacher is not None:
+        values = _values(model_declarations(teacher), mesh)
+        size = jnp.dtype(config.teacher_dtype).itemsize * values
+        parts.append(make("teacher", size, "a smaller teacher", sure=size))
+    return [part for part in parts if part.each or part.host]
 
 
 def _part(
@@ -327,9 +328,12 @@ def _part(
     sure: int = 0,
 ) -> MemoryPart:
     """A part of `size` bytes on each of the devices, of which `sure` are certain."""
-    surely = certain(**machine.on_each(sure, devices))
     return MemoryPart(
-        name, **machine.on_each(size, devices), phases=phases, lower=lower, certain=surely
+        name,
+        **machine.on_each(size, devices),
+        phases=phases,
+        lower=lower,
+        certain=certain(**machine.on_each(sure, devices)),
     )
 
 
@@ -342,14 +346,12 @@ def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[
 def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:
     """Values of declared parameters on one device."""
     shapes = declared_shapes(declared, "float32")
-    return (
-        bytes_per_device(sharded(shapes, param_shardings(declared_axes(declared), shapes, mesh)))
-        // 4
-    )
+    shardings = param_shardings(declared_axes(declared), shapes, mesh)
+    return bytes_per_device(sharded(shapes, shardings)) // 4
 
 
 def _state_parts(
-    part: _Maker,
+    make: _Maker,
     config: Config,
     model: ModelConfig,
     mesh: Mesh,
@@ -361,25 +363,26 @@ def _state_parts(
     lag = config.rollout.lag
     values = _values(trained(model, lora), mesh)
     size = values * item
-    fewer = (
-        "a smaller "
-        f"model{', or more devices along mesh.fsdp or mesh.tensor' * (machine.platform != 'cpu')}"
-    )
+    on_cpu = machine.platform == "cpu"
+    fewer = "a smaller model"
+    if not on_cpu:
+        fewer += ", or more devices along mesh.fsdp or mesh.tensor"
     lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
     # A checkpoint is copied before it is written, so that the next steps need not wait: on an
     # accelerator to the host, by the devices that hold different parts of the state; a CPU's
     # devices copy it each, a replicated state once.
-    each = 1 if data_parallel_only(mesh) else mesh.size
-    copies = each if machine.platform == "cpu" else max(1, machine.devices // mesh.shape[DATA])
+    copies = max(1, machine.devices // mesh.shape[DATA])
+    if on_cpu:
+        copies = 1 if data_parallel_only(mesh) else mesh.size
     saved = (3 + lag) * size * copies
     parts = [
-        part("parameters", size, lower, sure=size),
-        part("Adam's moments", 2 * size, lower, sure=2 * size),
+        make("parameters", size, lower, sure=size),
+        make("Adam's moments", 2 * size, lower, sure=2 * size),
         # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler
         # manages it.
-        part("gradients", 4 * values, lower, _STEP, size),
+        make("gradients", 4 * values, lower, _STEP, size),
         # One micro-batch's gradient before it is added; afterwards the update.
-        part("gradients of a micro-batch", 4 * values, lower, _STEP),
+        make("gradients of a micro-batch", 4 * values, lower, _STEP),
         MemoryPart("checkpoint's copy of the state", host=saved, lower=lower),
         # A disk has written it by the time that the next step's completions are there.
         MemoryPart(
@@ -388,37 +391,37 @@ def _state_parts(
             phases=frozenset({"push", "sample"}),
             lower=lower,
         ),
-        part(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
+        make(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
     ]
     if lora is None:
-        reference = size * bool(config.algorithm.kl_coefficient)
-        return [
-            *parts,
-            part("reference policy", reference, "algorithm.kl_coefficient=0", sure=reference),
-        ]
+        if config.algorithm.kl_coefficient:
+            lower = "algorithm.kl_coefficient=0"
+            parts.append(make("reference policy", size, lower, sure=size))
+        return parts
+
     # A quantized matrix has a byte for each value, and each column a scale.
-    whole = model_declarations(model)
-    matrices = (
-        _values([one for one in whole if one.quantized], mesh)
-        if config.model.lora_base == "int8"
-        else 0
-    )
+    declared = model_declarations(model)
+    base_values = _values(declared, mesh)
+    matrices = 0
+    if config.model.lora_base == "int8":
+        matrices = _values([matrix for matrix in declared if matrix.quantized], mesh)
     width = 4 if config.model.lora_base == "float32" else 2
-    every = _values(whole, mesh)
-    base = width * every - (width - 1) * matrices
+    base = width * base_values - (width - 1) * matrices
     product = machine.product_item(config.model.compute_dtype)
-    # XLA's CPU compiler converts the layers before it loops over them.
-    cast = product * every * (machine.platform == "cpu" and (width != product or matrices > 0))
+    cast = 0
+    if on_cpu and (width != product or matrices):
+        # XLA's CPU compiler converts the layers before it loops over them.
+        cast = product * base_values
     return [
         *parts,
-        part("frozen base", base, f"{fewer}, or model.lora_base=int8", sure=base),
-        part("merged weights", 4 * every, fewer, frozenset({"push"})),
-        part("frozen base, cast for products", cast, fewer, _STEP),
+        make("frozen base", base, f"{fewer}, or model.lora_base=int8", sure=base),
+        make("merged weights", 4 * base_values, fewer, frozenset({"push"})),
+        make("frozen base, cast for products", cast, fewer, _STEP),
     ]
 
 
 def _step_parts(
-    part: _Maker,
+    make: _Maker,
     model: ModelConfig,
     compute: Compute,
     scheme: Scheme,
@@ -426,90 +429,85 @@ def _step_parts(
     packing: RowShapes,
     machine: Machine,
 ) -> list[MemoryPart]:
-    """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one
-    layer.
-    """
+    """Activations and logits of the largest micro-batch: saved by all layers, temporary in one."""
     shards = row_shards(mesh)
     item = machine.product_item(compute.dtype)
     queries = model.num_heads * model.head_dim
     width = model.hidden_size
     keys = 2 * model.num_kv_heads * model.head_dim
-    most = (0, 0)
+    projected = queries + keys
+    # A token's hidden state is copied to each of its experts and back.
+    copies = 2 * model.num_experts_per_tok * width
+    segments = statistics_kept(compute.attention, compute.segments)
+    # Bytes of the largest micro-batch with its tokens, and cuDNN's.
+    largest = (0, 0)
     workspace = 0
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
         rows //= shards
         tokens = rows * length
-        projected = queries + keys
-        # A token's hidden state is copied to each of its experts and back.
-        copies = 2 * model.num_experts_per_tok * width
-        whole = (
-            tokens
-            * item
-            * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
-        )
-        segments = statistics_kept(compute.attention, compute.segments)
-        whole += 4 * tokens * model.num_heads * segments
+        layer_width = 8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies
+        layer = tokens * item * layer_width + 4 * tokens * model.num_heads * segments
         if model.recurrent_layers:
-            # Float32: a dozen matrices of a chunk's tokens by its tokens, and a few copies of the
+            # Float32: a dozen matrices of a chunk's tokens by its tokens, a few copies of the
             # heads.
-            heads = 12 * CHUNK + 4 * (model.linear_key_head_dim + model.linear_value_head_dim)
-            whole += tokens * (
-                4 * model.linear_num_value_heads * heads + 2 * item * model.mixed_width
-            )
+            head = 12 * CHUNK + 4 * (model.linear_key_head_dim + model.linear_value_head_dim)
+            heads = 4 * model.linear_num_value_heads * head
+            layer += tokens * (heads + 2 * item * model.mixed_width)
         scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
         scores = rows * model.num_heads * length**2 if scored else 0
         products = tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies)
-        kernels = products + tokens * item * queries if machine.platform == "gpu" else whole
-        saved = {"full": tokens * item * width, "dots": products, "none": kernels + scores * item}[
-            compute.remat
-        ]
+        if compute.remat == "full":
+            saved = tokens * item * width
+        elif compute.remat == "dots":
+            saved = products
+        elif machine.platform == "gpu":
+            saved = products + tokens * item * queries + scores * item
+        else:
+            saved = layer + scores * item
         # Scores in float32 and their exponentials, forward and backward.
-        working = whole + scores * (8 + 2 * item)
-        most = max(most, (model.num_layers * saved + working, tokens))
+        working = layer + scores * (8 + 2 * item)
+        largest = max(largest, (model.num_layers * saved + working, tokens))
         workspace = max(workspace, 8 * tokens * queries * segments)
-    logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
+    activations, tokens = largest
+    logits = min(compute.logprob_chunk, tokens) * model.vocab_size * 4 * LOGITS_HELD
+
+    model_shards = mesh.size // mesh.shape[DATA]
     matrices = width * (2 * queries + keys + 3 * model.stored_mlp_width)
     output = model.vocab_size * width
     rounded = 0
     if scheme.weights:
-        rounded = 4 * (model.num_layers * matrices + output) // (mesh.size // mesh.shape[DATA])
+        rounded = 4 * (model.num_layers * matrices + output) // model_shards
     elif scheme.products:
         # Of one layer at a time: float32 values and those times their scale, and a micro-batch's
         # tokens alike.
-        rounded = (
-            8
-            * (matrices + most[1] * max(width, queries, model.intermediate_size))
-            // mesh.shape["tensor"]
-        )
-    # Without a loop a GPU casts all matrices before the first layer, and has all their gradients
-    # before it stacks them.
-    whole_layers = (
-        machine.platform == "gpu" and compute.scan_unroll >= model.num_layers and item < 4
-    )
-    cast = 2 * item * model.num_layers * matrices * whole_layers // (mesh.size // mesh.shape[DATA])
-    copied = 2 * 4 * output * (item != jnp.dtype(compute.dtype).itemsize)
+        inputs = tokens * max(width, queries, model.intermediate_size)
+        rounded = 8 * (matrices + inputs) // mesh.shape["tensor"]
+    cast = 0
+    if machine.platform == "gpu" and compute.scan_unroll >= model.num_layers and item < 4:
+        # Without a loop a GPU casts all matrices before the first layer, and has all their
+        # gradients before it stacks them.
+        cast = 2 * item * model.num_layers * matrices // model_shards
+    copied = 0 if item == jnp.dtype(compute.dtype).itemsize else 2 * 4 * output
     remat = "" if compute.remat == "full" else ", or model.remat=full"
     return [
-        part("activations", most[0], f"training.micro_batch_tokens{remat}", _STEP),
-        part("logits", logits, "model.logprob_chunk", _STEP),
-        part(CUDNN_WORKSPACE, workspace, "training.segments_per_row", _STEP),
-        part("layers in model.compute_dtype", cast, "model.scan_unroll=1", _STEP),
-        part("rounded factors", rounded, "model.forward_precision=full", _STEP),
-        part("float32 copies of the output layer", copied, "model.compute_dtype=float32", _STEP),
+        make("activations", activations, f"training.micro_batch_tokens{remat}", _STEP),
+        make("logits", logits, "model.logprob_chunk", _STEP),
+        make(CUDNN_WORKSPACE, workspace, "training.segments_per_row", _STEP),
+        make("layers in model.compute_dtype", cast, "model.scan_unroll=1", _STEP),
+        make("rounded factors", rounded, "model.forward_precision=full", _STEP),
+        make("float32 copies of the output layer", copied, "model.compute_dtype=float32", _STEP),
     ]
 
 
 def _batch_parts(
-    part: _Maker,
+    make: _Maker,
     config: Config,
     model: ModelConfig,
     mesh: Mesh,
     packing: RowShapes,
     completions: int,
 ) -> list[MemoryPart]:
-    """The batch, on the devices and before, and the columns of its completions that have a vector
-    for each token.
-    """
+    """The batch, on the devices and before, and its columns that have a vector for each token."""
     columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
     batch = abstract_batch(packing, columns)
     lag = config.rollout.lag
@@ -518,33 +516,32 @@ def _batch_parts(
     ahead = lag * rows // row_shards(mesh)
     lower = "training.prompts_per_step or rollout.max_completion_tokens"
     parts = [
-        part("batch", share, lower, _STEP, share),
+        make("batch", share, lower, _STEP, share),
         MemoryPart("batch, before it is split over devices", host=rows, phases=_STEP, lower=lower),
-        part(f"{lag} batch(es) sampled ahead", ahead, f"{lower}, or rollout.lag", sure=ahead),
+        make(f"{lag} batch(es) sampled ahead", ahead, f"{lower}, or rollout.lag", sure=ahead),
     ]
-    for name in (name for name, entry in columns.items() if entry):
-        size = (
-            completions
-            * np.dtype(COLUMNS[name].dtype).itemsize
-            * math.prod(columns[name])
-            * config.max_total_tokens
+    tokens = completions * config.max_total_tokens
+    for name, shape in columns.items():
+        if not shape:
+            continue
+        setting = "rollout.top_logprobs"
+        if name == "routed_experts":
+            setting = "rollout.router_replay=False"
+        column = MemoryPart(
+            f"{name.replace('_', ' ')} of the completions' tokens",
+            host=tokens * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(shape),
+            phases=frozenset({"sample", "step"}),
+            lower=f"{lower}, or {setting}",
         )
-        setting = (
-            "rollout.router_replay=False" if name == "routed_experts" else "rollout.top_logprobs"
-        )
-        held = {
-            "host": size,
-            "phases": frozenset({"sample", "step"}),
-            "lower": f"{lower}, or {setting}",
-        }
-        parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens", **held))
+        parts.append(column)
+    if not (config.observe.rollouts_every_steps and config.rollout.top_logprobs):
+        return parts
+
     # The trainer's log-probs, float32 on every device. The host has them twice, of all places and
     # by completion, and twice the text of 11 bytes, in Python and in Arrow.
-    places = config.rollout.top_logprobs * sum(
-        math.prod(each.completion_mask.shape) for each in batch.rows
+    values = config.rollout.top_logprobs * sum(
+        math.prod(bucket.completion_mask.shape) for bucket in batch.rows
     )
-    places *= bool(config.observe.rollouts_every_steps)
-    listed = part(
-        "recorded likeliest tokens", 4 * places, f"{lower}, or rollout.top_logprobs", _STEP
-    )
-    return [*parts, listed._replace(host=listed.host + 30 * places)]
+    name = "recorded likeliest tokens"
+    listed = make(name, 4 * values, f"{lower}, or rollout.top_logprobs", _STEP)
+    return [*parts, listed._replace(host=listed.host + 30 * values)]

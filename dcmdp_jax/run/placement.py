@@ -1,4 +1,4 @@
-"""Where a run computes: devices, shapes of a batch, the forward pass, and an engine that fits into
+"""Where a run computes: devices, shapes of a batch, forward pass, an engine that fits into
 memory.
 """
 
@@ -25,6 +25,7 @@ from dcmdp_jax.data import episode, row_layout
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.engines.noise_floor import SCORED_AGAIN, sampled_again
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models import attention, decoder, params, row_logprobs
 from dcmdp_jax.models.config import Lora, ModelConfig
@@ -44,13 +45,13 @@ from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, this_machine, trai
 from dcmdp_jax.run.task import Task
 
 _CPU_UNROLL = 8
-"""Most layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no
+"""Max layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no
 time by it: the 30 layers of SmolLM2-135M compile in 9 CPU seconds in place of 22, and take 1.9 GiB
 of temporary memory in place of 2.5.
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where and in what shapes a run computes.
 
@@ -78,8 +79,7 @@ class Placement:
 
 
 def trainable_engine(config: Config) -> tuple[EngineKind, str]:
-    """The record of the engine of `rollout.engine`, and where it computes; what it needs is
-    installed.
+    """The record of the engine of `rollout.engine`, and where it computes.
 
     Raises:
         UserError: in one line, for an engine that can't be trained with, or not on this machine.
@@ -92,8 +92,7 @@ def trainable_engine(config: Config) -> tuple[EngineKind, str]:
 def place(
     task: Task, kind: EngineKind, platform: str, hosts: Hosts = ONE_PROCESS, *, fitted_rows: int = 0
 ) -> Placement:
-    """Start JAX's devices, check the settings against them and the model, and fit the run into
-    memory.
+    """Start JAX's devices, check settings and model against them, fit the run into memory.
 
     Args:
         task: model and prompts.
@@ -105,52 +104,88 @@ def place(
         UserError: in one line, naming the setting.
     """
     config = task.config
-    model = task.model
-    _, engine = engine_arguments(config, hosts.index, kind=kind, model=model, platform=platform)
-    engine = dataclasses.replace(
-        engine, lora=task.lora if kind.takes_adapters(engine.settings) else None
+    _, engine = engine_arguments(
+        config, hosts.index, kind=kind, model=task.model, platform=platform
     )
+    if kind.takes_adapters(engine.settings):
+        engine = dataclasses.replace(engine, lora=task.lora)
     with as_settings(of_engine(kind)):
         kind.check(engine)
+
     prepare_jax(config.mesh.cpu_devices)
     platform = jax.devices()[0].platform
     check_platform(platform)
     scheme = forward_scheme_on(config, engine, platform)
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
-    with as_settings(MESH):
-        mesh = training_mesh(*sizes, num_params=params.num_params(model))
-        for shape in filter(None, (model, task.teacher)):
-            check_kernel(config, platform, shape.head_dim)
-            known = {"num_heads": shape.num_heads, "num_experts": shape.num_experts}
-            check_training_mesh(mesh, **known, completions=config.completions_per_mini_batch)
-    check_reductions(config, mesh)
+    mesh = check_devices(task, platform)
     check_own_remedies(config.algorithm)
     if hosts.count > 1:
         connect_devices(mesh)
-    # Two cores have the step to compile and the warm-up; the turns of an environment are calls of
-    # their own.
-    given = [] if config.task.environment or usable_cores() <= 2 else task.first_calls
-    calls = [(prompts[hosts.share(len(prompts))], sampling) for prompts, sampling in given]
-    for prompts, sampling in calls[-1:]:
-        scored = (list(prompts) * sampling.group_size)[:SCORED_AGAIN]
-        calls += [(scored, None), (prompts[:1], sampled_again(sampling))]
-    engine = dataclasses.replace(engine, first_calls=calls)
-    shortest = min(map(len, task.train.token_ids)) - config.supervised
-    found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
-    return placed(
-        config, kind, engine, mesh, scheme, task.requests, task.lora, teacher=task.teacher, **found
+
+    return fit(
+        config,
+        kind,
+        dataclasses.replace(engine, first_calls=planned_calls(task, hosts)),
+        mesh=mesh,
+        scheme=scheme,
+        requests=task.requests,
+        lora=task.lora,
+        teacher=task.teacher,
+        shortest_prompt=min(map(len, task.train.token_ids)) - config.supervised,
+        hosts=hosts,
+        fitted_rows=fitted_rows,
     )
 
 
+def check_devices(task: Task, platform: str) -> Mesh:
+    """The training mesh, on which the models and the settings can run."""
+    config = task.config
+    with as_settings(MESH):
+        mesh = training_mesh(
+            config.mesh.data,
+            config.mesh.fsdp,
+            config.mesh.tensor,
+            config.mesh.expert,
+            num_params=params.num_params(task.model),
+        )
+        for model in (task.model, task.teacher):
+            if model is not None:
+                check_kernel(config, platform, model.head_dim)
+                check_training_mesh(
+                    mesh,
+                    num_heads=model.num_heads,
+                    num_experts=model.num_experts,
+                    completions=config.completions_per_mini_batch,
+                )
+    check_reductions(config, mesh)
+    return mesh
+
+
+def planned_calls(task: Task, hosts: Hosts) -> list[tuple[list[np.ndarray], SamplingParams | None]]:
+    """The first calls of this process's engine, for which it prepares; without sampling to
+    score.
+    """
+    # Two cores have the step to compile and the warm-up; the turns of an environment are calls of
+    # their own.
+    if task.config.task.environment or usable_cores() <= 2:
+        return []
+    calls = []
+    for prompts, sampling in task.first_calls:
+        calls.append((prompts[hosts.share(len(prompts))], sampling))
+    if calls:
+        prompts, sampling = calls[-1]
+        scored = (list(prompts) * sampling.group_size)[:SCORED_AGAIN]
+        calls += [(scored, None), (prompts[:1], sampled_again(sampling))]
+    return calls
+
+
 def check_platform(platform: str) -> None:
-    """Refuse the CPU where JAX should have found a GPU. JAX logs that its plugin failed and goes on
-    without.
+    """Refuse the CPU where JAX should have found a GPU: it logs that its plugin failed and goes on.
 
     Args:
         platform: platform of JAX's devices.
     """
-    chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if platform == "cpu" and not chosen and present_gpus() and has_cuda_plugin():
+    hidden = os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if platform == "cpu" and not hidden and present_gpus() and has_cuda_plugin():
         raise UserError(
             "JAX: computes on the CPU, though this machine has an NVIDIA GPU and JAX's plugin for "
             "it is installed; its log above says why the plugin failed. JAX_PLATFORMS=cpu trains "
@@ -183,15 +218,10 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
     XLA's CPU compiler (jaxlib 0.10) aborts the process when it promotes the bfloat16 reductions of
     such a mesh.
     """
-    split = {
-        axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1
-    }
-    if (
-        split
-        and config.model.compute_dtype == "bfloat16"
-        and mesh.devices.flat[0].platform == "cpu"
-    ):
-        axes = ", ".join(f"mesh.{axis}={ways}" for axis, ways in split.items())
+    split = [axis for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1]
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if split and on_cpu and config.model.compute_dtype == "bfloat16":
+        axes = ", ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in split)
         raise UserError(
             f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA "
             "can't add up bfloat16; choose float32, or split nothing but rows (mesh.data)"
@@ -201,34 +231,36 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
 def check_kernel(config: Config, platform: str, head_dim: int) -> None:
     """Refuse an attention kernel that this machine can't run.
 
-    Whether cuDNN is there, and takes this dtype, head width and number of segments, is found out by
-    compiling the attention of two small rows: of one segment, as the embedded engine has them, and
-    of a run's.
+    Compiles the attention of two small rows with cuDNN, to see whether it is there and takes this
+    dtype and head width: one row of one segment, as the embedded engine has them, one of a run's.
     """
     if platform_kernel(config, platform) != "cudnn":
         return
     heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.dtype(config.model.compute_dtype))
     ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    install = (
-        "install nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
-    )
-    for most in (1, segments_of(config, "cudnn")):
-        how = {
-            "kernel": "cudnn",
-            "one_segment": most == 1,
-            "segments": most,
-            "ops": choose_ops(platform),
-        }
+    for segments in (1, segments_of(config, "cudnn")):
+        row_attention = functools.partial(
+            attention.row_attention,
+            kernel="cudnn",
+            one_segment=segments == 1,
+            segments=segments,
+            ops=choose_ops(platform),
+        )
         try:
-            jax.jit(functools.partial(attention.row_attention, **how)).lower(
-                heads, heads, heads, ids
-            ).compile()
-        except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
+            jax.jit(row_attention).lower(heads, heads, heads, ids).compile()
+        except (
+            Exception
+        ) as error:  # a missing or old library and an unknown width raise differently
             reason = " ".join((str(error) or type(error).__name__).split())[:200]
-            remedy = "choose training.segments_per_row=1" if most > 1 else install
+            remedy = "choose training.segments_per_row=1"
+            if segments == 1:
+                remedy = (
+                    "install nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or "
+                    "choose xla"
+                )
             raise UserError(
                 f"config.model.attention: {config.model.attention!r} is cuDNN's attention here, "
-                f"which does not work with {most} segment(s) a row ({reason}); {remedy}"
+                f"which does not work with {segments} segment(s) a row ({reason}); {remedy}"
             ) from error
 
 
@@ -241,11 +273,14 @@ def platform_kernel(config: Config, platform: str) -> str:
     """
     dtype = jnp.dtype(config.model.compute_dtype)
     kernel = attention.choose_kernel(config.model.attention, dtype, platform)
-    needs = {"splash": (("tpu",), "a TPU"), "cudnn": (("gpu", "cuda"), "an NVIDIA GPU with cuDNN")}
-    platforms, what = needs.get(kernel, ((platform,), ""))
-    if platform not in platforms:
+    device = ""
+    if kernel == "splash" and platform != "tpu":
+        device = "a TPU"
+    elif kernel == "cudnn" and platform not in ("gpu", "cuda"):
+        device = "an NVIDIA GPU with cuDNN"
+    if device:
         raise UserError(
-            f"config.model.attention: got {kernel!r}, which needs {what}, this is {platform}; "
+            f"config.model.attention: got {kernel!r}, which needs {device}, this is {platform}; "
             "choose auto"
         )
     if kernel == "cudnn" and dtype == jnp.float32:
@@ -261,22 +296,22 @@ def segments_of(config: Config, kernel: str) -> int:
     return config.training.segments_per_row or attention.SKIP_SEGMENTS.get(kernel, 1)
 
 
-def placed(
+def fit(
     config: Config,
     kind: EngineKind,
     engine: EngineArguments,
+    *,
     mesh: Mesh,
     scheme: Scheme,
     requests: tuple[list[int], int],
     lora: Lora | None,
-    *,
     teacher: ModelConfig | None = None,
     shortest_prompt: int = 0,
     hosts: Hosts = ONE_PROCESS,
     machine: Machine | None = None,
     fitted_rows: int = 0,
 ) -> Placement:
-    """A run on given devices. Nothing is allocated.
+    """Fit a run into the memory of its devices. Nothing is allocated.
 
     Args:
         config: the settings.
@@ -297,27 +332,45 @@ def placed(
     packing = packing_on(config, mesh, compute, shortest=1 + shortest_prompt)
     columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
     machine = machine or this_machine(mesh.devices.flat[0].platform)
-    dtype = (
-        "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype
-    )
+    adapted = config.model.lora_rank or config.model.adapter
+    dtype = "float32" if adapted else config.model.param_dtype
     lengths, completions = requests
-    workload = Workload(
-        completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype
-    )
-    engine = dataclasses.replace(
-        engine,
-        mesh=lambda **split: sampling_mesh(mesh, num_params=params.num_params(model), **split),
-        probe=lambda: row_logprobs.make_probe(model, compute, mesh),
-        prepare=True,
-        param_dtype=dtype,
-    )
     trainer = training_memory(
-        config, model, compute, scheme, mesh, packing, machine, completions, lora, teacher
+        config,
+        model,
+        compute,
+        scheme,
+        mesh,
+        packing,
+        machine,
+        completions=completions,
+        lora=lora,
+        teacher=teacher,
     )
-    setup = fit_engine(kind, engine, workload, machine, trainer, fitted_rows=fitted_rows)
+    setup = fit_engine(
+        kind,
+        dataclasses.replace(
+            engine,
+            mesh=lambda **split: sampling_mesh(mesh, num_params=params.num_params(model), **split),
+            probe=lambda: row_logprobs.make_probe(model, compute, mesh),
+            prepare=True,
+            param_dtype=dtype,
+        ),
+        Workload(completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype),
+        machine,
+        trainer,
+        fitted_rows=fitted_rows,
+    )
     refills = config.algorithm.refill_rounds > 0 and hosts.count > 1
     return Placement(
-        hosts, mesh, compute, scheme, packing, columns, setup, kind.own_process and not refills
+        hosts=hosts,
+        mesh=mesh,
+        compute=compute,
+        scheme=scheme,
+        packing=packing,
+        columns=columns,
+        engine=setup,
+        samples_while_training=kind.own_process and not refills,
     )
 
 
@@ -339,8 +392,7 @@ def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> deco
 
 
 def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
-    """The default of `scan_unroll`: what a loop keeps for its backward pass it copies to stacks and
-    from them.
+    """The default of `scan_unroll`: a loop copies what its backward pass needs to stacks and back.
 
     By the compiler, on an H100 those copies are a quarter of the memory traffic of Qwen3-1.7B with
     remat=none; without the loop its step takes 49.6 GiB in place of 45.2, and less than twice as
@@ -349,7 +401,9 @@ def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
     platform = mesh.devices.flat[0].platform
     if platform == "gpu" and remat == "none" and data_parallel_only(mesh):
         return layers
-    return _CPU_UNROLL if platform == "cpu" and layers <= _CPU_UNROLL else 1
+    if platform == "cpu" and layers <= _CPU_UNROLL:
+        return _CPU_UNROLL
+    return 1
 
 
 def packing_on(
@@ -358,10 +412,12 @@ def packing_on(
     """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
     splash = compute.attention == "splash"
     row_lengths = config.training.row_lengths
-    if splash and (odd := [length for length in row_lengths if length % 128]):
-        raise UserError(
-            f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128"
-        )
+    for length in row_lengths:
+        if splash and length % 128:
+            raise UserError(
+                f"config.training.row_lengths: got {length}, splash attention needs multiples of "
+                "128"
+            )
     return row_layout.make_row_shapes(
         row_lengths=row_lengths,
         longest=config.max_total_tokens,

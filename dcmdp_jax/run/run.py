@@ -1,5 +1,5 @@
-"""A run, as the top of a command has it: task, placement and weights, made and checked in the order
-of their cost.
+"""A run, as the top of a command has it: task, placement and weights, the cheapest checked
+first.
 """
 
 from datetime import datetime
@@ -44,7 +44,8 @@ class Run(NamedTuple):
         """
         check_run_directory(config)
         for kind in ("wandb", "trackio"):
-            if project := getattr(config.observe, f"{kind}_project"):
+            project = getattr(config.observe, f"{kind}_project")
+            if project:
                 trackers.require_tracker(kind, project)
         rows = fitted_rows(config)
         engine = (EngineKind(), "") if config.supervised else trainable_engine(config)

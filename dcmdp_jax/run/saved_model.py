@@ -67,19 +67,14 @@ class SavedModel:
         return self.checkpoint.load()
 
     def load_as_rounded(self, precision: str) -> Params | None:
-        """The weights with what an engine's rounding leaves of the adapters' change; None without
-        adapters.
-        """
-        return (
-            None
-            if self.checkpoint is None or self.checkpoint.adapters is None
-            else self.checkpoint.load(precision)
-        )
+        """The weights with what rounding leaves of the adapters' change; None without adapters."""
+        if self.checkpoint is None or self.checkpoint.adapters is None:
+            return None
+        return self.checkpoint.load(precision)
 
 
 def find_model(path: Path, step: int | None = None) -> SavedModel:
-    """Find a model: a Hugging Face directory, a name on the Hub, a run directory, or a checkpoint
-    in it.
+    """Find a model: a Hugging Face directory, a name on the Hub, a run, or a checkpoint in it.
 
     Args:
         path: the directory, or the name.
@@ -94,17 +89,20 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
     elif not path.is_dir():
         raise UserError(f"MODEL {path}: no such directory")
     resolved = path.resolve()
-    if (resolved / "checkpoints").is_dir() or "checkpoints" in (
-        resolved.name,
-        resolved.parent.name,
-    ):
+    names = resolved.name, resolved.parent.name
+    if (resolved / "checkpoints").is_dir() or "checkpoints" in names:
         # Orbax takes seconds to import; only a checkpoint needs it.
         from dcmdp_jax.run.weights import find_params
 
-        found = find_params(resolved, step)
-        name = f"{found.tokenizer.parent.name} step {found.step}"
-        files = tuple(found.path.iterdir())
-        return SavedModel(name, found.model, found.tokenizer, resolved, found, files)
+        saved = find_params(resolved, step)
+        return SavedModel(
+            name=f"{saved.tokenizer.parent.name} step {saved.step}",
+            shape=saved.model,
+            tokenizer=saved.tokenizer,
+            path=resolved,
+            checkpoint=saved,
+            files=tuple(saved.path.iterdir()),
+        )
     if step is not None:
         raise UserError(
             f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have "
@@ -112,7 +110,15 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
         )
     shape = hf_config.read_model_config(path)
     narrow = set(hf_manifest.check_manifest(path, shape).dtypes) == {"BF16"}
-    return SavedModel(name, shape, path, path, None, tuple(path.glob("*.safetensors")), narrow)
+    return SavedModel(
+        name=name,
+        shape=shape,
+        tokenizer=path,
+        path=path,
+        checkpoint=None,
+        files=tuple(path.glob("*.safetensors")),
+        narrow=narrow,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

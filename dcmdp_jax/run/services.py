@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import as_settings, of_engine
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.engines import protocol, registry
 from dcmdp_jax.environments.turns import TurnSampler
@@ -17,13 +18,12 @@ from dcmdp_jax.run.memory_use import EngineSetup
 from dcmdp_jax.run.task import Task, environment_pool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Services(contextlib.AbstractContextManager["Services"]):
     """What samples and scores, started; a context manager that closes it.
 
     Attributes:
-        engine: the inference engine, ready for weights. Nothing is started for a supervised run:
-            all are None.
+        engine: the inference engine, ready for weights.
         verifier: the judge of answers, for the reward `math` and for evaluation.
         scorer: scores completions, with the reward functions.
         turns: samples in turns with the environment of `task.environment`; None without one.
@@ -45,8 +45,7 @@ class Services(contextlib.AbstractContextManager["Services"]):
 
 
 def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None) -> Services:
-    """Start the engine, the verifier, the reward functions and the environment; no weights are
-    loaded.
+    """Start engine, verifier, reward functions and environment; no weights are loaded.
 
     Args:
         task: rewards, data columns, tokenizer.
@@ -57,53 +56,70 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         UserError, EngineError, MemoryError: in one line, if the engine does not start.
     """
     config = task.config
-    limits = task.config.rewards
-    known = {"timeout_s": limits.timeout, "memory_gib": limits.memory_limit, "output": output}
     stop_on_error = config.rewards.on_error == "error"
     with contextlib.ExitStack() as stack:
         setup.memory.check()
-        if config.supervised:
-            return Services(None, None, None, None, task.tokenizer, stack.pop_all())
         with (
             activity(f"starting the engine {config.rollout.engine}"),
             as_settings(of_engine(setup.kind)),
         ):
             engine = setup.kind.start(setup.arguments)
         stack.callback(engine.close)
-        judged = (
+        verifier = Verifier(
             config.task.verifier_workers,
             config.task.verifier_timeout,
             config.task.verifier_budget,
+            extraction=config.rewards.answer_extraction,
         )
-        verifier = stack.enter_context(Verifier(*judged, config.rewards.answer_extraction))
-        by_source = len({problem.source for problem in task.train.problems}) > 1
+        stack.enter_context(verifier)
         scorer = RewardScorer(
             task.rewards,
             verifier,
             task.columns,
-            by_source=by_source,
+            by_source=len({problem.source for problem in task.train.problems}) > 1,
+            timeout_s=config.rewards.timeout,
+            memory_gib=config.rewards.memory_limit,
             stop_on_error=stop_on_error,
-            **known,
+            output=output,
         )
         stack.callback(scorer.close)
+
         turns = None
         if config.task.environment:
-            pool = stack.enter_context(
-                environment_pool(config, task.tokenizer, task.columns, output)
+            pool = environment_pool(config, task.tokenizer, task.columns, output)
+            turns = TurnSampler(
+                engine=engine,
+                pool=stack.enter_context(pool),
+                tokenizer=task.tokenizer,
+                columns=task.columns,
+                turns=config.task.max_turns,
+                turn_tokens=config.turn_tokens,
+                prompt_tokens=task.longest_prompt,
+                prompt_suffix=config.task.prompt_suffix,
+                variables=template_variables(config.task.chat_template_kwargs, task.tokenizer),
+                stop_on_error=stop_on_error,
             )
-            lengths = config.task.max_turns, config.turn_tokens, task.longest_prompt
-            variables = template_variables(config.task.chat_template_kwargs, task.tokenizer)
-            chat = task.tokenizer, task.columns, *lengths, config.task.prompt_suffix, variables
-            turns = TurnSampler(engine, pool, *chat, stop_on_error)
-        teacher, (server, _) = None, config.teacher
-        if server and not config.loads_teacher:
-            kind = registry.find_engine("http")
-            with as_settings(dict.fromkeys(("server", "max_total_tokens"), "rewards.functions")):
-                asked = {
-                    "settings": kind.settings(server),
-                    "max_total_tokens": config.max_total_tokens + 1,
-                }
-                teacher = kind.build(
-                    dataclasses.replace(setup.arguments, **asked)
-                )  # scoring takes one token more
-        return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all(), teacher)
+        teacher = None
+        if config.teacher[0] and not config.loads_teacher:
+            teacher = _teacher_server(config, setup)
+        return Services(
+            engine=engine,
+            verifier=verifier,
+            scorer=scorer,
+            turns=turns,
+            tokenizer=task.tokenizer,
+            teacher=teacher,
+            closing=stack.pop_all(),
+        )
+
+
+def _teacher_server(config: Config, setup: EngineSetup) -> protocol.Engine:
+    """The server of the reward `teacher:http://...`."""
+    kind = registry.find_engine("http")
+    with as_settings(dict.fromkeys(("server", "max_total_tokens"), "rewards.functions")):
+        arguments = dataclasses.replace(
+            setup.arguments,
+            settings=kind.settings(config.teacher[0]),
+            max_total_tokens=config.max_total_tokens + 1,  # scoring takes one token more
+        )
+        return kind.build(arguments)

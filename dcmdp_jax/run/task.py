@@ -1,6 +1,4 @@
-"""What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards.
-No device starts.
-"""
+"""What a run learns, from its settings and files: model shape, tokenizer, problems, rewards."""
 
 import dataclasses
 import functools
@@ -35,7 +33,7 @@ from dcmdp_jax.rewards.scoring import check_rewards, column_names
 _LOG = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """What the policy is trained or evaluated on.
 
@@ -83,41 +81,38 @@ class Task:
 
     @property
     def first_calls(self) -> list[tuple[list[np.ndarray], SamplingParams]]:
-        """Prompts and distribution of the first calls of the engine: on each held-out task, and of
-        a step.
+        """Prompts and distribution of the engine's first calls: on held-out tasks, and of a
+        step.
         """
         config = self.config
-        how = {"temperature": self.config.evaluation.temperature}
+        temperature = config.evaluation.temperature
         calls = []
         for task, prompts in self.held_out:
-            calls.append(
-                (
-                    prompts.token_ids,
-                    dataclasses.replace(self.sampling, group_size=task.samples, **how),
-                )
+            sampling = dataclasses.replace(
+                self.sampling, group_size=task.samples, temperature=temperature
             )
+            calls.append((prompts.token_ids, sampling))
         if self.train.problems:
-            chosen = self.stream.at(
+            rows = self.stream.at(
                 seed=config.training.seed, first=0, count=config.training.prompts_per_step
             )
-            calls.append(([self.train.token_ids[place] for place in chosen], self.sampling))
+            calls.append(([self.train.token_ids[row] for row in rows], self.sampling))
         return calls
 
     @property
     def requests(self) -> tuple[list[int], int]:
-        """Number of tokens of each prompt, and maximum number of completions sampled in one call of
-        the engine.
-        """
-        every = self.train, *(prompts for _, prompts in self.held_out)
-        lengths = [len(ids) for prompts in every for ids in prompts.token_ids]
-        return lengths, max(
-            (len(prompts) * how.group_size for prompts, how in self.first_calls), default=0
-        )
+        """Length of each prompt, and the most completions sampled in one call of the engine."""
+        lengths = [len(ids) for ids in self.train.token_ids]
+        for _, prompts in self.held_out:
+            lengths += map(len, prompts.token_ids)
+        completions = [len(prompts) * call.group_size for prompts, call in self.first_calls]
+        return lengths, max(completions, default=0)
 
 
 def read_task(config: Config, started: datetime) -> Task:
-    """Read and check the files that the settings of a run name; reward functions and the
-    environment are called.
+    """Read and check the files of a run; reward functions and the environment are called.
+
+    No device starts.
 
     Args:
         config: the settings.
@@ -140,42 +135,44 @@ def read_task(config: Config, started: datetime) -> Task:
         load = functools.partial(
             _load_prompts, config, tokenizer, tools, stop_token_ids=stop_token_ids
         )
+
         train, stream = _train_prompts(config, load)
-        held = (
-            held_out(config, tokenizer, tools, stop_token_ids)
-            if config.evaluation.every_steps
-            else ()
+        held_out_tasks = ()
+        if config.evaluation.every_steps:
+            held_out_tasks = held_out(config, tokenizer, tools, stop_token_ids)
+        rewards = columns = ()
+        if not config.supervised:
+            problems = [*train.problems]
+            for _, prompts in held_out_tasks:
+                problems += prompts.problems
+            rewards, columns = checked_rewards(config, problems, tokenizer)
+        locations = split_locations(config.warmup.task) if config.warmup.steps else ()
+        solutions = [load("warmup.task", location) for location in locations]
+        return Task(
+            config=config,
+            model=model,
+            tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids,
+            held_out=held_out_tasks,
+            rewards=rewards,
+            columns=columns,
+            longest_prompt=config.task.max_prompt_tokens,
+            train=train,
+            stream=stream,
+            worked_solutions=join_prompts(solutions) if solutions else None,
+            adapter=adapter,
+            lora=lora,
+            teacher=_teacher(config, model, tokenizer, stop_token_ids),
+            started=started,
         )
-        problems = [
-            problem
-            for prompts in (train, *(one for _, one in held))
-            for problem in prompts.problems
-        ]
-        rewards, columns = (
-            ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
-        )
-        places = split_locations(config.warmup.task) if config.warmup.steps else ()
-        solutions = [load("warmup.task", place) for place in places]
-        read = (
-            config,
-            model,
-            tokenizer,
-            stop_token_ids,
-            held,
-            rewards,
-            columns,
-            config.task.max_prompt_tokens,
-        )
-        learned = join_prompts(solutions) if solutions else None
-        teacher = _teacher(config, model, tokenizer, stop_token_ids)
-        return Task(*read, train, stream, learned, adapter, lora, teacher, started)
 
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     """The shape of the model, checked against the settings, and its tokenizer."""
     saved = None
     if config.model.path:
-        saved = hf_config.read_model_config(directory := path_of_model(config))
+        directory = path_of_model(config)
+        saved = hf_config.read_model_config(directory)
         hf_manifest.check_manifest(directory, saved)
     tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
     model = saved or fresh_model(config, tokenizer)
@@ -184,13 +181,12 @@ def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
 
 
 def check_model(config: Config, model: ModelConfig) -> None:
-    """Refuse lengths and likeliest tokens that the model has no room for, and settings of experts
-    that it has not.
-    """
-    if (top := config.rollout.top_logprobs) > model.vocab_size:
+    """Refuse settings that are too large for the model, or of experts that it has not."""
+    top_logprobs = config.rollout.top_logprobs
+    if top_logprobs > model.vocab_size:
         raise UserError(
-            f"config.rollout.top_logprobs: got {top}, must be at most {model.vocab_size}, the "
-            "whole vocabulary"
+            f"config.rollout.top_logprobs: got {top_logprobs}, must be at most "
+            f"{model.vocab_size}, the whole vocabulary"
         )
     if config.max_total_tokens > model.max_position_embeddings:
         raise UserError(
@@ -199,10 +195,11 @@ def check_model(config: Config, model: ModelConfig) -> None:
             f"{config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
-    settings = config.algorithm.router_aux_loss, config.rollout.router_replay
-    for name, value in zip(
-        ("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True
-    ):
+    router_settings = {
+        "algorithm.router_aux_loss": config.algorithm.router_aux_loss,
+        "rollout.router_replay": config.rollout.router_replay,
+    }
+    for name, value in router_settings.items():
         if value and not model.num_experts:
             raise UserError(
                 f"config.{name}: got {value}, the model is a {model.model_type}, which has no "
@@ -225,41 +222,41 @@ def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
 
 def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
-    named = bool(config.model.tokenizer)
-    path = config.model.tokenizer or config.model.path
-    if not path:
+    if config.model.tokenizer:
+        with naming("config.model.tokenizer"):
+            return load_tokenizer(config.model.tokenizer, vocab_size=vocab_size)
+    if not config.model.path:
         return arithmetic.build_tokenizer()
     try:
-        return load_tokenizer(
-            path if named else str(hf_hub.model_directory(path)), vocab_size=vocab_size
-        )
+        directory = str(hf_hub.model_directory(config.model.path))
+        return load_tokenizer(directory, vocab_size=vocab_size)
     except UserError as error:
-        setting, hint = (
-            ("tokenizer", "") if named else ("path", "; model.tokenizer may name another")
-        )
-        raise UserError(f"config.model.{setting}: {error}{hint}") from error
+        hint = "model.tokenizer may name another"
+        raise UserError(f"config.model.path: {error}; {hint}") from error
 
 
 def _adapter(config: Config, model: ModelConfig) -> Adapter:
     """The adapters of `model.adapter`."""
     try:
-        found = read_adapter(Path(config.model.adapter), model)
-    except (FileNotFoundError, UserError) as error:
-        hint = "; give a directory that PEFT or `dcmdp convert export --adapter` wrote"
+        adapter = read_adapter(Path(config.model.adapter), model)
+    except UserError as error:
+        raise UserError(f"config.model.adapter: {error}") from error
+    except FileNotFoundError as error:
         raise UserError(
-            f"config.model.adapter: {error}{hint * isinstance(error, OSError)}"
+            f"config.model.adapter: {error}; give a directory that PEFT or `dcmdp convert export "
+            "--adapter` wrote"
         ) from error
-    if config.model.lora_rank not in (0, found.lora.rank):
+    if config.model.lora_rank not in (0, adapter.lora.rank):
         raise UserError(
             f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter "
-            f"have rank {found.lora.rank}; set 0"
+            f"have rank {adapter.lora.rank}; set 0"
         )
     # Without a look at all values, which the run's start takes.
-    if found.base_digest is not None and config.model.path and not config.warmup.steps:
+    if adapter.base_digest is not None and config.model.path and not config.warmup.steps:
         base = path_of_model(config)
-        if found.base_digest != hf_weights.directory_digest(base, model):
+        if adapter.base_digest != hf_weights.directory_digest(base, model):
             raise other_base(config, base)
-    return found
+    return adapter
 
 
 def _teacher(
@@ -275,17 +272,19 @@ def _teacher(
     with naming("config.rewards.functions"):
         directory = hf_hub.model_directory(name)
         shape = hf_config.read_model_config(directory)
-        own_tokenizer = load_tokenizer(str(directory))
-        _check_vocabulary(name, own_tokenizer, tokenizer)
+        teacher_tokenizer = load_tokenizer(str(directory))
+        _check_vocabulary(name, teacher_tokenizer, tokenizer)
         if shape.vocab_size < model.vocab_size:
             raise UserError(
                 f"the teacher {name} has an embedding of {shape.vocab_size} rows, the policy "
                 f"samples from {model.vocab_size}; take a teacher with as many rows"
             )
-        if shape.max_position_embeddings < (longest := config.max_total_tokens):
-            raise UserError(f"the teacher {name} reads fewer tokens than {longest}")
-        end_ids = end_token_ids(own_tokenizer, directory, vocab_size=shape.vocab_size)
-    if unknown := [token for token in end_ids if token not in stop_token_ids]:
+        if shape.max_position_embeddings < config.max_total_tokens:
+            raise UserError(f"the teacher {name} reads fewer tokens than {config.max_total_tokens}")
+        end_ids = end_token_ids(teacher_tokenizer, directory, vocab_size=shape.vocab_size)
+
+    unknown = [token for token in end_ids if token not in stop_token_ids]
+    if unknown:
         remedy = "choose a teacher that ends as the policy does"
         if config.model.path and max(unknown) < model.vocab_size:
             ids = [*stop_token_ids, *unknown]
@@ -297,7 +296,7 @@ def _teacher(
             "policy goes on (it ends with %s): the policy may learn to write up to "
             "rollout.max_completion_tokens; %s",
             name,
-            _named(own_tokenizer, unknown),
+            _named(teacher_tokenizer, unknown),
             _named(tokenizer, stop_token_ids),
             remedy,
         )
@@ -308,16 +307,16 @@ def _check_vocabulary(
     name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase
 ) -> None:
     """Refuse a teacher that has not each token of the policy under its id; it may have more."""
-    known = teacher.get_vocab()
+    teacher_ids = teacher.get_vocab()
     ids = policy.get_vocab()
     for token in sorted(ids, key=ids.__getitem__):
-        if known.get(token) == ids[token]:
+        if teacher_ids.get(token) == ids[token]:
             continue
-        other = next((text for text, number in known.items() if number == ids[token]), None)
-        its_own = "no token" if other is None else shorten(other)
+        at_id = [text for text, number in teacher_ids.items() if number == ids[token]]
+        teacher_token = shorten(at_id[0]) if at_id else "no token"
         raise UserError(
             f"the teacher {name} has another vocabulary: token {ids[token]} of the policy is "
-            f"{shorten(token)}, the teacher has {its_own} there"
+            f"{shorten(token)}, the teacher has {teacher_token} there"
         )
 
 
@@ -346,24 +345,25 @@ def path_of_model(config: Config) -> Path:
 def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
     """The model of `model.architecture`, with the tokenizer's vocabulary.
 
-    Sliding layers see a quarter of the longest row, so that small runs have windows as large ones
-    do.
+    Sliding layers see a quarter of the longest row, so that small runs have windows as large ones.
     """
     shape = config.model.architecture
-    fields = {"sliding_window": max(1, config.max_total_tokens // 4)}
-    recurrent = dict.fromkeys(RECURRENT_SIZES, shape.head_dim) | {
-        "linear_num_key_heads": shape.num_kv_heads
+    family = families.FAMILIES[shape.model_type]
+    window = {"sliding_window": max(1, config.max_total_tokens // 4)}
+    sizes = {
+        **dataclasses.asdict(shape),
+        **hf_config.layer_pattern(window, family, shape.num_layers),
     }
-    recurrent |= {"linear_num_value_heads": shape.num_heads, "linear_conv_kernel_dim": 4}
+    if family.full_attention_every:
+        sizes |= dict.fromkeys(RECURRENT_SIZES, shape.head_dim)
+        sizes["linear_num_key_heads"] = shape.num_kv_heads
+        sizes["linear_num_value_heads"] = shape.num_heads
+        sizes["linear_conv_kernel_dim"] = 4
     try:
         return ModelConfig(
+            **sizes,
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
-            **dataclasses.asdict(shape),
-            **hf_config.layer_pattern(
-                fields, families.FAMILIES[shape.model_type], shape.num_layers
-            ),
-            **(recurrent if families.FAMILIES[shape.model_type].full_attention_every else {}),
             rope_theta=10000.0,
             tie_word_embeddings=True,
         )
@@ -379,11 +379,11 @@ def needs_columns(config: Config) -> bool:
 def checked_rewards(
     config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
-    """The rewards, and names of the columns that functions get. Calls the functions, and starts the
-    environment.
-    """
+    """The rewards, and the columns that functions get; calls them, and starts the environment."""
     rewards = tuple(
-        Reward(*each) for each in config.rewards.weighted if not each[0].startswith(TEACHER)
+        Reward(name, weight)
+        for name, weight in config.rewards.weighted
+        if not name.startswith(TEACHER)
     )
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
@@ -404,9 +404,7 @@ def read_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[
 def _check_environment(
     config: Config, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Start the environment in its own process, as in training, and render an answer; the JSON
-    schemas of its tools.
-    """
+    """Start the environment as in training, and render an answer; the JSON schemas of its tools."""
     try:
         with (
             environment_pool(config, tokenizer, columns) as pool,
@@ -414,12 +412,8 @@ def _check_environment(
         ):
             tools = pool.check()
         answer = {"role": "tool" if tools else "user", "name": "unknown", "content": "1"}
-        answer_text(
-            tokenizer,
-            [answer],
-            chat.template_variables(config.task.chat_template_kwargs, tokenizer),
-            tools,
-        )
+        variables = chat.template_variables(config.task.chat_template_kwargs, tokenizer)
+        answer_text(tokenizer, [answer], variables, tools)
     except UserError as error:
         raise UserError(f"config.task.environment: {error}") from error
     return tools
@@ -433,15 +427,19 @@ def environment_pool(
 ) -> EnvironmentPool:
     """The process of `task.environment`, see `EnvironmentPool`."""
     task = config.task
-    limits = {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
     variables = chat.template_variables(task.chat_template_kwargs, tokenizer)
-    tools = (
-        (chat.find_call_format(tokenizer, variables), task.max_result_characters)
-        if task.tools
-        else ()
+    tools = ()
+    if task.tools:
+        tools = chat.find_call_format(tokenizer, variables), task.max_result_characters
+    return EnvironmentPool(
+        task.environment,
+        columns,
+        timeout_s=config.rewards.timeout,
+        memory_gib=config.rewards.memory_limit,
+        output=output,
+        tools=tools,
+        workers=task.verifier_workers if tools else 1,
     )
-    limits["workers"] = task.verifier_workers if tools else 1
-    return EnvironmentPool(task.environment, columns, output=output, tools=tools, **limits)
 
 
 def _train_prompts(
@@ -449,12 +447,13 @@ def _train_prompts(
 ) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
     with naming("config.task.train"):
-        parts = parse_mixture(config.task.train)
-    places = [(part.location, part.name if len(parts) > 1 else "") for part in parts]
-    encoded = [load("task.train", *place) for place in places]
-    stream = PromptStream(
-        tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts)
-    )
+        mixture = parse_mixture(config.task.train)
+    encoded = []
+    for task in mixture:
+        name = task.name if len(mixture) > 1 else ""
+        encoded.append(load("task.train", task.location, name))
+    sizes = tuple(len(prompts.problems) for prompts in encoded)
+    stream = PromptStream(sizes, tuple(task.weight for task in mixture))
     return join_prompts(encoded), stream
 
 
@@ -468,8 +467,7 @@ def _load_prompts(
     *,
     stop_token_ids: Sequence[int] = (),
 ) -> EncodedPrompts:
-    """Problems of a location that a setting names, as token ids under the config's template, suffix
-    and limit.
+    """Problems of a location that a setting names, as token ids by the config.
 
     Rows without tools of their own get `tools`.
 
@@ -477,24 +475,29 @@ def _load_prompts(
     there. The warm-up's and those of a supervised run have completions to learn from.
     """
     needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
-    held = setting == "evaluation.task"
     learned = setting == "warmup.task" or config.supervised
-    answers = "unused" if not any(needed) else "required" if all(needed) else "optional"
+    if learned:
+        answers = "learned"
+    elif any(needed):
+        answers = "required" if all(needed) else "optional"
+    else:
+        answers = "unused"
+    held_out = setting == "evaluation.task"
     try:
-        problems = load_problems(
+        problems = []
+        for problem in load_problems(
             location,
-            split="test" if held else "train",
-            limit=config.evaluation.max_problems or None if held else None,
+            split="test" if held_out else "train",
+            limit=(config.evaluation.max_problems or None) if held_out else None,
             on_bad_row=config.task.on_bad_row,
             keep_columns=not learned and needs_columns(config),
-            answers="learned" if learned else answers,
+            answers=answers,
             name=name,
-        )
+        ):
+            problem_tools = problem.tools or tuple(tools)
+            problems.append(dataclasses.replace(problem, tools=problem_tools))
         return encode_prompts(
-            [
-                dataclasses.replace(problem, tools=problem.tools or tuple(tools))
-                for problem in problems
-            ],
+            problems,
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
             max_prompt_tokens=config.max_total_tokens if learned else config.task.max_prompt_tokens,

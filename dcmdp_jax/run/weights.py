@@ -1,5 +1,5 @@
-"""Parameters that a run starts from (policy, base of adapters, reference), and those of a
-checkpoint alone.
+"""Parameters that a run starts from (policy, adapters' base, reference), or of a checkpoint
+alone.
 """
 
 import collections
@@ -37,6 +37,7 @@ from dcmdp_jax.run.checkpoint import (
     check_record,
     check_structure,
     digests,
+    first_changed,
     first_line,
     saved_steps,
 )
@@ -80,9 +81,8 @@ class SavedParams:
         """
         with _naming_damage(self.path):
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            shapes = declared_shapes(
-                trained(self.model, self.adapters and self.adapters.lora), self.dtype
-            )
+            lora = self.adapters and self.adapters.lora
+            shapes = declared_shapes(trained(self.model, lora), self.dtype)
             abstract = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes
             )
@@ -92,9 +92,7 @@ class SavedParams:
         return params
 
     def load(self, rounded_to: str | None = None) -> Params:
-        """Read all parameters, adapters merged by `lora.merged`. Errors as of `trained`, or the
-        base is not theirs.
-        """
+        """Read all parameters, adapters merged by `lora.merged` into the base that they had."""
         params = self.trained()
         if self.adapters is None:
             return params
@@ -102,16 +100,15 @@ class SavedParams:
         return merge(self._base(self.adapters), params, self.adapters.lora, rounded_to)
 
     def base_directory(self, adapters: SavedAdapters) -> Path:
-        """The directory of the adapters' base. One that the run made itself is moved and copied
-        with it.
+        """The directory of the adapters' base, which is moved with a run that made it itself.
 
         Raises:
             CheckpointError: if it is not there.
         """
         directory = Path(adapters.base_path)
-        own = self.path.parent.parent / directory.name
-        if directory.name == "reference" and own.is_dir():
-            return own
+        beside = self.path.parent.parent / directory.name
+        if directory.name == "reference" and beside.is_dir():
+            return beside
         if not directory.is_dir():
             raise CheckpointError(
                 f"{self.path}: the base of its adapters, {directory}, is not there; put it back"
@@ -121,13 +118,10 @@ class SavedParams:
     def _base(self, adapters: SavedAdapters) -> Params:
         """The base of the adapters, which must be the one that they were trained on."""
         base = load_base(self.base_directory(adapters), self.model, adapters.base_dtype)
-        if changed := [
-            name
-            for name, value in digests(base).items()
-            if self.digests["reference"].get(name) != value
-        ]:
+        changed = first_changed(digests(base), self.digests["reference"])
+        if changed is not None:
             raise CheckpointError(
-                f"{adapters.base_path}: {changed[0]} is not what the adapters of {self.path} were "
+                f"{adapters.base_path}: {changed} is not what the adapters of {self.path} were "
                 "trained on; put the base back"
             )
         return base
@@ -232,8 +226,8 @@ class Weights:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether training needs the initial policy: as the adapters' base, or as the reference of
-        a KL term.
+        """Whether training needs the initial policy, as adapters' base or reference of a KL
+        term.
         """
         return self.task.lora is not None or bool(self.task.config.algorithm.kl_coefficient)
 
@@ -245,8 +239,8 @@ class Weights:
 
     @property
     def frozen_path(self) -> Path:
-        """The directory of the initial policy: of `model.path` where adapters start from it, else
-        one in `run_dir`.
+        """The initial policy's directory: `model.path` where adapters start from it, else the
+        run's.
         """
         settings = self.task.config.model
         if self.task.lora and settings.path and not self.task.config.warmup.steps:

@@ -1,5 +1,4 @@
-"""Run a function over the rows of a mini-batch, bucket by bucket and device by device, and merge
-what it returns.
+"""Run a function over the rows of a mini-batch, by bucket and device, and merge what it returns.
 
 A function here is
 
@@ -70,11 +69,11 @@ def accumulate(
     def on_device(
         shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
     ) -> tuple[Any, tuple[Any, ...]]:
-        if len(rows) > 1 or len(jax.tree.leaves(rows)[0]) > 1:
+        if len(rows) > 1 or _count(rows) > 1:
             statistics, outputs = _loop(function, shared, rows, micro_batches)
         else:
             with jax.named_scope(MICRO_BATCHES):
-                statistics, outputs = function(shared, jax.tree.map(lambda x: x[0], rows[0]))
+                statistics, outputs = function(shared, _first(rows[0]))
             statistics = stats.merge(stats.empty(statistics), statistics)
             outputs = (jax.tree.map(lambda x: x[None], outputs),)
         return stats.across(statistics, data_axis(mesh)), outputs
@@ -93,17 +92,18 @@ def map_rows(
     *,
     mesh: Mesh | None,
 ) -> tuple[Any, ...]:
-    """The row outputs of a function(shared, rows) -> outputs, as in `accumulate`, without
-    statistics.
+    """The row outputs of a function(shared, rows) -> outputs, as in `accumulate`.
 
     Always in a loop, which XLA compiles by itself: two programs that map the same function over the
     same shapes then get the same bits.
     """
 
+    def on_rows(shared: Any, rows: Any) -> tuple[tuple[()], Any]:
+        return (), function(shared, rows)
+
     def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, ...]:
-        return _loop(
-            lambda shared, micro: ((), function(shared, micro)), shared, rows, micro_batches
-        )[1]
+        _, outputs = _loop(on_rows, shared, rows, micro_batches)
+        return outputs
 
     mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=_ROWS)
     return mapped(shared, rows, micro_batches)
@@ -116,23 +116,36 @@ def _loop(
     merged = None
     outputs = []
     for bucket, stacked in enumerate(rows):
-        statistics, output = jax.eval_shape(function, shared, jax.tree.map(lambda x: x[0], stacked))
-        merged = stats.empty(statistics) if merged is None else merged
-        count = len(jax.tree.leaves(stacked)[0])
-        buffers = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), output)  # noqa: B023 - used at once
-
-        def body(
-            index: jax.Array, carry: tuple[Any, Any], stacked: Any = stacked
-        ) -> tuple[Any, Any]:
-            merged, buffers = carry
-            micro = jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked
-            )
-            statistics, output = function(shared, micro)
-            buffers = jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, output)
-            return stats.merge(merged, statistics), buffers
-
         with jax.named_scope(f"{MICRO_BATCHES}/{bucket_scope(bucket)}"):
-            merged, buffers = lax.fori_loop(0, micro_batches[bucket], body, (merged, buffers))
+            merged, buffers = _loop_bucket(function, shared, stacked, micro_batches[bucket], merged)
         outputs.append(buffers)
     return merged, tuple(outputs)
+
+
+def _loop_bucket(
+    function: RowFunction, shared: Any, stacked: Any, micro_batches: jax.Array, merged: Any
+) -> tuple[Any, Any]:
+    """Add the statistics of a bucket to those `merged` of others; None before the first."""
+    statistics, output = jax.eval_shape(function, shared, _first(stacked))
+    if merged is None:
+        merged = stats.empty(statistics)
+    count = _count(stacked)
+    buffers = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), output)
+
+    def body(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        merged, buffers = carry
+        micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+        statistics, output = function(shared, micro)
+        buffers = jax.tree.map(lambda buffer, x: buffer.at[index].set(x), buffers, output)
+        return stats.merge(merged, statistics), buffers
+
+    return lax.fori_loop(0, micro_batches, body, (merged, buffers))
+
+
+def _count(stacked: Any) -> int:
+    """The A of a tree of arrays [A, R, ...]."""
+    return len(jax.tree.leaves(stacked)[0])
+
+
+def _first(stacked: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], stacked)

@@ -1,5 +1,4 @@
-"""The batch of each step: push weights, sample, verify, exchange, pack, score; with a lag, of
-earlier weights.
+"""The batch of each step: push weights, sample, verify, exchange, pack, score; maybe with a lag.
 
 With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights
 never depends on how fast anything is, so a resumed run has the bits of an undisturbed one. An
@@ -8,11 +7,12 @@ thread trains; weights are pushed between batches.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,23 +41,26 @@ logger = logging.getLogger(__name__)
 _MUCH_PADDING = 0.3
 
 
-class Sampled(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampled:
     """A step's samples; with several hosts and a lag, this host's share only.
 
     Attributes:
         rollout: completions and rewards.
-        floor: the noise floor of this host's engine, where it was measured; `scored`, the scores it
-            rests on.
         timer: the phases of sampling.
+        floor: the noise floor of this host's engine, where it was measured.
+        scored: number of a completion -> its log-probs in one pass of the engine, on which it
+            rests; see `noise_floor`.
     """
 
     rollout: StepRollout
-    floor: float | None
-    scored: dict[int, np.ndarray]
     timer: PhaseTimer
+    floor: float | None = None
+    scored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
-class StepBatch(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBatch:
     """The batch of a step, ready to be trained on.
 
     Attributes:
@@ -65,8 +68,7 @@ class StepBatch(NamedTuple):
         batch: on the devices.
         rows: the rows on the host.
         metrics: metrics of sampling and packing.
-        scored: number of a completion -> its log-probs in one pass of the engine, see
-            `noise_floor`.
+        scored: see `Sampled`; none where the engine's log-probs were replaced.
     """
 
     rollout: StepRollout
@@ -76,76 +78,64 @@ class StepBatch(NamedTuple):
     scored: dict[int, np.ndarray]
 
 
+@dataclasses.dataclass(eq=False)
 class Batches:
     """Makes batches in the order of their steps.
 
-    Args:
-        services: engine, scorer and turns.
+    Attributes:
+        services: engine, scorer and turns; None for a supervised run.
         placement: hosts, devices and shapes of a batch.
         task: the problems, and how they are sampled.
         programs: the step's programs.
-        behind: older versions of the parameters by their steps, as restored.
         leave: ends the work of this process with that of the others.
-        taken: positions of the stream of prompts that the finished steps have taken.
         frozen: the base of the adapters, if what is trained are adapters.
-        teacher: result of `make_teacher`; None without a teacher in the trainer.
         compiled: collective, waits for the programs that are being compiled.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        placement: Placement,
-        task: Task,
-        programs: build.StepPrograms,
-        behind: Mapping[int, Params],
-        leave: stopping.CollectiveExit,
-        *,
-        taken: int,
-        frozen: Params | None = None,
-        teacher: Callable[[Batch], Batch] | None = None,
-        compiled: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._engine = services.engine
-        self._placement = placement
-        self._task = task
-        self._programs = programs
-        self._config = task.config
-        self._hosts = placement.hosts
-        self._exit = leave
-        self._frozen = frozen
-        self._lag = task.config.rollout.lag
+    services: Services | None
+    placement: Placement
+    task: Task
+    programs: build.StepPrograms
+    leave: stopping.CollectiveExit
+    frozen: Params | None = None
+    compiled: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._config = self.task.config
+        self._hosts = self.placement.hosts
+        self._lag = self._config.rollout.lag
+
+        # What is sampled: the next step to start, its position in the stream, futures by step.
         self._next = 0
-        self._position = taken
-        self._thread = (
-            stopping.ThreadExit(leave) if self._lag and placement.samples_while_training else None
-        )
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self._thread else None
-        # The sampler's thread calls nothing collective: what it leaves is exchanged by the
-        # trainer's.
-        self._exchanges = self._thread is not None and self._hosts.count > 1
-        own = self._thread or leave
-        self._rollouts = StepRollouts(
-            services, task, self._hosts, own, collective=not self._exchanges
-        )
-        # Compiled as one: each operation alone would be a program of its own.
-        self._discrepancy = jax.jit(
-            functools.partial(
-                discrepancy.token_discrepancy, **loss_terms.measure_of(task.config.algorithm)
-            )
-        )
-        self._teacher = teacher or (lambda batch: batch)
-        self._compiled = compiled
+        self._position = 0
         self._in_flight: dict[int, Future[Sampled]] = {}
-        # In the parameters' own dtype: a push of a copy in another one would not give the engine
-        # the same weights.
-        self._copy = jax.jit(
-            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params
-        )
-        self._kept = dict(behind)
-        self._pushed: tuple[int, dict[str, float]] | None = None
         self._sampled_until: float | None = None
         self._padding_told = False
+        self._thread: stopping.ThreadExit | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        if self._lag and self.placement.samples_while_training:
+            self._thread = stopping.ThreadExit(self.leave)
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling")
+        # The sampler's thread calls nothing collective: the trainer's exchanges what it leaves.
+        self._exchanges = self._thread is not None and self._hosts.count > 1
+        self._rollouts = StepRollouts(
+            self.services,
+            self.task,
+            self._hosts,
+            self._thread or self.leave,
+            collective=not self._exchanges,
+        )
+
+        # Parameters: those that the engine has, and copies that batches in flight need. In their
+        # own dtype: a push of a copy in another one would not give the engine the same weights.
+        self._pushed: tuple[int, dict[str, float]] | None = None
+        self._versions: dict[int, Params] = {}
+        self._copy = jax.jit(
+            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self.programs.shardings.params
+        )
+        # Compiled as one: each operation alone would be a program of its own.
+        measure = loss_terms.measure_of(self._config.algorithm)
+        self._discrepancy = jax.jit(functools.partial(discrepancy.token_discrepancy, **measure))
 
     def close(self) -> None:
         """Give up what is being sampled."""
@@ -153,23 +143,36 @@ class Batches:
             self._thread.cancelled.set()
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def resume(self, step: int) -> None:
-        """Begin after `step` finished steps: sample again what was in flight, each batch by the
-        weights it had.
+    def resume(
+        self, step: int, prompts_taken: int = 0, versions: Mapping[int, Params] | None = None
+    ) -> None:
+        """Begin after `step` finished steps: sample again what was in flight.
+
+        Args:
+            step: finished steps.
+            prompts_taken: position in the stream of prompts where the next step begins.
+            versions: older versions of the parameters by their steps, by which batches in flight
+                were sampled.
         """
         self._next = step
-        for version in self.behind(step) if step < self._config.training.steps else ():
-            self.push(self._kept[version], version, timer := PhaseTimer())
+        self._position = prompts_taken
+        self._versions = dict(versions or {})
+        if step >= self._config.training.steps:
+            return
+        for version in self.behind(step):
+            timer = PhaseTimer()
+            self.push(self._versions[version], version, timer)
             self._start(version, timer)
 
     def behind(self, step: int) -> dict[int, Params]:
-        """Parameters of the older versions that batches in flight after `step` steps were sampled
-        by.
+        """The older versions of the parameters that sampled what is in flight after `step`
+        steps.
         """
-        return {version: self._kept[version] for version in range(max(0, step - self._lag), step)}
+        versions = range(max(0, step - self._lag), step)
+        return {version: self._versions[version] for version in versions}
 
     def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """Push the policy of a step, once nothing is being sampled, unless the engine holds it
+        """Push the policy of a step when nothing is being sampled, unless the engine has it
         already.
 
         Returns:
@@ -180,10 +183,12 @@ class Batches:
                 future.result()
         with timer.phase("push"):
             if self._pushed is None or self._pushed[0] != step:
-                whole, merge = self._programs.merged(params, self._frozen)
-                measured = self._engine.push_weights(whole, step) | jax.device_get(merge)
-                largest = self._hosts.largest(*measured.values())
-                self._pushed = step, dict(zip(measured, largest, strict=True))
+                pushed, merge_metrics = self.programs.merged(params, self.frozen)
+                metrics = self.services.engine.push_weights(pushed, step) | jax.device_get(
+                    merge_metrics
+                )
+                largest = self._hosts.largest(*metrics.values())
+                self._pushed = step, dict(zip(metrics, largest, strict=True))
         return self._pushed[1]
 
     def make(self, state: TrainState, step: int, timer: PhaseTimer) -> StepBatch:
@@ -197,76 +202,81 @@ class Batches:
         """
         self._start(step, timer)
         with self._waiting(timer):
-            rollout, floor, scored, sampler = self._in_flight.pop(step).result()
-        timer.seconds |= sampler.seconds
+            sampled = self._in_flight.pop(step).result()
+        timer.seconds |= sampled.timer.seconds
+        rollout = sampled.rollout
         with timer.phase("pack"):
             if self._exchanges:
                 rollout = self._rollouts.exchange(rollout)
             batch, rows, metrics = self._pack(rollout, step)
         if step in NOISE_FLOOR_STEPS:
             # c must be moved by the same number on all hosts.
-            [floor] = self._hosts.largest(-1.0 if floor is None else floor)
+            [floor] = self._hosts.largest(-1.0 if sampled.floor is None else sampled.floor)
             if floor >= 0:
                 metrics["mismatch/noise_floor"] = floor
         if self._lag:
-            (began, _), (_, ended) = sampler.spans[0], sampler.spans[-1]
+            began = sampled.timer.spans[0][0]
             metrics["time/engine_idle"] = max(0.0, began - (self._sampled_until or began))
-            self._sampled_until = ended
+            self._sampled_until = sampled.timer.spans[-1][1]
+
         version = max(0, step - self._lag)
         with timer.phase("step"):
-            batch = self._score(
-                state.params if version == step else self._kept[version], batch, metrics
-            )
+            params = state.params if version == step else self._versions[version]
+            batch = self._score(params, batch, metrics)
         if self._lag:
             self._keep(state.params, step)
-        return StepBatch(rollout, batch, rows, metrics, scored)
+        return StepBatch(
+            rollout=rollout,
+            batch=batch,
+            rows=rows,
+            metrics=metrics,
+            scored=sampled.scored if self.programs.rescore is None else {},
+        )
 
     @contextlib.contextmanager
     def _waiting(self, timer: PhaseTimer) -> Iterator[None]:
         """Wait for the sampler; if it fails on any host, raise on all."""
-        with self._exit.scope(), timer.phase("wait") if self._lag else contextlib.nullcontext():
+        phase = timer.phase("wait") if self._lag else contextlib.nullcontext()
+        with self.leave.scope(), phase:
             yield
-            self._exit.check()
+            self.leave.check()
 
     def _start(self, version: int, timer: PhaseTimer) -> None:
         """Sample every batch assigned to policy `version`: in the sampler thread, or here."""
         while self._next <= min(version + self._lag, self._config.training.steps - 1):
-            arguments = self._next, version, PhaseTimer(first=timer.first)
+            sampling_timer = PhaseTimer(first=timer.first)
             if self._pool is None:
                 future: Future[Sampled] = Future()
-                future.set_result(self._sample(*arguments))
+                future.set_result(self._sample(self._next, version, sampling_timer))
             else:
-                future = self._pool.submit(self._sample, *arguments)
+                future = self._pool.submit(self._sample, self._next, version, sampling_timer)
             self._in_flight[self._next] = future
             self._next += 1
-        if self._pool is None and self._engine:
-            # Before the step, whose peak they would add to; the next push brings new ones in any
-            # case.
-            self._engine.release_weights()
+        if self._pool is None and self.services is not None:
+            # Before the step, whose peak they would add to; the next push brings new ones anyway.
+            self.services.engine.release_weights()
 
     def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
-        """Sample and verify the batch of a step, which begins in the stream where the one before
-        ends.
-        """
+        """Sample and verify the batch of a step, whose prompts follow those of the one before."""
         try:
             rollout = self._rollouts.sample(step, self._position, timer)
             self._position += rollout.taken
             if self._lag:
                 check_versions(rollout.episodes, version)
             first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
-            config = self._config
-            sampling = self._task.sampling
-            numbers = {
-                "seed": config.training.seed,
-                "step": step,
-                "first": first * sampling.group_size,
-            }
+            sampling = self.task.sampling
             with timer.phase("noise_floor"):
-                given = self._engine, rollout.episodes, sampling, self._distance
-                measured = noise_floor(
-                    *given, **numbers, drop=config.rollout.on_non_finite == "drop"
+                floor, scored = noise_floor(
+                    self.services.engine,
+                    rollout.episodes,
+                    sampling,
+                    self._distance,
+                    seed=self._config.training.seed,
+                    step=step,
+                    first=first * sampling.group_size,
+                    drop=self._config.rollout.on_non_finite == "drop",
                 )
-            return Sampled(rollout, *measured, timer)
+            return Sampled(rollout=rollout, timer=timer, floor=floor, scored=scored)
         except BaseException:
             if self._thread:
                 self._thread.cancelled.set()
@@ -275,67 +285,71 @@ class Batches:
     def _distance(self, again: np.ndarray, sampled: np.ndarray) -> float:
         """The discrepancy of log-probs, by the statistic that c bounds."""
         values = self._discrepancy(again, sampled)
-        share = dual.QUANTILES.get(self._config.algorithm.budget)
-        return float(np.mean(values) if share is None else np.quantile(values, share))
+        quantile = dual.QUANTILES.get(self._config.algorithm.budget)
+        return float(np.mean(values) if quantile is None else np.quantile(values, quantile))
 
     def _pack(
         self, rollout: StepRollout, step: int
     ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
-        config = self._config
-        packing = self._placement.packing
-        chosen = rollout.rows
+        selected = rollout.rows
         batch, (tokens, computed) = pack(
-            [rollout.episodes[row] for row in chosen],
-            rollout.scores.totals[chosen],
-            packing,
-            mask_truncated=config.algorithm.mask_truncated,
-            dropped=rollout.dropped[chosen],
+            [rollout.episodes[row] for row in selected],
+            rollout.scores.totals[selected],
+            self.placement.packing,
+            mask_truncated=self._config.algorithm.mask_truncated,
+            dropped=rollout.dropped[selected],
         )
         padding = 1.0 - tokens / computed
         metrics = {
             "rollout/dropped_completions": int(rollout.dropped.sum()),
             "rollout/padding_fraction": padding,
+            **staleness_metrics(batch, step),
         }
-        metrics |= staleness_metrics(batch, step)
         if padding > _MUCH_PADDING and not self._padding_told:
             self._padding_told = True
-            training = config.training
-            advice = lengths.padding_advice(
-                packing, chosen=not training.row_lengths, limited=training.segments_per_row > 0
-            )
-            advice = in_settings(advice, SUPERVISED_PACKING if config.supervised else PACKING)
-            logger.warning(
-                "step %d: %.0f%% of what is computed is padding; %s",
-                step + 1,
-                100 * padding,
-                advice,
-            )
-        on_devices = to_global(batch, batch_shardings(self._placement.mesh))
+            self._warn_of_padding(step, padding)
+        on_devices = to_global(batch, batch_shardings(self.placement.mesh))
         return on_devices, batch.rows, metrics
 
+    def _warn_of_padding(self, step: int, padding: float) -> None:
+        training = self._config.training
+        advice = lengths.padding_advice(
+            self.placement.packing,
+            chosen=not training.row_lengths,
+            limited=training.segments_per_row > 0,
+        )
+        names = SUPERVISED_PACKING if self._config.supervised else PACKING
+        logger.warning(
+            "step %d: %.0f%% of what is computed is padding; %s",
+            step + 1,
+            100 * padding,
+            in_settings(advice, names),
+        )
+
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
-        """Add what the training stack gives the batch under the weights that sampled it, where that
-        is needed.
+        """Add the log-probs of other passes: a teacher's, and those of the weights that sampled
+        it.
         """
-        self._compiled()
-        params = self._programs.policy(params, self._frozen)
-        batch = self._teacher(batch)
-        if self._programs.rescore is not None:
-            batch, metrics["mismatch/sampler"] = self._programs.rescore(params, batch)
-        return self._programs.old_logprobs(params, batch) if self._lag else batch
+        self.compiled()
+        programs = self.programs
+        params = programs.policy(params, self.frozen)
+        if programs.teacher is not None:
+            batch = programs.teacher(batch)
+        if programs.rescore is not None:
+            batch, metrics["mismatch/sampler"] = programs.rescore(params, batch)
+        return programs.old_logprobs(params, batch) if self._lag else batch
 
     def _keep(self, params: Params, step: int) -> None:
         """Copy this step's parameters; drop copies no in-flight batch needs."""
-        oldest = max(0, step + 1 - self._lag)
-        self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
-        self._kept[step] = self._copy(params)
+        for version in [*self._versions]:
+            if version < step + 1 - self._lag:
+                del self._versions[version]
+        self._versions[step] = self._copy(params)
 
 
 class ConversationBatches(Batches):
-    """The batches of a supervised run: the conversations of the data, in place of what an engine
-    samples.
-    """
+    """The batches of a supervised run: conversations of the data, not what an engine samples."""
 
     def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
         """No engine gets the policy."""
@@ -343,43 +357,58 @@ class ConversationBatches(Batches):
 
     def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
         """The next conversations of the stream."""
-        count = self._config.training.prompts_per_step
-        seed = self._config.training.seed
-        chosen = self._task.stream.at(seed=seed, first=step * count, count=count)
-        return Sampled(self._conversations(self._task.train, chosen), None, {}, timer)
+        training = self._config.training
+        count = training.prompts_per_step
+        rows = self.task.stream.at(seed=training.seed, first=step * count, count=count)
+        return Sampled(rollout=self._conversations(self.task.train, rows), timer=timer)
 
-    def loss(self, params: Params, held: prompts.EncodedPrompts) -> float:
+    def loss(self, params: Params, conversations: prompts.EncodedPrompts) -> float:
         """The mean negative log-likelihood of all targets, in nats."""
-        self._compiled()
-        params = self._programs.policy(params, self._frozen)
+        self.compiled()
+        params = self.programs.policy(params, self.frozen)
         total = 0.0
         size = self._config.training.prompts_per_step
-        count = len(held.token_ids)
+        count = len(conversations.token_ids)
         for first in range(0, count, size):
-            batch, *_ = self._pack(
-                self._conversations(held, np.arange(first, min(first + size, count))), 0
-            )
-            for rows in self._programs.old_logprobs(params, batch).rows:
-                total -= float(jnp.sum(rows.columns[rescore.OLD_LOGPROBS]))
-        return total / sum(int(targets.sum()) for targets in held.targets)
+            rows = np.arange(first, min(first + size, count))
+            batch, *_ = self._pack(self._conversations(conversations, rows), 0)
+            for bucket in self.programs.old_logprobs(params, batch).rows:
+                total -= float(jnp.sum(bucket.columns[rescore.OLD_LOGPROBS]))
+        return total / sum(int(targets.sum()) for targets in conversations.targets)
 
-    def _conversations(self, given: prompts.EncodedPrompts, chosen: np.ndarray) -> StepRollout:
-        """Conversations as completions; what is missing to a whole step is dropped."""
-        with self._exit.scope():
-            self._exit.check()
+    def _conversations(
+        self, conversations: prompts.EncodedPrompts, rows: np.ndarray
+    ) -> StepRollout:
+        """Rows of the data as completions; what is missing to a whole step is dropped."""
+        with self.leave.scope():
+            self.leave.check()
+
         count = self._config.training.prompts_per_step
+        numbers = np.resize(rows, count)
         episodes = []
-        for place, number in enumerate(np.resize(chosen, count)):
-            targets = given.targets[number]
+        for group, number in enumerate(numbers):
+            targets = conversations.targets[number]
             columns = {
                 name: np.zeros(len(targets), episode.COLUMNS[name].dtype)
-                for name in self._placement.columns
+                for name in self.placement.columns
             }
-            episodes.append(
-                episode.Episode(given.token_ids[number], targets, place, 0, "stop", columns)
+            conversation = episode.Episode(
+                token_ids=conversations.token_ids[number],
+                sampled_mask=targets,
+                group=group,
+                member=0,
+                finish_reason="stop",
+                columns=columns,
             )
-        scores = BatchScores(np.zeros(count, np.float32), {}, {}, None)
-        dropped = np.arange(count) >= len(chosen)
+            episodes.append(conversation)
         return StepRollout(
-            np.resize(chosen, count), episodes, [], scores, dropped, count, taken=count
+            problems=numbers,
+            episodes=episodes,
+            texts=[],
+            scores=BatchScores(
+                totals=np.zeros(count, np.float32), values={}, failed={}, grades=None
+            ),
+            dropped=np.arange(count) >= len(rows),
+            batch_groups=count,
+            taken=count,
         )

@@ -1,10 +1,11 @@
 """The compiled programs of a step, and the state that a run starts from."""
 
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 
@@ -36,21 +37,21 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Batch, DualState, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
 
-class StepPrograms(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPrograms:
     """A training step and what it starts from.
 
     Attributes:
         create: (parameters, dual state) -> a fresh state.
         arguments: state and batch of the step: shapes, dtypes and shardings.
         shardings: shardings of the state.
-        train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first
-            call.
+        train_step: see `make_train_step`; compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
             sampler's; else None.
         old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; in a
@@ -60,6 +61,7 @@ class StepPrograms(NamedTuple):
             parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
             `lora`. `Adapted` for an engine that takes adapters.
+        teacher: result of `make_teacher`; None without a teacher in the trainer.
     """
 
     create: Callable[[Params, DualState], TrainState]
@@ -72,10 +74,10 @@ class StepPrograms(NamedTuple):
     merged: Callable[[Params, Params | None], tuple[Params, loss_terms.Metrics]]
     watched: Callable[[Params], list[jax.Array]]
     arrival: Callable[[list[jax.Array], Params], loss_terms.Metrics]
+    teacher: Callable[[Batch], Batch] | None = None
 
     def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:
-        """Compile the step and the passes before it, while the engine starts and the first batch is
-        sampled.
+        """Compile the step and the passes before it, while the engine starts and samples.
 
         JAX keeps the programs.
 
@@ -85,35 +87,40 @@ class StepPrograms(NamedTuple):
 
         Returns:
             Collective: a function that waits, once, until all processes have compiled them. One
-                that had not would
-            compile them in its main thread, and wait there for the others, see
+            that had not would compile them in its main thread, and wait there for the others, see
             `SeveralHosts.starting_programs_together`.
         """
         state, batch = self.arguments
-        # `old_logprobs` adds its columns.
+        # Of the batches before `old_logprobs` adds its columns.
         added = OLD_LOGPROBS, episode.OLD_TOP_LOGPROBS
-        kept = [
-            {name: x for name, x in of.columns.items() if name not in added} for of in batch.rows
-        ]
-        bare = batch._replace(
-            rows=tuple(of._replace(columns=x) for of, x in zip(batch.rows, kept, strict=True))
-        )
-        lowered = {"the step": lambda: self.train_step.lower(state, batch, frozen)}
-        for each in filter(None, (self.rescore, self.old_logprobs)):
-            lowered[each.__name__] = lambda each=each: each.lower(
-                self.policy(state.params, frozen), bare
-            )
-        waits = [
-            compile_beside(lambda lower=lower: lower().compile(), name)
-            for name, lower in lowered.items()
-        ]
-        return functools.cache(lambda: [wait() for wait in waits] and hosts.wait_for_all())
+        buckets = []
+        for rows in batch.rows:
+            columns = {name: x for name, x in rows.columns.items() if name not in added}
+            buckets.append(rows._replace(columns=columns))
+        sampled = batch._replace(rows=tuple(buckets))
+
+        def compile_later(name: str, program: Any, *arguments: Any) -> Callable[[], None]:
+            return compile_beside(lambda: program.lower(*arguments).compile(), name)
+
+        waits = [compile_later("the step", self.train_step, state, batch, frozen)]
+        for program in (self.rescore, self.old_logprobs):
+            if program is not None:
+                params = self.policy(state.params, frozen)
+                waits.append(compile_later(program.__name__, program, params, sampled))
+
+        @functools.cache
+        def wait_until_compiled() -> None:
+            for wait in waits:
+                wait()
+            hosts.wait_for_all()
+
+        return wait_until_compiled
 
 
 def make_step_programs(
     config: Config, model: ModelConfig, placement: Placement, lora: Lora | None = None
 ) -> StepPrograms:
-    """Make the programs of a step. Nothing is compiled or allocated but scalars.
+    """Make the programs of a step. Nothing but scalars is compiled or allocated.
 
     Args:
         config: the settings.
@@ -131,9 +138,8 @@ def make_step_programs(
     def fresh(params: Params, dual: DualState) -> TrainState:
         return new_state(params, optimizer, dual, loss_scale)
 
-    state = jax.eval_shape(
-        fresh, declared_shapes(trained(model, lora), config.model.param_dtype), dual
-    )
+    shapes = declared_shapes(trained(model, lora), config.model.param_dtype)
+    state = jax.eval_shape(fresh, shapes, dual)
     shardings = train_state_shardings(state, model, mesh, lora)
     exact = config.rollout.precision == "exact"
     row_logprobs = make_row_logprobs(
@@ -146,7 +152,7 @@ def make_step_programs(
         top_gradient=config.algorithm.differentiates_head,
         cut=config.rollout.cuts,
     )
-    parts = StepParts(
+    setup = StepSetup(
         row_logprobs=row_logprobs,
         compute_dtype=compute.dtype,
         settings=config.algorithm,
@@ -160,71 +166,84 @@ def make_step_programs(
         teacher_weight=config.teacher[1],
     )
     batch = packing.abstract_batch(placement.packing, placement.columns)
-    return StepPrograms(
-        jax.jit(fresh, out_shardings=shardings),
-        (sharded(state, shardings), sharded(batch, batch_shardings(mesh))),
-        shardings,
-        make_train_step(parts, shardings),
-        make_rescore(row_logprobs, mesh=mesh) if exact else None,
-        make_old_logprobs(row_logprobs, mesh=mesh)
-        if config.rollout.lag or config.supervised
-        else None,
-        policy=parts.policy,
-        **_engine_programs(config, model, lora, apart=placement.engine.arguments.lora is not None),
+    old_logprobs = None
+    if config.rollout.lag or config.supervised:
+        old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
+    quantized = quantized_leaves(model)
+    programs = StepPrograms(
+        create=jax.jit(fresh, out_shardings=shardings),
+        arguments=(sharded(state, shardings), sharded(batch, batch_shardings(mesh))),
+        shardings=shardings,
+        train_step=make_train_step(setup, shardings),
+        rescore=make_rescore(row_logprobs, mesh=mesh) if exact else None,
+        old_logprobs=old_logprobs,
+        policy=setup.policy,
+        merged=lambda params, _: (params, {}),
+        watched=jax.jit(functools.partial(watched_columns, quantized=quantized)),
+        arrival=jax.jit(
+            functools.partial(arrival, quantized=quantized, precision=config.rollout.precision)
+        ),
+    )
+    if lora is None:
+        return programs
+    return dataclasses.replace(
+        programs,
+        merged=_merging(lora, config, apart=placement.engine.arguments.lora is not None),
+        watched=lambda _: [],
+        arrival=lambda *_: {},
     )
 
 
 def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
-    """Load the model of the reward `teacher:MODEL`; return batch -> batch with its log-probs of the
-    tokens.
-    """
+    """Load the reward `teacher:MODEL`'s model; return batch -> batch with its log-probs."""
     config = task.config
     mesh = placement.mesh
-    dtype = task.config.teacher_dtype
-    how = {"head_dtype": config.model.head_dtype, "cut": config.rollout.cuts, "mesh": mesh}
-    own = make_row_logprobs(
-        task.teacher, placement.compute, temperature=config.rollout.temperature, **how
+    dtype = config.teacher_dtype
+    row_logprobs = make_row_logprobs(
+        task.teacher,
+        placement.compute,
+        temperature=config.rollout.temperature,
+        mesh=mesh,
+        head_dtype=config.model.head_dtype,
+        cut=config.rollout.cuts,
     )
     with activity("loading the teacher"):
-        held = {"dtype": dtype, "shardings": model_shardings(task.teacher, dtype, mesh)}
-        params = load_params(model_directory(config.teacher[0]), task.teacher, **held)
+        params = load_params(
+            model_directory(config.teacher[0]),
+            task.teacher,
+            dtype=dtype,
+            shardings=model_shardings(task.teacher, dtype, mesh),
+        )
     score = make_old_logprobs(
-        lambda params, rows: own(params, without_replay(rows)),
+        lambda params, rows: row_logprobs(params, without_replay(rows)),
         mesh=mesh,
         names=[episode.TEACHER_LOGPROBS],
     )
     return functools.partial(score, params)
 
 
-def _engine_programs(
-    config: Config, model: ModelConfig, lora: Lora | None, *, apart: bool
-) -> dict[str, Callable]:
-    """The programs of what an engine gets: `merged`, `watched` and `arrival`. With `apart`,
-    adapters are not merged.
-    """
+def _merging(lora: Lora, config: Config, *, apart: bool) -> Callable:
+    """(adapters, base) -> parameters for an engine, and metrics; with `apart` not merged."""
     precision = config.rollout.precision
-    if lora is not None:
-        merge = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
-        measure = jax.jit(
-            lambda params, base: merged_and_measured(base, params, lora, precision)[1]
-        )
+    if not apart:
+        return jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
+    measure = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision)[1])
+    return lambda params, base: (Adapted(base, params, lora), measure(params, base))
 
-        def beside(params: Params, base: Params) -> tuple[Adapted, dict[str, jax.Array]]:
-            return Adapted(base, params, lora), measure(params, base)
 
-        return {
-            "merged": beside if apart else merge,
-            "watched": lambda _: [],
-            "arrival": lambda *_: {},
-        }
-    marks = {"quantized": quantized_leaves(model)}
-    watch = functools.partial(watched_columns, **marks)
-    measure = functools.partial(arrival, **marks)
-    programs = {
-        "watched": jax.jit(watch),
-        "arrival": jax.jit(functools.partial(measure, precision=precision)),
-    }
-    return programs | {"merged": lambda params, _: (params, {})}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        state: the state.
+        resumed: whether it is a checkpoint's.
+        prompts_taken: position in the stream of prompts where its next step begins.
+    """
+
+    state: TrainState
+    resumed: bool
+    prompts_taken: int
 
 
 def start(
@@ -236,7 +255,7 @@ def start(
     stop: stopping.StopSignal,
     check: Callable[[], None],
     show: Callable[[str], None],
-) -> tuple[TrainState, bool, int]:
+) -> Start:
     """The newest checkpoint's state, or a fresh one, warmed up if asked.
 
     Args:
@@ -249,17 +268,12 @@ def start(
         check: raises what should end the warm-up, an engine that does not start.
         show: prints a line for people.
 
-    Returns:
-        The state; whether it was resumed; the position in the stream of prompts where its next step
-        begins.
-
     Raises:
         Interrupted: after a signal to any process of the run, in the warm-up.
         EngineError: from `check`.
         CheckpointError: if there are checkpoints and none can be read.
     """
     config = task.config
-    shardings = programs.shardings
     abstract = programs.arguments[0]
     dual = initial_dual(config.algorithm)
     with activity("restoring the newest checkpoint"):
@@ -268,18 +282,23 @@ def start(
         step = int(state.step)
         for name in TrainState._field_defaults:
             if getattr(state, name) is None and getattr(abstract, name) is not None:
-                given = step, name, needed_by(name)
-                logger.warning("checkpoint %d has no %s (%s): it begins as in a new run", *given)
-                state = state._replace(**{name: getattr(programs.create(state.params, dual), name)})
+                logger.warning(
+                    "checkpoint %d has no %s (%s): it begins as in a new run",
+                    step,
+                    name,
+                    needed_by(name),
+                )
+                new = programs.create(state.params, dual)
+                state = state._replace(**{name: getattr(new, name)})
         checkpoints.check_problems(step, may_change=config.task.on_changed_data == "continue")
         show(f"resuming {config.run_dir} after step {step}")
-        taken = checkpoints.prompts_taken(step)
-        return state, True, step * config.training.prompts_per_step if taken is None else taken
-    with activity(
-        f"loading the weights of {config.model.path}"
-        if config.model.path
-        else "drawing fresh weights"
-    ):
+        prompts_taken = checkpoints.prompts_taken(step)
+        if prompts_taken is None:
+            prompts_taken = step * config.training.prompts_per_step
+        return Start(state=state, resumed=True, prompts_taken=prompts_taken)
+
+    path = config.model.path
+    with activity(f"loading the weights of {path}" if path else "drawing fresh weights"):
         params = weights.initial()
     if config.warmup.steps:
         params = _warm_up(task, placement, params, stop, check, show)
@@ -287,8 +306,9 @@ def start(
         with activity("saving the initial policy"):
             weights.save_initial(params, placement.hosts)
     with activity("making the optimizer's state"):
-        params = weights.initial_adapters(shardings.params) if task.lora else params
-        return programs.create(params, dual), False, 0
+        if task.lora:
+            params = weights.initial_adapters(programs.shardings.params)
+        return Start(state=programs.create(params, dual), resumed=False, prompts_taken=0)
 
 
 def _warm_up(
@@ -307,19 +327,17 @@ def _warm_up(
     row_logprobs = make_row_logprobs(task.model, compute, temperature=1.0, mesh=mesh)
     began = time.monotonic()
 
-    def on_step(done: int, loss: float) -> None:
-        doing.done = done
+    def on_step(step: int, loss: float) -> None:
+        progress.done = step
         check()
         [signal_number] = placement.hosts.largest(stop.received or 0)
         if signal_number:
             raise stopping.Interrupted(int(signal_number), "in the warm-up, which starts again")
-        if done % 500 == 0 or done == settings.steps:
-            show(
-                f"warm-up: step {done}, loss {loss:.4f} nats a token, "
-                f"{time.monotonic() - began:.0f} s"
-            )
+        if step % 500 == 0 or step == settings.steps:
+            seconds = time.monotonic() - began
+            show(f"warm-up: step {step}, loss {loss:.4f} nats a token, {seconds:.0f} s")
 
-    with activity("warming up (it compiles first)", settings.steps, "steps") as doing:
+    with activity("warming up (it compiles first)", settings.steps, "steps") as progress:
         return warmup.warm_up(
             params,
             task.worked_solutions,
@@ -333,8 +351,7 @@ def _warm_up(
 
 
 def frozen_params(weights: Weights, checkpoints: Checkpoints, step: int) -> Params | None:
-    """The reference policy of the KL term and the base of the adapters: the policy before the first
-    step.
+    """The policy before the first step: reference of the KL term and base of the adapters.
 
     None when there is neither.
 

@@ -1,6 +1,4 @@
-"""The training loop: push weights, get the batch of the step, train on it, record, evaluate,
-save.
-"""
+"""The training loop: push weights, get the step's batch, train on it, record, evaluate, save."""
 
 import contextlib
 import dataclasses
@@ -8,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -29,6 +28,7 @@ from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training import batches, loss_terms, phase_timer, rollout_record, rollout_sampler
 from dcmdp_jax.training.build import (
+    Start,
     StepPrograms,
     frozen_params,
     make_step_programs,
@@ -44,12 +44,19 @@ from dcmdp_jax.training.stopping import (
     StopSignal,
     data_facts,
 )
-from dcmdp_jax.types import Batch, Params, TrainState
+from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
 
-_OF_LEARNING = (
-    *"policy/loss policy/entropy optimizer/ moe/ rollout/pad completion/length time/ throughput/".split(),
+_SUPERVISED_METRICS = (
+    "policy/loss",
+    "policy/entropy",
+    "optimizer/",
+    "moe/",
+    "rollout/pad",
+    "completion/length",
+    "time/",
+    "throughput/",
 )
 """Beginnings of the names of the step's metrics that a supervised run has."""
 
@@ -57,70 +64,70 @@ _OF_LEARNING = (
 _EVALUATION_SEED_OFFSET = 1_000_003
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Trainer:
-    """A run with its parts and its record. `train` is the loop."""
+    """A run with its parts and its record. `train` is the loop.
 
-    def __init__(
-        self,
-        services: Services,
-        placement: Placement,
-        task: Task,
-        programs: StepPrograms,
-        checkpoints: checkpoint.Checkpoints,
-        stop: StopSignal,
-        *,
-        taken: int,
-        frozen: Params | None,
-        teacher: Callable[[Batch], Batch] | None = None,
-        compiled: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Store the parts; nothing is compiled or loaded yet.
+    Attributes:
+        services: engine, scorer and turns; None for a supervised run.
+        placement: hosts, devices and shapes of a batch.
+        task: the problems to train on and to evaluate on.
+        programs: the step's programs.
+        checkpoints: the run's checkpoints.
+        stop: says when to leave.
+        frozen: see `build.frozen_params`.
+        compiled: see `Batches`.
+    """
 
-        Args:
-            services: engine, scorer and turns.
-            placement: hosts, devices and shapes of a batch.
-            task: the problems to train on and to evaluate on.
-            programs: the step's programs.
-            checkpoints: the run's checkpoints.
-            stop: says when to leave.
-            taken: positions of the stream of prompts that the finished steps have taken.
-            frozen: see `build.frozen_params`.
-            teacher, compiled: see `Batches`.
-        """
-        self.services = services
-        self.task = task
-        self.config = task.config
-        self.programs = programs
-        self.hosts = placement.hosts
-        self.checkpoints = checkpoints
-        self.frozen = frozen
+    batch_type: ClassVar[type[batches.Batches]] = batches.Batches
+
+    services: Services | None
+    placement: Placement
+    task: Task
+    programs: StepPrograms
+    checkpoints: checkpoint.Checkpoints
+    stop: StopSignal
+    frozen: Params | None
+    compiled: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.config = self.task.config
+        self.hosts = self.placement.hosts
         self._finished: tuple[TrainState, int] | None = None
-        stop.all_saved = functools.partial(self._nothing_to_lose, checkpoints.latest_step or 0)
-        self._prompts_taken = taken
-        self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
-        made_of = services, placement, task, programs, checkpoints.behind, self._exit
-        kind = batches.ConversationBatches if self.config.supervised else batches.Batches
-        held = {"frozen": frozen if task.lora else None, "teacher": teacher, "compiled": compiled}
-        self.batches = kind(*made_of, taken=taken, **held)
+        self._prompts_taken = 0
+        first = self.checkpoints.latest_step or 0
+        self.stop.all_saved = functools.partial(self._nothing_to_lose, first)
+        save = functools.partial(self._save, wait=True)
+        self._exit = CollectiveExit(self.hosts, self.stop, save)
+        self.batches = self.batch_type(
+            self.services,
+            self.placement,
+            self.task,
+            self.programs,
+            self._exit,
+            frozen=self.frozen if self.task.lora else None,
+            compiled=self.compiled,
+        )
 
     def _nothing_to_lose(self, first: int) -> bool:
-        """Whether this process may leave at once: nothing was finished since the step it began at,
-        which is on disk.
+        """Whether this process may leave at once: no step is done but the first, which is on disk.
 
         Until the first step is done programs compile; later on the step that runs would be lost.
         """
-        unmoved = not self._finished or self._finished[1] == first and self.checkpoints.has(first)
-        return self.hosts.count == 1 and unmoved
+        if self.hosts.count > 1:
+            return False
+        if self._finished is None:
+            return True
+        return self._finished[1] == first and self.checkpoints.has(first)
 
-    def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
-        """Train from `state` to the last step, or until a signal comes or the engine gives up; save
-        in any case.
+    def train(self, start: Start, writer: MetricsWriter | NoWriter) -> None:
+        """Train to the last step, or until a signal comes or the engine gives up; save in any case.
 
         Raises:
-            EngineError, MemoryError, JaxRuntimeError: with a message that ends with what is kept.
+            EngineError, MemoryError, JaxRuntimeError: with a message that ends with what is saved.
         """
         try:
-            self._train(state, writer, resumed=resumed)
+            self._train(start, writer)
         except ENDS_A_RUN as error:
             error.args = (f"{error}; {self._keep_finished_steps()}",)
             raise
@@ -128,7 +135,7 @@ class Trainer:
             self.batches.close()
 
     def _keep_finished_steps(self) -> str:
-        """Save the state after the last finished step if that can be done; say what is kept.
+        """Save the state after the last finished step if that can be done; say what is saved.
 
         On several hosts saving needs all of them, and only `CollectiveExit` knows that all leave.
         It has saved then.
@@ -142,89 +149,108 @@ class Trainer:
                     saved = self._save(wait=True)
                 except Exception as failure:  # whatever it is, the first error is the one to report
                     logger.warning("step %d was not saved: %s", step, failure)
-        return (
-            "nothing was saved"
-            if saved is None
-            else f"saved after step {saved}: the same command resumes there"
-        )
+        if saved is None:
+            return "nothing was saved"
+        return f"saved after step {saved}: the same command resumes there"
 
-    def _train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
-        """Train from `state` to the last step, or until a signal comes; save on the way and at the
-        end.
+    def _train(self, start: Start, writer: MetricsWriter | NoWriter) -> None:
+        """Train to the last step, or until a signal comes; save on the way and at the end.
 
         Every evaluated policy is saved, and its score with it, so that the best one can be kept. A
         signal ends sampling and evaluation at once: the state has been final since the last update.
         The resumed run samples that step, or evaluates that policy, again.
         """
         config = self.config
-        step = int(state.step)
+        state = start.state
+        step = first_step = int(state.step)
         skipped = SkippedUpdates(config, step)
         alarms = AlarmWatch(config, step)
-        self._finished = (state, step)
-        began = step
-        if not resumed:
+        self._finished = state, step
+        self._prompts_taken = start.prompts_taken
+        if not start.resumed:
             self._save()
-        self.batches.resume(step)
-        tasks = [task.name for task, _ in self.task.held_out]
-        recorded = all(has_record(config.run_dir, step, f"eval/{name}/") for name in tasks)
-        [evaluated] = self.hosts.largest(recorded)
-        if self._evaluation_is_due(step) and not evaluated:
+        self.batches.resume(step, start.prompts_taken, self.checkpoints.behind)
+        if self._evaluation_is_due(step) and not self._is_evaluated(step):
             self._evaluate(writer)
+
         while step < config.training.steps:
-            timer = phase_timer.PhaseTimer(first=step == began)
+            timer = phase_timer.PhaseTimer(first=step == first_step)
             pushed = self.batches.push(state.params, step, timer)
-            made = self.batches.make(state, step, timer)
-            rollout = made.rollout
+            step_batch = self.batches.make(state, step, timer)
             with timer.phase("step"), jax.transfer_guard("disallow"):
                 watched = self.programs.watched(state.params)
-                state, metrics = self.programs.train_step(state, made.batch, self.frozen)
+                state, metrics, recorded = self.programs.train_step(
+                    state, step_batch.batch, self.frozen
+                )
                 metrics |= self.programs.arrival(watched, state.params)
-                recorded = [metrics.pop(name, None) for name in loss_terms.RECORDED]
                 metrics = jax.device_get(metrics)
             step += 1
-            self._prompts_taken += rollout.taken
-            completions = metrics.pop("completions/discrepancy")
-            metrics |= (
-                pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
-            )
-            metrics |= rollout_record.rollout_metrics(
-                rollout, completions, refills=config.algorithm.refill_rounds > 0
-            )
-            if config.supervised:
-                metrics = {
-                    name: value for name, value in metrics.items() if name.startswith(_OF_LEARNING)
-                }
+            self._prompts_taken += step_batch.rollout.taken
+
+            discrepancy = metrics.pop("completions/discrepancy")
+            metrics = self._step_metrics(metrics | pushed, step_batch, timer, discrepancy)
             metrics |= skipped.record(step, metrics)
-            metrics |= {} if config.supervised else alarms.record(step, metrics, completions)
+            if not config.supervised:
+                metrics |= alarms.record(step, metrics, discrepancy)
             if writer.records(step):
-                exact = self.programs.rescore is not None
-                given = rollout, self.task.train.problems, made.rows, jax.device_get(recorded)
-                tokens = rollout_record.recorded_completions(*given, exact=exact)
+                completions = self._recorded_completions(step_batch, recorded)
                 metrics |= rollout_record.leg_metrics(
-                    tokens, rollout.rows, {} if exact else made.scored
+                    completions, step_batch.rollout.rows, step_batch.scored
                 )
             writer.write(step, metrics)
             if step == config.algorithm.measured_steps:
                 state = self._with_measured_tolerance(state)
             self._finished = state, step
-            if samples := rollout_record.shown_samples(self.task, step, rollout, completions):
+            samples = rollout_record.shown_samples(self.task, step, step_batch.rollout, discrepancy)
+            if samples:
                 writer.write_samples(step, samples)
             if writer.records(step):
-                writer.write_rollouts(step, tokens)
+                writer.write_rollouts(step, completions)
+
             skipped.check(metrics)
-            due, [stops] = self._evaluation_is_due(step), self.hosts.largest(alarms.ends_the_run)
-            if (
-                due
-                or stops
-                or step == config.training.steps
-                or step % config.checkpoint.every_steps == 0
-            ):
+            evaluates = self._evaluation_is_due(step)
+            [stops] = self.hosts.largest(alarms.ends_the_run)
+            last = step == config.training.steps
+            if evaluates or stops or last or step % config.checkpoint.every_steps == 0:
                 self._save(wait=bool(stops))
             if stops:
                 alarms.stop(step)
-            if due:
+            if evaluates:
                 self._evaluate(writer)
                 release_freed_memory(above=phase_timer.KEPT_BYTES)
+
+    def _step_metrics(
+        self,
+        metrics: dict[str, Any],
+        step_batch: batches.StepBatch,
+        timer: phase_timer.PhaseTimer,
+        discrepancy: np.ndarray,
+    ) -> dict[str, Any]:
+        """The metrics of a step with those of its batch, its time and its completions."""
+        config = self.config
+        metrics |= step_batch.metrics
+        metrics |= timer.metrics(step_batch.rollout.episodes, lags=config.rollout.lag > 0)
+        return metrics | rollout_record.rollout_metrics(
+            step_batch.rollout, discrepancy, refills=config.algorithm.refill_rounds > 0
+        )
+
+    def _recorded_completions(
+        self, step_batch: batches.StepBatch, recorded: loss_terms.RecordedTokens
+    ) -> list[dict[str, Any]]:
+        return rollout_record.recorded_completions(
+            step_batch.rollout,
+            self.task.train.problems,
+            step_batch.rows,
+            jax.device_get(recorded),
+            exact=self.programs.rescore is not None,
+        )
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether the record has the evaluation of the policy after `step` steps."""
+        run_dir = self.config.run_dir
+        names = [f"eval/{task.name}/" for task, _ in self.task.held_out]
+        [evaluated] = self.hosts.largest(all(has_record(run_dir, step, name) for name in names))
+        return bool(evaluated)
 
     def _with_measured_tolerance(self, state: TrainState) -> TrainState:
         """The state with c from the metrics of the steps so far, which are written."""
@@ -241,32 +267,20 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.training.steps)
 
     def _evaluate(self, writer: MetricsWriter) -> None:
-        """Score the inference engine's policy on every held-out task: avg@K; their mean is kept
-        with its checkpoint.
+        """Score the policy on every held-out task, avg@K; save their mean with its checkpoint.
 
-        A supervised run's score is minus the mean loss of its held-out conversations. The policy is
-        saved already. The record of all tasks comes last: it says that nothing is left to do.
+        The policy is saved already. The record of all tasks comes last: it says that nothing is
+        left to do.
         """
         state, step = self._finished
-        if self.config.supervised:
-            held = self.task.held_out
-            losses = {
-                f"eval/{task.name}/loss": self.batches.loss(state.params, each)
-                for task, each in held
-            }
-            name = " ".join(f"loss of {task.location} ({digest_of(each)})" for task, each in held)
-            self.checkpoints.add_score(
-                step, checkpoint.PolicyScore(name, -float(np.mean([*losses.values()])))
-            )
-            writer.write(step, losses)
-            return
         self.batches.push(state.params, step, phase_timer.PhaseTimer())
         results = []
         samples = []
         name = ""
         metrics = {}
         for task, prompts in self.task.held_out:
-            results.append(result := self._evaluate_task(step, task, prompts))
+            result = self._evaluate_task(step, task, prompts)
+            results.append(result)
             name += f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)}) "
             metrics |= held_out.held_out_metrics(result)
             samples += held_out.held_out_samples(result, prompts, self.task.tokenizer)
@@ -297,19 +311,44 @@ class Trainer:
         return join(self.hosts.gather(result, EvaluationResult))
 
     def _save(self, *, wait: bool = False) -> int:
-        """Save the state after the last finished step, and wait for the disk if asked; return that
+        """Save the state after the last finished step, wait for the disk if asked; return the
         step.
         """
         state, step = self._finished
         release_freed_memory(above=phase_timer.KEPT_BYTES)
         with activity("saving a checkpoint"):
-            behind = self.batches.behind(step)
             self.checkpoints.save(
-                step, state, model=self.task.model, prompts_taken=self._prompts_taken, behind=behind
+                step,
+                state,
+                model=self.task.model,
+                prompts_taken=self._prompts_taken,
+                behind=self.batches.behind(step),
             )
         if wait:
             self.checkpoints.wait()
         return step
+
+
+class SupervisedTrainer(Trainer):
+    """A supervised run: no engine, and the loss of held-out conversations as its score."""
+
+    batch_type = batches.ConversationBatches
+
+    def _step_metrics(self, *arguments: Any) -> dict[str, Any]:
+        metrics = super()._step_metrics(*arguments)
+        return {name: x for name, x in metrics.items() if name.startswith(_SUPERVISED_METRICS)}
+
+    def _evaluate(self, writer: MetricsWriter) -> None:
+        """Save minus the mean loss of the held-out conversations with the policy's checkpoint."""
+        state, step = self._finished
+        losses = {}
+        names = []
+        for task, conversations in self.task.held_out:
+            losses[f"eval/{task.name}/loss"] = self.batches.loss(state.params, conversations)
+            names.append(f"loss of {task.location} ({digest_of(conversations)})")
+        score = -float(np.mean([*losses.values()]))
+        self.checkpoints.add_score(step, checkpoint.PolicyScore(" ".join(names), score))
+        writer.write(step, losses)
 
 
 def train(
@@ -341,47 +380,62 @@ def train(
     """
     config = task.config
     hosts = placement.hosts
-    stop = StopSignal(nothing_to_lose=placement.hosts.count == 1)
+    stop = StopSignal(nothing_to_lose=hosts.count == 1)
     with contextlib.ExitStack() as stack:
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
         stack.enter_context(directory.claimed(config, hosts))
         stack.enter_context(stop.listening())
-        services = stack.enter_context(start_services())
-        kept = config.checkpoint
+        services = None if config.supervised else stack.enter_context(start_services())
         checkpoints = checkpoint.Checkpoints(
             config.run_dir,
-            keep_last=kept.keep_last,
-            keep_best=kept.keep_best,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
             hosts=hosts,
             adapters=weights.saved_adapters,
             problems=digest_of(task.train),
         )
         stack.callback(checkpoints.close)
+
+        # The step compiles while the weights are read, unless it has a frozen policy to wait for.
         programs = programs or make_step_programs(config, task.model, placement, task.lora)
-        compiled = None if weights.has_frozen else programs.compile_ahead(hosts, None)
-        check = functools.partial(placement.engine.kind.check_start, services.engine)
-        state, resumed, taken = start(
-            task, placement, weights, programs, checkpoints, stop, check, show
-        )
+        compiled = None
+        if not weights.has_frozen:
+            compiled = programs.compile_ahead(hosts, None)
+
+        def check() -> None:
+            if services is not None:
+                placement.engine.kind.check_start(services.engine)
+
+        began = start(task, placement, weights, programs, checkpoints, stop, check, show)
         release_freed_memory()
-        step = int(state.step)
+        step = int(began.state.step)
         if step > config.training.steps:
             raise UserError(
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} "
                 f"has already done {step}; raise it or choose another run_dir"
             )
         with activity("opening the run's records"):
-            writer = (
-                _open_records(task, placement, stack, step, resumed)
-                if hosts.is_writer
-                else NoWriter()
-            )
-        held = {"frozen": frozen_params(weights, checkpoints, step)}
-        held["compiled"] = compiled or programs.compile_ahead(hosts, held["frozen"])
-        held["teacher"] = make_teacher(task, placement) if task.teacher else None
-        parts = services, placement, task, programs, checkpoints, stop
-        trainer = Trainer(*parts, taken=taken, **held)
-        trainer.train(state, writer, resumed=resumed)
+            writer = NoWriter()
+            if hosts.is_writer:
+                writer = _open_records(task, placement, stack, step, began.resumed)
+
+        frozen = frozen_params(weights, checkpoints, step)
+        if compiled is None:
+            compiled = programs.compile_ahead(hosts, frozen)
+        if task.teacher:
+            programs = dataclasses.replace(programs, teacher=make_teacher(task, placement))
+        trainer_type = SupervisedTrainer if config.supervised else Trainer
+        trainer = trainer_type(
+            services=services,
+            placement=placement,
+            task=task,
+            programs=programs,
+            checkpoints=checkpoints,
+            stop=stop,
+            frozen=frozen,
+            compiled=compiled,
+        )
+        trainer.train(began, writer)
         with activity("writing the last checkpoint"):
             checkpoints.wait()
 
@@ -393,10 +447,8 @@ def _open_records(
     config = task.config
     directory.record_config(config, placement.engine.memory.rows)
     save_tokenizer(task.tokenizer, Path(config.run_dir) / "tokenizer", task.stop_token_ids)
-    measured = config.algorithm.measured_steps
-    progress = stack.enter_context(
-        contextlib.closing(Progress(config.training.steps, step, measured_steps=measured))
-    )
+    progress = Progress(config.training.steps, step, measured_steps=config.algorithm.measured_steps)
+    stack.enter_context(contextlib.closing(progress))
     writer = MetricsWriter(
         config.run_dir,
         projects={"wandb": config.observe.wandb_project, "trackio": config.observe.trackio_project},

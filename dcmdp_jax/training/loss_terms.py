@@ -10,7 +10,7 @@ therefore known before the pass that takes the gradient: the terms weigh the sam
 tokens a correction drops.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,9 +54,7 @@ def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
 def signals_of(
     settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array
 ) -> Signals:
-    """Compute the per-token signals (advantages, weights, the ratio's denominator) of the
-    configured method.
-    """
+    """Compute the tokens' advantages, weights and the ratio's denominator by the settings."""
     signals = row_signals(
         tokens,
         weights,
@@ -73,15 +71,12 @@ def signals_of(
 
 def _anchor(settings: AlgorithmSettings) -> str:
     """Field of the log-probs in the ratio's denominator."""
-    return {"train": "old_logprobs", "proximal": "start_logprobs"}.get(
-        settings.ratio_denominator, "rollout_logprobs"
-    )
+    fields = {"train": "old_logprobs", "proximal": "start_logprobs"}
+    return fields.get(settings.ratio_denominator, "rollout_logprobs")
 
 
 def loss_weights(settings: AlgorithmSettings, signals: Signals) -> Array:
-    """Weight of each token in the loss, [R, L]: `proximal_weights` in it with
-    ratio_denominator="proximal".
-    """
+    """Weight of each token in the loss, [R, L], `proximal_weights` included where they apply."""
     if settings.ratio_denominator == "proximal":
         return signals.weights * proximal_weights(signals.tokens)
     return signals.weights
@@ -95,8 +90,7 @@ def head_loss(
     centered_weights: Array,
     head: Head,
 ) -> Array:
-    """Sum the terms that need the engine's likeliest tokens: the baseline of score centering, the
-    charge of a state.
+    """Sum the terms of the engine's likeliest tokens: score centering and the charge of a state.
 
     Args:
         settings, remedies: the method.
@@ -109,9 +103,18 @@ def head_loss(
     """
     total = jnp.zeros(())
     if remedies.centered is not None:
-        single = remedies.centered[0] + (_proximal,) * (settings.ratio_denominator == "proximal")
-        how = {"loss": remedies.loss, "ratio_level": settings.ratio_level, "corrections": single}
-        total -= centering_loss(tokens, centered_weights, head, anchor=_anchor(settings), **how)
+        corrections, _ = remedies.centered
+        if settings.ratio_denominator == "proximal":
+            corrections += (_proximal,)
+        total -= centering_loss(
+            tokens,
+            centered_weights,
+            head,
+            loss=remedies.loss,
+            ratio_level=settings.ratio_level,
+            anchor=_anchor(settings),
+            corrections=corrections,
+        )
     if settings.state_charge is not None:
         total += charge_loss(tokens, weights, head, settings.state_charge)
     return total
@@ -126,19 +129,16 @@ def head_statistics(
     settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array
 ) -> Statistics:
     """Compute the statistics of the engine's likeliest tokens; none without them."""
-    kept = (
-        {}
-        if kept_mass is None
-        else {"distribution/kept_mass": masked_sum(lax.stop_gradient(kept_mass), mask)}
-    )
-    return (
-        kept if head is None else kept | distribution_statistics(head, mask, measure_of(settings))
-    )
+    statistics = {}
+    if kept_mass is not None:
+        statistics["distribution/kept_mass"] = masked_sum(lax.stop_gradient(kept_mass), mask)
+    if head is not None:
+        statistics |= distribution_statistics(head, mask, measure_of(settings))
+    return statistics
 
 
 def proximal_weights(tokens: Tokens) -> jax.Array:
-    """pi_prox / pi_old of the tokens, the weight of the decoupled objective
-    (`ratio_denominator="proximal"`).
+    """pi_prox / pi_old, the weights of the decoupled objective: `ratio_denominator="proximal"`.
 
         l_t = -(pi_prox / pi_old) min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_prox
 
@@ -150,17 +150,15 @@ def proximal_weights(tokens: Tokens) -> jax.Array:
     Returns:
         [R, L] float32, a constant; 1 outside the mask; e^20 at most.
     """
-    moved = jnp.where(
-        tokens.completion_mask, clamped_log_ratio(tokens.start_logprobs, tokens.old_logprobs), 0.0
-    )
-    return jax.lax.stop_gradient(jnp.exp(moved))
+    log_ratio = clamped_log_ratio(tokens.start_logprobs, tokens.old_logprobs)
+    return lax.stop_gradient(jnp.exp(jnp.where(tokens.completion_mask, log_ratio, 0.0)))
 
 
 class Terms(NamedTuple):
     """Constants of an update whose loss has terms besides the surrogate.
 
     Attributes:
-        divisor: [] float32, W; 1 where nothing is kept, so that the other terms remain.
+        divisor: [] float32, W; 1 where it would be 0, so that the other terms remain.
         kl_weight: [] float32, V.
         router: `moe.router_sums` of the whole mini-batch; None without the load-balancing loss.
     """
@@ -173,28 +171,25 @@ class Terms(NamedTuple):
 def scaled_terms(
     settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux
 ) -> jax.Array:
-    """Scale the KL and router terms of a micro-batch by `divisor`, by which the sum is divided in
-    the end.
+    """Scale the KL and router terms of a micro-batch by `divisor`, which divides the sum later.
 
     Args:
         settings: the coefficients.
         terms: constants of the update.
-        kl: [] float32, the micro-batch's part of K.
+        kl: [] float32, K of the micro-batch.
         router: `moe.router_sums` of the micro-batch.
     """
     total = settings.kl_coefficient * terms.divisor * Mean(kl, terms.kl_weight).value()
     if terms.router is not None:
-        own = terms.router | {"router_probability": router["router_probability"]}
-        total += settings.router_aux_loss * terms.divisor * load_balancing_loss(own)
+        sums = terms.router | {"router_probability": router["router_probability"]}
+        total += settings.router_aux_loss * terms.divisor * load_balancing_loss(sums)
     return total
 
 
 def term_metrics(
     settings: AlgorithmSettings, terms: Terms, surrogate: jax.Array, kl: jax.Array
 ) -> dict[str, jax.Array]:
-    """Return the terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss
-    router.
-    """
+    """The terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
     metrics = {SURROGATE: surrogate / terms.divisor}
     if settings.kl_coefficient:
         metrics[KL] = Mean(kl, terms.kl_weight).value()
@@ -209,9 +204,11 @@ def punished_rewards(
     """The rewards, less the soft punishment of long completions."""
     if not settings.overlong_buffer:
         return batch.rewards
-    size = {"buffer": settings.overlong_buffer, "penalty": settings.overlong_penalty}
     return batch.rewards - overlong_penalty(
-        batch.completion_lengths, max_completion_tokens=max_completion_tokens, **size
+        batch.completion_lengths,
+        max_completion_tokens=max_completion_tokens,
+        buffer=settings.overlong_buffer,
+        penalty=settings.overlong_penalty,
     )
 
 
@@ -222,8 +219,7 @@ def charged_rewards(
     rewards: Array,
     rows: tuple[Rows, ...],
 ) -> Array | None:
-    """Rewards with the charge inside, before their group's mean and deviation are taken
-    (`level="reward"`).
+    """Rewards with the charge inside, before their group's mean is taken: `level="reward"`.
 
         r_i - lambda mean_t delta_{i,t},    or as `method` has it for an advantage,
 
@@ -245,9 +241,11 @@ def charged_rewards(
     """
     if settings.level != "reward":
         return None
-    return lax.map(
-        lambda mini_batch: _charged(settings, remedies.penalty, dual, *mini_batch), (rewards, rows)
-    )
+
+    def charged(mini_batch: tuple[Array, tuple[Rows, ...]]) -> Array:
+        return _charged(settings, remedies.penalty, dual, *mini_batch)
+
+    return lax.map(charged, (rewards, rows))
 
 
 def _charged(
@@ -258,38 +256,42 @@ def _charged(
     rows: tuple[Rows, ...],
 ) -> Array:
     """`charged_rewards` of a mini-batch."""
-
-    def flat(values: Callable[[Rows], Array]) -> Array:
-        return jnp.concatenate([values(bucket).reshape(-1) for bucket in rows])[None]
-
-    def delta(bucket: Rows) -> Array:
-        old = bucket.columns.get(OLD_LOGPROBS, bucket.columns.get(START_LOGPROBS))
-        return token_discrepancy(
-            old,
+    discrepancy = []
+    for bucket in rows:
+        columns = bucket.columns
+        delta = token_discrepancy(
+            columns.get(OLD_LOGPROBS, columns.get(START_LOGPROBS)),
             bucket.rollout_logprobs,
             completion_mask=bucket.completion_mask,
             **measure_of(settings),
         )
+        discrepancy.append(delta)
 
-    mask = flat(lambda bucket: bucket.completion_mask)
-    index = flat(lambda bucket: bucket.completion_index)
-    means = completion_means(flat(delta), CompletionIndex(mask, index, len(rewards)))
+    def one_row(values: Iterable[Array]) -> Array:
+        return jnp.concatenate([x.reshape(-1) for x in values])[None]
+
+    mask = one_row(bucket.completion_mask for bucket in rows)
+    index = one_row(bucket.completion_index for bucket in rows)
+    completions = len(rewards)
+    means = completion_means(one_row(discrepancy), CompletionIndex(mask, index, completions))
+
+    # Each completion is one token of the penalty.
     tokens = Tokens(
         advantages=rewards[None],
         discrepancy=means[None],
-        completion_mask=jnp.ones((1, len(rewards)), bool),
-        completion_index=jnp.arange(len(rewards))[None],
-        num_completions=len(rewards),
-        **dual._asdict(),
+        completion_mask=jnp.ones((1, completions), bool),
+        completion_index=jnp.arange(completions)[None],
+        num_completions=completions,
+        multiplier=dual.multiplier,
+        tolerance=dual.tolerance,
     )
     return split(penalty(tokens))[0][0]
 
 
 def token_advantages(
-    of_completions: Array, rows: Rows, old_logprobs: Array, teacher_weight: float
+    completion_advantages: Array, rows: Rows, old_logprobs: Array, teacher_weight: float
 ) -> Array:
-    """The advantage of each token, with a teacher's in rows that have its log-probs: on-policy
-    distillation.
+    """The advantage of each token, with on-policy distillation in rows with a teacher's log-probs.
 
         A_t = A_i + w (log pi_T(y_t) - log pi_old(y_t))
 
@@ -297,10 +299,10 @@ def token_advantages(
     pi_T), and the policy gradient of its second term the gradient of it: each token answers for
     itself alone, a discount of 0 (Lu et al. 2025, Thinking Machines, "On-Policy Distillation";
     slime's `opd_kl_coef` and NeMo-RL's `adv_estimator=opd` alike). pi_old is the training stack's,
-    so that the engine's mismatch is no part of it. Constants to the gradient.
+    so that the engine's mismatch is not in it. Constants to the gradient.
 
     Args:
-        of_completions: [N], A_i.
+        completion_advantages: [N], A_i.
         rows: [R, L].
         old_logprobs: [R, L] nats, pi_old.
         teacher_weight: w, of the reward `teacher:MODEL`.
@@ -308,10 +310,11 @@ def token_advantages(
     Returns:
         [R, L] float32.
     """
-    plain = masked.gather_to_tokens(of_completions, rows.completion_index)
+    advantages = masked.gather_to_tokens(completion_advantages, rows.completion_index)
     if TEACHER_LOGPROBS not in rows.columns:
-        return plain
-    return plain + teacher_weight * lax.stop_gradient(rows.columns[TEACHER_LOGPROBS] - old_logprobs)
+        return advantages
+    gain = lax.stop_gradient(rows.columns[TEACHER_LOGPROBS] - old_logprobs)
+    return advantages + teacher_weight * gain
 
 
 def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
@@ -322,16 +325,6 @@ def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
 
 
 Metrics = dict[str, jax.Array]
-
-RECORDED = (
-    "tokens/train_logprobs",
-    "tokens/start_logprobs",
-    "completions/advantages",
-    "tokens/top_logprobs",
-)
-"""Arrays that a step also returns, for a recording of its tokens; the second only for batches that
-lag, the last only with the engine's likeliest tokens.
-"""
 
 
 class TokenValues(NamedTuple):
@@ -361,6 +354,22 @@ class Updates(NamedTuple):
     advantages: Array
 
 
+class RecordedTokens(NamedTuple):
+    """What a step returns for a recording of its tokens; log-probs [M, A, R, L] for each bucket.
+
+    Attributes:
+        train_logprobs: `TokenValues.old_logprobs`.
+        start_logprobs: that of `TokenValues`; None unless the batch lags.
+        top_logprobs: [M, A, R, L, k], that of `TokenValues`; None without the likeliest tokens.
+        advantages: [M * N] float32.
+    """
+
+    train_logprobs: tuple[Array, ...]
+    start_logprobs: tuple[Array, ...] | None
+    top_logprobs: tuple[Array, ...] | None
+    advantages: Array
+
+
 def step_metrics(
     settings: AlgorithmSettings,
     schedule: optax.Schedule,
@@ -369,8 +378,7 @@ def step_metrics(
     batch: Batch,
     updates: Updates,
 ) -> Metrics:
-    """Metrics of the batch, of the optimizer's counters, and of the multiplier as this step used
-    it.
+    """Metrics of the batch, the optimizer's counters, and the multiplier as this step used it.
 
     Args:
         settings: the statistics of groups.
@@ -381,26 +389,31 @@ def step_metrics(
     """
     metrics = batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), updates.router))
+
     rate = schedule(jnp.maximum(updates_made(after.opt_state) - 1, 0))
     metrics["optimizer/learning_rate"] = jnp.asarray(rate, jnp.float32)
     metrics["optimizer/skipped_in_row"] = after.skipped_in_row
     metrics |= {"dual/multiplier": state.dual.multiplier, "dual/tolerance": state.dual.tolerance}
     if state.loss_scale is not None:
         metrics["optimizer/loss_scale"] = state.loss_scale.scale
-    return metrics | (gap_metrics(batch.rows, updates.tokens) if lags(batch.rows[0]) else {})
+    if lags(batch.rows[0]):
+        metrics |= gap_metrics(batch.rows, updates.tokens)
+    return metrics
 
 
-def recorded_tokens(updates: Updates) -> dict[str, tuple[jax.Array, ...] | jax.Array]:
-    """The entries of `RECORDED`."""
-    train, start, advantages, top = RECORDED
-    fields = {train: "old_logprobs", start: "start_logprobs", top: "top_logprobs"}
-    found = {
-        name: tuple(getattr(bucket, field) for bucket in updates.tokens)
-        for name, field in fields.items()
-    }
-    return {name: x for name, x in found.items() if x[0] is not None} | {
-        advantages: updates.advantages.reshape(-1)
-    }
+def recorded_tokens(updates: Updates) -> RecordedTokens:
+    """What is recorded of the tokens of a step."""
+
+    def buckets(field: str) -> tuple[Array, ...] | None:
+        arrays = tuple(getattr(bucket, field) for bucket in updates.tokens)
+        return None if arrays[0] is None else arrays
+
+    return RecordedTokens(
+        train_logprobs=buckets("old_logprobs"),
+        start_logprobs=buckets("start_logprobs"),
+        top_logprobs=buckets("top_logprobs"),
+        advantages=updates.advantages.reshape(-1),
+    )
 
 
 def batch_metrics(
@@ -418,15 +431,15 @@ def batch_metrics(
         tolerance: c of this step.
 
     Returns:
-        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy` [M *
-        N].
+        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy`,
+        [M * N].
     """
     mini_batches, completions = batch.rewards.shape
 
     def flat(buckets: tuple[Any, ...], name: str) -> jax.Array:
-        return jnp.concatenate(
-            [getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets], axis=1
-        )
+        """A field of all buckets, [M, tokens]."""
+        arrays = [getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets]
+        return jnp.concatenate(arrays, axis=1)
 
     mask = flat(batch.rows, "completion_mask")
     rollout = flat(batch.rows, "rollout_logprobs")
@@ -434,7 +447,8 @@ def batch_metrics(
     delta = flat(rows, "discrepancy")
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(batch.rows, "completion_index") + offsets
-    where = masked.CompletionIndex(mask, index, mini_batches * completions)
+    where = CompletionIndex(mask, index, mini_batches * completions)
+
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
     displacement = displacement_statistics(train, rollout, mask)
     engine_share = Mean(
@@ -448,14 +462,12 @@ def batch_metrics(
     groups = masked.group_statistics(rewards, group_ids, valid, ddof=1)
     least = -masked.masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
     mean_above = masked.masked_mean(rewards - least, valid)
-    share = QUANTILES.get(settings.budget)
-    bounded = (
-        {}
-        if share is None
-        else {settings.bounded_metric: masked.masked_quantile(delta, mask, share)}
-    )
-    bounded |= mismatch_statistics(train, rollout, mask)
-    return bounded | {
+
+    metrics = mismatch_statistics(train, rollout, mask)
+    if settings.budget in QUANTILES:
+        quantile = masked.masked_quantile(delta, mask, QUANTILES[settings.budget])
+        metrics[settings.bounded_metric] = quantile
+    return metrics | {
         "reward/mean": least + mean_above,
         "reward/std": jnp.sqrt(masked.masked_mean((rewards - least - mean_above) ** 2, valid)),
         "reward/all_equal_groups": masked.masked_mean(groups.all_equal, groups.size > 0),
@@ -469,12 +481,13 @@ def batch_metrics(
         "displacement/abs_p50": displacement["abs_p50"],
         "displacement/abs_p95": displacement["abs_p95"],
         "displacement/abs_p99": displacement["abs_p99"],
-        "completions/discrepancy": masked.completion_means(delta, where),
+        "completions/discrepancy": completion_means(delta, where),
     }
 
 
 def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Metrics:
-    """The two parts of the gap between trainer and engine, of a batch that lags behind the policy.
+    """Staleness and mismatch, which add up to the gap between trainer and engine, of a lagging
+    batch.
 
         log p_now - log p^Inf = (log p_now - log p_v) + (log p_v - log p^Inf) = staleness + mismatch
 
@@ -493,13 +506,13 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
     def flat(values: Iterable[Array]) -> jax.Array:
         return jnp.concatenate([x.reshape(-1) for x in values])
 
-    mask = flat(b.completion_mask for b in rows)
-    sampled = flat(b.rollout_logprobs for b in rows)
-    then = flat(b.old_logprobs for b in logprobs)
-    now = flat(b.start_logprobs for b in logprobs)
-    staleness = now - then
-    mismatch = then - sampled
-    gap = now - sampled
+    mask = flat(bucket.completion_mask for bucket in rows)
+    rollout = flat(bucket.rollout_logprobs for bucket in rows)
+    old = flat(bucket.old_logprobs for bucket in logprobs)
+    start = flat(bucket.start_logprobs for bucket in logprobs)
+    staleness = start - old
+    mismatch = old - rollout
+    gap = start - rollout
     return {
         "staleness/log_ratio_mean": masked.masked_mean(staleness, mask),
         "staleness/log_ratio_abs_mean": masked.masked_mean(jnp.abs(staleness), mask),

@@ -46,8 +46,11 @@ class PhaseTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a block; blocks of one name add up."""
-        began, (metric, label) = time.monotonic(), PHASES[name]
-        with activity(label + (" (the first time it compiles)" if self.first else "")):
+        metric, label = PHASES[name]
+        if self.first:
+            label += " (the first time it compiles)"
+        began = time.monotonic()
+        with activity(label):
             yield
         release_freed_memory(above=KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS)
         ended = time.monotonic()
@@ -57,16 +60,17 @@ class PhaseTimer:
     def metrics(self, episodes: Sequence[Episode], *, lags: bool) -> dict[str, float]:
         """The phases, the total, and tokens per second; with a lag also what overlap won."""
         total = time.monotonic() - self._began
-        sampled = sum(episode.num_sampled for episode in episodes)
         tokens = sum(len(episode.token_ids) for episode in episodes)
         metrics = self.seconds | {
             "time/total": total,
             "throughput/tokens_per_second": tokens / total,
         }
-        if generated := self.seconds.get("time/generate"):
-            metrics["throughput/sampled_tokens_per_second"] = sampled / generated
-        if lags:
-            metrics["time/overlap"] = (
-                sum(self.seconds[PHASES[phase][0]] for phase in STEP_PHASES) - total
+        if self.seconds.get("time/generate"):
+            sampled = sum(episode.num_sampled for episode in episodes)
+            metrics["throughput/sampled_tokens_per_second"] = (
+                sampled / self.seconds["time/generate"]
             )
+        if lags:
+            seconds = sum(self.seconds[PHASES[phase][0]] for phase in STEP_PHASES)
+            metrics["time/overlap"] = seconds - total
         return metrics

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,55 +26,52 @@ START_TOP_LOGPROBS = "start_top_logprobs"
 
 
 def with_logprobs(
-    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, *names: str
+    params: Params,
+    batch: Batch,
+    row_logprobs: RowLogprobs,
+    *,
+    mesh: Mesh | None,
+    names: Sequence[str],
 ) -> Batch:
-    """The batch with p^Train of its tokens in the first column of `names`, of the engine's
-    likeliest ones in the next.
+    """The batch with p^Train of its tokens, and of the engine's likeliest ones, as columns `names`.
 
     No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
     """
 
-    def logprobs(params: Params, rows: Rows) -> tuple[jax.Array, ...]:
+    def logprobs(params: Params, rows: Rows) -> dict[str, jax.Array]:
         outputs = row_logprobs(params, rows)
-        return (
-            (outputs.logprobs,)
-            if outputs.top_logprobs is None
-            else (outputs.logprobs, outputs.top_logprobs)
-        )
+        columns = {names[0]: outputs.logprobs}
+        if outputs.top_logprobs is not None and len(names) > 1:
+            columns[names[1]] = outputs.top_logprobs
+        return columns
 
-    mini_batches = batch.rows, jnp.asarray(batch.micro_batches)
-    values = lax.map(
-        lambda mini_batch: map_rows(logprobs, params, *mini_batch, mesh=mesh), mini_batches
-    )
-    named = [dict(zip(names, columns, strict=False)) for columns in values]
-    return batch._replace(
-        rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True))
-    )
+    def map_mini_batch(mini_batch: tuple[tuple[Rows, ...], jax.Array]) -> tuple[Any, ...]:
+        rows, micro_batches = mini_batch
+        return map_rows(logprobs, params, rows, micro_batches, mesh=mesh)
+
+    columns = lax.map(map_mini_batch, (batch.rows, jnp.asarray(batch.micro_batches)))
+    buckets = zip(batch.rows, columns, strict=True)
+    return batch._replace(rows=tuple(rows.with_columns(**added) for rows, added in buckets))
 
 
 def make_rescore(
     row_logprobs: RowLogprobs, *, mesh: Mesh | None
 ) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
-    """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own, on the
-    step's own rows.
+    """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own.
 
-    This is precision "exact": the step computes the same numbers again, so the discrepancy is 0 to
-    the last bit. The second result is a diagnostic: the mean |p_train - p_sampler| of the log-probs
-    that were replaced.
+    This is precision "exact": the step computes the same numbers again, on the same rows, so the
+    discrepancy is 0 to the last bit. The second result is a diagnostic: the mean |p_train -
+    p_sampler| of the log-probs that were replaced.
     """
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
-        rescored = with_logprobs(
-            params, batch, row_logprobs, mesh, "rollout_logprobs", TOP_LOGPROBS
-        )
-        differences = [
-            masked.masked_sum(
-                token_discrepancy(train.rollout_logprobs, rows.rollout_logprobs),
-                rows.completion_mask,
-            )
-            for rows, train in zip(batch.rows, rescored.rows, strict=True)
-        ]
+        names = "rollout_logprobs", TOP_LOGPROBS
+        rescored = with_logprobs(params, batch, row_logprobs, mesh=mesh, names=names)
+        differences = []
+        for rows, train in zip(batch.rows, rescored.rows, strict=True):
+            delta = token_discrepancy(train.rollout_logprobs, rows.rollout_logprobs)
+            differences.append(masked.masked_sum(delta, rows.completion_mask))
         return rescored, functools.reduce(stats.merge, differences).value()
 
     return rescore
@@ -85,8 +83,7 @@ def make_old_logprobs(
     mesh: Mesh | None,
     names: Sequence[str] = (OLD_LOGPROBS, OLD_TOP_LOGPROBS),
 ) -> Callable[[Params, Batch], Batch]:
-    """Jitted (params, batch) -> batch with the column `old_logprobs`, p^Train of the weights that
-    sampled the batch.
+    """Jitted (params, batch) -> batch with `old_logprobs`, p^Train of the weights that sampled it.
 
     For batches that lag behind the policy. `params` are those weights: what they give is compared
     with the engine's log-probs, and what the policy moved since is staleness. `names` has other
@@ -94,7 +91,7 @@ def make_old_logprobs(
     """
 
     def old_logprobs(params: Params, batch: Batch) -> Batch:
-        return with_logprobs(params, batch, row_logprobs, mesh, *names)
+        return with_logprobs(params, batch, row_logprobs, mesh=mesh, names=names)
 
     return jax.jit(old_logprobs, compiler_options=compiler_options(jax.default_backend()))
 

@@ -30,8 +30,7 @@ _ROUND_SEED_OFFSET = 7_000_003
 
 @dataclasses.dataclass(frozen=True)
 class StepRollout:
-    """Sampled and scored completions: one host's share of a call, one round of a step, or all of a
-    step.
+    """Sampled and scored completions: one host's share of a call, a round, or all of a step.
 
     P groups of G completions, of which the first B that can teach are the batch.
 
@@ -42,7 +41,7 @@ class StepRollout:
         scores: scores of all P * G.
         dropped: [P * G] bool, completions that must not be used; none before the exchange.
         batch_groups: B.
-        taken: positions of the stream of prompts that all hosts' calls took.
+        taken: number of prompts of the stream that all hosts' calls took.
         rounds: calls of the engine.
     """
 
@@ -57,21 +56,16 @@ class StepRollout:
 
     @property
     def differing(self) -> np.ndarray:
-        """[P] bool: a group's usable rewards differ, the opposite of `group_statistics`'
-        all_equal.
-        """
+        """[P] bool: a group's usable rewards differ, not `group_statistics`' all_equal."""
         shape = len(self.problems), -1
         usable = ~self.dropped.reshape(shape)
         rewards = self.scores.totals.reshape(shape)
-        return np.where(usable, rewards, np.inf).min(axis=1) < np.where(
-            usable, rewards, -np.inf
-        ).max(axis=1)
+        lowest = np.where(usable, rewards, np.inf).min(axis=1)
+        return lowest < np.where(usable, rewards, -np.inf).max(axis=1)
 
     @property
     def groups(self) -> np.ndarray:
-        """[B] the groups of the batch, ascending: the first that differ, and others for what is
-        missing.
-        """
+        """[B] the groups of the batch, ascending: the first that differ, then others."""
         return np.sort(np.argsort(~self.differing, kind="stable")[: self.batch_groups])
 
     @property
@@ -81,32 +75,36 @@ class StepRollout:
         return (self.groups[:, None] * members + np.arange(members)).reshape(-1)
 
 
-def join(parts: Sequence[StepRollout]) -> StepRollout:
+def join(rollouts: Sequence[StepRollout]) -> StepRollout:
     """Join rounds, or the shares of all hosts, in order; groups are numbered on."""
-    if len(parts) == 1:
-        return parts[0]
-    before = np.cumsum([0, *(len(part.problems) for part in parts)])
+    if len(rollouts) == 1:
+        return rollouts[0]
+    episodes = []
+    texts = []
+    groups = 0
+    for rollout in rollouts:
+        for episode in rollout.episodes:
+            episodes.append(dataclasses.replace(episode, group=groups + episode.group))
+        texts += rollout.texts
+        groups += len(rollout.problems)
     return dataclasses.replace(
-        parts[0],
-        problems=np.concatenate([part.problems for part in parts]),
-        episodes=[
-            dataclasses.replace(episode, group=int(first) + episode.group)
-            for first, part in zip(before, parts, strict=False)
-            for episode in part.episodes
-        ],
-        texts=[text for part in parts for text in part.texts],
-        scores=merge_scores([part.scores for part in parts]),
-        dropped=np.concatenate([part.dropped for part in parts]),
+        rollouts[0],
+        problems=np.concatenate([rollout.problems for rollout in rollouts]),
+        episodes=episodes,
+        texts=texts,
+        scores=merge_scores([rollout.scores for rollout in rollouts]),
+        dropped=np.concatenate([rollout.dropped for rollout in rollouts]),
     )
 
 
 def trainer_state(task: Task, step: int, position: int) -> TrainerState:
-    """State of the run for reward functions: finished steps, and the position in the stream of
+    """State of the run for reward functions: finished steps, and epochs of the stream of
     prompts.
     """
     return TrainerState(step, task.config.training.steps, position / sum(task.stream.sizes))
 
 
+@dataclasses.dataclass(eq=False)
 class StepRollouts:
     """Samples and scores the problems of each step.
 
@@ -117,7 +115,7 @@ class StepRollouts:
     prompts is a power of two, so that an embedded engine compiles few shapes; differing groups
     above B are discarded.
 
-    Args:
+    Attributes:
         services: engine, scorer and turns; the engine gets the weights of the step before `sample`.
         task: the problems, and the distribution that they are sampled from.
         hosts: the processes of the run.
@@ -126,24 +124,15 @@ class StepRollouts:
             of its single round, which `exchange` makes into all hosts' rollout.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        task: Task,
-        hosts: Hosts,
-        leave: stopping.CollectiveExit,
-        *,
-        collective: bool = True,
-    ) -> None:
-        self._services = services
-        self._task = task
-        self._hosts = hosts
-        self._exit = leave
-        self._collective = collective
+    services: Services
+    task: Task
+    hosts: Hosts
+    leave: stopping.CollectiveExit
+    collective: bool = True
 
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
-        """Sample and score the problems from position `first` of the stream on: a function of
-        (seed, step, first).
+        """Sample and score the problems from position `first` on, a function of (seed, step,
+        first).
 
         Collective by default: each process samples its share, and gets all of it.
 
@@ -157,84 +146,105 @@ class StepRollouts:
             EngineError: if the engine breaks or a log-prob is not finite, unless those completions
                 are dropped.
         """
-        config = self._task.config
-        wanted = config.training.prompts_per_step
-        rounds = config.algorithm.refill_rounds
-        share = self._share(step, 0, first, wanted, timer)
-        if not self._collective:
+        config = self.task.config
+        count = config.training.prompts_per_step
+        share = self._share(step, 0, first, count, timer)
+        if not self.collective:
             return share
-        parts = [self.exchange(share)]
-        taken = wanted
-        while (
-            len(parts) <= rounds
-            and (missing := wanted - sum(int(part.differing.sum()) for part in parts)) > 0
-        ):
-            count = min(wanted, 1 << (missing - 1).bit_length())
-            parts.append(self.exchange(self._share(step, len(parts), first + taken, count, timer)))
-            taken += count
-        return dataclasses.replace(join(parts), taken=taken, rounds=len(parts))
+        rounds = [self.exchange(share)]
+        position = first + count
+        while len(rounds) <= config.algorithm.refill_rounds:
+            missing = count - sum(int(rollout.differing.sum()) for rollout in rounds)
+            if missing <= 0:
+                break
+            refill = min(count, 1 << (missing - 1).bit_length())
+            share = self._share(step, len(rounds), position, refill, timer)
+            rounds.append(self.exchange(share))
+            position += refill
+        return dataclasses.replace(join(rounds), taken=position - first, rounds=len(rounds))
 
     def _share(
         self, step: int, number: int, position: int, count: int, timer: phase_timer.PhaseTimer
     ) -> StepRollout:
-        """One call of the engine for this process's part of the `count` problems from `position`
-        on.
-        """
-        task = self._task
-        seed = self._task.config.training.seed
-        share = self._hosts.share(count)
-        group_size = task.sampling.group_size
-        chosen = task.stream.at(seed=seed, first=position, count=count)[share]
-        problems = [task.train.problems[i] for i in np.repeat(chosen, group_size)]
+        """This process's share of a round: `count` problems from `position` on, in one call."""
+        task = self.task
+        seed = task.config.training.seed
+        share = self.hosts.share(count)
+        rows = task.stream.at(seed=seed, first=position, count=count)[share]
+        problems = [task.train.problems[row] for row in np.repeat(rows, task.sampling.group_size)]
         state = trainer_state(task, step, position)
-        scoring = BatchScoring(self._services.scorer, task.tokenizer, problems, state)
-        with timer.phase("generate"), self._exit.scope():
-            self._exit.check()
-            episodes = (
-                self._generate(chosen, share.start, step, number, scoring) if len(chosen) else []
-            )
-        with timer.phase("verify"), self._exit.scope(), as_settings(REWARDS):
-            texts, scores = scoring.finish(self._exit.check)
-        dropped = np.zeros(len(texts), bool)
-        batch_groups = task.config.training.prompts_per_step
-        return StepRollout(chosen, episodes, texts, scores, dropped, batch_groups, taken=count)
+        scoring = BatchScoring(self.services.scorer, task.tokenizer, problems, state)
+
+        episodes = []
+        with timer.phase("generate"), self.leave.scope():
+            self.leave.check()
+            if len(rows):
+                numbers = {
+                    "seed": seed + number * _ROUND_SEED_OFFSET,
+                    "step": step,
+                    "first_prompt": share.start,
+                }
+                episodes = self._generate(rows, numbers, scoring)
+        with timer.phase("verify"), self.leave.scope(), as_settings(REWARDS):
+            texts, scores = scoring.finish(self.leave.check)
+        return StepRollout(
+            problems=rows,
+            episodes=episodes,
+            texts=texts,
+            scores=scores,
+            dropped=np.zeros(len(texts), bool),
+            batch_groups=task.config.training.prompts_per_step,
+            taken=count,
+        )
 
     def _generate(
-        self, chosen: np.ndarray, first_prompt: int, step: int, number: int, scoring: BatchScoring
+        self, rows: np.ndarray, numbers: dict[str, int], scoring: BatchScoring
     ) -> list[Episode]:
-        """Sample the chosen problems, and start their rewards. Returns prompt order."""
-        seed = self._task.config.training.seed + number * _ROUND_SEED_OFFSET
-        numbers = {"seed": seed, "step": step, "first_prompt": first_prompt}
-        asked = self._task.train.select(chosen), self._task.sampling, numbers
+        """Sample problems and start their rewards; return prompt order, with a server's
+        log-probs.
+        """
         sampled = sampled_episodes(
-            self._services, scoring, *asked, doing="sampling", check_stop=self._exit.check
+            self.services,
+            scoring,
+            self.task.train.select(rows),
+            self.task.sampling,
+            numbers,
+            doing="sampling",
+            check_stop=self.leave.check,
         )
         episodes = in_prompt_order(sampled)
-        if (teacher := self._services.teacher) is None:
+        teacher = self.services.teacher
+        if teacher is None:
             return episodes
-        given = [each.prompt_ids for each in episodes], [each.completion_ids for each in episodes]
-        scored = zip(episodes, teacher.score(*given, temperature=1.0), strict=True)
-        return [
-            each.with_columns(teacher_logprobs=np.pad(x, (each.prompt_length, 0)))
-            for each, x in scored
-        ]
+        scores = teacher.score(
+            [episode.prompt_ids for episode in episodes],
+            [episode.completion_ids for episode in episodes],
+            temperature=1.0,
+        )
+        scored = []
+        for episode, logprobs in zip(episodes, scores, strict=True):
+            column = np.pad(logprobs, (episode.prompt_length, 0))
+            scored.append(episode.with_columns(teacher_logprobs=column))
+        return scored
 
     def exchange(self, share: StepRollout) -> StepRollout:
-        """Collective: join the shares of all hosts' calls, and find the completions that must not
-        be used.
+        """Collective: join the shares of all hosts' calls; find completions that can't be used.
 
         Raises:
             EngineError: if a log-prob is not finite, unless those completions are dropped.
         """
-        task = self._task
-        rollout = self._task.config.rollout
-        joined = join(self._hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
+        task = self.task
+        rollout = self.task.config.rollout
+        joined = join(self.hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
         with as_settings(EPISODES):
             dropped = unusable_completions(joined.episodes, drop=rollout.on_non_finite == "drop")
             if rollout.router_replay:
                 check_routed_experts(joined.episodes, *task.model.routing)
-            if count := rollout.top_logprobs:
+            if rollout.top_logprobs:
                 check_top_logprobs(
-                    joined.episodes, count, task.model.vocab_size, whole=task.sampling.cuts
+                    joined.episodes,
+                    rollout.top_logprobs,
+                    task.model.vocab_size,
+                    whole=task.sampling.cuts,
                 )
         return dataclasses.replace(joined, dropped=dropped)

@@ -26,11 +26,11 @@ from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, TrainSta
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
-    """lambda_0 and c; for methods without a moving multiplier the constant they use, for the
-    record.
-    """
-    fixed = settings.fixed_multiplier
-    return dual_init(settings.multiplier if fixed is None else fixed, tolerance=settings.tolerance)
+    """lambda_0 and c; of methods without a moving multiplier the constant that they use."""
+    multiplier = settings.fixed_multiplier
+    if multiplier is None:
+        multiplier = settings.multiplier
+    return dual_init(multiplier, tolerance=settings.tolerance)
 
 
 def update_dual(
@@ -48,15 +48,17 @@ def update_dual(
     """
     if settings.fixed_multiplier is not None:
         return dual
-    rule = {
-        "learning_rate": settings.dual_learning_rate,
-        "minimum": 0.0,
-        "maximum": settings.multiplier_max,
-    }
-    moved = dual_update(dual.multiplier, bounded, tolerance=dual.tolerance, **rule)
+    multiplier = dual_update(
+        dual.multiplier,
+        bounded,
+        tolerance=dual.tolerance,
+        learning_rate=settings.dual_learning_rate,
+        minimum=0.0,
+        maximum=settings.multiplier_max,
+    )
     if settings.measured_steps:
-        moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
-    return dual._replace(multiplier=moved)
+        multiplier = jnp.where(step < settings.measured_steps, dual.multiplier, multiplier)
+    return dual._replace(multiplier=multiplier)
 
 
 def measure_tolerance(
@@ -70,15 +72,13 @@ def measure_tolerance(
         series: metric -> steps, and its values. Of the noise floor the latest counts until the
             next, 0 before the first.
     """
-    (steps, means), (at, floors) = (
-        series[settings.bounded_metric],
-        series.get("mismatch/noise_floor", ((), ())),
-    )
+    steps, means = series[settings.bounded_metric]
     if not np.any(np.isfinite(means)):
         return np.float32(settings.tolerance)
-    latest = np.append(0.0, floors)[np.searchsorted(at, steps, side="right")]
+    floor_steps, floors = series.get("mismatch/noise_floor", ((), ()))
+    latest_floors = np.append(0.0, floors)[np.searchsorted(floor_steps, steps, side="right")]
     measure = jax.jit(functools.partial(measured_tolerance, factor=settings.tolerance_factor))
-    return np.float32(measure(np.float32(means), np.float32(latest)))
+    return np.float32(measure(np.float32(means), np.float32(latest_floors)))
 
 
 def train_state_shardings(
@@ -95,8 +95,7 @@ def new_state(
     loss_scale: LossScale | None = None,
 ) -> TrainState:
     """The state before the first step."""
-    # Fresh arrays for every leaf: the step donates the whole state, and no buffer may appear in it
-    # twice.
+    # Fresh arrays: the step donates the whole state, and no buffer may appear in it twice.
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -108,33 +107,40 @@ def new_state(
 
 
 def batch_shardings(mesh: Mesh) -> Batch:
-    """Shardings of a `Batch`, as a prefix: rows split over data, fsdp and expert, what is per
-    completion replicated.
+    """Shardings of a `Batch`, as a prefix: rows split over data, fsdp and expert, the rest
+    whole.
     """
-    return Batch(**{**dict.fromkeys(Batch._fields, replicated(mesh)), "rows": shard_rows(mesh)})
+    everywhere = replicated(mesh)
+    return Batch(
+        rows=shard_rows(mesh),
+        micro_batches=everywhere,
+        rewards=everywhere,
+        group_ids=everywhere,
+        completion_lengths=everywhere,
+        loss_mask=everywhere,
+        valid=everywhere,
+    )
 
 
 def make_schedule(settings: OptimizerSettings, *, updates: int) -> optax.Schedule:
-    """Learning rate by optimizer update: a linear rise, then constant, or linear or cosine decay to
-    0.
+    """Learning rate by update: a linear rise, then constant, or linear or cosine decay to 0.
 
     Args:
         settings: peak rate, shape, and length of the rise in updates.
         updates: optimizer updates in the whole run, where the decay ends.
     """
+    peak = settings.learning_rate
     rise = settings.schedule_warmup_steps
-    rest = max(updates - rise, 1)
+    decay = max(updates - rise, 1)
     after = {
-        "constant": optax.constant_schedule(settings.learning_rate),
-        "linear": optax.linear_schedule(settings.learning_rate, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(settings.learning_rate, rest),
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, decay),
+        "cosine": optax.cosine_decay_schedule(peak, decay),
     }[settings.schedule]
     if not rise:
         return after
     # The first update has a rate above 0: rate k + 1 of `rise`.
-    start = optax.linear_schedule(
-        settings.learning_rate / rise, settings.learning_rate, max(rise - 1, 1)
-    )
+    start = optax.linear_schedule(peak / rise, peak, max(rise - 1, 1))
     return optax.join_schedules([start, after], [rise])
 
 
@@ -161,11 +167,11 @@ def apply_update(
     optimizer: optax.GradientTransformationExtraArgs,
     state: TrainState,
     gradient: Params,
+    *,
     divisor: jax.Array,
     finite: jax.Array,
 ) -> tuple[TrainState, jax.Array, jax.Array]:
-    """Make one optimizer update by gradient / divisor; none if that is not finite, or `finite` is
-    false.
+    """Make one optimizer update by gradient / divisor, unless that or `finite` says it is broken.
 
     Returns:
         The state after it, the gradient's norm, and whether the update was made.
@@ -176,22 +182,26 @@ def apply_update(
 
     grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), gradient, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
-    updated = (optax.apply_updates(state.params, updates), opt_state)
-    unchanged = (state.params, state.opt_state)
+    params = optax.apply_updates(state.params, updates)
     # Chosen number by number, in place: the results of `lax.cond` are copied into the state.
     params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), updated, unchanged
+        lambda new, old: jnp.where(finite, new, old),
+        (params, opt_state),
+        (state.params, state.opt_state),
     )
-    scale = None if state.loss_scale is None else next_loss_scale(state.loss_scale, finite)
+
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        loss_scale = next_loss_scale(loss_scale, finite)
     skipped = jnp.where(finite, 0, state.skipped_in_row + 1)
     state = state._replace(
-        params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=scale
+        params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=loss_scale
     )
     return state, grad_norm, finite
 
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:
-    """Number of updates the optimizer has made. Skipped ones don't count, for its schedule
+    """Number of updates the optimizer has made; skipped ones don't count, for its schedule
     either.
     """
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
@@ -211,15 +221,18 @@ def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 INITIAL_SCALE = 2.0**10
+"""First loss scale, for a loss that is a sum over completions; see `next_loss_scale`."""
 GROWTH_INTERVAL = 2000
-_SMALLEST = 1.0
-_LARGEST = 2.0**24
+"""Finite updates in a row after which the loss scale doubles; PyTorch's."""
+_SMALLEST_SCALE = 1.0
+_LARGEST_SCALE = 2.0**24
 
 
 def initial_loss_scale(compute_dtype: str) -> LossScale | None:
     """The scale before the first update; None for a dtype that needs none."""
-    first = LossScale(jnp.float32(INITIAL_SCALE), jnp.zeros((), jnp.int32))
-    return first if compute_dtype == "float16" else None
+    if compute_dtype != "float16":
+        return None
+    return LossScale(jnp.float32(INITIAL_SCALE), jnp.zeros((), jnp.int32))
 
 
 def next_loss_scale(state: LossScale, finite: jax.Array) -> LossScale:
@@ -238,6 +251,7 @@ def next_loss_scale(state: LossScale, finite: jax.Array) -> LossScale:
         finite: [] bool, whether the gradient of the update is finite.
     """
     count = jnp.where(finite, state.finite_updates + 1, 0)
-    grown = count >= GROWTH_INTERVAL
-    scale = jnp.where(finite, jnp.where(grown, 2 * state.scale, state.scale), state.scale / 2)
-    return LossScale(jnp.clip(scale, _SMALLEST, _LARGEST), jnp.where(grown, 0, count))
+    grows = count >= GROWTH_INTERVAL
+    scale = jnp.where(finite, jnp.where(grows, 2 * state.scale, state.scale), state.scale / 2)
+    scale = jnp.clip(scale, _SMALLEST_SCALE, _LARGEST_SCALE)
+    return LossScale(scale, jnp.where(grows, 0, count))

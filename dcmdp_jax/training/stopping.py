@@ -1,8 +1,9 @@
-"""How a run ends early: all hosts together, all saved; by skipped updates; by an alarm. Facts that
-hosts share.
+"""How a run ends early: all hosts together, all saved; by skipped updates or an alarm; shared
+facts.
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -32,14 +33,17 @@ from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.run.task import Task
 
-_MOST_SKIPPED = 0.2
-_MOST_IN_ROW = 8
+_MAX_SKIPPED_SHARE = 0.2
+"""Share of skipped updates over `WINDOW` steps above which a run gives up."""
+_MAX_SKIPPED_IN_ROW = 8
+"""Skipped updates in a row at which it gives up; float16's loss scale is then 256 times lower."""
 WINDOW = 20
 """Steps that `optimizer/skipped_share` looks back on."""
 
 _TWICE_S = 1.0
 """Signals that come within this time are one."""
 _UNSEEN_S = 2.0
+"""Time after which a signal that the run did not look for ends it, where nothing is lost."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,24 +66,24 @@ class ExitRequested(Exception):
     """This process or another one was asked to stop. Its own work ends here."""
 
 
+@dataclasses.dataclass(eq=False)
 class CollectiveExit:
     """Scope of per-process work; a signal or failure in one process ends it in all.
 
-    Args:
+    Attributes:
         hosts: the processes.
         stop: knows of a signal to this one.
         save: saves the state after the last finished step, and returns that step once it is on
             disk. Collective.
     """
 
-    def __init__(self, hosts: Hosts, stop: "StopSignal", save: Callable[[], int]) -> None:
-        self._hosts = hosts
-        self._stop = stop
-        self._save = save
+    hosts: Hosts
+    stop: "StopSignal"
+    save: Callable[[], int]
 
     def check(self) -> None:
         """Raise `ExitRequested`, within `scope`, if a signal came, here or to another process."""
-        if self._stop.received is not None or self._hosts.interrupted:
+        if self.stop.received is not None or self.hosts.interrupted:
             raise ExitRequested
 
     @contextlib.contextmanager
@@ -97,22 +101,24 @@ class CollectiveExit:
         try:
             yield
         except ExitRequested:
-            self._hosts.interrupt_all()
+            self.hosts.interrupt_all()
         except (RewardError, *ENDS_A_RUN) as error:
             failure = error
-            self._hosts.interrupt_all()
+            self.hosts.interrupt_all()
+
         broken = isinstance(failure, ENDS_A_RUN)
-        received = self._stop.received or 0
-        signal_number, failures, breaks = self._hosts.largest(received, failure is not None, broken)
-        if not signal_number and not failures:
+        signal_number, any_failure, any_broken = self.hosts.largest(
+            self.stop.received or 0, failure is not None, broken
+        )
+        if not signal_number and not any_failure:
             return
-        if broken and self._hosts.count == 1:
+        if broken and self.hosts.count == 1:
             raise failure
-        step = self._save()
-        if breaks:
-            raise (
-                failure if broken else EngineError("the engine failed on another host; see its log")
-            )
+        step = self.save()
+        if broken:
+            raise failure
+        if any_broken:
+            raise EngineError("the engine failed on another host; see its log")
         if signal_number:
             raise Interrupted(int(signal_number), f"after step {step}, saved")
         raise UserError(
@@ -123,8 +129,7 @@ class CollectiveExit:
 
 
 class ThreadExit(CollectiveExit):
-    """Exit of work in a thread; the main thread waits for it within `scope`, where all processes
-    leave.
+    """Exit of work in a thread, for which the main thread waits within its own `scope`.
 
     Attributes:
         cancelled: set to end the thread's work.
@@ -177,29 +182,32 @@ class StopSignal:
         os._exit(128 + number)
 
     def _answer(self, pipe: int, numbers: list[int]) -> None:
-        """Answer signals as the interpreter's own handler puts them into the pipe, until its other
-        end is closed.
+        """Answer signals as Python's handler writes them to the pipe, until its other end
+        closes.
         """
         answered = None
-        while received := os.read(pipe, 1):
-            if received[0] not in numbers or (answered and time.monotonic() - answered < _TWICE_S):
+        while True:
+            received = os.read(pipe, 1)
+            if not received:
+                return
+            number = received[0]
+            if number not in numbers or (answered and time.monotonic() - answered < _TWICE_S):
                 continue
-            name = signal.Signals(received[0]).name
+            name = signal.Signals(number).name
             if answered:
-                self._leave(received[0], f"{name} again")
+                self._leave(number, f"{name} again")
             answered = time.monotonic()
-            timer = threading.Timer(_UNSEEN_S, self._leave_unseen, (received[0],))
+            timer = threading.Timer(_UNSEEN_S, self._leave_unseen, (number,))
             timer.daemon = True
             timer.start()
             _say(f"{name}: ends what it is doing, saves and leaves; a second {name} leaves at once")
 
     @contextlib.contextmanager
     def listening(self) -> "Iterator[StopSignal]":
-        """Install the handlers for the block; outside the main thread Python gives no signal, and
-        this does nothing.
+        """Install the handlers for the block.
 
-        A SIGHUP that is ignored, as nohup has it, stays ignored: the run goes on without its
-        terminal.
+        Outside the main thread Python gives no signal, and this does nothing. A SIGHUP that is
+        ignored, as nohup has it, stays ignored: the run goes on without its terminal.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -207,6 +215,7 @@ class StopSignal:
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
+
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         watcher = threading.Thread(
@@ -239,9 +248,7 @@ def _recorded(config: Config, step: int) -> list[dict[str, Any]]:
 
 
 class SkippedUpdates:
-    """The share of skipped updates over the last steps, that of earlier ones read from the run
-    directory.
-    """
+    """The share of skipped updates over the last steps, those before a resume included."""
 
     def __init__(self, config: Config, step: int) -> None:
         """Read what the finished steps skipped.
@@ -251,11 +258,10 @@ class SkippedUpdates:
             step: finished steps.
         """
         self._updates = config.mini_batches
-        name = "optimizer/skipped_updates"
-        before = _recorded(config, step)
-        self._last = deque(
-            (record[name] or 0 for record in before if name in record), maxlen=WINDOW
-        )
+        self._skipped: deque[int] = deque(maxlen=WINDOW)
+        for record in _recorded(config, step):
+            if "optimizer/skipped_updates" in record:
+                self._skipped.append(record["optimizer/skipped_updates"] or 0)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Count a step's skipped updates; warn of them on the console.
@@ -264,39 +270,41 @@ class SkippedUpdates:
             `optimizer/skipped_share`: of the updates of the last `WINDOW` steps.
         """
         skipped = int(metrics["optimizer/skipped_updates"])
-        self._last.append(skipped)
-        share = sum(self._last) / (self._updates * len(self._last))
+        self._skipped.append(skipped)
+        share = sum(self._skipped) / (self._updates * len(self._skipped))
         if skipped:
-            numbers = step, skipped, self._updates, 100 * share, len(self._last)
-            said = (
+            logger.warning(
                 "step %d: %d of %d updates skipped, their gradient is not finite; %.0f%% of "
-                "the last %d steps'"
+                "the last %d steps'",
+                step,
+                skipped,
+                self._updates,
+                100 * share,
+                len(self._skipped),
             )
-            logger.warning(said, *numbers)
         return {"optimizer/skipped_share": share}
 
     def check(self, metrics: Mapping[str, Any]) -> None:
         """Give up where gradients stay broken.
 
         Raises:
-            TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of the updates of
-                `WINDOW` steps.
+            TrainingStopped: after `_MAX_SKIPPED_IN_ROW` skipped updates, or over a fifth of the
+                updates of `WINDOW` steps.
         """
         share = metrics["optimizer/skipped_share"]
-        found = ""
-        if len(self._last) == WINDOW and share > _MOST_SKIPPED:
-            limit = f" (at most {_MOST_SKIPPED:.0%} may)"
-            found = (
+        if int(metrics["optimizer/skipped_in_row"]) >= _MAX_SKIPPED_IN_ROW:
+            reason = f"{_MAX_SKIPPED_IN_ROW} updates in a row had a gradient that is not finite"
+        elif len(self._skipped) == WINDOW and share > _MAX_SKIPPED_SHARE:
+            reason = (
                 f"{share:.0%} of the updates of the last {WINDOW} steps had a gradient that "
-                f"is not finite{limit}"
+                f"is not finite (at most {_MAX_SKIPPED_SHARE:.0%} may)"
             )
-        if int(metrics["optimizer/skipped_in_row"]) >= _MOST_IN_ROW:
-            found = f"{_MOST_IN_ROW} updates in a row had a gradient that is not finite"
-        if found:
-            raise TrainingStopped(
-                f"{found}; export a checkpoint (dcmdp convert export) and start from it "
-                "(model.path) with a lower optimizer.learning_rate"
-            )
+        else:
+            return
+        raise TrainingStopped(
+            f"{reason}; export a checkpoint (dcmdp convert export) and start from it "
+            "(model.path) with a lower optimizer.learning_rate"
+        )
 
 
 class AlarmWatch:
@@ -333,14 +341,16 @@ class AlarmWatch:
             `discrepancy/broken_completions`, and `alarm/NAME`, 1 while it is raised, for each of
             `ALARMS`.
         """
-        found = {"discrepancy/broken_completions": broken_completions(completions)}
-        self._add(step, {**metrics, **found})
+        new_metrics = {"discrepancy/broken_completions": broken_completions(completions)}
+        self._add(step, {**metrics, **new_metrics})
         raised = self._alarms()
         self._news = [alarm for alarm in raised if alarm.name not in self._raised]
         self._raised = {alarm.name for alarm in raised}
         for alarm in self._news:
             logger.warning("step %d: alarm %s: %s", step, alarm.name, alarm.text)
-        return found | {metric: float(name in self._raised) for name, metric in ALARMS.items()}
+        for name, metric in ALARMS.items():
+            new_metrics[metric] = float(name in self._raised)
+        return new_metrics
 
     @property
     def ends_the_run(self) -> bool:
@@ -348,9 +358,7 @@ class AlarmWatch:
         return self._stops and bool(self._news)
 
     def stop(self, step: int) -> None:
-        """Raise TrainingStopped, which says where the run goes on; the caller has saved the
-        state.
-        """
+        """Raise TrainingStopped, which says where the run goes on; the state is saved already."""
         names = ", ".join(alarm.name for alarm in self._news) or "raised on another host"
         raise TrainingStopped(
             f"alarm {names} at step {step}, saved (observe.on_alarm=stop); the same command goes "
@@ -364,11 +372,10 @@ class AlarmWatch:
                 values.append(float(metrics[name]))
 
     def _alarms(self) -> list[Alarm]:
-        series = {
-            name: (np.array(s, np.int64), np.array(v))
-            for name, (s, v) in self._history.items()
-            if s
-        }
+        series = {}
+        for name, (steps, values) in self._history.items():
+            if steps:
+                series[name] = np.array(steps, np.int64), np.array(values)
         return alarms(metrics_io.without_placeholder(series, self._measured))
 
 
@@ -376,32 +383,26 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "tr
 
 
 def settings_and_code(config: Config) -> dict[str, str]:
-    """Every setting except `hosts.*`, a digest of this package's code, and the versions of its
-    libraries.
+    """Every setting except `hosts.*`, a digest of this package's code, and its libraries'
+    versions.
     """
-    settings = flatten(to_dict(config)).items()
-    same = {
-        f"config.{name}": repr(value) for name, value in settings if not name.startswith("hosts.")
-    }
-    versions = {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
+    facts = {}
+    for name, value in flatten(to_dict(config)).items():
+        if not name.startswith("hosts."):
+            facts[f"config.{name}"] = repr(value)
+    for name in _LIBRARIES:
+        facts[f"version of {name}"] = importlib.metadata.version(name)
+    facts["version of Python"] = platform.python_version()
     package = Path(__file__).parents[1]
-    files = sorted(package.rglob("*.py"))
-    code = digest(
-        part
-        for path in files
-        for part in (str(path.relative_to(package)).encode(), path.read_bytes())
-    )
-    return (
-        same
-        | versions
-        | {"version of Python": platform.python_version(), "code of dcmdp_jax (digest)": code}
-    )
+    contents = []
+    for path in sorted(package.rglob("*.py")):
+        contents += str(path.relative_to(package)).encode(), path.read_bytes()
+    facts["code of dcmdp_jax (digest)"] = digest(contents)
+    return facts
 
 
 def data_facts(task: Task) -> dict[str, str]:
-    """Devices, encoded problems, worked solutions and the files of the weights, as this host sees
-    them.
-    """
+    """Devices, encoded problems and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
     facts = {"devices": f"{len(devices)} x {devices[0].device_kind}"}
     facts["problems of task.train (digest)"] = digest_of(task.train)
@@ -410,7 +411,6 @@ def data_facts(task: Task) -> dict[str, str]:
     if task.worked_solutions:
         facts["problems of warmup.task (digest)"] = digest_of(task.worked_solutions)
     if task.config.model.path:
-        facts["files of model.path (digest)"] = digest(
-            ends_of_files(model_directory(task.config.model.path))
-        )
+        directory = model_directory(task.config.model.path)
+        facts["files of model.path (digest)"] = digest(ends_of_files(directory))
     return facts

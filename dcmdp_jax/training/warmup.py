@@ -1,6 +1,4 @@
-"""Supervised start: next-token training on worked solutions, for a model that has no policy to
-improve yet.
-"""
+"""Supervised start: next-token training on worked solutions, for a model without a policy yet."""
 
 import functools
 from collections.abc import Callable
@@ -24,9 +22,7 @@ from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.types import Params, Rows
 
 _LOSS_SCALE = 2.0**10
-"""Factor of the loss while its gradient is taken, against underflow in float16; exact in every
-dtype.
-"""
+"""Factor of the loss while its gradient is taken, against underflow in float16; always exact."""
 
 
 def warm_up(
@@ -74,12 +70,11 @@ def warm_up(
             f"the mesh splits rows over {shards} devices, so both must be at least that"
         )
     ids = examples.token_ids
-    longest = max(map(len, examples.token_ids))
-    rows = packing.one_a_row(
-        ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple
-    )
+    length = -(-max(map(len, ids)) // length_multiple) * length_multiple
+    rows = packing.one_a_row(ids, [token_ids[:0] for token_ids in ids], length)
     for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
         mask[: len(targets)] = targets
+
     rise = max(settings.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, rise, max(settings.steps, rise + 1)
@@ -87,54 +82,59 @@ def warm_up(
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0)
     )
-    placed = jax.tree.map(lambda leaf: leaf.sharding, params)
-    counters = jax.tree.leaves(placed)[0] if mesh is None else replicated(mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    counters = jax.tree.leaves(shardings)[0] if mesh is None else replicated(mesh)
     # Moments are sharded like their parameters.
-    given = optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, params), placed
-    moments = optax.tree.map_params(*given, transform_non_params=lambda _: counters)
+    moments = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: counters,
+    )
     opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     step = jax.jit(
-        functools.partial(_step, (row_logprobs, optimizer, mesh)),
+        functools.partial(_step, row_logprobs, optimizer, mesh),
         donate_argnums=(0, 1),
         # With the shardings of the input, or the second step would be another program.
-        out_shardings=(placed, moments, None),
+        out_shardings=(shardings, moments, None),
         compiler_options=compiler_options(jax.default_backend()),
     )
-    for done in range(1, settings.steps + 1):
-        epoch, place = divmod(done - 1, count // size)
-        chosen = prompt_order(count, seed=seed, first=epoch * count + place * size, count=size)
-        batch = jax.tree.map(lambda x: x[chosen], rows)  # noqa: B023 - used at once
+
+    for number in range(1, settings.steps + 1):
+        epoch, batch_number = divmod(number - 1, count // size)
+        first = epoch * count + batch_number * size
+        order = prompt_order(count, seed=seed, first=first, count=size)
+        batch = jax.tree.map(lambda x: x[order], rows)  # noqa: B023 - used at once
         params, opt_state, loss = step(params, opt_state, batch)
-        if done % MAX_IN_FLIGHT_PROGRAMS == 0:
+        if number % MAX_IN_FLIGHT_PROGRAMS == 0:
             jax.block_until_ready(loss)
-        if done % 50 == 0 or done == settings.steps:
-            if not np.isfinite(value := float(loss)):
+        if number % 50 == 0 or number == settings.steps:
+            nats = float(loss)
+            if not np.isfinite(nats):
                 raise UserError(
-                    f"warmup: loss is {value} at step {done}; lower warmup.learning_rate"
+                    f"warmup: loss is {nats} at step {number}; lower warmup.learning_rate"
                 )
-            on_step(done, value)
+            on_step(number, nats)
     return params
 
 
 def _step(
-    parts: tuple[RowLogprobs, optax.GradientTransformation, Mesh | None],
+    row_logprobs: RowLogprobs,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
     params: Params,
     opt_state: tuple,
     rows: Rows,
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    row_logprobs, optimizer, mesh = parts
-
     def gradient(
         shared: tuple[Params, jax.Array], rows: Rows
     ) -> tuple[dict[str, stats.Sum], tuple[()]]:
         params, tokens = shared
 
         def loss(params: Params) -> jax.Array:
-            return (
-                -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total
-                / tokens
-                * _LOSS_SCALE
-            )
+            logprobs = row_logprobs(params, rows).logprobs
+            return -masked.masked_sum(logprobs, rows.completion_mask).total / tokens * _LOSS_SCALE
 
         value, grads = jax.value_and_grad(loss)(params)
         return {"loss": stats.Sum(value), "gradient": stats.Sum(grads)}, ()

@@ -29,7 +29,14 @@ def made(monkeypatch):
         events.append("engine")
         closing = contextlib.ExitStack()
         closing.callback(events.append, "closed")
-        return Services(len(events), None, None, None, None, closing)
+        return Services(
+            engine=len(events),
+            verifier=None,
+            scorer=None,
+            turns=None,
+            tokenizer=None,
+            closing=closing,
+        )
 
     def programs(config, *rest):
         events.append("step")

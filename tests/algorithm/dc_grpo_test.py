@@ -19,7 +19,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.rescore import OLD_LOGPROBS
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from tests.support import step_runs
 from tests.support.sampling import Rollout
 
@@ -251,7 +251,7 @@ def _packed_step(data, clip_high):
     )
     schedule = optax.constant_schedule(1.0)
     optimizer = optax.with_extra_args_support(optax.sgd(schedule))
-    parts = StepParts(
+    parts = StepSetup(
         row_logprobs=row_logprobs,
         compute_dtype="float32",
         settings=settings,
@@ -263,7 +263,7 @@ def _packed_step(data, clip_high):
     step = make_train_step(parts)
     params = {"table": jnp.asarray(tables["train_logprobs"])}
     state = new_state(params, optimizer, dual_init(0.4, tolerance=0.05))
-    state, metrics = step(state, batch, None)
+    state, metrics, _ = step(state, batch, None)
     gradient = np.zeros(data["completion_mask"].shape, np.float32)
     moved = tables["train_logprobs"] - np.asarray(state.params["table"])
     for i, tokens in zip(order, ids, strict=True):

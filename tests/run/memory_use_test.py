@@ -203,7 +203,7 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
     config = demo.get_config("debug")
     config.rollout.top_logprobs, config.observe.rollouts_every_steps = 8, 3
     run = planned_run(from_config_dict(config), make_mesh(2, 1, 1, 1, devices=jax.devices()[:2]))
-    returned = plan_step(run).trace().out_info[1]["tokens/top_logprobs"]
+    returned = plan_step(run).trace().out_info[2].top_logprobs
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(returned))
     assert (
         size % 32 == 0
@@ -218,15 +218,15 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
 def test_memory_is_one_line_where_half_of_it_stays_free():
     parts = (MemoryPart("weights", host=3 * _GIB),)
     free = MemoryUse(parts, Machine("cpu", 1, None, 8 * _GIB))
-    assert free.lines(whole=False) == ["3.0 of 8.0 GiB of this machine (--dry_run lists the parts)"]
-    assert free.lines(whole=True) == free.table() and len(free.table()) == 2
+    assert free.lines(full=False) == ["3.0 of 8.0 GiB of this machine (--dry_run lists the parts)"]
+    assert free.lines(full=True) == free.table() and len(free.table()) == 2
     for limit in (5 * _GIB, None):  # above half, and unknown
         use = MemoryUse(parts, Machine("cpu", 1, None, limit))
-        assert use.lines(whole=False) == use.table()
+        assert use.lines(full=False) == use.table()
     device = MemoryUse(
         (MemoryPart("weights", each=3 * _GIB),), Machine("gpu", 1, 5 * _GIB, 8 * _GIB)
     )
-    assert device.lines(whole=False) == device.table()
+    assert device.lines(full=False) == device.table()
 
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():

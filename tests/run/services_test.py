@@ -39,7 +39,7 @@ def _setup(kind, *, needed=0, free=None):
     memory = MemoryUse(
         (exact("weights", host=needed, lower="a smaller model"),), Machine("cpu", 1, None, free)
     )
-    return EngineSetup(kind, EngineArguments(), None, memory)
+    return EngineSetup(kind=kind, arguments=EngineArguments(), workload=None, memory=memory)
 
 
 def test_services_close_their_engine():

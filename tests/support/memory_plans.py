@@ -43,8 +43,10 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
         config.model.param_dtype,
     )
     scheme = forward_scheme(config, machine.platform, model=model)
-    own = training_memory(config, model, compute, scheme, mesh, packing, machine, completions)
-    return fit_engine(kind, engine, load, machine, own).memory
+    trainer = training_memory(
+        config, model, compute, scheme, mesh, packing, machine, completions=completions
+    )
+    return fit_engine(kind, engine, load, machine, trainer).memory
 
 
 def part_of(plan, name):

@@ -43,19 +43,45 @@ def small_task(problems=8, *, group=GROUP, **sections):
     )
     ids = [np.array([number], np.int32) for number in range(problems)]
     train = EncodedPrompts([Problem(str(i), str(i), "s", i) for i in range(problems)], ids, 0, 0)
-    known = {"held_out": (), "rewards": (), "columns": (), "longest_prompt": 1}
-    return Task(config, None, None, (), **known, train=train, stream=PromptStream((problems,)))
+    return Task(
+        config=config,
+        model=None,
+        tokenizer=None,
+        stop_token_ids=(),
+        held_out=(),
+        rewards=(),
+        columns=(),
+        longest_prompt=1,
+        train=train,
+        stream=PromptStream((problems,)),
+    )
 
 
 def small_services(engine):
-    return Services(engine, None, None, None, None, contextlib.ExitStack())
+    return Services(
+        engine=engine,
+        verifier=None,
+        scorer=None,
+        turns=None,
+        tokenizer=None,
+        closing=contextlib.ExitStack(),
+    )
 
 
 def small_placement(*, hosts=ONE_PROCESS, completions=4, length=4, samples_while_training=False):
     """One device; a mini-batch of rows of one completion."""
     packing = RowShapes((length,), (completions,), (1,), 1, completions, 1, 1, length)
     mesh = make_mesh(devices=jax.devices()[:1])
-    return Placement(hosts, mesh, Compute(), FULL, packing, {}, None, samples_while_training)
+    return Placement(
+        hosts=hosts,
+        mesh=mesh,
+        compute=Compute(),
+        scheme=FULL,
+        packing=packing,
+        columns={},
+        engine=None,
+        samples_while_training=samples_while_training,
+    )
 
 
 class EchoEngine:

@@ -30,7 +30,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout
 
@@ -119,7 +119,7 @@ def programs(settings, mini_batches, mesh, compute, exact, **options):
         mesh=mesh,
     )
     update = dict(settings=settings, optimizer=transform, schedule=schedule, always_recompute=exact)
-    parts = StepParts(**model, **update)
+    parts = StepSetup(**model, **update)
     step = make_train_step(parts, shardings)
     return jax.jit(fresh, out_shardings=shardings), step, make_rescore(row_logprobs, mesh=mesh)
 
@@ -157,7 +157,7 @@ def run_steps(
         # On a mesh all arguments are on the devices: a step moves nothing from or to the host by
         # itself.
         with jax.transfer_guard("disallow" if mesh else "allow"):
-            state, metrics = step(state, used, ref_params)
+            state, metrics, _ = step(state, used, ref_params)
         history.append({k: np.asarray(v) for k, v in metrics.items()})
     return state, history, step
 

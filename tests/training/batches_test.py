@@ -65,9 +65,7 @@ class _Sampler:
         return share
 
 
-def _batches(
-    monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler
-):
+def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, hosts=ONE_PROCESS, sampler=_Sampler):
     """Each batch has a noise floor of 0.25; the number of its first completion is added to
     `batches.first`.
     """
@@ -87,12 +85,12 @@ def _batches(
         merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
+        teacher=None,
         old_logprobs=lambda params, batch: float(params["a"][0]),
     )
     leave = CollectiveExit(hosts, StopSignal(), lambda: 0)
-    batches = Batches(
-        small_services(_Engine()), placement, task, programs, dict(behind), leave, taken=taken
-    )
+    batches = Batches(small_services(_Engine()), placement, task, programs, leave)
+    batches.resume(0, prompts_taken=taken)
     batches.first = first
     return batches
 
@@ -129,10 +127,9 @@ def test_what_a_resumed_run_samples_again_is_what_was_in_flight(monkeypatch, ste
     """Lag 2, 9 steps: after 3 of them batches 3 and 4, of versions 1 and 2; after 1 batches 1 and
     2, both of 0.
     """
-    kept = {version: _params(version) for version in versions}
-    batches = _batches(monkeypatch, lag=2, beside=False, steps=9, behind=kept)
+    batches = _batches(monkeypatch, lag=2, beside=False, steps=9)
+    batches.resume(step, versions={version: _params(version) for version in versions})
     assert list(batches.behind(step)) == versions
-    batches.resume(step)
     expected = {0: [], 1: [(1, 0), (2, 0)], 3: [(3, 1), (4, 2)], 9: []}[step]
     assert [(each, version) for each, version, _ in batches._rollouts.made] == expected
 
@@ -219,12 +216,11 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
         merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
+        teacher=None,
     )
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    batches = Batches(
-        small_services(EchoEngine()), small_placement(), task, programs, {}, leave, taken=2
-    )
-    batches.resume(3)
+    batches = Batches(small_services(EchoEngine()), small_placement(), task, programs, leave)
+    batches.resume(3, prompts_taken=2)
     batches.push(_params(0), 3, timer := PhaseTimer())
     made = batches.make(SimpleNamespace(params=_params(0)), 3, timer)
     numbers = prompt_order(8, seed=5, first=2, count=2)

@@ -20,7 +20,7 @@ from dcmdp_jax.training.state import (
     make_schedule,
     new_state,
 )
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import LossScale
 from tests.support.sampling import local_engine
 from tests.support.step_runs import (
@@ -66,7 +66,7 @@ def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
 def _step(dtype):
     compute = Compute(dtype=dtype, one_segment=True, logprob_chunk=16)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
-    parts = StepParts(
+    parts = StepSetup(
         row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=None),
         compute_dtype=dtype,
         settings=ALGORITHM,
@@ -87,7 +87,7 @@ def _run(dtype, loss_scale=None, rollout=None, steps=1):
     batch = packed_batch(rollout or make_rollout(), 2, None, tokens=64)
     history = []
     for _ in range(steps):
-        state, metrics = _step(dtype)(state, batch, None)
+        state, metrics, _ = _step(dtype)(state, batch, None)
         history.append({name: np.asarray(value) for name, value in metrics.items()})
     return state, history
 

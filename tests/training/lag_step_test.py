@@ -142,7 +142,9 @@ def _lagged_step(
     batch = step_runs.packed_batch(sampled, mini_batches, mesh, tokens=64)
     batch = _old_program(model, compute, mesh)(step_runs.make_params(older), batch)
     create, step, _ = step_runs.programs(settings, mini_batches, mesh, compute, False)
-    state, metrics = step(create(jax.tree.map(jnp.copy, step_runs.make_params(NOW))), batch, None)
+    state, metrics, _ = step(
+        create(jax.tree.map(jnp.copy, step_runs.make_params(NOW))), batch, None
+    )
     return state, {name: np.asarray(value) for name, value in metrics.items()}
 
 
@@ -227,7 +229,7 @@ def test_lambda_stays_where_only_the_policy_moved():
         )
     )
     create, step, _ = step_runs.programs(step_runs.ALGORITHM, 2, None, compute, False)
-    state, metrics = step(create(jax.tree.map(jnp.copy, step_runs.make_params(NOW))), same, None)
+    state, metrics, _ = step(create(jax.tree.map(jnp.copy, step_runs.make_params(NOW))), same, None)
     assert float(metrics["discrepancy/max"]) == 0 and float(metrics["mismatch/log_ratio_max"]) == 0
     assert float(metrics["staleness/log_ratio_abs_mean"]) > 1
     rate = step_runs.ALGORITHM.dual_learning_rate

@@ -26,7 +26,7 @@ from dcmdp_jax.training.state import (
     new_state,
     train_state_shardings,
 )
-from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step import StepSetup, make_train_step
 from tests.support.step_runs import (
     ALGORITHM,
     LIMIT,
@@ -79,7 +79,7 @@ def _run(
     shardings = (
         train_state_shardings(jax.eval_shape(fresh, params), MODEL, mesh, lora) if mesh else None
     )
-    parts = StepParts(
+    parts = StepSetup(
         row_logprobs=make_row_logprobs(
             MODEL, compute, temperature=TEMPERATURE, mesh=mesh, cut=cut is not None
         ),
@@ -96,7 +96,7 @@ def _run(
     step = make_train_step(parts, shardings)
     history = []
     for _ in range(steps):
-        state, metrics = step(state, batch, frozen)
+        state, metrics, _ = step(state, batch, frozen)
         history.append({name: np.asarray(value) for name, value in metrics.items()})
     assert step._cache_size() == 1
     return state, history

@@ -24,9 +24,7 @@ def _batches(packing, **training):
         placement,
         small_task(training=training),
         programs,
-        {},
         leave,
-        taken=0,
     )
 
 

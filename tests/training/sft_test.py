@@ -19,7 +19,6 @@ from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import initial_dual
 from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
 from tests.support.runs import finish, read_digests, read_records, start
-from tests.support.small_task import small_services
 
 _TALK = [
     {"role": "user", "content": "1+1=?"},
@@ -88,9 +87,7 @@ def _batches(rows, directory, segments):
     task, placement, weights = Run.check(config)
     programs = make_step_programs(config, task.model, placement)
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    batches = ConversationBatches(
-        small_services(None), placement, task, programs, {}, leave, taken=0
-    )
+    batches = ConversationBatches(None, placement, task, programs, leave)
     return (
         batches,
         task,
@@ -105,7 +102,7 @@ def _trained(batches, programs, state):
 
     batches.push(state.params, 0, PhaseTimer())
     made = batches.make(state, 0, PhaseTimer())
-    after, metrics = programs.train_step(state, made.batch, None)
+    after, metrics, _ = programs.train_step(state, made.batch, None)
     used = sum(int(np.any(bucket.completion_mask, axis=-1).sum()) for bucket in made.rows)
     return (
         float(metrics["policy/loss"]),

@@ -456,7 +456,7 @@ def test_the_step_takes_c_from_the_state():
     )
     state = create(make_params())
     state = state._replace(dual=state.dual._replace(tolerance=jax.numpy.float32(0.25)))
-    state, metrics = step(state, packed_batch(make_rollout(), 1, None, tokens=64), None)
+    state, metrics, _ = step(state, packed_batch(make_rollout(), 1, None, tokens=64), None)
     moved = 0.4 + metrics["discrepancy/mean"] - 0.25
     assert metrics["dual/tolerance"] == state.dual.tolerance == 0.25
     assert state.dual.multiplier == pytest.approx(max(float(moved), 0), rel=1e-5)

@@ -112,16 +112,14 @@ def rows_of(monkeypatch):
         task, placement, weights = run
         programs = make_step_programs(task.config, task.model, placement)
         state = programs.create(weights.initial(), initial_dual(task.config.algorithm))
-        teacher = make_teacher(task, placement)
+        programs = dataclasses.replace(programs, teacher=make_teacher(task, placement))
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-            batches = Batches(
-                services, placement, task, programs, {}, leave, taken=0, teacher=teacher
-            )
+            batches = Batches(services, placement, task, programs, leave)
             batches.push(state.params, 0, PhaseTimer())
             batch = batches.make(state, 0, PhaseTimer()).batch
             before = jax.device_get(state.params)
-            after, metrics = programs.train_step(state, batch, None)
+            after, metrics, _ = programs.train_step(state, batch, None)
         return jax.device_get(batch), jax.device_get(metrics), before, jax.device_get(after.params)
 
     return made
