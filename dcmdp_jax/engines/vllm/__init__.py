@@ -34,13 +34,13 @@ class VllmKind(EngineKind):
 
     def check(self, arguments: EngineArguments) -> None:
         precision = arguments.precision
-        dtype = arguments.compute_dtype
         settings = arguments.settings
-        if dtype != (needed := precision if precision in _DTYPES else "bfloat16"):
+        dtype = precision if precision in _DTYPES else "bfloat16"
+        if arguments.compute_dtype != dtype:
             raise ArgumentError(
                 "compute_dtype",
-                f"got {dtype!r} with `precision`={precision!r}; vLLM computes it in {needed}, set "
-                "that",
+                f"got {arguments.compute_dtype!r} with `precision`={precision!r}; vLLM computes it "
+                f"in {dtype}, set that",
             )
         if arguments.lag and settings.sleep:
             raise ArgumentError(
@@ -48,18 +48,20 @@ class VllmKind(EngineKind):
                 f"got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains "
                 "can't sample then, set `sleep`=0 or `lag`=0",
             )
-        other = "visible_devices" if settings.placement == "ray" else "address"
-        if value := getattr(settings, other):
+
+        unused = "visible_devices" if settings.placement == "ray" else "address"
+        value = getattr(settings, unused)
+        if value:
             raise ArgumentError(
-                other, f"got {value!r} with `placement`={settings.placement}; leave it empty"
+                unused, f"got {value!r} with `placement`={settings.placement}; leave it empty"
             )
-        if settings.address not in ("", "auto") and not is_address(
-            settings.address.removeprefix("ray://")
-        ):
-            allowed = (
-                "must be auto, HOST:PORT or ray://HOST:PORT (1 to 65535; an IPv6 host in brackets)"
+        host = settings.address.removeprefix("ray://")
+        if settings.address not in ("", "auto") and not is_address(host):
+            raise ArgumentError(
+                "address",
+                f"got {settings.address!r}, must be auto, HOST:PORT or ray://HOST:PORT (1 to "
+                "65535; an IPv6 host in brackets)",
             )
-            raise ArgumentError("address", f"got {settings.address!r}, {allowed}")
         if settings.min_replicas > max(1, settings.replicas):
             raise ArgumentError(
                 "min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`"
@@ -93,22 +95,23 @@ class VllmKind(EngineKind):
         The CPU build leaves activations alone in fp8_per_block (on processors without AMX-FP8), and
         stores an FP8 cache rounded towards zero.
         """
-        products = "" if precision == "full" else precision
+        rounding = cache_rounding(cache, platform)
+        if precision == "full":
+            return Scheme(cache=rounding)
+
         model = arguments.model
-        parts = arguments.settings.tensor_parallel_size
-        if products and (parts > 1 or (model is not None and model.num_experts)):
+        experts = model is not None and model.num_experts
+        if experts or arguments.settings.tensor_parallel_size > 1:
             raise ArgumentError(
                 "forward_precision",
                 f"got {precision!r}; the trainer repeats vLLM's roundings of dense layers alone, "
                 "with `tensor_parallel_size`=1; set 'full'",
             )
         # Of fused q, k and v with biases: see `launch.engine_arguments`.
-        biased = (
-            bool(products) and model is not None and model.attention_bias and products != "int8"
-        )
-        if platform == "cpu" and products == "fp8_per_block":
-            products = "fp8_weights_per_block"
-        return Scheme(products=products, skip_qkv=biased, cache=cache_rounding(cache, platform))
+        skip_qkv = model is not None and model.attention_bias and precision != "int8"
+        if platform == "cpu" and precision == "fp8_per_block":
+            precision = "fp8_weights_per_block"
+        return Scheme(products=precision, skip_qkv=skip_qkv, cache=rounding)
 
     def reserve_device_share(self, settings: VllmSettings, engines: int) -> None:
         from dcmdp_jax.engines.vllm.launch import reserve_device_share
@@ -130,9 +133,10 @@ class VllmKind(EngineKind):
     def memory_note(self, arguments: EngineArguments) -> str:
         if arguments.platform == "cpu":
             return ""
-        asleep = ", while it samples" * (arguments.settings.sleep > 0)
+        settings = arguments.settings
+        asleep = ", while it samples" if settings.sleep else ""
         return (
-            f"besides: vLLM takes {arguments.settings.memory_share:g} of each of its GPUs "
+            f"besides: vLLM takes {settings.memory_share:g} of each of its GPUs "
             f"(`memory_share`){asleep}"
         )
 

