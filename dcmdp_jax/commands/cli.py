@@ -1,6 +1,4 @@
-"""Types of command-line arguments; bad arguments and failures: one clear line, an exit code, no
-lost traceback.
-"""
+"""Types of command-line arguments; one line and an exit code for a failure, no lost traceback."""
 
 import argparse
 import contextlib
@@ -13,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -33,17 +32,13 @@ _run_dir: Path | None = None
 
 
 def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
-    """A question for the name that is nearest to an unknown word; other advice where none is
-    near.
-    """
+    """A question for the name that is nearest to an unknown word; else other advice."""
     near = difflib.get_close_matches(word, list(names), n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises one-line errors for `run_main`, with the nearest flag for an
-    unknown one.
-    """
+    """Argument parser with one-line errors for `run_main`, which name the nearest flag."""
 
     def __init__(self, command: str = "", **options: Any) -> None:
         if command:
@@ -62,25 +57,20 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         """Parse as argparse does; UserError in one line for an unknown argument."""
-        parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
-            self.error(
-                f"{rest[0]}: no such argument; "
-                f"{nearest(rest[0].partition('=')[0], self.flags(), 'see --help')}"
-            )
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hint = nearest(unknown[0].partition("=")[0], self.flags(), "see --help")
+            self.error(f"{unknown[0]}: no such argument; {hint}")
         return parsed
 
     def flags(self) -> list[str]:
         """Names of all options, of subcommands too."""
-        inner = (
-            action.choices
-            for action in self._actions
-            if isinstance(action, argparse._SubParsersAction)
-        )
-        below = [
-            flag for parsers in inner for parser in parsers.values() for flag in parser.flags()
-        ]
-        return [flag for flag in self._option_string_actions if flag.startswith("--")] + below
+        names = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    names += parser.flags()
+        return names
 
 
 def run_main(
@@ -113,8 +103,10 @@ def run_main(
     command_started()
     program, *words = sys.argv if argv is None else argv
     end = words.index("--") if "--" in words else len(words)
-    debug = _DEBUG in words[:end]
-    arguments = [program, *(word for word in words[:end] if word != _DEBUG), *words[end:]]
+    options = [word for word in words[:end] if word != _DEBUG]
+    debug = len(options) < end
+    arguments = [program, *options, *words[end:]]
+
     if argv is None:
         sys.stdout = _Console(sys.stdout)
         sys.stderr = _Console(sys.stderr)
@@ -126,6 +118,7 @@ def run_main(
             _keep_failures_of_threads()
             # It prints the traceback of an error in a callback, which the error holds too.
             logging.getLogger("jax._src.callback").disabled = True
+
     try:
         code = main(arguments) or 0
     except KeyboardInterrupt:
@@ -139,9 +132,7 @@ def run_main(
 
 
 class _Console:
-    """A stream that goes silent when nobody reads it any more: `| head` or a lost terminal ends no
-    run.
-    """
+    """A stream that goes silent once nobody reads it: `| head` or a lost terminal ends no run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -177,43 +168,44 @@ def _fail(error: Exception, debug: bool) -> int:
     """Print the error, keep the traceback, return the exit code."""
     text = traceback.format_exc()
     line = _message(error)
-    code = _EXPECTED
     log = None if isinstance(error, UserError) else _append_to_log("failed", text)
     hints = [] if log is None else [f"traceback: {log}"]
     # This package raises OSError with a message alone, without errno.
     names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
-    if not (names_file or isinstance(error, _MESSAGE_IS_ENOUGH) or _DISK_FULL in str(error)):
+    expected = names_file or isinstance(error, _MESSAGE_IS_ENOUGH) or _DISK_FULL in str(error)
+
+    if not expected:
         line = f"{type(error).__name__}: {line}"
-        code = _UNEXPECTED
         if any(words in str(error) for words in _OUT_OF_MEMORY):
-            hints.insert(
-                0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens"
-            )
-            hints.insert(1, "where another program holds a GPU's memory, XLA_CLIENT_MEM_FRACTION")
+            hints = [
+                "for sampling, make max_rows smaller; for training, training.micro_batch_tokens",
+                "where another program holds a GPU's memory, XLA_CLIENT_MEM_FRACTION",
+                *hints,
+            ]
+        elif log is None:
+            hints = ["unexpected", "traceback above"]
+            debug = True
         else:
-            hints = ["unexpected", *(hints or ["traceback above"])]
-            debug = debug or log is None
-    print(
-        (text if debug else "") + f"error: {line}" + (f" ({'; '.join(hints)})" if hints else ""),
-        file=sys.stderr,
-    )
-    return code
+            hints.insert(0, "unexpected")
+    if hints:
+        line += f" ({'; '.join(hints)})"
+    print(f"{text if debug else ''}error: {line}", file=sys.stderr)
+    return _EXPECTED if expected else _UNEXPECTED
 
 
-def _append_to_log(what: str, text: str) -> Path | None:
+def _append_to_log(event: str, text: str) -> Path | None:
     """Append to the run's error.log; its path, or None if there is none or it can't be written."""
+    if _run_dir is None:
+        return None
+    path = _run_dir / ERROR_LOG
     with contextlib.suppress(OSError):
         # A FIFO would wait for a reader.
-        if (
-            _run_dir
-            and _run_dir.is_dir()
-            and ((path := _run_dir / ERROR_LOG).is_file() or not path.exists())
-        ):
+        if _run_dir.is_dir() and (path.is_file() or not path.exists()):
             # An argument in another encoding than the locale's has surrogates.
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(
                     f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: "
-                    f"{what}\n{text.rstrip()}\n\n"
+                    f"{event}\n{text.rstrip()}\n\n"
                 )
             return path
     return None
@@ -226,20 +218,24 @@ def _keep_failures_of_threads() -> None:
     coroutines print another at exit, and it logs more. The main thread raises the same error and
     reports it in one line.
     """
-    told = set()
+    printed = set()
 
-    def keep(what: str, failure: Any) -> None:
+    def keep(event: str, failure: Any) -> None:
         text = "".join(
             traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
         )
-        if issubclass(failure.exc_type, SystemExit) or _append_to_log(what, text) is not None:
+        if issubclass(failure.exc_type, SystemExit) or _append_to_log(event, text) is not None:
             return
         short = f"\n{text.rstrip()}" if _run_dir is None else f" {one_line(text.splitlines()[-1])}"
         # A log that can't be written is said once, not by every thread that fails for the same
         # reason.
-        if short not in told:
-            told.add(short)
-            sys.stderr.write(f"{what}:{short}\n")
+        if short not in printed:
+            printed.add(short)
+            sys.stderr.write(f"{event}:{short}\n")
+
+    def log_only(record: logging.LogRecord) -> bool:
+        _append_to_log(f"logged by {record.name}", logging.Formatter().format(record))
+        return False
 
     threading.excepthook = lambda failure: keep(
         f"thread {getattr(failure.thread, 'name', '')} failed", failure
@@ -247,11 +243,7 @@ def _keep_failures_of_threads() -> None:
     sys.unraisablehook = lambda failure: keep(f"ignored in {failure.object!r}", failure)
     orbax = logging.getLogger("absl")
     orbax.setLevel(logging.ERROR)
-    orbax.addFilter(
-        lambda record: (
-            _append_to_log(f"logged by {record.name}", logging.Formatter().format(record)) and False
-        )
-    )
+    orbax.addFilter(log_only)
 
 
 def _message(error: Exception) -> str:
@@ -259,7 +251,8 @@ def _message(error: Exception) -> str:
         return "no space left on the disk; make room and run the same command again"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.strerror}: {error.filename}"
-    if raised := callback_error(error):
+    raised = callback_error(error)
+    if raised:
         return f"a callback of a compiled function raised {raised}"
     return one_line(error) or type(error).__name__
 
@@ -274,11 +267,11 @@ def whole(low: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         # int() also takes the digits of other scripts, underscores and spaces.
         if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a whole number")
+            raise ArgumentTypeError(f"got {shorten(text)}, must be a whole number")
         value = int(text)
         if not low <= value <= UNLIMITED:
             bounds = f"at least {low}" if value < low else f"in [{low}, {UNLIMITED}]"
-            raise argparse.ArgumentTypeError(f"got {shorten(value)}, must be {bounds}")
+            raise ArgumentTypeError(f"got {shorten(value)}, must be {bounds}")
         return value
 
     return integer
@@ -291,10 +284,10 @@ def real(low: float, high: float) -> Callable[[str], float]:
         try:
             value = float(text if text.isascii() and "_" not in text else "")
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a number") from None
+            raise ArgumentTypeError(f"got {shorten(text)}, must be a number") from None
         # NaN compares as false.
         if not low < value <= high:
-            raise argparse.ArgumentTypeError(f"got {value:g}, must be in ({low:g}, {high:g}]")
+            raise ArgumentTypeError(f"got {value:g}, must be in ({low:g}, {high:g}]")
         return value
 
     return number
@@ -304,9 +297,9 @@ def each_once(number: Callable[[str], Any], noun: str) -> Callable[[str], tuple[
     """An argument type: numbers of a type, joined by commas, no two alike."""
 
     def numbers(text: str) -> tuple[Any, ...]:
-        values = tuple(number(part.strip()) for part in text.split(","))
+        values = tuple(number(word.strip()) for word in text.split(","))
         if len(set(values)) < len(values):
-            raise argparse.ArgumentTypeError(f"got {text!r}, every {noun} must be there once")
+            raise ArgumentTypeError(f"got {text!r}, every {noun} must be there once")
         return values
 
     return numbers
@@ -316,32 +309,31 @@ def output_file(text: str) -> Path:
     """An argument type: a file that can be written once the work is done; nothing is made yet."""
     path = Path(text)
     try:
-        possible = path.is_file() or (path.parent.is_dir() and not path.exists())
-        writable = possible and os.access(path if path.exists() else path.parent, os.W_OK)
+        if path.exists():
+            writable = path.is_file() and os.access(path, os.W_OK)
+        else:
+            writable = path.parent.is_dir() and os.access(path.parent, os.W_OK)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
+        raise ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
     if not writable:
-        said = (
-            "must be a regular file, or a new one in a directory that is there, and writable; "
-            "name another"
+        raise ArgumentTypeError(
+            f"got {shorten(text)}, must be a regular file, or a new one in a directory that is "
+            "there, and writable; name another"
         )
-        raise argparse.ArgumentTypeError(f"got {shorten(text)}, {said}")
     return path
 
 
 def output_directory(text: str) -> Path:
-    """An argument type: a directory that is there and writable, or can be made; nothing is made
-    yet.
-    """
+    """An argument type: a writable directory, or one that can be made; nothing is made yet."""
     path = existing = Path(text)
     try:
         while not existing.exists():
             existing = existing.parent
         writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
+        raise ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
     if not writable:
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"got {shorten(text)}, which can't be written ({existing}); choose another"
         )
     return path

@@ -2,9 +2,8 @@
 
 dcmdp convert hf-check HF_DIR
 dcmdp convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
-dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push
-USER/NAME]
-                      [--adapter]
+dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite]
+                     [--push USER/NAME] [--adapter]
 """
 
 import argparse
@@ -32,14 +31,14 @@ from dcmdp_jax.observe.report import facts, provenance, read_run, verdict
 from dcmdp_jax.version import REPOSITORY
 
 _DTYPES = ("bfloat16", "float32")
+# Rows of the curve's table, at most.
 _POINTS = 12
-"""Rows of the curve's table."""
 _COLUMNS = {
     "dual/multiplier": "lambda",
     "discrepancy/mean": "mean discrepancy",
     "dual/tolerance": "c",
+    "reward/mean": "reward",
 }
-_COLUMNS["reward/mean"] = "reward"
 _PROJECT = f"[dcmdp_jax]({REPOSITORY})" if REPOSITORY else "dcmdp_jax"
 CITATION = """@article{liu2026dcmdp,
   title = {Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy},
@@ -52,100 +51,92 @@ CITATION = """@article{liu2026dcmdp,
 
 
 def main(argv: list[str]) -> None:
-    """Parse the arguments (program name first) and run the command; a failure is an exception for
-    `run_main`.
-    """
+    """Parse the arguments (program name first) and run the command; failures are exceptions."""
     arguments = _parser().parse_args(argv[1:])
     # Conversion needs the host's memory only; a busy or small accelerator must not get in its way.
     jax.config.update("jax_platforms", "cpu")
-    if arguments.command == "hf-check":
-        _check(arguments.hf_dir)
-    elif arguments.command == "from-gguf":
-        config = convert_gguf(
-            arguments.file, arguments.out_dir, dtype=arguments.dtype, overwrite=arguments.overwrite
-        )
-        print(_describe(config))
-        print(f"wrote {arguments.out_dir} in {arguments.dtype}, with the file's tokenizer")
-    else:
-        _export(arguments)
+    arguments.run(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("convert", description="Check and write Hugging Face model directories.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
     check = commands.add_parser(
         "hf-check", help="check a directory's config.json, tokenizer, tensors and values"
     )
+    check.set_defaults(run=_check)
     check.add_argument(
         "hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer"
     )
-    families = ", ".join(family.gguf for family in FAMILIES.values() if family.gguf)
+
     gguf = commands.add_parser(
         "from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory"
     )
+    gguf.set_defaults(run=_from_gguf)
+    families = ", ".join(family.gguf for family in FAMILIES.values() if family.gguf)
     gguf.add_argument("file", type=Path, metavar="FILE", help=f"a whole .gguf of {families}")
+    _add_output(gguf, dtype="float32")
+
     export = commands.add_parser(
         "export", help="write a training checkpoint as a directory transformers and vLLM load"
     )
-    export.add_argument(
-        "run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it"
-    )
-    export.add_argument(
-        "--step", type=int, metavar="N", help="which checkpoint (default: the newest)"
-    )
-    export.add_argument(
-        "--push",
-        default="",
-        metavar="USER/NAME",
-        help="then upload OUT_DIR to the Hugging Face Hub",
-    )
-    export.add_argument(
-        "--adapter", action="store_true", help="write the adapters alone, as PEFT reads them"
-    )
-    for command in (gguf, export):
-        command.add_argument(
-            "out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty"
-        )
-        default = _DTYPES[command is gguf]
-        command.add_argument(
-            "--dtype",
-            choices=_DTYPES,
-            default=default,
-            help="of the tensors (default: %(default)s)",
-        )
-        command.add_argument(
-            "--overwrite", action="store_true", help="replace OUT_DIR when it is not empty"
-        )
+    export.set_defaults(run=_export)
+    add = export.add_argument
+    add("run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it")
+    add("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
+    about = "then upload OUT_DIR to the Hugging Face Hub"
+    add("--push", default="", metavar="USER/NAME", help=about)
+    add("--adapter", action="store_true", help="write the adapters alone, as PEFT reads them")
+    _add_output(export, dtype="bfloat16")
     return parser
 
 
-def _check(directory: Path) -> None:
+def _add_output(command: argparse.ArgumentParser, *, dtype: str) -> None:
+    """Add the arguments of what is written, by default in `dtype`."""
+    add = command.add_argument
+    add("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
+    about = "of the tensors (default: %(default)s)"
+    add("--dtype", choices=_DTYPES, default=dtype, help=about)
+    add("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    directory = arguments.hf_dir
     config = read_model_config(directory)
     manifest = check_manifest(directory, config)
     tokenizer = load_tokenizer(str(directory.resolve()), vocab_size=config.vocab_size)
     ends = end_token_ids(tokenizer, directory, vocab_size=config.vocab_size)
     check_values(manifest)
-    stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
+
     print(_describe(config))
-    files = {place.path for place in manifest.tensors.values()}
-    left = "".join(
-        f"; {count} of {prefix}* left out" for prefix, count in manifest.left_out.items()
-    )
-    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s){left}")
-    print(
-        f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 "
-        f"{_gib(2 * num_params(config))}"
-    )
+    tensors = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
+    files = {stored.path for stored in manifest.tensors.values()}
+    tensors += f"; {_gib(manifest.num_bytes)} in {len(files)} file(s)"
+    for prefix, count in manifest.left_out.items():
+        tensors += f"; {count} of {prefix}* left out"
+    print(f"tensors      {tensors}")
+    parameters = num_params(config)
+    print(f"in memory    float32 {_gib(4 * parameters)}, bfloat16 {_gib(2 * parameters)}")
     print(
         f"tokenizer    {len(tokenizer):,} tokens; a completion ends with "
         f"{', '.join(map(str, ends))}"
     )
-    if beyond := config.vocab_size - len(tokenizer):
+    beyond = config.vocab_size - len(tokenizer)
+    if beyond:
         print(
             f"             {beyond:,} of the model's ids, from {len(tokenizer):,} on, are no "
             "tokens and have no text"
         )
     print(f"{directory}: fits its config.json, all values are finite")
+
+
+def _from_gguf(arguments: argparse.Namespace) -> None:
+    out_dir = arguments.out_dir
+    dtype = arguments.dtype
+    config = convert_gguf(arguments.file, out_dir, dtype=dtype, overwrite=arguments.overwrite)
+    print(_describe(config))
+    print(f"wrote {out_dir} in {dtype}, with the file's tokenizer")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -154,56 +145,59 @@ def _export(arguments: argparse.Namespace) -> None:
 
     out_dir = arguments.out_dir
     dtype = arguments.dtype
-    overwrite = arguments.overwrite
     if arguments.push:
         check_push(arguments.push)
-    found = find_params(arguments.run_dir, arguments.step)
-    source = found.path.parent
+    checkpoint = find_params(arguments.run_dir, arguments.step)
+    source = checkpoint.path.parent
     target = out_dir.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):  # --overwrite or not
         raise UserError(
             f"OUT_DIR {target}: overlaps {source}, which it is made of; choose another directory"
         )
+
+    model = checkpoint.model
     if arguments.adapter:
-        if (saved := found.adapters) is None:
+        saved = checkpoint.adapters
+        if saved is None:
             raise UserError(
-                f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)"
+                f"{checkpoint.path}: has no adapters, all parameters were trained "
+                "(model.lora_rank=0)"
             )
-        base = found.base_directory(saved)
-        model = found.model
+        base = checkpoint.base_directory(saved)
         save_adapter(
-            found.trained(),
+            checkpoint.trained(),
             model,
             saved.lora,
             out_dir,
             base_model=str(base),
-            overwrite=overwrite,
+            overwrite=arguments.overwrite,
             checksum=base_checksum(load_base(base, model, "bfloat16")),
             digest=directory_digest(base, model),
             base_class=wrapping_class(base),
         )
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {base}, as PEFT reads them")
         return
+
+    tokenizer = checkpoint.tokenizer
     save_params(
-        found.load(),
-        found.model,
+        checkpoint.load(),
+        model,
         out_dir,
         dtype=dtype,
-        tokenizer_dir=found.tokenizer,
-        overwrite=overwrite,
+        tokenizer_dir=tokenizer,
+        overwrite=arguments.overwrite,
     )
-    print(f"checkpoint of step {found.step}\n{_describe(found.model)}")
-    print(f"wrote {out_dir} in {dtype}, tokenizer of {found.tokenizer}")
-    (out_dir / "README.md").write_text(
-        model_card(found.tokenizer.parent, found.step), encoding="utf-8"
-    )
+    print(f"checkpoint of step {checkpoint.step}\n{_describe(model)}")
+    print(f"wrote {out_dir} in {dtype}, tokenizer of {tokenizer}")
+    card = model_card(tokenizer.parent, checkpoint.step)
+    (out_dir / "README.md").write_text(card, encoding="utf-8")
     if arguments.push:
-        print(f"pushed to {push(out_dir, arguments.push, message=f'Step {found.step}, {dtype}')}")
+        message = f"Step {checkpoint.step}, {dtype}"
+        print(f"pushed to {push(out_dir, arguments.push, message=message)}")
 
 
 def model_card(run_dir: Path, step: int) -> str:
-    """The text of the card: the run's sentence and facts up to `step`, lambda's curve, command,
-    versions, citation.
+    """The card of a checkpoint: verdict, facts, lambda's curve, command, versions, citation.
 
     What a run did not record is left out. A model on the Hub that the run started from is the base
     model.
@@ -214,10 +208,11 @@ def model_card(run_dir: Path, step: int) -> str:
     """
     run = read_run(run_dir, without_metrics=True).until(step)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if is_hub_name(start := str(run.config.get("model.path") or "")):
+    start = str(run.config.get("model.path") or "")
+    if is_hub_name(start):
         front.append(f"base_model: {start.partition('@')[0]}")
     front += ["tags: [dcmdp_jax, dc-grpo, grpo, reinforcement-learning]", "---"]
-    parts = [
+    sections = [
         "\n".join(front),
         f"# {run.label}, step {step}",
         f"Trained with {_PROJECT}, method `{run.config.get('algorithm.method', 'dc_grpo')}`: "
@@ -225,39 +220,38 @@ def model_card(run_dir: Path, step: int) -> str:
         "difference between the probabilities that the training stack and the inference engine "
         "give a sampled token. Lambda is the price of that difference.",
     ]
+
     if run.series:
-        rows = [
-            [cell.replace("|", r"\|") for cell in (fact.name, fact.value, fact.details)]
-            for fact in facts(run)
-        ]
-        parts += [verdict(run), "\n".join(markdown_table(["", "at this step", ""], rows))]
-        parts += _curve(run.series)
-    if said := provenance(run):
-        parts.append(
-            f"## How it was made\n\n    {said.pop('command')}\n\n{', '.join(said.values())}."
-        )
-    parts.append(f"## Citation\n\n```bibtex\n{CITATION}\n```")
-    return "\n\n".join(parts) + "\n"
+        rows = []
+        for fact in facts(run):
+            cells = fact.name, fact.value, fact.details
+            rows.append([cell.replace("|", r"\|") for cell in cells])
+        sections.append(verdict(run))
+        sections.append("\n".join(markdown_table(["", "at this step", ""], rows)))
+        if "dual/multiplier" in run.series:
+            sections += ["## Lambda's curve", _curve(run.series)]
+    origin = provenance(run)
+    if origin:
+        command = origin.pop("command")
+        sections.append(f"## How it was made\n\n    {command}\n\n{', '.join(origin.values())}.")
+    sections.append(f"## Citation\n\n```bibtex\n{CITATION}\n```")
+    return "\n\n".join(sections) + "\n"
 
 
-def _curve(series: Series) -> list[str]:
-    """Lambda and what it follows, at about a dozen steps."""
-    if "dual/multiplier" not in series:
-        return []
-    names = [name for name in _COLUMNS if name in series]
+def _curve(series: Series) -> str:
+    """A table of lambda and what it follows, at about a dozen steps."""
     steps = series["dual/multiplier"][0]
-    chosen = steps[
-        np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int))
-    ]
-    values = {name: dict(zip(*map(np.ndarray.tolist, series[name]), strict=True)) for name in names}
-    rows = [
-        [str(each), *(number(values[name].get(each, math.nan)) for name in names)]
-        for each in chosen.tolist()
-    ]
-    return [
-        "## Lambda's curve",
-        "\n".join(markdown_table(["step", *map(_COLUMNS.get, names)], rows)),
-    ]
+    shown = np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int)
+    titles = ["step"]
+    columns = []
+    for name, title in _COLUMNS.items():
+        if name in series:
+            titles.append(title)
+            columns.append(dict(zip(*map(np.ndarray.tolist, series[name]), strict=True)))
+    rows = []
+    for step in steps[np.unique(shown)].tolist():
+        rows.append([str(step), *(number(column.get(step, math.nan)) for column in columns)])
+    return "\n".join(markdown_table(titles, rows))
 
 
 def _describe(config: ModelConfig) -> str:

@@ -29,13 +29,20 @@ from dcmdp_jax.commands.flags import load_config, parse_settings
 from dcmdp_jax.config.checks import settings_of
 from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch import page
-from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
+from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured, analyze
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
-from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_recording, read_run
+from dcmdp_jax.lab.mismatch.over_training import (
+    RecordedFile,
+    Recording,
+    find_files,
+    read_recording,
+    read_run,
+)
 from dcmdp_jax.lab.mismatch.recording import Columns
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.lab.probe.engines import ProbeSpec, parse_spec, settings_for
@@ -43,26 +50,38 @@ from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
 from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
 from dcmdp_jax.run.directory import read_config
-from dcmdp_jax.run.saved_model import Policy, find_model
+from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model
 
+# Settings of a probe, whatever the run had.
 _PROBES_OWN = {
     "rollout.group_size": 8,
     "rollout.max_rows": 256,
     "training.seed": 0,
     "task.verifier_budget": 0.0,
+    "rewards.on_error": "error",
 }
-_PROBES_OWN |= {"rewards.on_error": "error"}
-"""Settings of a probe, whatever the run had."""
+# Tokens of a completion where no run says how many.
 _WITHOUT_A_RUN = {"rollout.max_completion_tokens": 256}
+# Settings that an engine of --a names.
 _BY_ENGINE = (
     "rollout.engine",
     "rollout.precision",
     "rollout.compute_dtype",
     "rollout.kv_cache_dtype",
 )
+# Tokens of a recording that are kept at most: they fit the memory of a laptop. Ours.
 _MAX_TOKENS = 5_000_000
 _FLOOR = "mismatch/noise_floor"
 _TOKEN_COLUMN = "token_ids"
+_OTHER_COLUMNS = {
+    "train": "lists of the training stack's log-probs, nats",
+    "rollout": "lists of the engine's log-probs, nats",
+    "mask": "1 on sampled tokens (default: all are)",
+    "entropy": "the training stack's entropies (default: none)",
+    "lag": "age in steps of the weights that sampled",
+    "top": "the engine's likeliest tokens, as Recorder packs them",
+}
+"""Field of `Columns` -> what its option --NAME-column is for."""
 _RECORDED_BY = "trl", "verl", "skyrl"
 
 
@@ -72,28 +91,32 @@ def main(argv: list[str]) -> None:
     recorded = arguments.recording
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")
+
+    def conclude(pairs: list[Measured]) -> list[Analysis]:
+        return [analyze(pair, arguments.tolerance) for pair in pairs]
+
     if recorded:
         if overrides:
             raise UserError(
                 f"config.{next(iter(overrides))}: a recording has no settings, leave it out"
             )
-        title, measured = _measure_recording(arguments)
+        title, pair = _measure_recording(arguments)
+        pairs = [pair]
     else:
         session, first = open_session(arguments, overrides)
         title = f"Mismatch of engines on {session.run.saved.name}"
 
-        def keep(measured: list[Measured]) -> None:
-            analyses = [analyze(one, arguments.tolerance) for one in measured]
-            page.write_json(title, analyses, arguments.out, finished=False)
+        def keep(pairs: list[Measured]) -> None:
+            page.write_json(title, conclude(pairs), arguments.out, finished=False)
 
-        measured = probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
-    analyses = [analyze(one, arguments.tolerance) for one in measured]
+        pairs = probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
+
+    analyses = conclude(pairs)
     print(page.table(analyses))
-    print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
-    means = {one.name: float(one.pairs.discrepancy.mean()) for one in measured}
-    if above := [
-        f"{name} {mean:.3g}" for name, mean in means.items() if mean > arguments.fail_above
-    ]:
+    print(f"wrote {page.write(title, pairs, analyses, arguments.out)}")
+    means = {pair.name: float(pair.pairs.discrepancy.mean()) for pair in pairs}
+    above = [f"{name} {mean:.3g}" for name, mean in means.items() if mean > arguments.fail_above]
+    if above:
         print(
             f"mean |dp| above --fail-above={arguments.fail_above:g}: {', '.join(above)}",
             file=sys.stderr,
@@ -109,27 +132,29 @@ def _parser() -> Parser:
         "--config.task.train=FILE.",
     )
     _add_recording(parser)
-    engines = add_engines(parser).add_argument
-    engines("--no-rescoring", action="store_true", help="name the cause from the two columns alone")
+    add_engines(parser).add_argument(
+        "--no-rescoring", action="store_true", help="name the cause from the two columns alone"
+    )
+
+    share = real(0, 1)
     add = parser.add_argument
     add(
         "--tolerance",
-        type=real(0, 1),
+        type=share,
         metavar="C",
         help="budget to count completions over (default: the recommended)",
     )
     add(
         "--fail-above",
-        type=real(0, 1),
+        type=share,
         default=1.0,
         metavar="X",
         help="exit code 1 where a mean |dp| is above it",
     )
-    out = Path("runs/probe")
     add(
         "--out",
         type=output_directory,
-        default=out,
+        default=Path("runs/probe"),
         metavar="DIR",
         help="where to write (default: %(default)s)",
     )
@@ -139,50 +164,57 @@ def _parser() -> Parser:
 def add_engines(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the arguments of `open_session`."""
     group = parser.add_argument_group("engines")
-    live = group.add_argument
-    live(
+    add = group.add_argument
+
+    # What is probed.
+    add(
         "--model",
         type=Path,
         metavar="DIR",
         help="model directory, OWNER/NAME on the Hub, run or checkpoint",
     )
-    live(
+    add(
         "--config",
         metavar="FILE[:ARGUMENT]",
         help="a config file: its model.path or last checkpoint, task, engine",
     )
-    live(
+
+    # The two engines.
+    add(
         "--a",
         action="append",
         type=_engine,
         metavar="ENGINE",
         help="samples; several times for several engines",
     )
-    live(
+    add(
         "--b",
         type=_engine,
         default=parse_spec("trainer"),
         metavar="ENGINE",
         help="scores (default: trainer)",
     )
-    live(
+
+    # What is sampled.
+    add(
         "--prompts",
         type=whole(1),
         default=32,
         metavar="N",
         help="problems to ask (default: %(default)s)",
     )
-    live(
+    add(
         "--top-p",
         type=real(0, 1),
         default=1.0,
         metavar="P",
         help="nucleus mass of sampling (default: %(default)s)",
     )
-    live(
+    add(
         "--earlier",
         action="append",
         type=Path,
+        default=[],
         metavar="DIR",
         help="weights that a may still hold, all or in part",
     )
@@ -210,135 +242,160 @@ def open_session(
     """
     first = arguments.a or []
     check_specs(first, arguments.b)
-    saved = None if arguments.config else find_model(arguments.model)
-    base = load_config(arguments.config) if saved is None else saved.settings
-    known = arguments.config or saved.run_dir
-    if first and (given := [name for name in _BY_ENGINE if name in overrides]):
-        raise UserError(
-            f"config.{given[0]}: --a names the engines and their precisions; leave one of the two "
-            "out"
-        )
+    if arguments.config:
+        base = load_config(arguments.config)
+        of_a_run = True
+    else:
+        saved = find_model(arguments.model)
+        base = saved.settings
+        of_a_run = saved.run_dir is not None
+
+    config_values = dict(_PROBES_OWN)
+    if not of_a_run:
+        config_values |= _WITHOUT_A_RUN
     if first:
-        # The settings have the engine that rollout.engine_args belong to.
-        by_path = [
-            spec for spec in (*first, arguments.b) if spec.record and spec.kind not in TRAINABLE
-        ]
-        engine = settings_for(by_path[0], base.rollout) if by_path else RolloutSettings()
-        overrides = {name: getattr(engine, name.partition(".")[2]) for name in _BY_ENGINE} | dict(
-            overrides
-        )
-    elif not known and "rollout.engine" not in overrides:
+        config_values |= _engine_values([*first, arguments.b], base.rollout, overrides)
+    elif not of_a_run and "rollout.engine" not in overrides:
         raise UserError(
             "--a is missing: name the engine that samples, for example --a=local:fp8 or "
             "--a=vllm:bfloat16"
         )
-    config = for_sampling(base, _PROBES_OWN | ({} if known else _WITHOUT_A_RUN) | dict(overrides))
+    config = for_sampling(base, config_values | dict(overrides))
     rollout = config.rollout
     if not first:
-        first = [
-            ProbeSpec(
-                rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype
-            )
-        ]
+        first = [_spec_of(rollout)]
         check_specs(first, arguments.b)
-    if saved is None:
-        trained = (Path(config.run_dir) / "checkpoints").is_dir()
-        if not (path := config.run_dir if trained else config.model.path):
-            raise UserError(
-                f"--config: {config.run_dir} has no checkpoint and the config no model.path; "
-                "train first"
-            )
-        saved = find_model(Path(path))
+    if arguments.config:
+        saved = _probed_model(config)
     if not config.task.train:
         raise UserError(
             "config.task.train: empty; --config.task.train=TASK names a file, arithmetic:... or a "
             "Hub name"
         )
-    for kind, spec in {spec.record: spec for spec in (*first, arguments.b) if spec.record}.items():
-        count = max(spec.record is kind for spec in first) + (arguments.b.record is kind)
-        kind.reserve_device_share(settings_of(settings_for(spec, rollout), kind), count)
+    _reserve_device_shares(first, arguments.b, rollout)
+
     run = Policy.of(saved, config)
     session = Session(
         run=run,
         problems=load_problems(config.task.train, limit=arguments.prompts, answers="unused"),
         sampling=dataclasses.replace(run.sampling, top_p=arguments.top_p),
-        score_temperature=rollout.temperature
-        or 1.0,  # what is sampled greedily has its log-probs at 1
-        earlier=[find_model(path) for path in arguments.earlier or ()],
+        # What is sampled greedily has its log-probs at 1.
+        score_temperature=rollout.temperature or 1.0,
+        earlier=[find_model(path) for path in arguments.earlier],
         load=functools.cache(lambda path: Policy.of(find_model(path), config)),
         rescore=not arguments.no_rescoring,
-        show=lambda line: print(line, file=sys.stderr, flush=True),
+        show=functools.partial(print, file=sys.stderr, flush=True),
     )
     return session, first
 
 
+def _engine_values(
+    specs: list[ProbeSpec], rollout: RolloutSettings, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings of the engine that rollout.engine_args belong to: the first one named by path."""
+    for name in _BY_ENGINE:
+        if name in overrides:
+            raise UserError(
+                f"config.{name}: --a names the engines and their precisions; leave one of the two "
+                "out"
+            )
+
+    engine = RolloutSettings()
+    for spec in specs:
+        if spec.record and spec.kind not in TRAINABLE:
+            engine = settings_for(spec, rollout)
+            break
+    return {name: getattr(engine, name.removeprefix("rollout.")) for name in _BY_ENGINE}
+
+
+def _spec_of(rollout: RolloutSettings) -> ProbeSpec:
+    """The engine of a run."""
+    return ProbeSpec(
+        kind=rollout.engine,
+        precision=rollout.precision,
+        compute=rollout.compute_dtype,
+        cache=rollout.kv_cache_dtype,
+    )
+
+
+def _probed_model(config: Config) -> SavedModel:
+    """The last checkpoint of a config's run, or the model that it starts from."""
+    path = config.model.path
+    if (Path(config.run_dir) / "checkpoints").is_dir():
+        path = config.run_dir
+    if not path:
+        raise UserError(
+            f"--config: {config.run_dir} has no checkpoint and the config no model.path; train "
+            "first"
+        )
+    return find_model(Path(path))
+
+
+def _reserve_device_shares(
+    first: list[ProbeSpec], second: ProbeSpec, rollout: RolloutSettings
+) -> None:
+    """Leave room on the devices for each kind of engine: one of `first` at a time, and `second`."""
+    by_record = {spec.record: spec for spec in (*first, second) if spec.record}
+    for record, spec in by_record.items():
+        count = any(spec.record is record for spec in first) + (second.record is record)
+        record.reserve_device_share(settings_of(settings_for(spec, rollout), record), count)
+
+
 def _add_recording(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say what was recorded, and where."""
-    recording = parser.add_argument_group("a recording").add_argument
+    add = parser.add_argument_group("a recording").add_argument
     formats = ("auto", *(name for name in FORMATS if name != "recorder"), *_RECORDED_BY)
-    recording(
+
+    # Files.
+    add(
         "recording", nargs="*", metavar="PATH", help="files, directories, globs, or a run directory"
     )
     about = f"refuse others than: {', '.join(formats[1:])} (default: %(default)s)"
-    recording("--format", default="auto", choices=formats, metavar="NAME", help=about)
-    recording(
+    add("--format", default="auto", choices=formats, metavar="NAME", help=about)
+    add(
         "--allow-gaps",
         action="store_true",
         help="go on where steps or ranks are missing in the middle",
     )
-    recording(
-        "--token-column",
-        default=_TOKEN_COLUMN,
-        metavar="NAME",
-        help="lists of token ids (default: %(default)s)",
-    )
-    recording(
-        "--train-column", metavar="NAME", help="lists of the training stack's log-probs, nats"
-    )
-    recording("--rollout-column", metavar="NAME", help="lists of the engine's log-probs, nats")
-    recording(
-        "--mask-column", default="", metavar="NAME", help="1 on sampled tokens (default: all are)"
-    )
-    recording(
-        "--entropy-column",
-        default="",
-        metavar="NAME",
-        help="the training stack's entropies (default: none)",
-    )
-    recording(
-        "--lag-column", default="", metavar="NAME", help="age in steps of the weights that sampled"
-    )
-    recording(
-        "--top-column",
-        default="",
-        metavar="NAME",
-        help="the engine's likeliest tokens, as Recorder packs them",
-    )
-    recording(
+    add(
         "--max-tokens",
         type=whole(1),
         default=_MAX_TOKENS,
         metavar="N",
         help="read an even share above it",
     )
-    recording("--tokenizer", metavar="DIR", help="shows tokens as text (default: ids)")
+    add("--tokenizer", metavar="DIR", help="shows tokens as text (default: ids)")
+
+    # Columns of a file that no known framework wrote.
+    about = "lists of token ids (default: %(default)s)"
+    add("--token-column", default=_TOKEN_COLUMN, metavar="NAME", help=about)
+    for column, about in _OTHER_COLUMNS.items():
+        add(f"--{column}-column", default="", metavar="NAME", help=about)
 
 
-def _measure_recording(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
-    """Read what the arguments name; a title and the one pair.
+def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
+    """Read what the arguments name; a title and the pair.
 
     Raises:
         UserError: in one line, what is wrong with the arguments or the recording.
     """
     paths = arguments.recording
-    title = (
-        "Mismatch of "
-        f"{Path(paths[0]).name or paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
-    )
-    options = [field.name for field in dataclasses.fields(Columns)]
-    columns = {name: value for name in options if (value := getattr(arguments, f"{name}_column"))}
-    if columns != {"token": _TOKEN_COLUMN}:
-        return title, [_by_columns(arguments, paths, columns)]
+    title = f"Mismatch of {Path(paths[0]).name or paths[0]}"
+    if len(paths) > 1:
+        title += f" and {len(paths) - 1} more"
+    columns = {}
+    for field in dataclasses.fields(Columns):
+        column = getattr(arguments, f"{field.name}_column")
+        if column:
+            columns[field.name] = column
+    if columns == {"token": _TOKEN_COLUMN}:
+        return title, _by_format(arguments)
+    return title, _by_columns(arguments, columns)
+
+
+def _by_format(arguments: argparse.Namespace) -> Measured:
+    """The pair of a recording that a known framework, or a run of ours, wrote."""
+    paths = arguments.recording
     left_out = LeftOut()
     files = find_files(paths, left_out)
     framework = files[0].framework
@@ -347,76 +404,95 @@ def _measure_recording(arguments: argparse.Namespace) -> tuple[str, list[Measure
             f"--format={arguments.format}: {files[0].path} was recorded by {framework}; leave "
             "--format out"
         )
+
     run = _own_run(files)
-    metrics = (
-        without_placeholder(read_metrics(run), read_config(run).algorithm.measured_steps)
-        if run
-        else None
+    metrics = None
+    floors = {}
+    costs = {}
+    if run is not None:
+        config = read_config(run)
+        metrics = without_placeholder(read_metrics(run), config.algorithm.measured_steps)
+        engine = _spec_of(config.rollout)
+        costs = engine.costs
+        if _FLOOR in metrics:
+            floors[str(engine)] = float(metrics[_FLOOR][1][-1])
+    recording = read_run(
+        files,
+        left_out,
+        max_tokens=arguments.max_tokens,
+        allow_gaps=arguments.allow_gaps,
+        tolerance=arguments.tolerance,
+        metrics=metrics,
     )
-    asked = {name: getattr(arguments, name) for name in ("max_tokens", "allow_gaps", "tolerance")}
-    found = read_run(files, left_out, metrics=metrics, **asked)
-    names = format_of(framework).columns
+
+    known_format = format_of(framework)
     source = {
         "recording": paths[0] if len(paths) == 1 else f"{len(paths)} paths",
-        "format": f"{framework} ({format_of(framework).writer})",
-        "training stack": names.train,
-        "engine": names.rollout,
+        "format": f"{framework} ({known_format.writer})",
+        "training stack": known_format.columns.train,
+        "engine": known_format.columns.rollout,
         "files": f"{len(files):,}",
-        "rows": _rows(found.rows, found.kept_every),
-        **_said(left_out),
+        **_counts(recording, left_out),
     }
-    name = framework if len(files) > 1 else f"{framework} {files[0].path.stem}"
-    known = {"over_training": found.over_training, "framework": framework}
-    if run:
-        rollout = read_config(run).rollout
-        spec = ProbeSpec(
-            rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype
-        )
-        floors = {str(spec): float(metrics[_FLOOR][1][-1])} if _FLOOR in metrics else {}
-        known |= {"floors": floors, "settings": spec.costs}
-    return title, [Measured(name, source, found.pairs, _text(arguments.tokenizer), **known)]
+    return Measured(
+        name=framework if len(files) > 1 else f"{framework} {files[0].path.stem}",
+        source=source,
+        pairs=recording.pairs,
+        text=_text(arguments.tokenizer),
+        floors=floors,
+        over_training=recording.over_training,
+        framework=framework,
+        settings=costs,
+    )
 
 
 def _own_run(files: list[RecordedFile]) -> Path | None:
     """The run directory of a recording of ours, if its metrics are there."""
     run = files[0].path.parent.parent
-    own = files[0].framework == "dcmdp" and all(file.path.parent.parent == run for file in files)
-    return (
-        run if own and all((run / name).is_file() for name in (METRICS_FILE, CONFIG_FILE)) else None
-    )
+    of_one_run = all(file.path.parent.parent == run for file in files)
+    has_metrics = all((run / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
+    return run if files[0].framework == "dcmdp" and of_one_run and has_metrics else None
 
 
-def _by_columns(arguments: argparse.Namespace, paths: list[str], given: dict[str, str]) -> Measured:
+def _by_columns(arguments: argparse.Namespace, names: dict[str, str]) -> Measured:
+    """The pair of two columns of any file."""
+    paths = arguments.recording
     for option, content in (
         ("token", "token ids"),
         ("train", "train log-probs"),
         ("rollout", "rollout log-probs"),
     ):
-        if option not in given:
+        if option not in names:
             raise UserError(f"--{option}-column is missing: name the column of the {content}")
     if len(paths) > 1:
         raise UserError(
             f"{len(paths)} paths with --train-column: give one file; several need a known format"
         )
+
     path = Path(paths[0])
-    columns = Columns(**given)
+    columns = Columns(**names)
     recording = read_recording(path, columns, max_tokens=arguments.max_tokens)
     source = {
         "recording": paths[0],
         "training stack": columns.train,
         "engine": columns.rollout,
-        "rows": _rows(recording.rows, recording.kept_every),
-        **_said(recording.left_out),
+        **_counts(recording, recording.left_out),
     }
-    return Measured(path.stem, source, recording.pairs, _text(arguments.tokenizer))
+    return Measured(
+        name=path.stem,
+        source=source,
+        pairs=recording.pairs,
+        text=_text(arguments.tokenizer),
+    )
 
 
-def _said(left_out: LeftOut) -> dict[str, str]:
-    return {page.LEFT_OUT: str(left_out)} if str(left_out) else {}
-
-
-def _rows(rows: int, kept_every: int) -> str:
-    return f"{rows:,}, {'all' if kept_every == 1 else f'every {kept_every}th'} used"
+def _counts(recording: Recording, left_out: LeftOut) -> dict[str, str]:
+    """The rows of a recording and what is left out of it, for `Measured.source`."""
+    used = "all" if recording.kept_every == 1 else f"every {recording.kept_every}th"
+    counts = {"rows": f"{recording.rows:,}, {used} used"}
+    if str(left_out):
+        counts[page.LEFT_OUT] = str(left_out)
+    return counts
 
 
 def _text(tokenizer: str | None) -> Callable[[int], str] | None:
