@@ -19,6 +19,7 @@ The same command continues a killed evaluation; it ends with the same files as a
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -55,56 +56,67 @@ from dcmdp_jax.run import evaluation_setup, memory_use, saved_model
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, held_out, read_tools
 
+# Completions of a part, in rows of the engine: more would lose more with a kill, fewer leave more
+# rows idle at a part's end.
 _ROUNDS = 4
-"""Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at
-a part's end.
-"""
+# Settings that look as if they changed a score, and do not: they are of training.
+_OF_TRAINING = (
+    "evaluation.every_steps",
+    "rollout.group_size",
+    "rollout.temperature",
+    "rollout.lag",
+)
+# Settings that change one, though a run may go on with another value.
+_OF_SAMPLING = ("training.seed", "rollout.engine_args", "rollout.max_rows")
 
 
 def main(argv: list[str]) -> None:
-    """Parse the arguments (program name first), check all input, evaluate task by task, print the
-    table.
-    """
+    """Parse the arguments (program name first), check all input, evaluate, print the table."""
     arguments, overrides = parse(argv[1:])
     if arguments.table is not None:
         print(format_comparison([read_scores(path) for path in arguments.table]))
         return
+
     saved = saved_model.find_model(arguments.model, arguments.step)
-    if saved.run_dir is not None:
-        cli.keep_tracebacks_in(saved.run_dir)
     of_a_run = saved.run_dir is not None
-    config = load.for_sampling(
-        saved.settings, evaluation_setup.asked_settings(overrides, of_a_run=of_a_run)
-    )
+    if of_a_run:
+        cli.keep_tracebacks_in(saved.run_dir)
+    changes = evaluation_setup.asked_settings(overrides, of_a_run=of_a_run)
+    config = load.for_sampling(saved.settings, changes)
     policy = saved_model.Policy.of(saved, config)
     task, overlaps = read_tasks(policy, arguments.overlap)
+    top_p = config.rollout.top_p if arguments.top_p is None else arguments.top_p
+    seed = config.training.seed
+
+    # What a continued evaluation must have in common with its log.
     values = flatten(to_dict(config))
     settings = {name: value for name, value in values.items() if _changes_a_score(name, config)}
-    top_p = config.rollout.top_p if arguments.top_p is None else arguments.top_p
-    settings |= {"top_p": top_p, "overlap": arguments.overlap}
+    settings["top_p"] = top_p
+    settings["overlap"] = arguments.overlap
     header = evaluation_header(
         settings, task.held_out, model=saved.name, step=saved.step, files=saved.files
     )
     stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
     out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, header)
     method = arguments.method or saved.name
-    seed = config.training.seed
     with log:
         setup = evaluation_setup.place_evaluation(task, saved, out)
         results = _evaluate(task, saved, setup, top_p, log)
-        write_json(
-            out, evaluation_record(method, header, results, task.held_out, overlaps, seed=seed)
-        )
+        record = evaluation_record(method, header, results, task.held_out, overlaps, seed=seed)
+        write_json(out, record)
         log.close_finished()
+
     print(format_table(method, results, seed=seed))
     print(
         f"at most {config.rollout.max_completion_tokens} tokens, temperature "
         f"{config.evaluation.temperature:g}, top_p {top_p:g}, top_k {config.rollout.top_k}: the "
         f"{'run' if of_a_run else 'paper'}'s where they are not given"
     )
-    if dropped := [
-        f"{prompts.dropped} of {each.name}" for each, prompts in task.held_out if prompts.dropped
-    ]:
+    dropped = []
+    for held_out_task, prompts in task.held_out:
+        if prompts.dropped:
+            dropped.append(f"{prompts.dropped} of {held_out_task.name}")
+    if dropped:
         print(f"left out, prompt over task.max_prompt_tokens: {', '.join(dropped)}")
     for line in describe_overlaps(
         results, overlaps, config.task.train, dropped=arguments.overlap == "drop"
@@ -157,11 +169,12 @@ def read_tasks(
         raise UserError(
             "--overlap: goes with config.task.train, the problems that the policy was trained on"
         )
-    asked = held_out(config, policy.tokenizer, read_tools(config, policy.tokenizer))
-    overlaps = training_overlaps(asked, config.task.train) if overlap else {}
+
+    tasks = held_out(config, policy.tokenizer, read_tools(config, policy.tokenizer))
+    overlaps = training_overlaps(tasks, config.task.train) if overlap else {}
     if overlap == "drop":
-        asked = leave_out(asked, overlaps)
-    return evaluation_setup.evaluation_task(policy, asked), overlaps
+        tasks = leave_out(tasks, overlaps)
+    return evaluation_setup.evaluation_task(policy, tasks), overlaps
 
 
 def _evaluate(
@@ -171,100 +184,90 @@ def _evaluate(
     top_p: float,
     log: EvaluationLog,
 ) -> list[EvaluationResult]:
-    if (rows := setup.memory.rows) < (most := task.config.rollout.max_rows):
-        print(f"{rows} rows at a time (rollout.max_rows={most} does not fit)", file=sys.stderr)
+    """Load the model into an engine and evaluate each task, with lines on stderr."""
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    rows = setup.memory.rows
+    max_rows = task.config.rollout.max_rows
+    if rows < max_rows:
+        tell(f"{rows} rows at a time (rollout.max_rows={max_rows} does not fit)")
+
     results: list[EvaluationResult] = []
     with start_services(task, setup) as services:
         if setup.kind.pushes:
-            services.engine.push_weights(
-                saved.load(evaluation_setup.pushed_dtype(saved, task.config)), saved.step or 0
-            )
+            params = saved.load(evaluation_setup.pushed_dtype(saved, task.config))
+            services.engine.push_weights(params, saved.step or 0)
+            del params
             release_freed_memory()
-        for done, (one, prompts) in enumerate(task.held_out, start=1):
+        for held_out_task, prompts in task.held_out:
             began = time.monotonic()
-            results.append(result := _evaluate_task(task, services, one, prompts, top_p, log))
+            result = _evaluate_task(task, services, held_out_task, prompts, top_p, log)
             seconds = time.monotonic() - began
-            print(
-                f"[{done}/{len(task.held_out)}] {one.name}: avg@{one.samples} "
-                f"{shown_score(result, result.average)}, {len(result.scores)} problems, "
-                f"{result.scores.size} completions, {seconds:.1f} s, "
-                f"{result.scores.size * result.length_mean / seconds:,.0f} tokens/s",
-                file=sys.stderr,
-                flush=True,
+            results.append(result)
+            tell(
+                f"[{len(results)}/{len(task.held_out)}] {result.task}: "
+                f"avg@{held_out_task.samples} {shown_score(result, result.average)}, "
+                f"{len(result.scores)} problems, {result.scores.size} completions, {seconds:.1f} "
+                f"s, {result.scores.size * result.length_mean / seconds:,.0f} tokens/s"
             )
-            asked = [task.tokenizer.decode(ids) for ids in prompts.token_ids]
-            print(
-                "\n".join(
-                    describe(result, asked, [problem.answer for problem in prompts.problems])
-                ),
-                file=sys.stderr,
-            )
+            texts = [task.tokenizer.decode(ids) for ids in prompts.token_ids]
+            answers = [problem.answer for problem in prompts.problems]
+            tell("\n".join(describe(result, texts, answers)))
     return results
 
 
 def _evaluate_task(
     task: Task,
     services: Services,
-    one: HeldOutTask,
+    held_out_task: HeldOutTask,
     prompts: EncodedPrompts,
     top_p: float,
     log: EvaluationLog,
 ) -> EvaluationResult:
-    """Evaluate a task part by part: a kill loses one part at most, and parts that the log has are
-    not sampled again.
+    """Evaluate a task part by part; parts that the log has are not sampled again.
 
-    Parts depend on nothing but the seed and their number, so a continued evaluation equals an
-    uninterrupted one.
+    A kill loses one part at most. Parts depend on nothing but the seed and their number, so a
+    continued evaluation equals an uninterrupted one.
     """
     config = task.config
     sampling = SamplingParams(
-        group_size=one.samples,
+        group_size=held_out_task.samples,
         max_completion_tokens=config.rollout.max_completion_tokens,
         temperature=config.evaluation.temperature,
         top_p=top_p,
         top_k=config.rollout.top_k,
         stop_token_ids=task.stop_token_ids,
     )
-    size = max(1, _ROUNDS * config.rollout.max_rows // one.samples)
+    name = held_out_task.name
+    size = max(1, _ROUNDS * config.rollout.max_rows // held_out_task.samples)
     results = []
-    for part, start in enumerate(range(0, len(prompts.problems), size)):
-        result = log.finished(one.name, part)
+    for start in range(0, len(prompts.problems), size):
+        part = len(results)
+        result = log.finished(name, part)
         if result is None:
-            chosen = prompts.select(slice(start, start + size))
+            batch = prompts.select(slice(start, start + size))
             seed = part_seed(config.training.seed, part)
-            result = evaluate(services, chosen, sampling, task=one.name, seed=seed)
-            asked = [
-                {
-                    "row": problem.index,
-                    "prompt": task.tokenizer.decode(ids),
-                    "answer": problem.answer,
-                }
-                for problem, ids in zip(chosen.problems, chosen.token_ids, strict=True)
-            ]
-            log.append(part, asked, result)
+            result = evaluate(services, batch, sampling, task=name, seed=seed)
+            records = []
+            for problem, ids in zip(batch.problems, batch.token_ids, strict=True):
+                prompt = task.tokenizer.decode(ids)
+                records.append({"row": problem.index, "prompt": prompt, "answer": problem.answer})
+            log.append(part, records, result)
         results.append(result)
     return join(results)
 
 
 def part_seed(seed: int, part: int) -> int:
-    """Seed of a part's samples: rows of different parts have the same number, and must not have the
-    same draws.
+    """Seed of a part's samples: rows of two parts have the same number, and must differ in
+    draws.
     """
     return seed if part == 0 else int(np.random.SeedSequence((seed, part)).generate_state(1)[0])
 
 
 def _changes_a_score(name: str, config: Config) -> bool:
     """Whether a setting changes a score."""
-    if name in (
-        "evaluation.every_steps",
-        "rollout.group_size",
-        "rollout.temperature",
-        "rollout.lag",
-    ):
-        return False  # of training
-    if name in ("training.seed", "rollout.engine_args", "rollout.max_rows") or name.startswith(
-        "evaluation."
-    ):
+    if name in _OF_TRAINING:
+        return False
+    if name in _OF_SAMPLING or name.startswith("evaluation."):
         return True
     return name.startswith(("task.", "rewards.", "rollout.")) and not checks.may_change(
         name, config
@@ -279,40 +282,24 @@ def _parser() -> cli.Parser:
         "--config.evaluation.task=aime24.jsonl.",
     )
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        type=Path,
-        help="model directory, OWNER/NAME on the Hub, run or checkpoint",
-    )
-    add(
-        "--step",
-        type=cli.whole(0),
-        metavar="N",
-        help="which checkpoint of a run (default: the newest)",
-    )
+
+    about = "model directory, OWNER/NAME on the Hub, run or checkpoint"
+    add("model", nargs="?", metavar="MODEL", type=Path, help=about)
+    about = "which checkpoint of a run (default: the newest)"
+    add("--step", type=cli.whole(0), metavar="N", help=about)
     add(
         "--top_p",
         type=cli.real(0, 1),
         help="nucleus mass (default: the run's, else the paper's, 1)",
     )
-    add(
-        "--overlap",
-        choices=("report", "drop"),
-        help="report problems that task.train has too, or leave them out",
-    )
+    about = "report problems that task.train has too, or leave them out"
+    add("--overlap", choices=("report", "drop"), help=about)
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
     about = (
         "JSON of the scores; FILE.problems.jsonl has all completions (default: in the run "
         "directory, or here)"
     )
     add("--out", type=Path, metavar="FILE", help=about)
-    add(
-        "--table",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="only print one table over finished evaluations",
-    )
+    about = "only print one table over finished evaluations"
+    add("--table", nargs="+", type=Path, metavar="FILE", help=about)
     return parser
