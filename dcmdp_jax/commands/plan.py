@@ -37,9 +37,60 @@ from dcmdp_jax.plan.topologies import (
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), compile, print; exit code 1 if the run does not
-    fit.
+    """Parse the arguments (program name first), compile, print; exit code 1 if the run is too
+    big.
     """
+    arguments = flags.parse_with(_parser(), argv)
+    config = arguments.config
+    if config.supervised:
+        config = load.for_supervision(config)
+    if arguments.topology is None:
+        raise UserError(f"--topology is missing; known are {known_topologies()}")
+    if arguments.lengths and arguments.search:
+        raise UserError(
+            "--lengths: got with --search, which compares worst cases; give one of the two"
+        )
+    lengths = lengths_asked(arguments.lengths, config)
+    programs = tuple(name for name in arguments.programs.split(",") if name)
+    for name in programs:
+        if name not in PROGRAMS:
+            raise UserError(
+                f"--programs: got {name!r}, allowed are {', '.join(PROGRAMS)}"
+                f"{suggestion(name, PROGRAMS)}"
+            )
+
+    _, devices = chip_and_count(arguments.topology)
+    checked_config = config
+    if arguments.search:
+        # A search tries meshes of its own.
+        checked_config = dataclasses.replace(config, mesh=settings.MeshSettings())
+    check_run(checked_config, platform_of(arguments.topology), devices)
+    set_environment()
+    topology = load_topology(arguments.topology)
+    tell = functools.partial(print, flush=True)
+
+    if arguments.search:
+        plans = search(config, topology, tell=tell)
+        record = search_record(plans)
+        fits = any(plan.fits for plan in plans)
+        tell(table(plans))
+    else:
+        plan = compile_run(
+            config, topology, only=programs, on_program=lambda name: tell(f"compiling {name} ...")
+        )
+        record = plan_record(plan)
+        fits = plan.fits
+        tell(describe_plan(plan))
+        if lengths is not None:
+            record["at_lengths"] = at_lengths(plan, lengths)
+            tell(describe_lengths(record["at_lengths"]))
+    if arguments.json is not None:
+        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
+        tell(f"wrote {arguments.json}")
+    return int(not fits)
+
+
+def _parser() -> cli.Parser:
     parser = cli.Parser("plan", description="Memory of a run at full size, by the compiler.")
     add = parser.add_argument
     add("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
@@ -60,48 +111,4 @@ def main(argv: list[str]) -> int:
         help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory",
     )
     add("--json", type=cli.output_file, metavar="FILE", help="write the figures to FILE")
-    arguments = flags.parse_with(parser, argv)
-    config = (
-        load.for_supervision(arguments.config) if arguments.config.supervised else arguments.config
-    )
-    if arguments.topology is None:
-        raise UserError(f"--topology is missing; known are {known_topologies()}")
-    if arguments.lengths and arguments.search:
-        raise UserError(
-            "--lengths: got with --search, which compares worst cases; give one of the two"
-        )
-    lengths = lengths_asked(arguments.lengths, config)
-    only = tuple(name for name in arguments.programs.split(",") if name)
-    if unknown := [name for name in only if name not in PROGRAMS]:
-        raise UserError(
-            f"--programs: got {unknown[0]!r}, allowed are "
-            f"{', '.join(PROGRAMS)}{suggestion(unknown[0], PROGRAMS)}"
-        )
-    _, devices = chip_and_count(arguments.topology)
-    # A search tries meshes of its own.
-    searched = (
-        dataclasses.replace(config, mesh=settings.MeshSettings()) if arguments.search else config
-    )
-    check_run(searched, platform_of(arguments.topology), devices)
-    set_environment()
-    topology = load_topology(arguments.topology)
-    tell = functools.partial(print, flush=True)
-    if arguments.search:
-        found = search(config, topology, tell=tell)
-        record = search_record(found)
-        code = 0 if any(one.fits for one in found) else 1
-        tell(table(found))
-    else:
-        plan = compile_run(
-            config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ...")
-        )
-        record = plan_record(plan)
-        code = 0 if plan.fits else 1
-        tell(describe_plan(plan))
-        if lengths is not None:
-            record["at_lengths"] = at_lengths(plan, lengths)
-            tell(describe_lengths(record["at_lengths"]))
-    if arguments.json is not None:
-        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
-        tell(f"wrote {arguments.json}")
-    return code
+    return parser

@@ -26,8 +26,8 @@ def main(argv: list[str]) -> None:
         "--out", type=Path, metavar="DIR", help="default: the run's own; report/ for several"
     )
     arguments = parser.parse_args(argv[1:])
-    out_dir = arguments.out or (
-        Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report")
-    )
-    report = write_report(arguments.run_dirs, out_dir)
+
+    run_dirs = arguments.run_dirs
+    out_dir = arguments.out or Path(run_dirs[0] if len(run_dirs) == 1 else "report")
+    report = write_report(run_dirs, out_dir)
     print(f"wrote {report} and {out_dir / PLOTS_DIRECTORY}/*.png")

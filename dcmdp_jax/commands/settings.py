@@ -29,19 +29,21 @@ def main(argv: list[str]) -> None:
         default="",
         help="only settings whose name holds it, such as rollout or lr",
     )
-    about = (
-        "print a script that completes commands, presets and settings in bash and zsh: source "
-        "<(...)"
+    parser.add_argument(
+        "--completion",
+        action="store_true",
+        help="print a script that completes commands, presets and settings in bash and zsh: source "
+        "<(...)",
     )
-    parser.add_argument("--completion", action="store_true", help=about)
     arguments = parser.parse_args(argv[1:])
+
     if arguments.completion:
-        configs = [f"--config={name}" for name in preset_names()] + [
-            f"--config.{name}=" for name in setting_names()
-        ]
-        print(_COMPLETION % " ".join([*COMMANDS, *configs, "--dry_run", "--print_config"]), end="")
-        return
-    text = (
-        settings_text(arguments.word) if arguments.word or sys.stdout.isatty() else settings_page()
-    )
-    print(text, end="")
+        words = [*COMMANDS]
+        words += [f"--config={name}" for name in preset_names()]
+        words += [f"--config.{name}=" for name in setting_names()]
+        words += ["--dry_run", "--print_config"]
+        print(_COMPLETION % " ".join(words), end="")
+    elif arguments.word or sys.stdout.isatty():
+        print(settings_text(arguments.word), end="")
+    else:
+        print(settings_page(), end="")

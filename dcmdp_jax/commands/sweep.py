@@ -50,9 +50,7 @@ _show = functools.partial(print, flush=True)
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), check every run, run what is not finished,
-    compare.
-    """
+    """Parse the arguments (program name first), check every run, run the unfinished, compare."""
     parser = study_parser(
         "Run a study's grid of configs and seeds, one after another, and compare them. "
         "--config.section.name=value overrides a setting in every run; the same command continues."
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--redraw", type=Path, metavar="FILE", help="draw a study's metrics.jsonl.gz; run nothing"
     )
-    arguments, study, out, overrides = chosen(parser, argv)
+    arguments, study, out, overrides = parse_study(parser, argv)
     if arguments.redraw is not None:
         if overrides or arguments.seeds is not None or arguments.dry_run:
             raise UserError(
@@ -72,32 +70,35 @@ def main(argv: list[str]) -> int:
             )
         print(write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), out))
         return 0
+
     runs, configs = resolve(study, out, overrides, arguments.arms)
     if arguments.dry_run:
         for run in runs:
             print(f"{run.label}: dcmdp train {' '.join(run.arguments)}")
-        shown = dict.fromkeys(run.arm for run in runs)
-        print(f"\n{table_of({arm: study.arms[arm] for arm in shown}, overrides)}")
+        arms = {run.arm: study.arms[run.arm] for run in runs}
+        print(f"\n{table_of(arms, overrides)}")
     for config in configs:
         check_run_directory(config)
     check_evaluation(study, runs, configs)
     if arguments.dry_run:
         return 0
-    code = 0
+
     failed = []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
         label = f"[{number}/{len(runs)}] {run.label}"
         code = finish_run(run, config.training.steps, evaluation_words(study, run), label, _show)
         if code in STOPPED:
-            print("stopped; the same command continues", flush=True)
-            break
-        failed += [run] if code else []
+            _show("stopped; the same command continues")
+            print(compare(study, runs, failed, out))
+            return code
+        if code:
+            failed.append(run)
     print(compare(study, runs, failed, out))
-    return code if code in STOPPED else int(bool(failed))
+    return int(bool(failed))
 
 
 def study_parser(description: str) -> cli.Parser:
-    """Parser of a command that runs a study; see `chosen`."""
+    """Parser of a command that runs a study; see `parse_study`."""
     parser = cli.Parser("sweep", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
@@ -117,13 +118,13 @@ def study_parser(description: str) -> cli.Parser:
     return parser
 
 
-def chosen(
+def parse_study(
     parser: cli.Parser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, Study, Path, list[str]]:
     """Parse the arguments (program name first).
 
     Returns:
-        The arguments; the study with the chosen seeds; its directory; and
+        The arguments; the study with the seeds of --seeds; its directory; and
         --config.section.name=value of every run.
 
     Raises:
@@ -137,17 +138,19 @@ def chosen(
     if arguments.seeds is not None:
         study = dataclasses.replace(study, seeds=arguments.seeds)
     location, _, argument = arguments.study.partition(":")
-    name = Path(location).stem + (f"_{argument}" if argument else "")
+    name = Path(location).stem
+    if argument:
+        name += f"_{argument}"
     return arguments, study, arguments.out or Path("runs/studies") / name, overrides
 
 
-def load_study(given: str) -> Study:
+def load_study(program: str) -> Study:
     """Run a study file's `get_study`, once.
 
     Args:
-        given: `FILE[:ARGUMENT]` of --study.
+        program: `FILE[:ARGUMENT]` of --study.
     """
-    return flags.call_function("--study", given, "get_study", (Study,), "studies")
+    return flags.call_function("--study", program, "get_study", (Study,), "studies")
 
 
 def resolve(
@@ -158,21 +161,25 @@ def resolve(
     Raises:
         UserError: in one line, naming the run or the argument.
     """
-    given, _ = flags.split_overrides(overrides)
+    common_values, _ = flags.split_overrides(overrides)
     for name in SET_BY_THE_STUDY:
-        if name in given:
+        if name in common_values:
             raise UserError(
-                f"--config.{name}={given[name]}: the study sets {name} for each run; use --out "
-                "and --seeds"
+                f"--config.{name}={common_values[name]}: the study sets {name} for each run; use "
+                "--out and --seeds"
             )
+
     runs = runs_of(study, out, overrides)
     if arms is not None:
-        known = dict.fromkeys(run.arm for run in runs)
-        if unknown := [arm for arm in arms if arm not in known]:
-            raise UserError(
-                f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}"
-            )
-        runs = [run for arm in arms for run in runs if run.arm == arm]
+        selected_runs = []
+        for arm in arms:
+            arm_runs = [run for run in runs if run.arm == arm]
+            if not arm_runs:
+                names = ", ".join(dict.fromkeys(run.arm for run in runs))
+                raise UserError(f"--arms: got {arm!r}, which is none of the study's: {names}")
+            selected_runs += arm_runs
+        runs = selected_runs
+
     base = default_values()
     paper = arm_values(Arm(_PAPERS_CONFIG))
     configs = []
@@ -182,7 +189,8 @@ def resolve(
     for label in dict.fromkeys(run.arm for run in runs):
         arm = study.arms[label]
         with naming("study"):
-            check_arm(label, arm, arm_values(arm, overrides), {*arm.settings, *given}, base, paper)
+            changed_names = {*arm.settings, *common_values}
+            check_arm(label, arm, arm_values(arm, overrides), changed_names, base, paper)
     check_collisions(runs, [settings.to_dict(config) for config in configs])
     return runs, configs
 
@@ -193,15 +201,14 @@ def default_values() -> Values:
 
 
 def arm_values(arm: Arm, overrides: Sequence[str] = ()) -> Values:
-    """Every setting of an arm after all that it inherits; unchecked, so that arms of the past have
-    theirs.
+    """Every setting of an arm after all that it inherits; unchecked: arms of the past have theirs.
 
     Args:
         arm: the arm.
         overrides: --config.section.name=value of every run.
     """
-    given, _ = flags.split_overrides([*arm.arguments()[1:], *overrides])
-    return default_values() | flatten(flags.load_values(arm.config, given))
+    changes, _ = flags.split_overrides([*arm.arguments()[1:], *overrides])
+    return default_values() | flatten(flags.load_values(arm.config, changes))
 
 
 def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
@@ -214,9 +221,7 @@ def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
 def check_evaluation(
     study: Study, runs: Sequence[StudyRun], configs: Sequence[settings.Config]
 ) -> None:
-    """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is
-    trained.
-    """
+    """Refuse what dcmdp evaluate would refuse once a run is trained: arguments, tasks, lengths."""
     if not study.evaluation:
         return
     # transformers takes a while to import; a study without an evaluation does not need it.
@@ -225,7 +230,7 @@ def check_evaluation(
     from dcmdp_jax.run.saved_model import Policy
     from dcmdp_jax.run.task import read_model
 
-    seen = set()
+    checked = set()
     for run, config in zip(runs, configs, strict=True):
         if (run.directory / EVALUATION).exists():
             continue
@@ -236,10 +241,11 @@ def check_evaluation(
                     f"--step: got {arguments.step}, the run has "
                     f"training.steps={config.training.steps}"
                 )
-            one = load.for_sampling(config, asked_settings(overrides, of_a_run=True))
+
+            sampled = load.for_sampling(config, asked_settings(overrides, of_a_run=True))
             # Seeds, and most arms, are asked the same by the same kind of model.
-            asked = one.task, one.rewards, one.rollout, one.evaluation, arguments.overlap
-            if (key := repr((config.model, config.max_total_tokens, asked))) in seen:
-                continue
-            seen.add(key)
-            read_tasks(Policy(one, None, *read_model(config)), arguments.overlap)
+            questions = sampled.task, sampled.rewards, sampled.rollout, sampled.evaluation
+            key = repr((config.model, config.max_total_tokens, questions, arguments.overlap))
+            if key not in checked:
+                checked.add(key)
+                read_tasks(Policy(sampled, None, *read_model(config)), arguments.overlap)
