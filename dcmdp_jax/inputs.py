@@ -7,17 +7,10 @@ from typing import Any
 
 from dcmdp_jax.errors import ArgumentError, UserError, shorten
 
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-]
+TOKENIZER_FILES = """
+    tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json
+    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
+""".split()
 """Files of a tokenizer in a Hugging Face directory."""
 
 

@@ -87,30 +87,14 @@ _NOTHING = np.zeros(0), np.zeros(0)
 
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
 """Alarms that compare with c, at least where delta mixes staleness in."""
-WATCHED = (
-    "discrepancy/mean",
-    "discrepancy/broken_completions",
-    "dual/tolerance",
-    "mismatch/k1",
-    "mismatch/k3",
-    "mismatch/effective_sample_size",
-    "mismatch/noise_floor",
-    "rollout/staleness_max",
-    "policy/entropy",
-    _STALENESS,
-    "completion/truncated_fraction",
-    "policy/kl",
-    "policy/router_loss",
-    "discrepancy/max",
-    "dual/multiplier",
-    "dual/charge_share",
-    "reward/mean",
-    "reward/all_equal_groups",
-    "discrepancy/spent",
-    "displacement/abs_p95",
-    _PUSH_ROUNDING,
-    *_IDENTICAL,
-)
+WATCHED = """
+    discrepancy/mean discrepancy/broken_completions dual/tolerance mismatch/k1 mismatch/k3
+    mismatch/effective_sample_size mismatch/noise_floor rollout/staleness_max policy/entropy
+    staleness/log_ratio_abs_mean completion/truncated_fraction policy/kl policy/router_loss
+    discrepancy/max dual/multiplier dual/charge_share reward/mean reward/all_equal_groups
+    discrepancy/spent displacement/abs_p95 mismatch/push_rounding completion/identical_fraction
+    completion/identical_chance
+""".split()
 """Metrics that the alarms look at."""
 
 

@@ -100,6 +100,7 @@ CLOCK = "time/clock"
 """Metric of each line of metrics.jsonl: when it was written."""
 _AGAINST_C = {"dual/tolerance", "dual/violation", "discrepancy/completions_over_tolerance"}
 
+Records = Sequence[Mapping[str, Any]]
 Scalar = float | int | np.generic | np.ndarray | jax.Array
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
 """Metric name to (steps [n] int64, ascending and unique; values [n] float64)."""
@@ -218,7 +219,7 @@ class MetricsWriter:
         if self._listener is not None:
             self._listener(step, values)
 
-    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, records: Records) -> None:
         """Append sample completions to samples.jsonl, at once.
 
         Args:
@@ -234,7 +235,7 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.write_samples(step, records)
 
-    def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def write_held_out(self, step: int, records: Records) -> None:
         """Write completions of held-out problems, in place of earlier ones of `step`.
 
         A run that was killed before the evaluation's metrics were written evaluates that step
@@ -248,7 +249,7 @@ class MetricsWriter:
         jsonl.truncate(self._run_dir / HELD_OUT_FILE, step - 1)
         self._append(HELD_OUT_FILE, step, records)
 
-    def _append(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, name: str, step: int, records: Records) -> None:
         if self._closed:
             raise ValueError(f"{name}: step {step} came after close()")
         with open(self._run_dir / name, "a", encoding="utf-8") as file:
@@ -258,7 +259,7 @@ class MetricsWriter:
         """Whether the tokens of this step are to be recorded."""
         return self._rollouts.due(step)
 
-    def write_rollouts(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+    def write_rollouts(self, step: int, completions: Records) -> None:
         """Record the tokens of a step; see `dcmdp_jax.observe.rollouts`."""
         self._rollouts.write(step, completions)
 

@@ -273,71 +273,7 @@ def _fixed(title: str, *panels: Panel) -> Callable[[Runs], Figure | None]:
     return functools.partial(_draw, title, lambda runs: panels)
 
 
-_REWARD = Panel(unit="mean reward", names=("reward/mean",), from_zero=True)
 _SHARE = "share of completions"
-_DISCREPANCY = (
-    Panel(
-        heading="mean over sampled tokens",
-        unit="discrepancy",
-        names=("discrepancy/mean",),
-        label="mean discrepancy",
-        from_zero=True,
-        overlay=_draw_budget,
-    ),
-    Panel(
-        heading="completions whose own mean is over c",
-        unit=_SHARE,
-        names=("discrepancy/completions_over_tolerance",),
-        from_zero=True,
-        percent=True,
-    ),
-)
-_MULTIPLIER = (
-    Panel(heading="lambda", unit="lambda", names=("dual/multiplier",), smoothed=False),
-    Panel(
-        heading="violation: lambda rises where it is above 0",
-        unit="violation",
-        names=("dual/violation",),
-        from_zero=True,
-    ),
-)
-_LENGTHS = (
-    Panel(
-        heading="sampled tokens of a completion",
-        unit="tokens",
-        names=("completion/length_mean", "completion/length_min", "completion/length_max"),
-        from_zero=True,
-    ),
-    Panel(
-        heading="cut by the length limit",
-        unit=_SHARE,
-        names=("completion/truncated_fraction",),
-        from_zero=True,
-        percent=True,
-    ),
-)
-_MISMATCH = (
-    Panel(
-        heading="99th percentile of the discrepancy", unit="discrepancy", names=("discrepancy/p99",)
-    ),
-    Panel(
-        heading="|logit p - logit q|, mean and 95th percentile",
-        unit="nats",
-        names=("displacement/abs_mean", "displacement/abs_p95"),
-    ),
-    Panel(heading="KL(rollout || train), k3", unit="nats", names=("mismatch/k3",)),
-    Panel(
-        heading="Pearson correlation of probabilities",
-        unit="correlation",
-        names=("mismatch/pearson",),
-    ),
-    Panel(
-        heading="effective sample size",
-        unit="share of tokens",
-        names=("mismatch/effective_sample_size",),
-        percent=True,
-    ),
-)
 _GAP = tuple(
     Panel(
         heading=heading,
@@ -350,60 +286,68 @@ _GAP = tuple(
         ("largest absolute log-ratio", "log_ratio_max"),
     )
 )
-_OPTIMIZATION = (
-    Panel(heading="policy entropy", unit="nats", names=("policy/entropy",)),
-    Panel(heading="gradient norm before clipping", unit="norm", names=("optimizer/grad_norm",)),
-    Panel(
-        heading="clipped tokens",
-        unit="share of tokens",
-        names=("policy/clip_low_fraction", "policy/clip_high_fraction"),
-        percent=True,
-    ),
-    Panel(
-        heading="importance ratio",
-        unit="ratio",
-        names=("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
-    ),
-    Panel(
-        heading="charge in the update",
-        unit="share of the update",
-        names=("dual/charge_share",),
-        percent=True,
-    ),
-    Panel(
-        heading="prompts with all-equal rewards",
-        unit="share of prompts",
-        names=("reward/all_equal_groups",),
-        percent=True,
-    ),
-)
-_TIME = (
-    Panel(names=tuple(f"time/{phase}" for phase in STEP_PHASES), draw=_draw_phases),
-    Panel(
-        heading="throughput",
-        unit="tokens / s",
-        names=("throughput/tokens_per_second",),
-        from_zero=True,
-    ),
-)
 
 FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
-    "reward": ("Mean reward of the training completions.", _fixed("Reward", _REWARD)),
+    "reward": (
+        "Mean reward of the training completions.",
+        _fixed("Reward", Panel(unit="mean reward", names=("reward/mean",), from_zero=True)),
+    ),
     "sources": (
         "Training completions by data source.",
         functools.partial(_draw, "By data source", _source_panels),
     ),
     "discrepancy": (
         "Mean discrepancy between the engines against the budget c.",
-        _fixed("Discrepancy between training and inference engine", *_DISCREPANCY),
+        _fixed(
+            "Discrepancy between training and inference engine",
+            Panel(
+                heading="mean over sampled tokens",
+                unit="discrepancy",
+                names=("discrepancy/mean",),
+                label="mean discrepancy",
+                from_zero=True,
+                overlay=_draw_budget,
+            ),
+            Panel(
+                heading="completions whose own mean is over c",
+                unit=_SHARE,
+                names=("discrepancy/completions_over_tolerance",),
+                from_zero=True,
+                percent=True,
+            ),
+        ),
     ),
     "multiplier": (
         "The price of discrepancy: it rises while the budget is exceeded and falls after.",
-        _fixed("Lagrange multiplier", *_MULTIPLIER),
+        _fixed(
+            "Lagrange multiplier",
+            Panel(heading="lambda", unit="lambda", names=("dual/multiplier",), smoothed=False),
+            Panel(
+                heading="violation: lambda rises where it is above 0",
+                unit="violation",
+                names=("dual/violation",),
+                from_zero=True,
+            ),
+        ),
     ),
     "lengths": (
         "Completion lengths and the share cut by the limit.",
-        _fixed("Completion lengths", *_LENGTHS),
+        _fixed(
+            "Completion lengths",
+            Panel(
+                heading="sampled tokens of a completion",
+                unit="tokens",
+                names=("completion/length_mean", "completion/length_min", "completion/length_max"),
+                from_zero=True,
+            ),
+            Panel(
+                heading="cut by the length limit",
+                unit=_SHARE,
+                names=("completion/truncated_fraction",),
+                from_zero=True,
+                percent=True,
+            ),
+        ),
     ),
     "evaluation": (
         "Scores on held-out problems.",
@@ -411,14 +355,82 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
     ),
     "mismatch": (
         "Mismatch of the engines' probabilities on the same tokens.",
-        _fixed("Engine mismatch", *_MISMATCH),
+        _fixed(
+            "Engine mismatch",
+            Panel(
+                heading="99th percentile of the discrepancy",
+                unit="discrepancy",
+                names=("discrepancy/p99",),
+            ),
+            Panel(
+                heading="|logit p - logit q|, mean and 95th percentile",
+                unit="nats",
+                names=("displacement/abs_mean", "displacement/abs_p95"),
+            ),
+            Panel(heading="KL(rollout || train), k3", unit="nats", names=("mismatch/k3",)),
+            Panel(
+                heading="Pearson correlation of probabilities",
+                unit="correlation",
+                names=("mismatch/pearson",),
+            ),
+            Panel(
+                heading="effective sample size",
+                unit="share of tokens",
+                names=("mismatch/effective_sample_size",),
+                percent=True,
+            ),
+        ),
     ),
     "gap": (
         "What the policy moved since its tokens were sampled, and what the engine computes "
         "otherwise.",
         _fixed("Staleness and mismatch", *_GAP),
     ),
-    "optimization": ("The policy update.", _fixed("Optimization", *_OPTIMIZATION)),
-    "time": ("Time per phase and throughput.", _fixed("Time", *_TIME)),
+    "optimization": (
+        "The policy update.",
+        _fixed(
+            "Optimization",
+            Panel(heading="policy entropy", unit="nats", names=("policy/entropy",)),
+            Panel(
+                heading="gradient norm before clipping", unit="norm", names=("optimizer/grad_norm",)
+            ),
+            Panel(
+                heading="clipped tokens",
+                unit="share of tokens",
+                names=("policy/clip_low_fraction", "policy/clip_high_fraction"),
+                percent=True,
+            ),
+            Panel(
+                heading="importance ratio",
+                unit="ratio",
+                names=("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
+            ),
+            Panel(
+                heading="charge in the update",
+                unit="share of the update",
+                names=("dual/charge_share",),
+                percent=True,
+            ),
+            Panel(
+                heading="prompts with all-equal rewards",
+                unit="share of prompts",
+                names=("reward/all_equal_groups",),
+                percent=True,
+            ),
+        ),
+    ),
+    "time": (
+        "Time per phase and throughput.",
+        _fixed(
+            "Time",
+            Panel(names=tuple(f"time/{phase}" for phase in STEP_PHASES), draw=_draw_phases),
+            Panel(
+                heading="throughput",
+                unit="tokens / s",
+                names=("throughput/tokens_per_second",),
+                from_zero=True,
+            ),
+        ),
+    ),
 }
 """File stem to (caption, function), in display order."""

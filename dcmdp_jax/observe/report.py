@@ -52,7 +52,7 @@ _COUNTS = {
 """Metric -> warning where its sum is above 0."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Fact:
     """One thing to know about a run: its name, the value, and details ("" if none)."""
 
@@ -241,13 +241,7 @@ def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[di
             for (step, problem), record in records.items():
                 if step == ends[0]:
                     written = [records.get((end, problem), {}) for end in ends]
-                    problems.append(
-                        {
-                            "prompt": record["prompt"],
-                            "answer": record["answer"],
-                            "written": written,
-                        }
-                    )
+                    problems.append(record | {"written": written})
             title = task if len(runs) == 1 else f"{run.label}, {task}"
             headings = [f"after step {step}" if step else "before training" for step in ends]
             sections.append((title, headings, problems))
@@ -300,22 +294,16 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 def facts(run: RecordedRun) -> list[Fact]:
     """The facts of a run, in the order to show them; what it did not record has none."""
     series = run.series
-    run_facts = [
-        Fact(name="Training steps", value=str(_steps(series))),
-        *_score_facts(series),
-        *_mismatch_facts(series),
-    ]
+    run_facts = [Fact("Training steps", str(_steps(series)))]
+    run_facts += [*_score_facts(series), *_mismatch_facts(series)]
 
     speeds = finite_values(series, "throughput/tokens_per_second")
     if len(speeds):
         seconds = finite_values(series, "time/total")
         total = duration(seconds.sum() if len(seconds) else math.nan)
-        fact = Fact(
-            name="Throughput",
-            value=f"{number(_median(speeds), ',.0f')} tokens/s",
-            details=f"median step; {total} in training steps",
-        )
-        run_facts.append(fact)
+        speed = f"{number(_median(speeds), ',.0f')} tokens/s"
+        details = f"median step; {total} in training steps"
+        run_facts.append(Fact("Throughput", speed, details=details))
     run_facts += [fact for fact in (overlap(series), legs(series)) if fact]
     return [*run_facts, *_replica_facts(run), *_setting_facts(run.config)]
 
@@ -324,17 +312,15 @@ def _score_facts(series: Series) -> Iterator[Fact]:
     rewards = finite_values(series, "reward/mean")
     if len(rewards):
         first, last, steps = _ends(rewards)
-        yield Fact(
-            name="Training reward", value=f"{first:.3f} → {last:.3f}", details=f"mean of {steps}"
-        )
+        yield Fact("Training reward", f"{first:.3f} → {last:.3f}", details=f"mean of {steps}")
     for score in _scores(series):
         values = score.values
         gain = values[-1] - values[0]
         gained = f"{100 * gain:+.1f} points" if score.text is percent else f"{gain:+.4g}"
         best = int(np.argmax(values))
         yield Fact(
-            name=f"Held-out {score.name}",
-            value=f"{score.text(values[0])} → {score.text(values[-1])}",
+            f"Held-out {score.name}",
+            f"{score.text(values[0])} → {score.text(values[-1])}",
             details=f"{gained} from step {score.steps[0]} to {score.steps[-1]}; best "
             f"{score.text(values[best])} at step {score.steps[best]}",
         )
@@ -348,13 +334,13 @@ def _mismatch_facts(series: Series) -> Iterator[Fact]:
         if not math.isnan(c):
             share = percent(_mean(_over_budget(series)))
             details = f"budget c = {number(c)}, exceeded in {share} of steps"
-        yield Fact(name="Mean discrepancy", value=number(_mean(discrepancy)), details=details)
+        yield Fact("Mean discrepancy", number(_mean(discrepancy)), details=details)
 
     floors = finite_values(series, "mismatch/noise_floor")
     if len(floors):
         yield Fact(
-            name="Noise floor",
-            value=number(floors[-1]),
+            "Noise floor",
+            number(floors[-1]),
             details="the engine against itself, last measurement",
         )
 
@@ -362,8 +348,8 @@ def _mismatch_facts(series: Series) -> Iterator[Fact]:
     if len(multiplier):
         moves = np.diff(multiplier)
         yield Fact(
-            name="Lambda, lowest and highest",
-            value=f"{number(multiplier.min())} to {number(multiplier.max())}",
+            "Lambda, lowest and highest",
+            f"{number(multiplier.min())} to {number(multiplier.max())}",
             details=f"rose {(moves > 0).sum()} times, fell {(moves < 0).sum()} times; last "
             f"{number(multiplier[-1])}",
         )
@@ -376,8 +362,8 @@ def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
             for measure in ("tokens", "seconds", "restarts")
         )
         yield Fact(
-            name=f"Replica {replica}",
-            value=f"{number(tokens, ',.0f')} tokens",
+            f"Replica {replica}",
+            f"{number(tokens, ',.0f')} tokens",
             details=f"{duration(seconds)} at work, {restarts:.0f} restarts; on "
             f"{', '.join(dict.fromkeys(nodes))}",
         )
@@ -394,7 +380,7 @@ def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
         settings["Started from"] = config.get("model.path") or "a fresh model"
     for name, value in settings.items():
         if value:
-            yield Fact(name=name, value=str(value))
+            yield Fact(name, str(value))
 
 
 def _supervised(config: Mapping[str, Any]) -> bool:
@@ -502,8 +488,8 @@ def overlap(series: Series) -> Fact | None:
         return f"{number(total)} s"
 
     return Fact(
-        name="Overlap won",
-        value=f"{seconds('overlap')} a step",
+        "Overlap won",
+        f"{seconds('overlap')} a step",
         details=f"a step with {seconds('generate', 'verify', 'pack')} of sampling and "
         f"{seconds('push', 'step')} of training takes {seconds('total')}; the trainer waits "
         f"{seconds('wait')}, the sampler {seconds('engine_idle')}",
@@ -519,8 +505,8 @@ def legs(series: Series) -> Fact | None:
         for name in ("decoding_share", "decoding", "one_pass")
     )
     return Fact(
-        name="Where the gap is",
-        value=f"{percent(share)} while the engine decodes",
+        "Where the gap is",
+        f"{percent(share)} while the engine decodes",
         details=f"step {series['mismatch/leg_decoding_share'][0][-1]}: mean |dp| "
         f"{number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from "
         "there to the trainer",

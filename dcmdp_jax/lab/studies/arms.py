@@ -40,21 +40,11 @@ _HEADING = (
     "else",
     "not the paper's",
 )
-_IN_COLUMNS = {
-    "method",
-    "multiplier",
-    "tolerance",
-    "tolerance_steps",
-    "tolerance_factor",
-    "budget",
-    "dual_learning_rate",
-    "multiplier_max",
-    "measure",
-    "sided",
-    "level",
-    "aggregation",
-    "normalize_std",
-}
+_IN_COLUMNS = """
+    method multiplier tolerance tolerance_steps tolerance_factor budget dual_learning_rate
+    multiplier_max measure sided level aggregation normalize_std
+""".split()
+"""Settings of the algorithm that a column has."""
 
 
 def algorithm_of(values: Values) -> dict[str, Any]:

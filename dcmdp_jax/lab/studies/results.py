@@ -32,6 +32,8 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, MUTED, make_figure, style_ax
 
 _LAST_SHARE = 10
 """Of a run's steps the last in so many: a tenth."""
+Points = tuple[np.ndarray, np.ndarray]
+"""Steps and values of a metric."""
 Table = Mapping[str, Mapping[int, Series]]
 """Arm -> seed -> the run's metrics."""
 
@@ -64,7 +66,7 @@ class Estimate:
     values: Mapping[int, float]
 
 
-def held_out(series: Series) -> tuple[np.ndarray, np.ndarray]:
+def held_out(series: Series) -> Points:
     """Steps and held-out avg@K, the mean over tasks at the steps that have all."""
     scores = [
         points for name, points in series.items() if name.startswith("eval/") and "/avg@" in name
@@ -74,7 +76,7 @@ def held_out(series: Series) -> tuple[np.ndarray, np.ndarray]:
     return np.array(list(values_by_step), np.int64), np.array(means)
 
 
-def _at_common_steps(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[int, list[float]]:
+def _at_common_steps(curves: Sequence[Points]) -> dict[int, list[float]]:
     """Step -> the value of each curve there, for the steps that all have."""
     if not curves:
         return {}
@@ -83,7 +85,7 @@ def _at_common_steps(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[in
     return {step: [values[step] for values in points] for step in common_steps}
 
 
-def recorded(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
+def recorded(series: Series, name: str) -> Points:
     """Steps and values of a metric, empty where a run has none."""
     return series.get(name, (np.zeros(0, np.int64), np.zeros(0)))
 
@@ -173,9 +175,7 @@ def paired_differences(arms: Mapping[str, Estimate], baseline: str) -> dict[str,
     return differences
 
 
-def curves(
-    runs: Table, read: Callable[[Series], tuple[np.ndarray, np.ndarray]]
-) -> dict[str, np.ndarray]:
+def curves(runs: Table, read: Callable[[Series], Points]) -> dict[str, np.ndarray]:
     """Mean curve of each arm with its pointwise 95% t interval, at the steps of all its seeds.
 
     Returns:

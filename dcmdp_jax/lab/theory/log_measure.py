@@ -20,11 +20,14 @@ _ROUNDING = 1e-8
 """Above what q may sum to beyond 1."""
 _ALONE = 40.0
 """Log-odds above which what remains for the others changes no slope."""
+Array = np.ndarray
+Maximum = tuple[Array, float]
+"""A policy [n] and its nu."""
 _RTOL = 4 * np.finfo(float).eps
 """The least relative tolerance that `brentq` takes."""
 
 
-def ratio(slope: np.ndarray | float, branch: int) -> np.ndarray:
+def ratio(slope: Array | float, branch: int) -> Array:
     """Solve log(y) / y = slope for y on a branch of Lambert's W: y = -W(-slope) / slope.
 
     Args:
@@ -43,8 +46,8 @@ def ratio(slope: np.ndarray | float, branch: int) -> np.ndarray:
 
 
 def candidates(
-    advantages: np.ndarray, inference_policy: np.ndarray, multiplier: float, *, sided: str
-) -> Iterator[tuple[np.ndarray, float]]:
+    advantages: Array, inference_policy: Array, multiplier: float, *, sided: str
+) -> Iterator[Maximum]:
     """Yield every local maximum of <pi, A> - lambda Omega_log(pi, q), as (policy, nu).
 
     Args:
@@ -63,10 +66,8 @@ def candidates(
         yield np.where(policy < np.finfo(float).tiny, 0.0, policy), float(top + nu)
 
 
-def _two_sided(
-    a: np.ndarray, q: np.ndarray, multiplier: float
-) -> Iterator[tuple[np.ndarray, float]]:
-    def policy(nu: float) -> np.ndarray:
+def _two_sided(a: Array, q: Array, multiplier: float) -> Iterator[Maximum]:
+    def policy(nu: float) -> Array:
         return q * ratio((a - nu) / (2 * multiplier), 0)
 
     # Below the first the best action has no W_0 solution; q sums to at most 1 but for rounding, so
@@ -78,13 +79,11 @@ def _two_sided(
         yield policy(nu), nu
 
 
-def _one_sided(
-    a: np.ndarray, q: np.ndarray, multiplier: float
-) -> Iterator[tuple[np.ndarray, float]]:
-    def policy(nu: float, active: np.ndarray) -> np.ndarray:
+def _one_sided(a: Array, q: Array, multiplier: float) -> Iterator[Maximum]:
+    def policy(nu: float, active: Array) -> Array:
         return np.where(active, q * ratio(np.where(active, (a - nu) / (2 * multiplier), 0), 0), 0.0)
 
-    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+    def solve(active: Array, low: float, high: float) -> Maximum:
         nu = brentq(lambda nu: policy(nu, active).sum() - 1, low, high, xtol=1e-300, rtol=_RTOL)
         return policy(nu, active), nu
 
@@ -94,8 +93,8 @@ def _one_sided(
 
 
 def _with_one_convex(
-    a: np.ndarray, q: np.ndarray, multiplier: float, action: int, sided: str
-) -> Iterator[tuple[np.ndarray, float]]:
+    a: Array, q: Array, multiplier: float, action: int, sided: str
+) -> Iterator[Maximum]:
     """Local maxima with `action` on the W_-1 branch and every other action on W_0.
 
     The unknown is log(pi / (1 - pi)) of the action, which keeps the digits of both. It gives pi /
@@ -106,11 +105,11 @@ def _with_one_convex(
     action_q = q[action]
     behind = (a - a[action]) / (2 * multiplier)
 
-    def action_slope(log_odds: np.ndarray) -> np.ndarray:
+    def action_slope(log_odds: Array) -> Array:
         log_ratio = log_expit(log_odds) - np.log(action_q)
         return log_ratio * np.exp(-log_ratio)
 
-    def policy(log_odds: np.ndarray) -> np.ndarray:
+    def policy(log_odds: Array) -> Array:
         slope = action_slope(log_odds)[..., None] + behind
         pi = q * ratio(slope, 0)
         if sided == "one":
@@ -118,7 +117,7 @@ def _with_one_convex(
         pi[..., action] = expit(log_odds)
         return pi
 
-    def excess(log_odds: np.ndarray) -> np.ndarray:
+    def excess(log_odds: Array) -> Array:
         return policy(np.asarray(log_odds))[..., others].sum(axis=-1) - expit(-np.asarray(log_odds))
 
     # Where another action would leave W_0, and, one-sided, where one drops to 0: the sum jumps down
@@ -143,13 +142,13 @@ def _with_one_convex(
 
 
 def fill_levels(
-    a: np.ndarray,
-    q: np.ndarray,
-    policy: Callable[[float, np.ndarray], np.ndarray],
-    solve: Callable[[np.ndarray, float, float], tuple[np.ndarray, float]],
+    a: Array,
+    q: Array,
+    policy: Callable[[float, Array], Array],
+    solve: Callable[[Array, float, float], Maximum],
     *,
     lowest: float = -np.inf,
-) -> tuple[np.ndarray, float] | None:
+) -> Maximum | None:
     """The one-sided stationary policy and its nu, found by lowering nu over the advantages.
 
     An action above nu has the probability that `policy` says, at least q; one below nu has 0. An

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dcmdp_jax.lab.theory.log_measure import candidates, fill_levels
+from dcmdp_jax.lab.theory.log_measure import Array, Maximum, candidates, fill_levels
 
 _SUM_TOLERANCE = 1e-9
 """What q may sum to besides 1: rounding of the caller's."""
@@ -21,9 +21,7 @@ LARGEST_ONE_SIDED_LOG = 4 / np.e**2
 """Bound of the one-sided log mismatch: log(y)^2 <= (4 / e^2) y for y >= 1, and sum q y = 1."""
 
 
-def mismatch(
-    policy: np.ndarray, inference_policy: np.ndarray, *, measure: str, sided: str = "two"
-) -> float:
+def mismatch(policy: Array, inference_policy: Array, *, measure: str, sided: str = "two") -> float:
     """Quadratic mismatch of a policy, the paper's Omega.
 
         diff    sum_a q_a (pi_a - q_a)^2
@@ -57,7 +55,7 @@ def mismatch(
         return float(np.sum(q * np.log(pi / q) ** 2))
 
 
-def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str = "two") -> float:
+def largest_mismatch(inference_policy: Array, *, measure: str, sided: str = "two") -> float:
     """A bound that no policy's mismatch exceeds: exact but for the one-sided log.
 
     diff and ratio are convex, so their maximum is at a policy with a single action. The two-sided
@@ -95,7 +93,7 @@ class Optimum:
         advantage: <pi, A>.
     """
 
-    policy: np.ndarray
+    policy: Array
     multiplier: float
     normalizer: float
     mismatch: float
@@ -103,8 +101,8 @@ class Optimum:
 
 
 def optimal_policy(
-    advantages: np.ndarray,
-    inference_policy: np.ndarray,
+    advantages: Array,
+    inference_policy: Array,
     *,
     multiplier: float,
     measure: str,
@@ -159,9 +157,7 @@ def optimal_policy(
     )
 
 
-def check_state(
-    advantages: np.ndarray, inference_policy: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def check_state(advantages: Array, inference_policy: Array) -> tuple[Array, Array]:
     """A and q as float64.
 
     Raises:
@@ -184,9 +180,9 @@ def check_state(
 
 
 def describe_policy(
-    policy: np.ndarray,
-    a: np.ndarray,
-    q: np.ndarray,
+    policy: Array,
+    a: Array,
+    q: Array,
     multiplier: float,
     nu: float,
     measure: str,
@@ -203,9 +199,7 @@ def describe_policy(
     )
 
 
-def _stationary(
-    a: np.ndarray, q: np.ndarray, multiplier: float, measure: str, sided: str
-) -> list[tuple[np.ndarray, float]]:
+def _stationary(a: Array, q: Array, multiplier: float, measure: str, sided: str) -> list[Maximum]:
     """Local maxima, one of which is global; q may sum to less than 1."""
     if measure == "log":
         return list(candidates(a, q, multiplier, sided=sided))
@@ -222,9 +216,7 @@ def _stationary(
         active &= policy > 0
 
 
-def _with_active(
-    a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float, active: np.ndarray
-) -> tuple[np.ndarray, float]:
+def _with_active(a: Array, q: Array, gain: Array, multiplier: float, active: Array) -> Maximum:
     """The closed form and its nu where the active actions share all probability.
 
     A - nu is a sum of differences of advantages: subtracting a rounded nu would lose the digits of
@@ -237,19 +229,17 @@ def _with_active(
     return np.where(active, q + share * (ahead + remainder), 0.0), nu
 
 
-def _one_sided(
-    a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float
-) -> tuple[np.ndarray, float]:
-    def policy(nu: float, active: np.ndarray) -> np.ndarray:
+def _one_sided(a: Array, q: Array, gain: Array, multiplier: float) -> Maximum:
+    def policy(nu: float, active: Array) -> Array:
         return np.where(active, q + (a - nu) * gain / (2 * multiplier), 0.0)
 
-    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
+    def solve(active: Array, low: float, high: float) -> Maximum:
         return _with_active(a, q, gain, multiplier, active)
 
     return fill_levels(a, q, policy, solve)
 
 
-def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Optimum:
+def _unpenalized(a: Array, q: Array, measure: str, sided: str) -> Optimum:
     best = a == a.max()
     if measure == "log" and sided == "two" and not best.all():
         raise ValueError(
