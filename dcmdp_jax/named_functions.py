@@ -21,6 +21,9 @@ _WORDS = {"true": True, "false": False}
 _NUMBERS = "nan", "inf", "infinity"
 
 Parameter = float | bool | str
+Function = Callable[..., Any]
+Functions = Mapping[str, Function]
+"""Ours by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +57,7 @@ class Call:
         return f"{self.function}({','.join(texts)})"
 
 
-def parse_calls(
-    text: str, built_in: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-) -> list[Call]:
+def parse_calls(text: str, built_in: Functions = MappingProxyType({})) -> list[Call]:
     """`tis(high=2),veto` as [Call("tis", {"high": 2.0}), Call("veto", {})].
 
     Args:
@@ -90,9 +91,7 @@ def parse_calls(
     return calls
 
 
-def _parse_parameters(
-    function: str, text: str, built_in: Mapping[str, Callable[..., Any]]
-) -> dict[str, Parameter]:
+def _parse_parameters(function: str, text: str, built_in: Functions) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for word in text.split(",") if text.strip() else []:
         name, equals, value = (piece.strip() for piece in word.partition("="))
@@ -109,7 +108,7 @@ def _parse_parameters(
     return parameters
 
 
-def _example(name: str, function: Callable[..., Any]) -> Call:
+def _example(name: str, function: Function) -> Call:
     """A call that is accepted: each parameter with its default, or 0.1 without one."""
     values = {}
     for parameter in _parameters(function):
@@ -119,7 +118,7 @@ def _example(name: str, function: Callable[..., Any]) -> Call:
     return Call(name, values)
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Function) -> list[inspect.Parameter]:
     """The parameters behind the tokens that a call may name, without those that are bound."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     _, *parameters = inspect.signature(function).parameters.values()
@@ -135,7 +134,7 @@ def _number_or_word(text: str) -> float | str:
     return text if text.isidentifier() and text.lower() not in _NUMBERS else float(text)
 
 
-def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
+def check_call(call: Call, built_in: Functions) -> None:
     """Check the name of a function, and the parameters of one of ours. Nothing is imported.
 
     Raises:
@@ -161,7 +160,7 @@ def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
     check_parameters(call, built_in[call.function])
 
 
-def check_parameters(call: Call, function: Callable[..., Any]) -> None:
+def check_parameters(call: Call, function: Function) -> None:
     """Check that a function takes one argument and these parameters by name.
 
     Raises:

@@ -44,8 +44,8 @@ def connect(address: str, **cluster_options: Any) -> None:
 
     Args:
         address: `rollout.vllm.address`.
-        cluster_options: arguments of `ray.init` for a cluster of this machine alone; of an engine, which calls
-            `disconnect` later.
+        cluster_options: arguments of `ray.init` for a cluster of this machine alone; of an engine,
+            which calls `disconnect` later.
 
     Raises:
         UserError: in one line, if nobody answers there in time, or with another version of Ray.

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 SCHEMA = 1
+Batch = Mapping[str, Any]
+"""What a framework calls a column -> its values."""
 
 
 class Recorder:
@@ -214,7 +216,7 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
 def record_trl(
     recorder: Recorder,
     step: int,
-    output: Mapping[str, Any],
+    output: Batch,
     old_logprobs: Any = None,
     **optional: Any,
 ) -> None:
@@ -257,8 +259,8 @@ def record_trl(
 def record_verl(
     recorder: Recorder,
     step: int,
-    batch: Mapping[str, Any],
-    other: Mapping[str, Any] | None = None,
+    batch: Batch,
+    other: Batch | None = None,
     **optional: Any,
 ) -> None:
     """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, once it has advantages.
@@ -269,7 +271,8 @@ def record_verl(
     Raises:
         ValueError: if the batch has no `rollout_log_probs`.
     """
-    if "rollout_log_probs" not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+    # A TensorDict iterates over its rows.
+    if "rollout_log_probs" not in batch.keys():  # noqa: SIM118
         raise ValueError(
             "the batch has no rollout_log_probs: set "
             "actor_rollout_ref.rollout.calculate_log_probs=True"
@@ -291,7 +294,7 @@ def record_verl(
     )
 
 
-def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], **optional: Any) -> None:
+def record_skyrl(recorder: Recorder, step: int, batch: Batch, **optional: Any) -> None:
     """Record a `TrainingInputBatch` of SkyRL, after `compute_advantages_and_returns`.
 
     Every tensor is padded on the left; `sequences` holds the prompts too. Needs

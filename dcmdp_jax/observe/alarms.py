@@ -176,9 +176,14 @@ def finite_values(series: Series, name: str) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
+def last_value(series: Series, name: str) -> float:
+    """The last finite value of a metric; NaN without one."""
+    values = finite_values(series, name)
+    return values[-1] if len(values) else np.nan
+
+
 def _floor(series: Series) -> float:
-    values = finite_values(series, "mismatch/noise_floor")
-    return values[-1] if len(values) else 0.0
+    return np.nan_to_num(last_value(series, "mismatch/noise_floor"))
 
 
 def bounded_metric(metrics: Collection[str]) -> str:

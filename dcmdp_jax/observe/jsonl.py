@@ -35,6 +35,8 @@ def rewards_log(host: int) -> str:
     return f"rewards_{host}.log" if host else "rewards.log"
 
 
+Record = dict[str, Any]
+"""A line of a file."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,7 +82,7 @@ def json_values(value: Any, *, by_name: bool = False) -> Any:
     )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Record]:
     """Read all records of a file; skip a last line torn by a kill. A missing file has no records.
 
     Raises:
@@ -104,7 +106,7 @@ def is_number(value: object) -> bool:
     )
 
 
-def readable(path: Path, allowed: Callable[[Any], bool] | None = None) -> list[dict[str, Any]]:
+def readable(path: Path, allowed: Callable[[Any], bool] | None = None) -> list[Record]:
     """All records that can be read, for readers that must not stop a run; see `truncate`."""
     if not path.exists():
         return []
@@ -142,7 +144,7 @@ def truncate(
 
 def _lines(
     path: Path, allowed: Callable[[Any], bool] | None = None
-) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
+) -> Iterator[tuple[int, bool, bytes, Record | None]]:
     """Yield (number, ends in a newline, bytes, record or None if unreadable) of non-empty lines."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):

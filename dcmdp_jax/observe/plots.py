@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from dcmdp_jax.number_format import percent
-from dcmdp_jax.observe.alarms import finite_values
+from dcmdp_jax.observe.alarms import finite_values, last_value
 from dcmdp_jax.observe.metric_names import STEP_PHASES, form_of_score
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes
@@ -186,12 +186,12 @@ def _draw_budget(axes: Axes, runs: Runs) -> None:
                     zorder=2,
                 )
 
-        floors = finite_values(series, "mismatch/noise_floor")
-        if len(floors):
+        floor = last_value(series, "mismatch/noise_floor")
+        if np.isfinite(floor):
             axes.axhline(
-                floors[-1],
+                floor,
                 linestyle=":",
-                label=f"noise floor = {floors[-1]:.2g}{suffix}",
+                label=f"noise floor = {floor:.2g}{suffix}",
                 color=color,
                 linewidth=1.3,
                 zorder=2,

@@ -16,7 +16,7 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl, metric_names, page_kit, plots
-from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values
+from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values, last_value
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
 _STUCK_STEPS = 5
@@ -77,8 +77,8 @@ class RecordedRun:
     label: str
     series: Series
     config: dict[str, Any]
-    held_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    held_out: list[jsonl.Record] = dataclasses.field(default_factory=list)
+    starts: list[jsonl.Record] = dataclasses.field(default_factory=list)
     nodes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def until(self, step: int) -> Self:
@@ -89,6 +89,9 @@ class RecordedRun:
             if before.any():
                 series[name] = steps[before], values[before]
         return dataclasses.replace(self, series=series)
+
+
+Runs = Sequence[RecordedRun]
 
 
 def read_run(
@@ -176,7 +179,7 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     return ["/".join(path.parts[-depth:]) for path in paths]
 
 
-def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def report_content(runs: Runs) -> dict[str, Any]:
     """Values of the template `report.html`, all but its images.
 
     Args:
@@ -203,7 +206,7 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     }
 
 
-def _comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
+def _comparison(runs: Runs) -> list[list[str]]:
     """The facts of all runs: a row is a fact's name and its value in each."""
     columns = []
     for run in runs:
@@ -222,14 +225,14 @@ def _rows_by_key(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     return [[key, *(column.get(key, "-") for column in columns)] for key in keys]
 
 
-def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[dict[str, Any]]]]:
+def _held_out(runs: Runs) -> list[tuple[str, list[str], list[jsonl.Record]]]:
     """(task, headings, problems) of what was written before and after training.
 
     A problem has a prompt, an answer and both completions.
     """
     sections = []
     for run in runs:
-        by_task: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+        by_task: dict[str, dict[tuple[int, int], jsonl.Record]] = {}
         for record in run.held_out:
             records = by_task.setdefault(record["task"], {})
             records[record["step"], record["place"]] = record
@@ -248,7 +251,7 @@ def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[di
     return sections
 
 
-def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def _settings(runs: Runs) -> dict[str, Any]:
     """Every setting; first the ones that differ between runs."""
     columns = []
     for run in runs:
@@ -259,7 +262,7 @@ def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     return {"rows": rows, "differs": [len(set(row[1:])) > 1 for row in rows]}
 
 
-def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def _metrics(runs: Runs) -> dict[str, Any]:
     """Every metric, with its unit and meaning."""
     order = {name: index for index, name in enumerate(metric_names.METRICS)}
     names = sorted(
@@ -329,20 +332,17 @@ def _score_facts(series: Series) -> Iterator[Fact]:
 def _mismatch_facts(series: Series) -> Iterator[Fact]:
     discrepancy = finite_values(series, "discrepancy/mean")
     if len(discrepancy):
-        c = _tolerance(series)
+        c = last_value(series, "dual/tolerance")
         details = "no budget c yet"
         if not math.isnan(c):
             share = percent(_mean(_over_budget(series)))
             details = f"budget c = {number(c)}, exceeded in {share} of steps"
         yield Fact("Mean discrepancy", number(_mean(discrepancy)), details=details)
 
-    floors = finite_values(series, "mismatch/noise_floor")
-    if len(floors):
-        yield Fact(
-            "Noise floor",
-            number(floors[-1]),
-            details="the engine against itself, last measurement",
-        )
+    floor = last_value(series, "mismatch/noise_floor")
+    if not math.isnan(floor):
+        details = "the engine against itself, last measurement"
+        yield Fact("Noise floor", number(floor), details=details)
 
     multiplier = finite_values(series, "dual/multiplier")
     if len(multiplier):
@@ -529,7 +529,7 @@ def warnings(series: Series) -> list[str]:
         if total > 0:
             texts.append(text.format(total))
 
-    c = _tolerance(series)
+    c = last_value(series, "dual/tolerance")
     floor = _mean(finite_values(series, "mismatch/noise_floor"))
     if c < floor:
         texts.append(
@@ -563,11 +563,6 @@ def _ends(values: np.ndarray) -> tuple[float, float, str]:
     window = max(1, len(values) // 10)
     steps = f"{window} steps" if window > 1 else "step"
     return _mean(values[:window]), _mean(values[-window:]), f"first and last {steps}"
-
-
-def _tolerance(series: Series) -> float:
-    values = finite_values(series, "dual/tolerance")
-    return values[-1] if len(values) else math.nan
 
 
 def _mean(values: np.ndarray) -> float:

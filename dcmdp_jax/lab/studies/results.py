@@ -66,6 +66,10 @@ class Estimate:
     values: Mapping[int, float]
 
 
+Estimates = Mapping[str, Estimate]
+"""Arm -> its estimate."""
+
+
 def held_out(series: Series) -> Points:
     """Steps and held-out avg@K, the mean over tasks at the steps that have all."""
     scores = [
@@ -150,7 +154,7 @@ def estimate(values: Mapping[int, float]) -> Estimate:
     )
 
 
-def measure_arms(runs: Table, measure: Measure) -> dict[str, Estimate]:
+def measure_arms(runs: Table, measure: Measure) -> Estimates:
     """A measure of each arm."""
     return {
         arm: estimate({seed: measure.value(series) for seed, series in seeds.items()})
@@ -158,7 +162,7 @@ def measure_arms(runs: Table, measure: Measure) -> dict[str, Estimate]:
     }
 
 
-def paired_differences(arms: Mapping[str, Estimate], baseline: str) -> dict[str, Estimate]:
+def paired_differences(arms: Estimates, baseline: str) -> Estimates:
     """Each other arm minus the baseline, seed by seed, over the seeds that both have.
 
     A seed fixes the initial weights and the order of problems, so the spread between seeds cancels
@@ -325,7 +329,7 @@ def plot_curve(axes: Axes, curve: np.ndarray, color: str) -> None:
         axes.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
 
 
-def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Figure:
+def draw_differences(title: str, unit: str, arms: Estimates) -> Figure:
     """Plot each arm's paired difference: a point for each seed, the mean with its 95% interval.
 
     Args:

@@ -1,6 +1,7 @@
 """Optimal policies of one state under a penalty on their mismatch (paper, Appendix B)."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -143,14 +144,23 @@ def optimal_policy(
     a, q = check_state(advantages, inference_policy)
     if not multiplier >= 0:
         raise ValueError(f"multiplier = {multiplier}: must be at least 0")
-    if multiplier == 0:
-        return _unpenalized(a, q, measure, sided)
+
+    def optimum(policy: Array, nu: float = np.nan) -> Optimum:
+        policy = policy / policy.sum()  # the rounding of nu's root
+        return Optimum(
+            policy=policy,
+            multiplier=multiplier,
+            normalizer=nu,
+            mismatch=mismatch(policy, q, measure=measure, sided=sided),
+            advantage=float(policy @ a),
+        )
+
     if np.isinf(multiplier):
-        return describe_policy(q.copy(), a, q, multiplier, np.nan, measure, sided)
-    optima = [
-        describe_policy(policy, a, q, multiplier, nu, measure, sided)
-        for policy, nu in _stationary(a, q, multiplier, measure, sided)
-    ]
+        return optimum(q)
+    if multiplier == 0:
+        optima = [optimum(policy) for policy in _unpenalized(a, q, measure, sided)]
+        return min(optima, key=lambda optimum: optimum.mismatch)
+    optima = [optimum(policy, nu) for policy, nu in _stationary(a, q, multiplier, measure, sided)]
     # What a policy loses keeps its digits where lambda is small; its advantage does not.
     return max(
         optima, key=lambda optimum: optimum.policy @ (a - a.max()) - multiplier * optimum.mismatch
@@ -177,26 +187,6 @@ def check_state(advantages: Array, inference_policy: Array) -> tuple[Array, Arra
             f"inference_policy: sums to {q.sum():g}, must be above 0 for every action and sum to 1"
         )
     return a, q
-
-
-def describe_policy(
-    policy: Array,
-    a: Array,
-    q: Array,
-    multiplier: float,
-    nu: float,
-    measure: str,
-    sided: str,
-) -> Optimum:
-    """The policy with what it costs and earns."""
-    policy = policy / policy.sum()  # the rounding of nu's root
-    return Optimum(
-        policy=policy,
-        multiplier=multiplier,
-        normalizer=nu,
-        mismatch=mismatch(policy, q, measure=measure, sided=sided),
-        advantage=float(policy @ a),
-    )
 
 
 def _stationary(a: Array, q: Array, multiplier: float, measure: str, sided: str) -> list[Maximum]:
@@ -239,7 +229,8 @@ def _one_sided(a: Array, q: Array, gain: Array, multiplier: float) -> Maximum:
     return fill_levels(a, q, policy, solve)
 
 
-def _unpenalized(a: Array, q: Array, measure: str, sided: str) -> Optimum:
+def _unpenalized(a: Array, q: Array, measure: str, sided: str) -> Iterator[Array]:
+    """The policies of most advantage, one of which has the least mismatch."""
     best = a == a.max()
     if measure == "log" and sided == "two" and not best.all():
         raise ValueError(
@@ -247,9 +238,7 @@ def _unpenalized(a: Array, q: Array, measure: str, sided: str) -> Optimum:
         )
     # Among policies on the best actions <pi, A> is constant, and the penalty alone decides, at any
     # multiplier.
-    optima = []
     for best_policy, _ in _stationary(np.zeros(best.sum()), q[best], 1.0, measure, sided):
         policy = np.zeros(len(a))
         policy[best] = best_policy
-        optima.append(describe_policy(policy, a, q, 0.0, np.nan, measure, sided))
-    return min(optima, key=lambda optimum: optimum.mismatch)
+        yield policy
