@@ -1,3 +1,1 @@
-"""The method as pure functions of arrays: discrepancy, advantages, penalties, corrections, losses,
-dual update.
-"""
+"""The method as pure functions of arrays: discrepancy, advantages, penalties, losses, lambda."""

@@ -24,8 +24,7 @@ def group_advantages(
     epsilon: Scalar = 1e-6,
     normalize_std: bool = True,
 ) -> Float[jax.Array, " N"]:
-    """Advantage of each completion within its group (Eq. 8; Algorithm 1, "Rewards & GRPO
-    advantage").
+    """Advantage of each completion in its group (Eq. 8; Algorithm 1, "Rewards & GRPO advantage").
 
         A_i = (r_i - mean_g r) / (std_g r + epsilon),    over the valid members of i's group g.
 
@@ -59,25 +58,33 @@ def group_advantages(
     require_rank("rewards", rewards, 1)
     require_same_shape(rewards=rewards, group_ids=group_ids)
     _require_group_ids(group_ids)
-    valid = jnp.ones(jnp.shape(rewards), bool) if valid is None else valid
+    if valid is None:
+        valid = jnp.ones(jnp.shape(rewards), bool)
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
-    outside = jnp.asarray(valid, bool) & (
-        (jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.size))
-    )
-    group_ids = jnp.asarray(group_ids, jnp.int32)
-    signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
-    scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
+
+    valid = jnp.asarray(valid, bool)
+    group_ids = jnp.asarray(group_ids)
+    outside = valid & ((group_ids < 0) | (group_ids >= len(table.size)))
+    group_ids = group_ids.astype(jnp.int32)
+    scale = 1.0
+    if normalize_std:
+        signal = valid & ~table.all_equal[group_ids]
+        scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0)
     return jax.lax.stop_gradient(jnp.where(outside, jnp.nan, table.deviation / scale))
 
 
 def _require_group_ids(group_ids: Array) -> None:
     """Raise unless they are integers in 0 .. N-1, as far as their values are known."""
-    if not jnp.issubdtype(dtype := jnp.result_type(jnp.asarray(group_ids)), jnp.integer):
+    dtype = jnp.asarray(group_ids).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"group_ids has dtype {dtype}; must be integers")
-    known = concrete(group_ids)
-    if known is not None and (wrong := known[(known < 0) | (known >= known.size)]).size:
+    ids = concrete(group_ids)
+    if ids is None:
+        return
+    outside = ids[(ids < 0) | (ids >= ids.size)]
+    if outside.size:
         raise ValueError(
-            f"group_ids has {wrong[0]}; must be in 0 .. {known.size - 1}: numpy.unique(ids, "
+            f"group_ids has {outside[0]}; must be in 0 .. {ids.size - 1}: numpy.unique(ids, "
             "return_inverse=True)[1]"
         )
 
@@ -117,11 +124,11 @@ def overlong_penalty(
 def has_signal(
     rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: Bool[Array, " N"]
 ) -> Bool[jax.Array, " N"]:
-    """Whether a completion's group has rewards that differ: dynamic sampling as a mask (DAPO, Yu et
-    al. 2025).
+    """Whether a completion's group has rewards that differ.
 
-    The others are left out of the loss; `refill_rounds` samples further groups in their place, as
-    DAPO does. Arguments as in `group_advantages`.
+    This is dynamic sampling as a mask (DAPO, Yu et al. 2025). The others are left out of the loss;
+    `refill_rounds` samples further groups in their place, as DAPO does. Arguments as in
+    `group_advantages`.
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
     return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]

@@ -126,11 +126,11 @@ def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
     #6800, `rollout_rs=binary_kl`).
     """
     require_number("high", high, minimum=0, open_minimum=True)
-    old, rollout = (_inside_mask(tokens, x) for x in (tokens.old_logprobs, tokens.rollout_logprobs))
+    old = _inside_mask(tokens, tokens.old_logprobs)
+    rollout = _inside_mask(tokens, tokens.rollout_logprobs)
     divergence = jnp.maximum(binary_kl(old, rollout), binary_kl(rollout, old))
-    return _kept(
-        tokens, divergence, ~(divergence > high), weights=jnp.exp(_token_log_ratio(tokens))
-    )
+    ratio = jnp.exp(_token_log_ratio(tokens))
+    return _kept(tokens, divergence, ~(divergence > high), weights=ratio)
 
 
 def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corrected:
@@ -212,9 +212,8 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
     bounds the inverse; slime: `rs_level=geometric`; NeMo-RL's `seq-mask-tis` (0.999 to 1.002)
     weighs kept tokens by r_t too, without bound: add `tis(high=...)`.
     """
-    mean = _gathered(
-        tokens, completion_means, log_difference(tokens.old_logprobs, tokens.rollout_logprobs)
-    )
+    difference = log_difference(tokens.old_logprobs, tokens.rollout_logprobs)
+    mean = _gathered(tokens, completion_means, difference)
     ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
@@ -238,7 +237,8 @@ def probability_band(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> 
     `diff_high`, level token).
     """
     require_sizes(low=low, high=high)
-    old, rollout = (_inside_mask(tokens, x) for x in (tokens.old_logprobs, tokens.rollout_logprobs))
+    old = _inside_mask(tokens, tokens.old_logprobs)
+    rollout = _inside_mask(tokens, tokens.rollout_logprobs)
     shift = jnp.exp(jnp.minimum(old, 0.0)) - jnp.exp(jnp.minimum(rollout, 0.0))
     return _kept(tokens, shift, ~((shift < -low) | (shift > high)))
 
@@ -254,7 +254,8 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
     mean = _gathered(tokens, completion_means, jnp.abs(jnp.expm1(log_ratio)))
-    return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) * log_ratio > 0) & (mean > high)))
+    adds_to_it = jnp.asarray(tokens.advantages) * log_ratio > 0
+    return _kept(tokens, mean, ~(adds_to_it & (mean > high)))
 
 
 def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
@@ -268,11 +269,15 @@ def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     require_number("high", high, minimum=0)
     squares = _token_log_ratio(tokens) ** 2
     mask = jnp.asarray(tokens.completion_mask, bool)
-    known = jnp.where(mask, jnp.where(jnp.isnan(squares), 0.0, squares), jnp.inf).ravel()
-    order = jnp.argsort(known)
-    means = jnp.cumsum(known[order]) / jnp.arange(1, known.size + 1)
+    # NaN counts as 0, so that it is kept; what is outside the mask is sorted to the end.
+    sortable = jnp.where(mask, jnp.where(jnp.isnan(squares), 0.0, squares), jnp.inf).ravel()
+    order = jnp.argsort(sortable)
     rank = jnp.argsort(order).reshape(squares.shape)
-    return _kept(tokens, squares, ~mask | (rank < jnp.maximum(jnp.sum(means <= high), 1)))
+
+    # means[n - 1] is the mean of the n smallest.
+    means = jnp.cumsum(sortable[order]) / jnp.arange(1, sortable.size + 1)
+    num_kept = jnp.maximum(jnp.sum(means <= high), 1)
+    return _kept(tokens, squares, ~mask | (rank < num_kept))
 
 
 def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
@@ -295,9 +300,8 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     count. slime compares with p^Train in place of the engine's q: policy drift alone.
     """
     require_number("high", high, minimum=0, open_minimum=True)
-    mean = _gathered(
-        tokens, completion_means, log_difference(tokens.rollout_logprobs, tokens.train_logprobs)
-    )
+    difference = log_difference(tokens.rollout_logprobs, tokens.train_logprobs)
+    mean = _gathered(tokens, completion_means, difference)
     return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) < 0) & (mean > high)))
 
 
@@ -319,9 +323,9 @@ def kl_rejection(
     require_number("high", high, minimum=0, open_minimum=True)
     require_option("over", over, get_args(KlOver))
     difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
-    values = kl_estimate(
-        difference if estimator == "k1" else clamp(difference, MAX_LOG_RATIO), estimator
-    )
+    if estimator != "k1":
+        difference = clamp(difference, MAX_LOG_RATIO)
+    values = kl_estimate(difference, estimator)
     if over == "max":
         values = jnp.abs(values)
     if over != "token":
@@ -367,20 +371,18 @@ weight, or look at single tokens.
 
 
 def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected, Statistics]:
-    """Join corrections, at least one: weights multiply, keep-masks intersect. Their statistics are
-    put together.
-    """
-    parts = []
-    joined = {}
+    """Join corrections, at least one: weights multiply, keep-masks intersect."""
+    results = []
+    all_statistics = {}
     for correction in corrections:
-        part, own = split(correction(tokens))
-        parts.append(part)
-        joined |= own
-    corrected = functools.reduce(
+        corrected, correction_statistics = split(correction(tokens))
+        results.append(corrected)
+        all_statistics |= correction_statistics
+    joined = functools.reduce(
         lambda a, b: Corrected(a.weights * b.weights, a.keep & b.keep, a.truncated | b.truncated),
-        parts,
+        results,
     )
-    return corrected, joined | statistics(corrected, tokens.completion_mask)
+    return joined, all_statistics | statistics(joined, tokens.completion_mask)
 
 
 def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dict[str, Mean]:
@@ -431,12 +433,9 @@ def _inside_mask(tokens: Tokens, values: Float[Array, "R L"]) -> Float[jax.Array
 def _gathered(
     tokens: Tokens, reduce: Callable[..., Any], values: Float[Array, "R L"]
 ) -> Float[jax.Array, "R L"]:
-    """A reduction over each completion's sampled tokens, given to its tokens; 0 outside the
-    mask.
-    """
-    return _inside_mask(
-        tokens, gather_to_tokens(reduce(values, tokens.where), tokens.completion_index)
-    )
+    """A reduction over each completion's sampled tokens, given to them; 0 outside the mask."""
+    reduced = reduce(values, tokens.where)
+    return _inside_mask(tokens, gather_to_tokens(reduced, tokens.completion_index))
 
 
 def _prefix_sums(tokens: Tokens) -> tuple[Float[jax.Array, "R L"], Float[jax.Array, "R L"]]:
@@ -463,18 +462,21 @@ def _scanned(
     require_tokens(tokens)
     mask = jnp.asarray(tokens.completion_mask, bool)
     last_axis = values.ndim - 1
+
+    # A completion begins where the completion of the latest sampled token changes.
     latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[-1]), 0), axis=last_axis)
     index = jnp.take_along_axis(jnp.asarray(tokens.completion_index), latest, axis=-1)
-    before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
-    first = mask & ((before == 0) | (index != jnp.roll(index, 1, axis=-1)))
+    num_before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
+    begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=-1)))
 
-    def join(left: Any, right: Any) -> Any:
-        return left[0] | right[0], jnp.where(right[0], right[1], combine(left[1], right[1]))
+    def join(a: Any, b: Any) -> Any:
+        """Join pairs of (whether a completion begins, value): what begins in b forgets a."""
+        return a[0] | b[0], jnp.where(b[0], b[1], combine(a[1], b[1]))
 
     _, scanned = jax.lax.associative_scan(
-        join, (first, jnp.where(mask, values, empty)), axis=last_axis
+        join, (begins, jnp.where(mask, values, empty)), axis=last_axis
     )
-    return scanned, jnp.where(first, 0.0, jnp.roll(scanned, 1, axis=-1))
+    return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=-1))
 
 
 def _require_band(low: float, high: float) -> None:
@@ -491,22 +493,16 @@ def _inside(values: Float[Array, "R L"], low: float, high: float) -> Bool[jax.Ar
 
 
 def _truncated(tokens: Tokens, ratio: Float[Array, "R L"], low: float, high: float) -> Corrected:
-    _require_band(low, high)
-    return _corrected(
-        tokens,
-        jnp.clip(ratio, low, high),
-        jnp.ones_like(ratio, bool),
-        (ratio < low) | (ratio > high),
-    )
+    keep = jnp.ones_like(ratio, bool)
+    return _corrected(tokens, jnp.clip(ratio, low, high), keep, ~_inside(ratio, low, high))
 
 
 def _kept(
     tokens: Tokens, value: Float[Array, "R L"], keep: Bool[Array, "R L"], weights: Any = 1.0
 ) -> Corrected:
     """Weights where `keep` is true; NaN where the value that decided is NaN."""
-    return _corrected(
-        tokens, jnp.where(jnp.isnan(value), value, weights), keep, jnp.zeros_like(keep)
-    )
+    weights = jnp.where(jnp.isnan(value), value, weights)
+    return _corrected(tokens, weights, keep, jnp.zeros_like(keep))
 
 
 def _corrected(

@@ -1,6 +1,4 @@
-"""The method in one call on padded arrays: the loss of DC-GRPO, and the multiplier of the next
-step.
-"""
+"""The method in one call on padded arrays: the loss of DC-GRPO, and the next multiplier."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
@@ -59,8 +57,9 @@ def dc_grpo_loss(
     ddof: int = 1,
     epsilon: Scalar = 1e-6,
 ) -> tuple[Float[jax.Array, ""], DcGrpoAux]:
-    """The loss of DC-GRPO on a padded batch, and the next multiplier: Algorithm 1 after sampling
-    and rewards.
+    """The loss of DC-GRPO on a padded batch, and the next multiplier.
+
+    This is Algorithm 1 after sampling and rewards.
 
         delta_{i,t} = |p^Train - p^Inf|                            Eq. 3   token_discrepancy
         A_i         = (r_i - mean_g r) / (std_g r + epsilon)       Eq. 8   group_advantages
@@ -121,14 +120,14 @@ def dc_grpo_loss(
             Where they are not known NaN, or a group id outside, makes the loss NaN, a completion
             without a token is left out of it, and a group of one has A = 0.
     """
-    given = {
-        "train_logprobs": train_logprobs,
-        "old_logprobs": old_logprobs,
-        "rollout_logprobs": rollout_logprobs,
+    logprobs = {
+        "train_logprobs": _numbers("train_logprobs", train_logprobs),
+        "old_logprobs": _numbers("old_logprobs", old_logprobs),
+        "rollout_logprobs": _numbers("rollout_logprobs", rollout_logprobs),
     }
-    logprobs = {name: _numbers(name, value) for name, value in given.items()}
-    given = {"completion_mask": completion_mask, "rewards": rewards, "group_ids": group_ids}
-    completion_mask, rewards, group_ids = (_numbers(name, value) for name, value in given.items())
+    completion_mask = _numbers("completion_mask", completion_mask)
+    rewards = _numbers("rewards", rewards)
+    group_ids = _numbers("group_ids", group_ids)
     require.require_option("aggregation", aggregation, get_args(losses.Aggregation))
     require.require_number("multiplier_min", multiplier_min, minimum=0)
     require.require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
@@ -158,23 +157,31 @@ def dc_grpo_loss(
         max_completion_tokens=max_completion_tokens,
         dtype=dtype,
     )
-    loss = (
-        masked.weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))
-        ._replace(weight=total)
-        .value()
-    )
+    token_weights = jnp.where(mask, weights[:, None], 0.0)
+    loss = stats.Mean(masked.weighted_sum(-objective, token_weights).total, total).value()
+
     mean_delta = masked.masked_mean(delta, mask)
-    rule = {"learning_rate": learning_rate, "minimum": multiplier_min, "maximum": multiplier_max}
-    next_multiplier = dual.dual_update(multiplier, mean_delta, tolerance=tolerance, **rule)
-    return loss, lax.stop_gradient(
-        DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier)
+    next_multiplier = dual.dual_update(
+        multiplier,
+        mean_delta,
+        tolerance=tolerance,
+        learning_rate=learning_rate,
+        minimum=multiplier_min,
+        maximum=multiplier_max,
     )
+    aux = DcGrpoAux(
+        delta=delta,
+        mean_delta=mean_delta,
+        advantages=advantages,
+        penalized_advantages=penalized,
+        ratio=ratio,
+        next_multiplier=next_multiplier,
+    )
+    return loss, lax.stop_gradient(aux)
 
 
 def _numbers(name: str, value: Any) -> Array:
-    """The argument as an array; a list that is ragged, and what holds no real numbers, is
-    refused.
-    """
+    """The argument as an array; ragged lists, and what holds no real numbers, are refused."""
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except ValueError:
@@ -205,7 +212,8 @@ def _require_arrays(
                 f"{shape}"
             )
     for name, array in logprobs.items():
-        if not jnp.issubdtype(dtype := jnp.asarray(array).dtype, jnp.floating):
+        dtype = jnp.asarray(array).dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {dtype}; must be floats, log-probs in nats")
     require.require_gradient("train_logprobs", logprobs["train_logprobs"])
 
@@ -214,38 +222,44 @@ def _require_values(
     logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array
 ) -> None:
     """Raise for values that are wrong, as far as they are known."""
-    rewards, ids, mask = (require.concrete(x) for x in (rewards, group_ids, completion_mask))
+    rewards = require.concrete(rewards)
     if rewards is not None:
         # The squares of larger ones overflow float32.
-        _require_each(
-            "rewards", rewards, np.abs(rewards.astype(float)) < 1e18, "finite, below 1e+18"
-        )
+        fits = np.abs(rewards.astype(float)) < 1e18
+        _require_each("rewards", rewards, fits, "finite, below 1e+18")
+
+    ids = require.concrete(group_ids)
     if ids is not None and np.issubdtype(ids.dtype, np.integer):
-        found, counts = np.unique(ids, return_counts=True)
+        unique_ids, counts = np.unique(ids, return_counts=True)
         if counts.min() < 2:
             raise ValueError(
-                f"group_ids has a group of one, id {found[counts.argmin()]}; a group needs two "
-                "completions"
+                f"group_ids has a group of one, id {unique_ids[counts.argmin()]}; a group needs "
+                "two completions"
             )
+
+    mask = require.concrete(completion_mask)
     if mask is None:
         return
     _require_each("completion_mask", mask, (mask == 0) | (mask == 1), "0 or 1")
     sampled = mask.astype(bool)
-    if len(empty := np.flatnonzero(~sampled.any(axis=1))):
+    empty_rows = np.flatnonzero(~sampled.any(axis=1))
+    if empty_rows.size:
         raise ValueError(
-            f"completion_mask is 0 in row {empty[0]}, a completion without a token: leave it out"
+            f"completion_mask is 0 in row {empty_rows[0]}, a completion without a token: leave it "
+            "out"
         )
+
     for name, array in logprobs.items():
-        if (known := require.concrete(array)) is None:
-            continue
-        known = known.astype(float)
-        _require_each(
-            name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0"
-        )  # NaN is not below
-        require.require_logprobs(name, known, sampled)
+        values = require.concrete(array)
+        if values is not None:
+            values = values.astype(float)
+            # NaN is not below.
+            below = ~sampled | (values < np.inf)
+            _require_each(name, values, below, "a log-prob in nats, at most 0")
+            require.require_logprobs(name, values, sampled)
 
 
 def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:
     if not good.all():
-        place = tuple(int(i) for i in np.argwhere(~good)[0])
-        raise ValueError(f"{name} is {array[place]} at {list(place)}; must be {allowed}")
+        position = np.argwhere(~good)[0].tolist()
+        raise ValueError(f"{name} is {array[tuple(position)]} at {position}; must be {allowed}")

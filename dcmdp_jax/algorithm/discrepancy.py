@@ -1,5 +1,4 @@
-"""Discrepancy between the training stack and the inference engine on the sampled tokens, on the
-same weights.
+"""Discrepancy of training stack and inference engine on the sampled tokens, on the same weights.
 
 `train_logprobs` here are the training stack's under the weights that made the batch, p^Train in the
 paper; `rollout_logprobs` are the engine's, p^Inf. Policy drift (new weights against old) is another
@@ -47,8 +46,7 @@ def token_discrepancy(
     measure: Measure = "diff",
     sided: Sided = "two",
 ) -> Float[jax.Array, "*s"]:
-    """delta_{i,t}, the discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1,
-    "Discrepancy").
+    """delta_{i,t}, discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1, "Discrepancy").
 
     With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
 
@@ -86,14 +84,19 @@ def token_discrepancy(
         ValueError: if the shapes differ, an option is unknown, or probabilities are given (not seen
             under jit).
     """
-    given = {"train_logprobs": train_logprobs, "rollout_logprobs": rollout_logprobs}
-    require_same_shape(
-        **given, **({} if completion_mask is None else {"completion_mask": completion_mask})
-    )
-    for name, logprobs in given.items():
-        require_logprobs(name, logprobs, completion_mask)
+    if completion_mask is None:
+        require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
+    else:
+        require_same_shape(
+            train_logprobs=train_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            completion_mask=completion_mask,
+        )
+    require_logprobs("train_logprobs", train_logprobs, completion_mask)
+    require_logprobs("rollout_logprobs", rollout_logprobs, completion_mask)
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
+
     train_logprobs = as_float(train_logprobs)
     rollout_logprobs = as_float(rollout_logprobs)
     if measure == "diff":
@@ -102,6 +105,7 @@ def token_discrepancy(
     if measure == "logit":
         train_logprobs = log_odds(train_logprobs)
         rollout_logprobs = log_odds(rollout_logprobs)
+
     log_ratio = clamped_log_ratio(train_logprobs, rollout_logprobs)
     if sided == "one":
         log_ratio = jnp.maximum(log_ratio, 0.0)
@@ -136,9 +140,8 @@ def sequence_discrepancy(
         ValueError: if the shapes differ.
     """
     means = masked.completion_means(discrepancy_tokens, where)
-    return jnp.where(
-        jnp.asarray(where.mask, bool), masked.gather_to_tokens(means, where.index), 0.0
-    )
+    token_means = masked.gather_to_tokens(means, where.index)
+    return jnp.where(jnp.asarray(where.mask, bool), token_means, 0.0)
 
 
 def completions_over_tolerance(
@@ -182,16 +185,16 @@ def log_odds(logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
         float32 (float64 for float64 with x64), finite but for NaN. No gradient flows.
     """
     x = jnp.clip(jax.lax.stop_gradient(as_float(logprobs)), -LOGPROB_LIMIT, -(2.0**-24))
-    return x - jnp.log(
-        -jnp.expm1(x)
-    )  # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1
+    # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1.
+    return x - jnp.log(-jnp.expm1(x))
 
 
 def displacement(
     train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"]
 ) -> Float[jax.Array, "*s"]:
-    """eps = logit p - logit q of each token, elementwise: the distance of the engines whatever the
-    policy's confidence.
+    """eps = logit p - logit q of each token, elementwise.
+
+    It is the distance of the engines whatever the policy's confidence.
 
         |p - q| = p (1 - p) |eps| + O(eps^2)
 
@@ -218,8 +221,7 @@ def displacement_statistics(
     rollout_logprobs: Float[Array, "*s"],
     mask: Bool[Array, "*s"],
 ) -> dict[str, Float[jax.Array, ""]]:
-    """Mean of eps, mean of |eps| and quantiles of |eps| (see `displacement`), over all tokens at
-    once.
+    """Means of eps and |eps|, quantiles of |eps| (see `displacement`), over all tokens at once.
 
     Quantiles are exact, by a sort, and no sums: give the whole batch in one call.
 
@@ -235,11 +237,12 @@ def displacement_statistics(
     """
     eps = displacement(train_logprobs, rollout_logprobs)
     sizes = jnp.abs(eps)
-    quantiles = {f"abs_p{q}": masked.masked_quantile(sizes, mask, q / 100) for q in (50, 95, 99)}
     return {
         "mean": masked.masked_mean(eps, mask),
         "abs_mean": masked.masked_mean(sizes, mask),
-        **quantiles,
+        "abs_p50": masked.masked_quantile(sizes, mask, 0.5),
+        "abs_p95": masked.masked_quantile(sizes, mask, 0.95),
+        "abs_p99": masked.masked_quantile(sizes, mask, 0.99),
     }
 
 
@@ -300,9 +303,7 @@ def mismatch_statistics(
 
 
 def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
-    """Correlation over the mask in two passes; 0 where either side is constant, decided by exact
-    comparison.
-    """
+    """Correlation over the mask in two passes; 0 where either side is exactly constant."""
 
     def constant(values: jax.Array) -> jax.Array:
         smallest = jnp.min(jnp.where(mask, values, jnp.inf), initial=jnp.inf)
@@ -310,9 +311,8 @@ def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
 
     def centered(values: jax.Array) -> jax.Array:
         deviations = jnp.where(mask, values - masked.masked_mean(values, mask), 0.0)
-        largest = jnp.max(
-            jnp.abs(deviations), initial=0.0
-        )  # cancels; squares of tiny probabilities underflow
+        # The scale cancels; without it squares of tiny probabilities underflow.
+        largest = jnp.max(jnp.abs(deviations), initial=0.0)
         return deviations / jnp.where(largest == 0, 1.0, largest)
 
     undefined = constant(x) | constant(y)
@@ -320,6 +320,5 @@ def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
     y = centered(y)
     scale = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     undefined |= scale == 0
-    return jnp.where(
-        undefined, 0.0, jnp.clip(jnp.sum(x * y) / jnp.where(undefined, 1.0, scale), -1.0, 1.0)
-    )
+    correlation = jnp.sum(x * y) / jnp.where(undefined, 1.0, scale)
+    return jnp.where(undefined, 0.0, jnp.clip(correlation, -1.0, 1.0))

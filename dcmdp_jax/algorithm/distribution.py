@@ -1,9 +1,9 @@
-"""A state's two whole distributions: their measures, and score centering (Marek and Ryabinin 2026,
-arXiv:2609.20807).
+"""Measures of a state's two whole distributions, and score centering (arXiv:2609.20807).
 
-p is the training stack's distribution of the next token, q the engine's. H, the head, are the
-engine's k likeliest tokens; what is left, 1 - p_H and 1 - q_H, is the tail. A measure is computed
-on the head and the tail as one token more; its bound says how much larger the true value can be.
+Score centering is by Marek and Ryabinin (2026). p is the training stack's distribution of the next
+token, q the engine's. H, the head, are the engine's k likeliest tokens; what is left, 1 - p_H and 1
+- q_H, is the tail. A measure is computed on the head and the tail as one token more; its bound says
+    how much larger the true value can be.
 With k = V there is no tail, and the value is exact.
 """
 
@@ -56,9 +56,7 @@ class Head(NamedTuple):
 
 
 def require_head(head: Head, mask: Array) -> None:
-    """Raise ValueError unless the head's arrays have one shape, [R, L, k], for a mask [R, L], none
-    in float16.
-    """
+    """Raise ValueError unless all arrays are [R, L, k] for a mask [R, L], and none in float16."""
     require_gradient("train_logprobs", head.train_logprobs)
     require_same_shape(**head._asdict())
     require_same_shape(mask=mask, head=head.ids[..., 0])
@@ -90,8 +88,9 @@ def state_measures(
     measure: Measure = "diff",
     sided: Sided = "two",
 ) -> dict[str, Float[jax.Array, "*s"]]:
-    """How far p is from q in each state: exact on the head, the tail as one token, and bounds of
-    what that leaves out.
+    """Measure how far p is from q in each state, with bounds of what lies in the tail.
+
+    Exact on the head; the tail counts as one token, and the bounds are of what that leaves out.
 
         total_variation       1/2 sum |p - q|      bound  min(1 - p_H, 1 - q_H)
         kl_engine             KL(q || p), nats     bound  q_T (20 - log(q_T / p_T)),  q_T = 1 - q_H
@@ -123,45 +122,49 @@ def state_measures(
     require_same_shape(
         train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, present=present
     )
-    train, rollout = (
-        jax.lax.stop_gradient(jnp.where(present, jnp.asarray(x, jnp.float32), 0.0))
-        for x in (train_logprobs, rollout_logprobs)
+    train = jax.lax.stop_gradient(jnp.where(present, jnp.asarray(train_logprobs, jnp.float32), 0.0))
+    rollout = jax.lax.stop_gradient(
+        jnp.where(present, jnp.asarray(rollout_logprobs, jnp.float32), 0.0)
     )
-    p, q = (jnp.where(present, jnp.exp(x), 0.0) for x in (train, rollout))
-    log_p, log_q = (tail_logprobs(x, present) for x in (train, rollout))
-    p_tail = jnp.exp(log_p)
-    q_tail = jnp.exp(log_q)
+    p = jnp.where(present, jnp.exp(train), 0.0)
+    q = jnp.where(present, jnp.exp(rollout), 0.0)
     log_ratio = stats.clamped_log_ratio(train, rollout)
-    log_tail = stats.clamped_log_ratio(log_p, log_q)
+
+    log_p_tail = tail_logprobs(train, present)
+    log_q_tail = tail_logprobs(rollout, present)
+    p_tail = jnp.exp(log_p_tail)
+    q_tail = jnp.exp(log_q_tail)
+    log_tail_ratio = stats.clamped_log_ratio(log_p_tail, log_q_tail)
+
     differences = token_discrepancy(train, rollout, completion_mask=present)
+    twice_variation = jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail)
+    kl_engine = -jnp.sum(q * log_ratio, axis=-1) - q_tail * log_tail_ratio
+    kl_trainer = jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail_ratio
+
     delta = token_discrepancy(train, rollout, completion_mask=present, measure=measure, sided=sided)
     expected = jnp.sum(q * delta, axis=-1)
-    last = jnp.min(jnp.where(present, q, 1.0), axis=-1)
-    limits = {"diff": jnp.maximum(p_tail, jnp.minimum(q_tail, last)), "ratio": RATIO_LIMIT}
+    variance = jnp.sum(q * delta**2, axis=-1) - expected**2
+    if measure == "diff":
+        least_q = jnp.min(jnp.where(present, q, 1.0), axis=-1)
+        largest_delta = jnp.maximum(p_tail, jnp.minimum(q_tail, least_q))
+    else:
+        largest_delta = RATIO_LIMIT if measure == "ratio" else stats.MAX_LOG_RATIO
     return {
-        "distribution/total_variation": (jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail))
-        / 2,
+        "distribution/total_variation": twice_variation / 2,
         "distribution/total_variation_bound": jnp.minimum(p_tail, q_tail),
-        "distribution/kl_engine": jnp.maximum(
-            -jnp.sum(q * log_ratio, axis=-1) - q_tail * log_tail, 0.0
-        ),
-        "distribution/kl_engine_bound": q_tail * (stats.MAX_LOG_RATIO + log_tail),
-        "distribution/kl_trainer": jnp.maximum(
-            jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail, 0.0
-        ),
-        "distribution/kl_trainer_bound": p_tail * (stats.MAX_LOG_RATIO - log_tail),
+        "distribution/kl_engine": jnp.maximum(kl_engine, 0.0),
+        "distribution/kl_engine_bound": q_tail * (stats.MAX_LOG_RATIO + log_tail_ratio),
+        "distribution/kl_trainer": jnp.maximum(kl_trainer, 0.0),
+        "distribution/kl_trainer_bound": p_tail * (stats.MAX_LOG_RATIO - log_tail_ratio),
         "distribution/expected_discrepancy": expected,
-        "distribution/expected_discrepancy_bound": q_tail
-        * limits.get(measure, stats.MAX_LOG_RATIO),
-        "distribution/discrepancy_variance": jnp.maximum(
-            jnp.sum(q * delta**2, axis=-1) - expected**2, 0.0
-        ),
+        "distribution/expected_discrepancy_bound": q_tail * largest_delta,
+        "distribution/discrepancy_variance": jnp.maximum(variance, 0.0),
         "distribution/head_mass": jnp.sum(q, axis=-1),
     }
 
 
 def distribution_statistics(
-    head: Head, mask: Bool[Array, "R L"], how: Mapping[str, Any]
+    head: Head, mask: Bool[Array, "R L"], measure_options: Mapping[str, Any]
 ) -> Statistics:
     """Means of `state_measures` over the states of sampled tokens, left unreduced, by metric name.
 
@@ -170,21 +173,20 @@ def distribution_statistics(
     Args:
         head: the engine's likeliest tokens.
         mask: true on sampled tokens.
-        how: measure and sided of the discrepancy.
+        measure_options: measure and sided of the discrepancy.
     """
     require_head(head, mask)
-    measures = state_measures(head.old_logprobs, head.rollout_logprobs, head.present, **how)
+    measures = state_measures(
+        head.old_logprobs, head.rollout_logprobs, head.present, **measure_options
+    )
     return {name: masked.masked_sum(values, mask) for name, values in measures.items()}
 
 
 def score_centering(tokens: Tokens) -> Corrected:
-    """The name in `algorithm.corrections`: it weighs and drops nothing; the loss has a term more
-    (`centering_loss`).
-    """
+    """Weigh and drop nothing, under a name of `algorithm.corrections`: see `centering_loss`."""
     require_tokens(tokens)
-    return Corrected(
-        jnp.ones(jnp.shape(tokens.completion_mask)), jnp.ones_like(tokens.completion_mask)
-    )
+    mask = tokens.completion_mask
+    return Corrected(jnp.ones(jnp.shape(mask)), jnp.ones_like(mask))
 
 
 def centering_loss(
@@ -197,8 +199,7 @@ def centering_loss(
     corrections: Sequence[Correction] = (),
     ratio_level: Level = "token",
 ) -> Float[jax.Array, ""]:
-    """Baseline of score centering, sum_t w_t E_q[f l]: the loss that the engine's other tokens
-    would have.
+    """Baseline of score centering, sum_t w_t E_q[f l]: the loss that other tokens would have.
 
     Where p and q differ, E_q[A f(r) s] of the score s = grad log p has a part E_q[A] E_q[f(r) s]
     that teaches the trainer the bias of its own engine. Subtracting A E_q[f(r) s] leaves the
@@ -237,52 +238,58 @@ def centering_loss(
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
-    arrays = {
-        name: x
-        for name, x in tokens._asdict().items()
-        if x is not None and jnp.ndim(x) == active.ndim
-    }
-    inside = {name: jax.lax.stop_gradient(jnp.where(active, x, 0)) for name, x in arrays.items()}
-    whole = None
+    sequence_ratio = None
     if ratio_level == "sequence":
         log_ratio = losses.sequence_log_ratio(
             tokens.train_logprobs, tokens.anchor_logprobs, tokens.where
         )
-        whole = jnp.exp(jnp.where(active, log_ratio, 0.0))
-    seen = tokens._replace(**inside)._replace(completion_mask=active)
+        sequence_ratio = jax.lax.stop_gradient(jnp.exp(jnp.where(active, log_ratio, 0.0)))
 
-    def at(
+    def constant_inside(array: Array) -> Array:
+        if jnp.ndim(array) != active.ndim:
+            return array
+        return jax.lax.stop_gradient(jnp.where(active, array, 0))
+
+    sampled = jax.tree.map(constant_inside, tokens)._replace(completion_mask=active)
+
+    def centered_loss(
         present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array
     ) -> jax.Array:
-        """q_j f_j l_j of one token in each place, [R, L]."""
-        there = seen._replace(
-            train_logprobs=train, old_logprobs=old, start_logprobs=start, rollout_logprobs=rollout
+        """q_j f_j l_j of one token j in the place of each sampled one, [R, L]."""
+        if sequence_ratio is None:
+            ratio = losses.importance_ratio(train, anchored)
+        else:
+            ratio = sequence_ratio * jnp.exp(train - jax.lax.stop_gradient(train))
+        other = sampled._replace(
+            train_logprobs=train,
+            old_logprobs=old,
+            start_logprobs=start,
+            rollout_logprobs=rollout,
+            anchor_logprobs=anchored,
+            ratio=ratio,
         )
-        there = there._replace(
-            anchor_logprobs=anchored, ratio=losses.importance_ratio(train, anchored)
-        )
-        if whole is not None:
-            there = there._replace(
-                ratio=jax.lax.stop_gradient(whole) * jnp.exp(train - jax.lax.stop_gradient(train))
-            )
         mass = jnp.where(present, jnp.exp(rollout), 0.0)
         if corrections:
-            corrected = chain(there, corrections)[0]
+            corrected = chain(other, corrections)[0]
             mass = mass * jnp.where(corrected.keep, corrected.weights, 0.0)
-        without = there._replace(advantages=jnp.zeros_like(there.advantages))
-        return jax.lax.stop_gradient(mass) * (split(loss(there))[0] - split(loss(without))[0])
+        no_advantage = other._replace(advantages=jnp.zeros_like(other.advantages))
+        difference = split(loss(other))[0] - split(loss(no_advantage))[0]
+        return jax.lax.stop_gradient(mass) * difference
 
     present = head.present & active[..., None]
 
     def outcomes(values: Float[Array, "R L k"]) -> Float[jax.Array, "k+1 R L"]:
-        """The head and the tail."""
+        """The head and the tail, along the first axis."""
         return jnp.moveaxis(jnp.where(active[..., None], with_tail(values, present), 0.0), -1, 0)
 
-    names = "train_logprobs", "old_logprobs", "start_logprobs", "rollout_logprobs", anchor
-    there = jnp.concatenate([present, active[..., None]], axis=-1)
-    expected = jax.vmap(at)(
-        jnp.moveaxis(there, -1, 0), *(outcomes(getattr(head, name)) for name in names)
+    outcome_present = jnp.concatenate([present, active[..., None]], axis=-1)
+    expected = jax.vmap(centered_loss)(
+        jnp.moveaxis(outcome_present, -1, 0),
+        outcomes(head.train_logprobs),
+        outcomes(head.old_logprobs),
+        outcomes(head.start_logprobs),
+        outcomes(head.rollout_logprobs),
+        outcomes(getattr(head, anchor)),
     )
-    return masked.weighted_sum(
-        jnp.sum(expected, axis=0), jax.lax.stop_gradient(jnp.where(active, weights, 0.0))
-    ).total
+    constant_weights = jax.lax.stop_gradient(jnp.where(active, weights, 0.0))
+    return masked.weighted_sum(jnp.sum(expected, axis=0), constant_weights).total

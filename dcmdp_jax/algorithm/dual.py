@@ -49,8 +49,7 @@ def dual_update(
     minimum: Scalar = 0.0,
     maximum: Scalar = MULTIPLIER_MAX,
 ) -> Float[jax.Array, ""]:
-    """One step of projected dual ascent on the multiplier (Eq. 11; Algorithm 1, "Multiplier
-    update").
+    """Do one step of projected dual ascent (Eq. 11; Algorithm 1, "Multiplier update").
 
         lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)
 
@@ -79,14 +78,13 @@ def dual_update(
     require.require_sizes(
         multiplier=multiplier, tolerance=tolerance, learning_rate=learning_rate, minimum=minimum
     )
-    require.require_number(
-        "maximum", maximum, minimum=0 if isinstance(minimum, jax.Array) else minimum
-    )
+    least_maximum = 0 if isinstance(minimum, jax.Array) else minimum
+    require.require_number("maximum", maximum, minimum=least_maximum)
+
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
-    multiplier, mean_discrepancy, tolerance, learning_rate = jax.lax.stop_gradient(
-        tuple(
-            jnp.asarray(x, dtype) for x in (multiplier, mean_discrepancy, tolerance, learning_rate)
-        )
+    multiplier, mean_discrepancy, tolerance, learning_rate = (
+        jax.lax.stop_gradient(jnp.asarray(x, dtype))
+        for x in (multiplier, mean_discrepancy, tolerance, learning_rate)
     )
     moved = jnp.clip(
         multiplier + learning_rate * (mean_discrepancy - tolerance), minimum, maximum
@@ -119,6 +117,5 @@ def measured_tolerance(
     require.require_same_shape(mean_discrepancies=mean_discrepancies, noise_floors=noise_floors)
     means = jnp.asarray(mean_discrepancies, jnp.float32)
     floors = jnp.asarray(noise_floors, jnp.float32)
-    return masked.masked_quantile(
-        jnp.maximum(means, floors), jnp.isfinite(means), 0.5
-    ) * jnp.float32(factor)
+    median = masked.masked_quantile(jnp.maximum(means, floors), jnp.isfinite(means), 0.5)
+    return median * jnp.float32(factor)

@@ -1,5 +1,4 @@
-"""The surrogate of a trust region, its three normalizations as weights, and the divergence from a
-reference.
+"""The surrogate of a trust region, its normalizations as weights, and the KL from a reference.
 
 Ratios here are policy drift, new weights over old, both on the training stack, unless the
 denominator is chosen to be the inference engine's. Engine mismatch is `discrepancy.py`, its
@@ -32,8 +31,7 @@ Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
 def importance_ratio(
     train_logprobs: Float[Array, "*s"], old_logprobs: Float[Array, "*s"]
 ) -> Float[jax.Array, "*s"]:
-    """gamma, the importance ratio of each token: the policy now over the one that made the batch
-    (below Eq. 1).
+    """gamma, the importance ratio of each token: policy now over that of the batch (below Eq. 1).
 
         gamma_{i,t} = pi_theta(o_t) / pi_theta_old^Train(o_t) = exp(clip(log pi_theta - log p^Train,
         -20, 20))
@@ -57,16 +55,14 @@ def importance_ratio(
     require.require_gradient("train_logprobs", train_logprobs)
     require.require_logprobs("train_logprobs", train_logprobs)
     require.require_logprobs("old_logprobs", old_logprobs)
-    return jnp.exp(
-        stats.clamped_log_ratio(train_logprobs, lax.stop_gradient(stats.as_float(old_logprobs)))
-    )
+    old = lax.stop_gradient(stats.as_float(old_logprobs))
+    return jnp.exp(stats.clamped_log_ratio(train_logprobs, old))
 
 
 def surrogate(
     tokens: Tokens, *, trust_region: Function = clip
 ) -> tuple[Float[jax.Array, "R L"], Statistics]:
-    """The negated objective of each token. By default that of Eq. 9-10 (Eq. 1 and 4 with their own
-    A).
+    """The negated objective of each token; by default Eq. 9-10 (Eq. 1 and 4 with their own A).
 
         l_t = -min(gamma_t A_t, clip(gamma_t, 1 - low, 1 + high) A_t)
 
@@ -84,20 +80,20 @@ def surrogate(
     Raises:
         ValueError: if a parameter is outside its range.
     """
-    (objective, low, high), statistics = split(trust_region(tokens))
-    losses = -objective
-    stopped = {"policy/clip_low_fraction": low, "policy/clip_high_fraction": high}
-    return losses, statistics | {
-        name: masked_sum(jnp.broadcast_to(bites, losses.shape), tokens.completion_mask)
-        for name, bites in stopped.items()
+    region, statistics = split(trust_region(tokens))
+    shape = region.objective.shape
+    low = jnp.broadcast_to(region.low, shape)
+    high = jnp.broadcast_to(region.high, shape)
+    return -region.objective, statistics | {
+        "policy/clip_low_fraction": masked_sum(low, tokens.completion_mask),
+        "policy/clip_high_fraction": masked_sum(high, tokens.completion_mask),
     }
 
 
 def log_ratio_squared(
     tokens: Tokens, *, tau: float = 1e-3, trust_region: Function = clip
 ) -> tuple[Float[jax.Array, "R L"], Statistics]:
-    """The surrogate plus tau (log pi - log q)^2 of every token that takes part, stopped ones
-    included.
+    """The surrogate plus tau (log pi - log q)^2 of every token in the loss, stopped ones included.
 
     The gradient in log pi is that of the surrogate plus 2 tau (log pi - log q): it pulls the policy
     to the engine's on sampled tokens. Kimi k1.5, Kimi-K2.5 (arXiv:2602.02276) and prime-rl
@@ -105,23 +101,22 @@ def log_ratio_squared(
     """
     require.require_number("tau", tau, minimum=0)
     losses, statistics = surrogate(tokens, trust_region=trust_region)
-    return losses + tau * stats.clamped_log_ratio(
-        tokens.train_logprobs, tokens.rollout_logprobs
-    ) ** 2, statistics
+    log_ratio = stats.clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs)
+    return losses + tau * log_ratio**2, statistics
 
 
 def likelihood(
     tokens: Tokens, *, trust_region: Function = clip
 ) -> tuple[Float[jax.Array, "R L"], Statistics]:
-    """-log pi of each token, whatever its advantage and trust region: supervised fine-tuning
-    (`dcmdp sft`).
-    """
+    """-log pi of each token, whatever its advantage: supervised fine-tuning (`dcmdp sft`)."""
     require_tokens(tokens)
     return -tokens.train_logprobs, {}
 
 
 LOSSES: Mapping[str, Function] = {
-    each.__name__: each for each in (surrogate, log_ratio_squared, likelihood)
+    "surrogate": surrogate,
+    "log_ratio_squared": log_ratio_squared,
+    "likelihood": likelihood,
 }
 """Name -> loss around a trust region, a remedy (`remedies`): from the tokens to token losses [R,
 L].
@@ -135,12 +130,11 @@ def policy_loss(
     loss: Function = surrogate,
     ratio_level: discrepancy.Level = "token",
 ) -> tuple[stats.Mean, Statistics]:
-    """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t. On arrays [N, T] it is
-    `dc_grpo_loss`.
+    """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t.
 
-    gamma_t is the `importance_ratio` of log pi_theta and log pi_anchor. A NaN on a token that takes
-    part stays NaN, for the step to see; what lies outside the mask or has weight 0 is ignored. The
-    gradient reaches `train_logprobs` alone.
+    On arrays [N, T] it is `dc_grpo_loss`. gamma_t is the `importance_ratio` of log pi_theta and log
+    pi_anchor. A NaN on a token that takes part stays NaN, for the step to see; what lies outside
+    the mask or has weight 0 is ignored. The gradient reaches `train_logprobs` alone.
 
     With `ratio_level="sequence"` the ratio is that of GSPO (Zheng et al. 2025), s_i = exp(mean_t
     (log pi_theta - log pi_anchor)) on every token of completion i, dropped ones included in the
@@ -178,19 +172,27 @@ def policy_loss(
     def inside(values: Array) -> jax.Array:
         return jnp.where(active, jnp.asarray(values, jnp.float32), 0.0)
 
-    given = {name: getattr(tokens, name) for name in _CONSTANTS}
-    constants = {
-        name: None if x is None else lax.stop_gradient(inside(x)) for name, x in given.items()
-    }
+    def constant(values: Array | None) -> jax.Array | None:
+        return None if values is None else lax.stop_gradient(inside(values))
+
     train = inside(tokens.train_logprobs)
+    anchor = constant(tokens.anchor_logprobs)
     if ratio_level == "token":
-        ratio = importance_ratio(train, constants["anchor_logprobs"])
+        ratio = importance_ratio(train, anchor)
     else:
-        ratio = jnp.exp(
-            inside(sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where))
-        )
-    seen = tokens._replace(train_logprobs=train, completion_mask=active, ratio=ratio, **constants)
-    token_losses, statistics = split(loss(seen))
+        log_ratio = sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
+        ratio = jnp.exp(inside(log_ratio))
+    active_tokens = tokens._replace(
+        train_logprobs=train,
+        old_logprobs=constant(tokens.old_logprobs),
+        rollout_logprobs=constant(tokens.rollout_logprobs),
+        advantages=constant(tokens.advantages),
+        discrepancy=constant(tokens.discrepancy),
+        completion_mask=active,
+        anchor_logprobs=anchor,
+        ratio=ratio,
+    )
+    token_losses, statistics = split(loss(active_tokens))
 
     ratio = lax.stop_gradient(ratio)
     return weighted_sum(token_losses, weights), lax.stop_gradient(statistics) | {
@@ -202,16 +204,10 @@ def policy_loss(
     }
 
 
-_CONSTANTS = ("old_logprobs", "rollout_logprobs", "advantages", "discrepancy", "anchor_logprobs")
-"""Fields of `Tokens` that no gradient reaches in a loss."""
-
-
 def sequence_log_ratio(
     train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, "R L"]:
-    """The mean log-ratio of each token's completion in value, that of the token alone in gradient;
-    clamped.
-    """
+    """Mean log-ratio of a token's completion in value, the token's own in gradient; clamped."""
     require.require_same_shape(
         train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask
     )
@@ -277,18 +273,21 @@ def aggregation_weights(
         require.require_same_shape(
             completion_lengths=completion_lengths, dropped_tokens=dropped_tokens
         )
+
     lengths = jnp.asarray(completion_lengths, jnp.int32)
-    kept = lengths if dropped_tokens is None else lengths - jnp.asarray(dropped_tokens, jnp.int32)
+    kept_lengths = lengths
+    if dropped_tokens is not None:
+        kept_lengths = lengths - jnp.asarray(dropped_tokens, jnp.int32)
     counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
     if mode == "token_mean":
-        tokens = jnp.sum(jnp.where(counted, kept, 0), dtype=jnp.int32).astype(dtype)
-        return counted.astype(dtype), tokens
+        num_tokens = jnp.sum(jnp.where(counted, kept_lengths, 0), dtype=jnp.int32)
+        return counted.astype(dtype), num_tokens.astype(dtype)
     if mode == "fixed_length":
         weights = jnp.where(counted, 1.0 / max_completion_tokens, 0.0).astype(dtype)
         return weights, jnp.sum(counted, dtype=jnp.int32).astype(dtype)
     lengths = jnp.maximum(lengths, 1)
     # x / x is exactly 1: without dropped tokens the total is a whole number.
-    shares = jnp.where(counted, kept / lengths, 0.0).astype(dtype)
+    shares = jnp.where(counted, kept_lengths / lengths, 0.0).astype(dtype)
     return jnp.where(counted, 1.0 / lengths, 0.0).astype(dtype), jnp.sum(shares)
 
 
@@ -299,8 +298,7 @@ def reference_kl(
     estimator: stats.KlEstimator,
     completion_mask: Shaped[Array, "*s"] | None = None,
 ) -> Float[jax.Array, "*s"]:
-    """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a
-    coefficient.
+    """Estimate of KL(pi_theta || pi_ref) from each sampled token, a term for the loss.
 
     `kl_estimate` of x = log pi_ref - log pi_theta clamped to [-20, 20]; k3 is GRPO's choice. As a
     LOSS the estimators differ from what they are as estimates, because the gradient is taken
@@ -321,11 +319,12 @@ def reference_kl(
         ValueError: if the shapes differ, `train_logprobs` is float16, or `estimator` is unknown.
     """
     require.require_gradient("train_logprobs", train_logprobs)
-    mask = jnp.ones(jnp.shape(train_logprobs), bool) if completion_mask is None else completion_mask
+    if completion_mask is None:
+        completion_mask = jnp.ones(jnp.shape(train_logprobs), bool)
     require.require_same_shape(
-        train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask
+        train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=completion_mask
     )
-    mask = jnp.asarray(mask, bool)
+    mask = jnp.asarray(completion_mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     reference = jax.lax.stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))
     return stats.kl_estimate(stats.clamped_log_ratio(reference, train), estimator)

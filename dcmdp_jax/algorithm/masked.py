@@ -7,6 +7,7 @@ which) and returns float32; sums, means and group statistics of float64 stay in 
 (`stats.as_float`).
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -83,8 +84,7 @@ def masked_mean(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float
 
 
 def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[jax.Array, ""]:
-    """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if an entry under a true
-    mask is NaN.
+    """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if one of them is NaN.
 
     Args:
         values: float.
@@ -129,13 +129,19 @@ def masked_quantile(
     if values.size == 0:
         return jnp.zeros((), jnp.float32)
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf))
-    share = Fraction(q).limit_denominator(10_000)
     last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
-    whole, rest = jnp.divmod(last, share.denominator)
-    position = whole * share.numerator + rest * share.numerator // share.denominator
-    fraction = (rest * share.numerator % share.denominator).astype(jnp.float32) / share.denominator
-    low, high = ordered[position], ordered[jnp.minimum(position + 1, last)]
-    between = (fraction > 0) & (low != high)  # inf - inf and 0 * inf are NaN
+
+    # last * share without overflow of int32.
+    share = Fraction(q).limit_denominator(10_000)
+    quotient, remainder = jnp.divmod(last, share.denominator)
+    numerator = remainder * share.numerator
+    position = quotient * share.numerator + numerator // share.denominator
+    fraction = (numerator % share.denominator).astype(jnp.float32) / share.denominator
+
+    low = ordered[position]
+    high = ordered[jnp.minimum(position + 1, last)]
+    # Else inf - inf or 0 * inf, which are NaN.
+    between = (fraction > 0) & (low != high)
     quantile = jnp.where(between, low + fraction * jnp.where(between, high - low, 0.0), low)
     quantile = jnp.where(jnp.any(mask & jnp.isnan(values)), jnp.nan, quantile)
     return jnp.where(jnp.any(mask), quantile, 0.0)
@@ -158,8 +164,7 @@ class CompletionIndex(NamedTuple):
 def completion_sums(
     token_values: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, " N"]:
-    """Sum of the token values of each completion, wherever its tokens lie; 0 for a completion
-    without tokens.
+    """Sum of the token values of each completion, wherever its tokens lie; 0 without tokens.
 
     Tokens of an index outside 0 .. N-1 are left out.
 
@@ -168,6 +173,7 @@ def completion_sums(
     """
     mask, index = _checked(where, token_values=token_values)
     values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), 0.0)
+
     count = where.num_completions
     length = index.shape[-1]
     blocks = max(1, -(-length // _SUM_BLOCK))
@@ -202,8 +208,7 @@ def completion_means(
 def completion_maxima(
     token_values: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, " N"]:
-    """Largest of the token values of each completion, 0 for one without tokens; NaN if one of them
-    is NaN.
+    """Largest of the token values of each completion, 0 without tokens; NaN if one of them is NaN.
 
     Raises:
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
@@ -219,9 +224,7 @@ def completion_maxima(
 def _checked(
     where: CompletionIndex, **values: Array
 ) -> tuple[Bool[jax.Array, "R L"], Int[jax.Array, "R L"]]:
-    """Mask and index as JAX arrays; raise unless they and the values have one shape, and N is a
-    positive integer.
-    """
+    """Mask and index as JAX arrays; raise unless shapes are one, and N is a positive integer."""
     require_same_shape(**values, completion_mask=where.mask, completion_index=where.index)
     require_integer("num_completions", where.num_completions, minimum=1)
     return jnp.asarray(where.mask, bool), jnp.asarray(where.index, jnp.int32)
@@ -289,23 +292,21 @@ def group_statistics(
     require_rank("rewards", rewards, 1)
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}; must be 0 or 1")
-    slots = len(rewards)
     valid = jnp.asarray(valid, bool)
     group_ids = jnp.asarray(group_ids, jnp.int32)
     rewards = jnp.where(valid, as_float(rewards), 0.0)
 
-    size = jax.ops.segment_sum(valid.astype(jnp.int32), group_ids, num_segments=slots)
-    smallest = jax.ops.segment_min(
-        jnp.where(valid, rewards, jnp.inf), group_ids, num_segments=slots
-    )
-    largest = jax.ops.segment_max(
-        jnp.where(valid, rewards, -jnp.inf), group_ids, num_segments=slots
-    )
+    def over_groups(reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
+        return reduce(values, group_ids, num_segments=len(rewards))
+
+    size = over_groups(jax.ops.segment_sum, valid.astype(jnp.int32))
+    smallest = over_groups(jax.ops.segment_min, jnp.where(valid, rewards, jnp.inf))
+    largest = over_groups(jax.ops.segment_max, jnp.where(valid, rewards, -jnp.inf))
     above = jnp.where(valid, rewards - smallest[group_ids], 0.0)
-    average = jax.ops.segment_sum(above, group_ids, num_segments=slots) / jnp.maximum(size, 1)
+    average = over_groups(jax.ops.segment_sum, above) / jnp.maximum(size, 1)
     # A minimum may skip a NaN on some backends; a sum never does.
     all_equal = (size > 0) & (smallest == largest) & ~jnp.isnan(average)
     deviation = jnp.where(valid & ~all_equal[group_ids], above - average[group_ids], 0.0)
-    squares = jax.ops.segment_sum(deviation**2, group_ids, num_segments=slots)
+    squares = over_groups(jax.ops.segment_sum, deviation**2)
     std = jnp.sqrt(squares / jnp.maximum(size - ddof, 1))
-    return GroupStatistics(deviation, std, size, all_equal)
+    return GroupStatistics(deviation=deviation, std=std, size=size, all_equal=all_equal)

@@ -1,5 +1,4 @@
-"""Penalties on the advantages and charges in the loss for the discrepancy: one pure function for
-each method.
+"""Penalties on the advantages and charges in the loss for the discrepancy, a function for each.
 
 A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32.
 To add one, write it in a file of yours, or here and name it in `PENALTIES`; its multiplier then
@@ -76,25 +75,27 @@ def dual_grpo(tokens: Tokens) -> Float[Array, "R L"]:
 
 
 def threshold_grpo(tokens: Tokens) -> Float[Array, "R L"]:
-    """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region). Strict:
-    delta = c is free.
+    """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region).
+
+    Strict: delta = c is free.
     """
     require_tokens(tokens)
-    return tokens.advantages - jnp.where(
-        tokens.discrepancy > tokens.tolerance, tokens.discrepancy, 0.0
-    )
+    above = tokens.discrepancy > tokens.tolerance
+    return tokens.advantages - jnp.where(above, tokens.discrepancy, 0.0)
 
 
 def dc_grpo(tokens: Tokens) -> Float[Array, "R L"]:
-    """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for
-    bit.
-    """
+    """A_i - lambda_k delta_{i,t} (Eq. 8, the method); with multiplier 0 `grpo` bit for bit."""
     require_tokens(tokens)
     return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)
 
 
-_OURS = grpo, dual_grpo, threshold_grpo, dc_grpo
-PENALTIES: Mapping[str, Function] = {penalty.__name__: penalty for penalty in _OURS}
+PENALTIES: Mapping[str, Function] = {
+    "grpo": grpo,
+    "dual_grpo": dual_grpo,
+    "threshold_grpo": threshold_grpo,
+    "dc_grpo": dc_grpo,
+}
 """Method name -> penalty."""
 
 FIXED_MULTIPLIERS: Mapping[str, float] = {"grpo": 0.0, "dual_grpo": 1.0, "threshold_grpo": 1.0}
@@ -133,20 +134,18 @@ tail.
 
 
 def charge_length(head: Head, mask: Bool[Array, "R L"], charge: str) -> Float[jax.Array, "R L"]:
-    """Length of a charge's gradient in the logits, 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD /
-    d log p_a.
+    """Length of a charge's gradient in the logits.
 
-    Over the head and the tail as one token, 0 outside `mask`. By the same norm the gradient of log
-    p_y has the length 1 - p_y.
+    It is 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD / d log p_a. Over the head and the tail as
+    one token, 0 outside `mask`. By the same norm the gradient of log p_y has the length 1 - p_y.
     """
     require_head(head, mask)
     present = head.present & jnp.asarray(mask, bool)[..., None]
-    log_p, log_q = (
-        with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs)
-    )
+    log_p = with_tail(head.train_logprobs, present)
+    log_q = with_tail(head.rollout_logprobs, present)
     slopes = jax.grad(lambda x: jnp.sum(STATE_CHARGES[charge](x, log_q)))(log_p)
-    moved = slopes - jnp.exp(log_p) * jnp.sum(slopes, axis=-1, keepdims=True)
-    return jnp.where(mask, jnp.sum(jnp.abs(moved), axis=-1) / 2, 0.0)
+    logit_slopes = slopes - jnp.exp(log_p) * jnp.sum(slopes, axis=-1, keepdims=True)
+    return jnp.where(mask, jnp.sum(jnp.abs(logit_slopes), axis=-1) / 2, 0.0)
 
 
 def charge_loss(
@@ -170,11 +169,8 @@ def charge_loss(
     present = head.present & active[..., None]
 
     # Where the engine has fewer tokens both log-probs are 0: no charge differs from 0 there.
-    log_p, log_q = (
-        with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs)
-    )
+    log_p = with_tail(head.train_logprobs, present)
+    log_q = with_tail(head.rollout_logprobs, present)
     values = STATE_CHARGES[charge](log_p, jax.lax.stop_gradient(log_q))
-    return (
-        tokens.multiplier
-        * masked.weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
-    )
+    constant_weights = jax.lax.stop_gradient(jnp.where(active, weights, 0.0))
+    return tokens.multiplier * masked.weighted_sum(values, constant_weights).total

@@ -1,5 +1,4 @@
-"""The one convention of remedies: a function of one struct of token arrays gives token terms and
-typed statistics.
+"""The convention of remedies: from one struct of token arrays to token terms and statistics.
 
 A remedy is a pure function
 
@@ -28,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.masked import CompletionIndex
 from dcmdp_jax.algorithm.require import require_gradient, require_rank, require_same_shape
-from dcmdp_jax.algorithm.stats import Statistic
+from dcmdp_jax.algorithm.stats import Statistic, values
 from dcmdp_jax.types import Array
 
 Statistics = dict[str, Statistic]
@@ -83,8 +82,7 @@ class Tokens(NamedTuple):
 
 
 def require_tokens(tokens: Tokens) -> None:
-    """Raise unless all arrays of tokens that are there have one shape, and lambda and c are single
-    numbers.
+    """Raise unless the arrays that are there have one shape, and lambda and c are single numbers.
 
     Raises:
         ValueError: naming every array with its shape, or log-probs in float16, see
@@ -182,17 +180,10 @@ def check_terms(kind: str, function: Function) -> None:
         Exception: any error of the function.
     """
     for tokens in (_probe(), _probe(rows=3, length=5)):
-        shape, (arrays, count) = tokens.completion_mask.shape, _arrays(tokens)
-        # Kept aside, so that a wrong type is seen before JAX sees it.
-        results: list[Any] = []
-
-        def keep_result(arrays: Any, count: int = count, results: list[Any] = results) -> None:
-            results.append(function(Tokens(**arrays, num_completions=count)))
-
-        jax.eval_shape(keep_result, arrays)
-        terms, statistics = split(results[0])
+        terms, statistics = split(_trace(function, tokens))
         for name, value in _named(kind, terms).items():
-            _check_array(name, value, shape, "b" if name in _FLAGS else "f")
+            kinds = "b" if name in _FLAGS else "f"
+            _check_array(name, value, tokens.completion_mask.shape, kinds)
         for name, statistic in statistics.items():
             if not isinstance(name, str) or not isinstance(statistic, Statistic):
                 raise ValueError(
@@ -200,6 +191,17 @@ def check_terms(kind: str, function: Function) -> None:
                 )
             for value in statistic:
                 _check_array(f"the statistic {name!r}", value, (), "fiub")
+
+
+def _trace(function: Function, tokens: Tokens) -> Any:
+    """Result of a remedy on tracers. It does not pass through JAX, which refuses wrong types."""
+    results = []
+
+    def keep_result(traced: Tokens) -> None:
+        results.append(function(traced._replace(num_completions=tokens.num_completions)))
+
+    jax.eval_shape(keep_result, tokens)
+    return results[0]
 
 
 def check_values(kind: str, function: Function) -> None:
@@ -211,20 +213,24 @@ def check_values(kind: str, function: Function) -> None:
         ValueError: in one line, for a term, a gradient or a statistic that is not finite, and for a
             trust region or a loss without any gradient.
     """
-    arrays, count = _arrays(_probe())
-    mask = arrays["completion_mask"]
+    tokens = _probe()
+    mask = tokens.completion_mask
 
-    def terms(moving: dict[str, jax.Array], others: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-        made, statistics = split(function(Tokens(**moving, **others, num_completions=count)))
-        named = _named(kind, made)
-        first = next(iter(named.values()))
-        return jnp.sum(jnp.where(mask, first, 0.0)), (
-            named,
-            {key: one.value() for key, one in statistics.items()},
-        )
+    def first_term_sum(
+        variables: dict[str, jax.Array], constants: Tokens
+    ) -> tuple[jax.Array, tuple[Any, Any]]:
+        """Sum of the first term; all terms and the values of the statistics beside it."""
+        constants = constants._replace(num_completions=tokens.num_completions)
+        terms, statistics = split(function(constants._replace(**variables)))
+        named = _named(kind, terms)
+        first_term = next(iter(named.values()))
+        return jnp.sum(jnp.where(mask, first_term, 0.0)), (named, values(statistics))
 
-    moving = {name: arrays.pop(name) for name in ("train_logprobs", "ratio")}
-    gradient, (named, statistics) = jax.jit(jax.grad(terms, has_aux=True))(moving, arrays)
+    differentiate = jax.jit(jax.grad(first_term_sum, has_aux=True))
+    gradient, (named, statistics) = differentiate(
+        {"train_logprobs": tokens.train_logprobs, "ratio": tokens.ratio}, tokens
+    )
+
     if kind in ("trust region", "loss"):
         if not any(np.any(value) for value in gradient.values()):
             raise ValueError(
@@ -232,10 +238,12 @@ def check_values(kind: str, function: Function) -> None:
                 "compute them from tokens.train_logprobs or tokens.ratio, without stop_gradient"
             )
         named |= {f"the gradient of {name}": value for name, value in gradient.items()}
+
     for name, value in named.items():
-        if wrong := int(np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)):
+        non_finite = np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)
+        if non_finite:
             raise ValueError(
-                f"returned {name} that are not finite on {wrong} of {int(mask.sum())} tokens with "
+                f"returned {name} that are not finite on {non_finite} of {mask.sum()} tokens with "
                 "finite log-probs"
             )
     for name, value in statistics.items():
@@ -248,10 +256,8 @@ def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> N
         raise ValueError(f"returned {name} as {type(value).__name__}; must be an array")
     dtype = jnp.result_type(value)
     if np.shape(value) != shape:
-        raise ValueError(
-            f"returned {name} of shape {np.shape(value)}; must be "
-            f"{shape}{' as the tokens' * bool(shape)}"
-        )
+        remedy = " as the tokens" if shape else ""
+        raise ValueError(f"returned {name} of shape {np.shape(value)}; must be {shape}{remedy}")
     if dtype.kind not in kinds or (kinds == "f" and dtype != jnp.float32):
         allowed = {"f": "float32", "b": "bool"}.get(kinds, "a number")
         raise ValueError(f"returned {name} in {dtype}; must be {allowed}")
@@ -269,14 +275,15 @@ _FLAGS = ("keep", "truncated", "low", "high")
 
 def _named(kind: str, terms: Any) -> dict[str, Any]:
     """Name and array of each term of a remedy; flags that are False are no arrays."""
-    wanted = _KINDS[kind]
-    if isinstance(wanted, str):
-        return {wanted: terms}
-    if not isinstance(terms, wanted):
-        fields = ", ".join(wanted._fields)
-        found = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
+    term_type = _KINDS[kind]
+    if isinstance(term_type, str):
+        return {term_type: terms}
+    if not isinstance(terms, term_type):
+        fields = ", ".join(term_type._fields)
+        returned = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
         raise ValueError(
-            f"returned {found}; must be {wanted.__name__}({fields}) of dcmdp_jax.algorithm.remedies"
+            f"returned {returned}; must be {term_type.__name__}({fields}) of "
+            "dcmdp_jax.algorithm.remedies"
         )
     return {
         name: value
@@ -285,43 +292,37 @@ def _named(kind: str, terms: Any) -> dict[str, Any]:
     }
 
 
-def _arrays(tokens: Tokens) -> tuple[dict[str, np.ndarray], int]:
-    """The arrays by name, and the static number of completions."""
-    arrays = tokens._asdict()
-    return arrays, arrays.pop("num_completions")
-
-
 def _probe(rows: int = 2, length: int = 12) -> Tokens:
-    """Tokens of a completion a row and one that is empty; the second half of the first row agrees
-    exactly.
-    """
+    """Tokens of one completion a row, each two tokens shorter than the last, and an empty one."""
     rng = np.random.default_rng(0)
-    shape = rows, length
+    shape = (rows, length)
     old = -rng.exponential(1.0, shape).astype(np.float32)
-    train, rollout = (
-        np.minimum(old + rng.normal(0, s, shape), 0).astype(np.float32) for s in (0.05, 0.2)
-    )
-    old[0, length // 2 :] = train[0, length // 2 :] = rollout[0, length // 2 :]
-    train[1, 0], old[1, 0], rollout[1, 0] = -0.01, -12.0, -15.0
-    train[1, 1], old[1, 1], rollout[1, 1] = -15.0, -0.01, 0.0
-    mask = (
-        np.arange(length) < np.array([length, *range(length - 2, length - 2 * rows, -2)])[:, None]
-    )
-    advantages = np.where(
-        np.arange(length) % 3 == 0, 0.0, np.array([1.0, -0.7] * rows)[:rows, None]
-    ).astype(np.float32)
-    delta = np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0).astype(np.float32)
-    index = np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1)
-    state = rows + 1, np.float32(0.5), np.float32(0.01)
+    train = np.minimum(old + rng.normal(0, 0.05, shape), 0).astype(np.float32)
+    rollout = np.minimum(old + rng.normal(0, 0.2, shape), 0).astype(np.float32)
+
+    # Half of the first row agrees exactly; two tokens of the second row lie far apart.
+    half = length // 2
+    old[0, half:] = train[0, half:] = rollout[0, half:]
+    train[1, :2] = -0.01, -15.0
+    old[1, :2] = -12.0, -0.01
+    rollout[1, :2] = -15.0, 0.0
+
+    position = np.arange(length)
+    row = np.arange(rows, dtype=np.int32)[:, None]
+    mask = position < length - 2 * row
+    advantages = np.where(position % 3 == 0, 0.0, np.where(row % 2 == 0, 1.0, -0.7))
+    delta = np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0)
     return Tokens(
-        train,
-        old,
-        rollout,
-        advantages,
-        delta,
-        mask,
-        index,
-        *state,
-        rollout,
-        np.exp(train - rollout),
+        train_logprobs=train,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        advantages=advantages.astype(np.float32),
+        discrepancy=delta.astype(np.float32),
+        completion_mask=mask,
+        completion_index=np.repeat(row, length, axis=1),
+        num_completions=rows + 1,
+        multiplier=np.float32(0.5),
+        tolerance=np.float32(0.01),
+        anchor_logprobs=rollout,
+        ratio=np.exp(train - rollout),
     )

@@ -1,6 +1,4 @@
-"""Argument checks of the algorithm: static shapes, option names and Python numbers, so they hold
-under jit too.
-"""
+"""Argument checks of the algorithm, of static shapes and Python values: they hold under jit too."""
 
 import math
 import numbers
@@ -26,8 +24,7 @@ def require_same_shape(**arrays: Any) -> None:
 
 
 def concrete(value: Any) -> np.ndarray | None:
-    """The value as a NumPy array; None where it is not known here: traced by jit or vmap, or on
-    another host.
+    """The value as a NumPy array; None where it is traced by jit or vmap, or on another host.
 
     What grad alone traces is known: its tracers carry their value.
     """
@@ -41,8 +38,9 @@ def concrete(value: Any) -> np.ndarray | None:
 
 
 def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
-    """Raise for probabilities in place of log-probs: nowhere below 0 on sampled tokens, as far as
-    values are known.
+    """Raise for probabilities in place of log-probs: nowhere below 0 on sampled tokens.
+
+    Not checked where the values are not known (`concrete`).
 
     Args:
         name: the argument's name, for the message.
@@ -52,11 +50,11 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    known = concrete(logprobs)
+    array = concrete(logprobs)
     sampled = concrete(True if mask is None else mask)
-    if known is None or sampled is None:
+    if array is None or sampled is None:
         return
-    values = known.astype(float)[np.broadcast_to(sampled.astype(bool), known.shape)]
+    values = array.astype(float)[np.broadcast_to(sampled.astype(bool), array.shape)]
     if (values >= 0).all() and (values > _ROUNDING).any():
         raise ValueError(
             f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities"
@@ -64,10 +62,9 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
 
 
 def require_gradient(name: str, logprobs: Any) -> None:
-    """Raise for log-probs in float16, whose gradient is lost: a ratio goes to e^20, float16 ends at
-    65,504.
+    """Raise for log-probs in float16, whose gradient is lost: a ratio goes beyond its range.
 
-    Known under jit too. bfloat16 has float32's range.
+    A ratio goes to e^20, float16 ends at 65,504. Known under jit too. bfloat16 has float32's range.
 
     Raises:
         ValueError: naming the argument and the remedy.
@@ -125,26 +122,24 @@ def require_number(
     """
     require_rank(name, value, 0)
     if isinstance(value, jax.Array | np.ndarray):
-        known = concrete(value)
-        if known is None:
+        array = concrete(value)
+        if array is None:
             return
-        value = known.item()
+        value = array.item()
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r}; must be a number")
     below = value <= minimum if open_minimum else value < minimum
     above = value >= maximum if open_maximum else value > maximum
     if not math.isfinite(value) or below or above:
-        left = "(" if open_minimum or minimum == -math.inf else "["
-        right = ")" if open_maximum or maximum == math.inf else "]"
+        opening = "(" if open_minimum or minimum == -math.inf else "["
+        closing = ")" if open_maximum or maximum == math.inf else "]"
         raise ValueError(
-            f"{name}={value!r}; must be a finite number in {left}{minimum}, {maximum}{right}"
+            f"{name}={value!r}; must be a finite number in {opening}{minimum}, {maximum}{closing}"
         )
 
 
 def require_sizes(*, open_minimum: bool = False, **sizes: Any) -> None:
-    """Raise unless every named scalar is a finite number of at least 0, or above it, see
-    `require_number`.
-    """
+    """Raise unless every named scalar is finite and at least 0, or above it: `require_number`."""
     for name, size in sizes.items():
         require_number(name, size, minimum=0, open_minimum=open_minimum)
 

@@ -48,8 +48,7 @@ def charge_share(
     token_weights: Float[Array, "R L"],
     in_loss: Float[Array, "R L"] | None = None,
 ) -> stats.Mean:
-    """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the
-    paper.
+    """Share of an update that is charge for the discrepancy, unreduced. Ours, not in the paper.
 
         C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
 
@@ -76,10 +75,9 @@ def charge_share(
         advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights
     )
     score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
-    charge, plain = (
-        masked.weighted_sum(jnp.abs(x) * score, token_weights).total
-        for x in (tokens.advantages - uncharged, uncharged)
-    )
+    charged = jnp.abs(tokens.advantages - uncharged) * score
+    charge = masked.weighted_sum(charged, token_weights).total
+    plain = masked.weighted_sum(jnp.abs(uncharged) * score, token_weights).total
     if in_loss is not None:
         require.require_same_shape(in_loss=in_loss, token_weights=token_weights)
         charge += tokens.multiplier * masked.weighted_sum(in_loss, token_weights).total
@@ -129,41 +127,48 @@ def row_signals(
     require_tokens(tokens)
     require.require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
     require.require_option("level", level, get_args(Charge))
-    # which stays a Python number
     mask = tokens.completion_mask
-    completions = tokens.num_completions
+    num_completions = tokens.num_completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
-    tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
+    # The number of completions stays a Python number.
+    tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=num_completions)
+
     delta = token_discrepancy(
         tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure
     )
-    charged = jnp.zeros_like(delta) if level == "reward" else delta
-    if level == "sequence":
+    charged = delta
+    if level == "reward":
+        charged = jnp.zeros_like(delta)
+    elif level == "sequence":
         charged = sequence_discrepancy(delta, tokens.where)
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
-    planned = jax.lax.stop_gradient(
+
+    planned_weights = jax.lax.stop_gradient(
         jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0)
     )
-    dropped = jnp.zeros(completions, jnp.int32)
-    corrected = planned
-    centered = planned
+    dropped_tokens = jnp.zeros(num_completions, jnp.int32)
+    token_weights = planned_weights
+    centered_weights = planned_weights
     if of_completions:
-        found, _ = chain(tokens, of_completions)
-        centered = jnp.where(mask & found.keep, planned * found.weights, 0.0)
+        corrected, _ = chain(tokens, of_completions)
+        centered_weights = jnp.where(
+            mask & corrected.keep, planned_weights * corrected.weights, 0.0
+        )
     if corrections:
-        found, of_corrections = chain(tokens, corrections)
-        statistics = {**statistics, **of_corrections}
-        corrected = jnp.where(mask & found.keep, planned * found.weights, 0.0)
+        corrected, correction_statistics = chain(tokens, corrections)
+        statistics = {**statistics, **correction_statistics}
+        token_weights = jnp.where(mask & corrected.keep, planned_weights * corrected.weights, 0.0)
         if not count_dropped:
-            dropped = masked.completion_counts(tokens.where._replace(mask=mask & ~found.keep))
+            dropped = tokens.where._replace(mask=mask & ~corrected.keep)
+            dropped_tokens = masked.completion_counts(dropped)
     return Signals(
         tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
         discrepancy=delta,
-        weights=jax.lax.stop_gradient(corrected),
-        planned_weights=planned,
-        centered_weights=jax.lax.stop_gradient(centered),
-        dropped_tokens=dropped,
+        weights=jax.lax.stop_gradient(token_weights),
+        planned_weights=planned_weights,
+        centered_weights=jax.lax.stop_gradient(centered_weights),
+        dropped_tokens=dropped_tokens,
         mean_discrepancy=masked.masked_sum(delta, mask),
         statistics=jax.lax.stop_gradient(statistics),
     )

@@ -1,5 +1,4 @@
-"""Statistics that carry their reduction as a type, and differences of log-probabilities that stay
-finite.
+"""Statistics that carry their reduction as a type, and finite differences of log-probabilities.
 
 Rows are computed in micro-batches and on several devices. A statistic of part of them is one of
 four types; `merge` joins two parts, `across` joins the devices, `value` gives the number, once, at
@@ -34,12 +33,11 @@ not NaN.
 
 
 def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
-    """The array in float32, or in float64 if it is float64 and `jax_enable_x64` is on. Integers get
-    JAX's default.
-    """
+    """The array in float32, or float64 if it is and `jax_enable_x64` is on; integers in default."""
     x = jnp.asarray(x)
-    integer = jnp.issubdtype(x.dtype, jnp.integer)
-    return x.astype(float if integer else jnp.promote_types(x.dtype, jnp.float32))
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(float)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
@@ -83,10 +81,10 @@ def clamped_log_ratio(
 def log_difference(
     numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
 ) -> Float[jax.Array, "*s"]:
-    """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not: for sums
-    over a completion.
+    """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not.
 
-    Finite for every input but NaN: a sum of a million such differences is below float32's maximum.
+    For sums over a completion. Finite for every input but NaN: a sum of a million such differences
+    is below float32's maximum.
 
     Args:
         numerator_logprobs: log p in nats.
@@ -119,8 +117,7 @@ def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
 
 
 def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[jax.Array, "*s"]:
-    """Estimate KL(a || b) from x = log b - log a of each token that a sampled, per element, in
-    nats.
+    """Estimate KL(a || b), in nats, from x = log b - log a of each token that a sampled.
 
         k1 = -x            unbiased, either sign
         k2 = x^2 / 2       biased, >= 0
@@ -134,7 +131,9 @@ def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[
     require_option("estimator", estimator, get_args(KlEstimator))
     if estimator == "k1":
         return -log_ratio
-    return log_ratio**2 / 2 if estimator == "k2" else exp_minus_linear(log_ratio)
+    if estimator == "k2":
+        return log_ratio**2 / 2
+    return exp_minus_linear(log_ratio)
 
 
 def binary_kl(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
@@ -144,7 +143,8 @@ def binary_kl(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[jax.Array, 
 
     x - y is clamped at 20 nats, and both probabilities are held below 1 - 1e-6.
     """
-    rest_y, rest_x = (jnp.maximum(-jnp.expm1(one), LEAST_REST) for one in (y, x))
+    rest_y = jnp.maximum(-jnp.expm1(y), LEAST_REST)
+    rest_x = jnp.maximum(-jnp.expm1(x), LEAST_REST)
     return jnp.exp(x) * clamped_log_ratio(x, y) + rest_x * (jnp.log(rest_x) - jnp.log(rest_y))
 
 
@@ -225,23 +225,24 @@ def merge(a: Any, b: Any) -> Any:
         ValueError: if the shapes differ.
     """
 
-    def join(kind: type, one: Array, other: Array) -> jax.Array:
-        require_same_shape(one=one, other=other)
-        return _JOIN[kind](one, jnp.asarray(other).astype(jnp.result_type(one)))
+    def join(kind: type, a: Array, b: Array) -> jax.Array:
+        require_same_shape(one=a, other=b)
+        return _JOIN[kind](a, jnp.asarray(b).astype(jnp.result_type(a)))
 
     return _map(lambda x, y: jax.tree.map(functools.partial(join, type(x)), x, y), a, b)
 
 
 def merge_stacked(tree: Any) -> Any:
     """Merge statistics that are stacked along the leading axis of their arrays, first to last."""
-    count = len(jax.tree.leaves(tree)[0])
-    parts = (jax.tree.map(lambda x, i=i: x[i], tree) for i in range(count))
-    return functools.reduce(merge, parts)
+
+    def entry(i: int) -> Any:
+        return jax.tree.map(lambda x: x[i], tree)
+
+    return functools.reduce(merge, map(entry, range(len(jax.tree.leaves(tree)[0]))))
 
 
 def across(tree: Any, axis_name: str | None) -> Any:
-    """Merge a tree of statistics over the devices along a mesh axis; call it inside
-    `jax.shard_map`.
+    """Merge a tree of statistics over a mesh axis; call it inside `jax.shard_map`.
 
     All sums and means travel in one `psum`. Extremes are gathered: a backend's own maximum may skip
     a NaN.
@@ -253,13 +254,14 @@ def across(tree: Any, axis_name: str | None) -> Any:
     if axis_name is None:
         return tree
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_statistic)
-    summed = iter(lax.psum([x for x in leaves if type(x) not in _EXTREME], axis_name))
-    merged = [
-        type(x)(_EXTREME[type(x)](lax.all_gather(x[0], axis_name), axis=0))
-        if type(x) in _EXTREME
-        else next(summed)
-        for x in leaves
-    ]
+    sums = iter(lax.psum([leaf for leaf in leaves if type(leaf) not in _EXTREME], axis_name))
+    merged = []
+    for leaf in leaves:
+        if type(leaf) in _EXTREME:
+            gathered = lax.all_gather(leaf[0], axis_name)
+            merged.append(type(leaf)(_EXTREME[type(leaf)](gathered, axis=0)))
+        else:
+            merged.append(next(sums))
     return jax.tree.unflatten(structure, merged)
 
 
@@ -278,11 +280,10 @@ def values(tree: Any) -> Any:
 
 
 def _filled(start: float, leaf: Any) -> jax.Array:
-    return jnp.full(
-        jnp.shape(leaf),
-        start,
-        jnp.float32 if start or jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype,
-    )
+    dtype = leaf.dtype
+    if start or jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.float32
+    return jnp.full(jnp.shape(leaf), start, dtype)
 
 
 def _is_statistic(node: Any) -> bool:

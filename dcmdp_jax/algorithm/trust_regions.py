@@ -1,5 +1,4 @@
-"""Trust regions bound an update of the policy. Each is a remedy (`remedies`) from the tokens to
-`Region`.
+"""Trust regions bound an update of the policy: remedies (`remedies`) from tokens to `Region`.
 
 gamma is the importance ratio of the token, pi the policy now, mu the one in gamma's denominator:
 the training stack's that made the batch, or the engine's (`algorithm.ratio_denominator`). To add
@@ -35,8 +34,7 @@ def clipped_surrogate(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
 ) -> Region:
-    """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 with their own
-    A).
+    """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 by their own A).
 
         min(gamma A, clip(gamma, 1 - clip_low, 1 + clip_high) A)
 
@@ -94,8 +92,7 @@ def clip(
 
 
 def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
-    """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is
-    within bounds.
+    """DPPO's binary total variation: gamma A while |pi - mu| is within bounds (arXiv:2602.04879).
 
         stopped:  A > 0 and pi - mu > high,  or  A < 0 and pi - mu < -low,  in probability, 0 to 1
 
@@ -106,9 +103,9 @@ def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """
     _require(tokens, low=low, high=high)
     shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
-    return _masked(
-        tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high)
-    )
+    falls = (tokens.advantages < 0) & (shift < -low)
+    rises = (tokens.advantages > 0) & (shift > high)
+    return _masked(tokens, falls, rises)
 
 
 def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
@@ -125,7 +122,8 @@ def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     advantages = tokens.advantages
     divergence = binary_kl(anchor, policy)
     falls = (advantages < 0) & (policy < anchor) & (divergence > low)
-    return _masked(tokens, falls, (advantages > 0) & (policy > anchor) & (divergence > high))
+    rises = (advantages > 0) & (policy > anchor) & (divergence > high)
+    return _masked(tokens, falls, rises)
 
 
 def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
@@ -146,12 +144,12 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
 
 
 def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
-    """IPO, prime-rl's default since 2026-08-27: min(gamma, cap) A while |pi - mu| <= high, whatever
-    the sign of A.
+    """IPO: min(gamma, cap) A while |pi - mu| <= high, whatever the sign of A.
 
-    The cap takes nothing from the gradient's direction: above it the gradient in log pi is cap A. A
-    stopped token has objective 0 and counts. prime-rl (PR #3418; `eps` 0.3, `max_importance_ratio`
-    1e4, no KL term; read at the configuration of 2026-09-18) with `ratio_denominator="rollout"`.
+    prime-rl's default since 2026-08-27. The cap takes nothing from the gradient's direction: above
+    it the gradient in log pi is cap A. A stopped token has objective 0 and counts. prime-rl (PR
+    #3418; `eps` 0.3, `max_importance_ratio` 1e4, no KL term; read at the configuration of
+    2026-09-18) with `ratio_denominator="rollout"`.
     """
     _require(tokens, high=high)
     require_number("cap", cap, minimum=1)
@@ -162,11 +160,11 @@ def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
 
 
 def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
-    """CISPO (MiniMax-M1, arXiv:2506.13585): sg(clip(gamma, low, high)) A log pi. No token loses its
-    gradient.
+    """CISPO (MiniMax-M1, arXiv:2506.13585): sg(clip(gamma, low, high)) A log pi.
 
-    Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5 after ScaleRL) has no lower
-    one; verl (`loss_mode=cispo`) has 1 - 0.2 and 1 + 0.2; prime-rl and open-instruct have it too.
+    No token loses its gradient. Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5
+    after ScaleRL) has no lower one; verl (`loss_mode=cispo`) has 1 - 0.2 and 1 + 0.2; prime-rl and
+    open-instruct have it too.
     """
     _require(tokens, low=low)
     require_number("high", high, minimum=low)
@@ -174,12 +172,11 @@ def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
 
 
 def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Region:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): A 4 / tau sigmoid(tau (gamma - 1)), a smooth gate
-    in place of the clip.
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): A 4 / tau sigmoid(tau (gamma - 1)).
 
-    tau is `tau_positive` where A > 0. Its slope in gamma is A at gamma = 1 and falls on both sides.
-    TRL (`sapo_temperature_pos`, `_neg`), verl (`tau_pos`, `tau_neg`), AReaL (`sapo_tau_pos`,
-    `_neg`): 1 and 1.05 in all.
+    A smooth gate in place of the clip. tau is `tau_positive` where A > 0. Its slope in gamma is A
+    at gamma = 1 and falls on both sides. TRL (`sapo_temperature_pos`, `_neg`), verl (`tau_pos`,
+    `tau_neg`), AReaL (`sapo_tau_pos`, `_neg`): 1 and 1.05 in all.
     """
     _require(tokens, open_minimum=True, tau_positive=tau_positive, tau_negative=tau_negative)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative)
@@ -194,13 +191,13 @@ def vespo(
     k_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> Region:
-    """VESPO (arXiv:2602.10693): sg(phi(w)) A log pi with phi(w) = w^k e^(decay (1 - w)), w the
-    completion's prod gamma.
+    """VESPO (arXiv:2602.10693): sg(phi(w)) A log pi with phi(w) = w^k e^(decay (1 - w)).
 
-    phi(1) = 1; it is largest at w = k / decay. k and decay are the positive ones where A >= 0. log
-    w is clamped to [log 1e-8, 20]. Tokens that a correction drops are not in the product. TRL
-    (`loss_type=vespo`, `vespo_k_pos` 2, `vespo_lambda_pos` 3, `_neg` 3 and 2) and the authors' code
-    alike; their w has the engine's probabilities below: `ratio_denominator="rollout"`.
+    w is the completion's prod gamma. phi(1) = 1; it is largest at w = k / decay. k and decay are
+    the positive ones where A >= 0. log w is clamped to [log 1e-8, 20]. Tokens that a correction
+    drops are not in the product. TRL (`loss_type=vespo`, `vespo_k_pos` 2, `vespo_lambda_pos` 3,
+    `_neg` 3 and 2) and the authors' code alike; their w has the engine's probabilities below:
+    `ratio_denominator="rollout"`.
     """
     _require(tokens, k_positive=k_positive, decay_positive=decay_positive)
     _require(tokens, k_negative=k_negative, decay_negative=decay_negative)
@@ -213,8 +210,7 @@ def vespo(
 
 
 def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0) -> Region:
-    """QuRL's adaptive clipping range (arXiv:2602.13953): PPO's clip with the upper bound (1 + high)
-    / min(p / q, cap).
+    """QuRL's adaptive clipping range (arXiv:2602.13953): PPO's clip with another upper bound.
 
         min(gamma A, clip(gamma, 1 - low, (1 + high) / min(p / q, cap)) A)
 
@@ -232,9 +228,8 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
     lower = jnp.minimum(1.0 - low, upper)
     falls = (advantages < 0) & (ratio < lower)
     rises = (advantages > 0) & (ratio > upper)
-    return Region(
-        jnp.where(falls, lower, jnp.where(rises, upper, ratio)) * advantages, falls, rises
-    )
+    clipped = jnp.where(falls, lower, jnp.where(rises, upper, ratio))
+    return Region(clipped * advantages, falls, rises)
 
 
 def _require(tokens: Tokens, *, open_minimum: bool = False, **sizes: float) -> None:
