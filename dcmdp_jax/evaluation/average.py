@@ -31,7 +31,7 @@ class EvaluationResult:
         truncated: bool, cut by the length limit.
         unparsed: bool, without an answer, which `math` scores 0; false where it is no reward.
         texts: objects, each completion's text.
-        found: objects, the answer that `math` found in it; None where there is none, or `math` is
+        answers: objects, the answer that `math` found in it; None where there is none, or `math` is
             no reward.
         unjudged: `verifier_timeouts`, `verifier_errors`, `verifier_over_budget` -> answers over the
             time limit, answers that the verifier raised on, answers undecided when the budget of
@@ -46,7 +46,7 @@ class EvaluationResult:
     truncated: np.ndarray
     unparsed: np.ndarray
     texts: np.ndarray
-    found: np.ndarray
+    answers: np.ndarray
     unjudged: dict[str, int]
     values: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -68,8 +68,7 @@ class EvaluationResult:
 
     @property
     def pass_at(self) -> np.ndarray:
-        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems that one
-        of the K solved.
+        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems solved.
 
         Solved: the answer is right, or the reward is above 0 where `math` is no reward.
         """
@@ -80,11 +79,9 @@ class EvaluationResult:
     def standard_error(self) -> float:
         """Standard error of `average`, from the spread between problems; NaN with one problem."""
         averages = self.problem_averages
-        return (
-            float(averages.std(ddof=1) / np.sqrt(len(averages)))
-            if len(averages) > 1
-            else float("nan")
-        )
+        if len(averages) < 2:
+            return float("nan")
+        return float(averages.std(ddof=1) / np.sqrt(len(averages)))
 
     @property
     def length_mean(self) -> float:
@@ -96,54 +93,68 @@ class EvaluationResult:
         return bootstrap_interval(self.problem_averages, seed=seed)
 
 
-COLUMNS = dict(
-    scores=np.float32, lengths=np.int32, truncated=bool, unparsed=bool, texts=object, found=object
-)
+COLUMNS = {
+    "scores": np.float32,
+    "lengths": np.int32,
+    "truncated": bool,
+    "unparsed": bool,
+    "texts": object,
+    "answers": object,
+}
 """Fields of a result with a value for each completion -> dtype."""
 UNJUDGED = ("timeouts", "errors", "over_budget")
 _SHOWN = 200
+"""Last characters of a prompt or completion that an example shows."""
 
 
 def describe(
     result: EvaluationResult, prompts: Sequence[str], answers: Sequence[str | None]
 ) -> list[str]:
-    """The shares of a task's completions without an answer and cut, and an example of a wrong and
-    of an unread one.
+    """Describe a task's unread and cut completions, with an example of a wrong and an unread one.
 
     Args:
         result: the task's result.
         prompts: text of each problem's prompt.
         answers: its reference answer.
     """
-    said = [
+    lines = [
         f"{result.task}: {result.unparsed.mean():.1%} without an answer, "
         f"{result.truncated.mean():.1%} cut"
     ]
-    for kind, wanted in (
-        ("wrong", ~result.unparsed & (result.scores <= 0)),
-        ("without an answer", result.unparsed),
-    ):
-        if wanted.any():
-            problem, place = np.argwhere(wanted)[0].tolist()
-            text, found = (each[problem, place] for each in (result.texts, result.found))
-            read = "" if found is None else f"; read as {shorten(found)}"
-            said.append(
-                f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> "
-                f"{shorten(text[-_SHOWN:])}{read}; reference {shorten(answers[problem])}"
-            )
-    return said
+    wrong = ~result.unparsed & (result.scores <= 0)
+    for kind, mask in (("wrong", wrong), ("without an answer", result.unparsed)):
+        if not mask.any():
+            continue
+        problem, sample = np.argwhere(mask)[0].tolist()
+        text = result.texts[problem, sample]
+        answer = result.answers[problem, sample]
+        read_as = "" if answer is None else f"; read as {shorten(answer)}"
+        lines.append(
+            f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> "
+            f"{shorten(text[-_SHOWN:])}{read_as}; reference {shorten(answers[problem])}"
+        )
+    return lines
 
 
-def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
+def join(results: Sequence[EvaluationResult]) -> EvaluationResult:
     """Join the results of a task's parts, in order."""
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
-    unjudged = {name: sum(part.unjudged[name] for part in parts) for name in parts[0].unjudged}
-    values = {
-        name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values
-    }
-    logged = add_logged([part.logged for part in parts])
-    return EvaluationResult(
-        parts[0].task, **arrays, unjudged=unjudged, values=values, logged=logged
+    first = results[0]
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([getattr(result, name) for result in results])
+
+    values = {}
+    for name in first.values:
+        values[name] = np.concatenate([result.values[name] for result in results])
+    unjudged = {}
+    for name in first.unjudged:
+        unjudged[name] = sum(result.unjudged[name] for result in results)
+    return dataclasses.replace(
+        first,
+        **{name: column(name) for name in COLUMNS},
+        unjudged=unjudged,
+        values=values,
+        logged=add_logged([result.logged for result in results]),
     )
 
 
@@ -164,7 +175,7 @@ class Evaluator(Protocol):
 
 
 def sampled_episodes(
-    parts: Evaluator,
+    evaluator: Evaluator,
     scoring: BatchScoring,
     prompts: EncodedPrompts,
     sampling: SamplingParams,
@@ -176,7 +187,7 @@ def sampled_episodes(
     """Sample completions in one turn or several, and start to score each group as it comes.
 
     Args:
-        parts: engine and environment.
+        evaluator: engine and environment.
         scoring: of these problems; once all episodes are taken, it can finish.
         prompts: the problems and their token ids.
         sampling: K, temperature, length limit.
@@ -184,16 +195,17 @@ def sampled_episodes(
         doing: name of the activity.
         check_stop: called now and then; what it raises ends the sampling.
     """
-    asked = prompts.token_ids
+    prompt_ids = prompts.token_ids
     size = sampling.group_size
-    if parts.turns is None:
-        generated = parts.engine.generate(asked, sampling, **numbers)
+    if evaluator.turns is None:
+        generated = evaluator.engine.generate(prompt_ids, sampling, **numbers)
     else:
-        generated = parts.turns.generate(
-            asked, prompts.problems, sampling, **numbers, check_stop=check_stop
+        generated = evaluator.turns.generate(
+            prompt_ids, prompts.problems, sampling, **numbers, check_stop=check_stop
         )
+
     with (
-        activity(doing, len(asked) * size, "completions") as progress,
+        activity(doing, len(prompt_ids) * size, "completions") as progress,
         contextlib.closing(generated) as groups,
     ):
         for group in groups:
@@ -202,12 +214,13 @@ def sampled_episodes(
             rows = [episode.group * size + episode.member for episode in group]
             scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in group])
             yield from group
-    if parts.turns is not None:
-        scoring.add_played(parts.turns.played)
+
+    if evaluator.turns is not None:
+        scoring.add_played(evaluator.turns.played)
 
 
 def evaluate(
-    parts: Evaluator,
+    evaluator: Evaluator,
     prompts: EncodedPrompts,
     sampling: SamplingParams,
     *,
@@ -217,14 +230,13 @@ def evaluate(
     state: TrainerState = BEGINNING,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
-    """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has,
-    and score them.
+    """Sample K = `sampling.group_size` completions for each prompt, and score them.
 
     Random numbers depend on (seed, step 0) alone, so that two policies are compared on the
     same draws.
 
     Args:
-        parts: engine, scorer, tokenizer and environment.
+        evaluator: engine with the weights to evaluate, scorer, tokenizer and environment.
         prompts: the problems and their token ids.
         sampling: K, temperature, length limit.
         task: name for the record.
@@ -239,43 +251,52 @@ def evaluate(
     """
     problems = prompts.problems
     size = sampling.group_size
-    scoring = BatchScoring(
-        parts.scorer, parts.tokenizer, [each for each in problems for _ in range(size)], state
-    )
-    shape = len(problems), size
+    shape = (len(problems), size)
+    repeated_problems = []
+    for problem in problems:
+        repeated_problems += [problem] * size
+    scoring = BatchScoring(evaluator.scorer, evaluator.tokenizer, repeated_problems, state)
+
+    # A process of several may have no share of a short task.
     lengths = np.zeros(shape, np.int32)
     truncated = np.zeros(shape, bool)
-    if problems:  # a process of several may have no share of a short task
-        numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
-        doing = f"evaluating {task.removeprefix('eval/')}"
+    if problems:
         for episode in sampled_episodes(
-            parts, scoring, prompts, sampling, numbers, doing=doing, check_stop=check_stop
+            evaluator,
+            scoring,
+            prompts,
+            sampling,
+            {"seed": seed, "step": 0, "first_prompt": first_prompt},
+            doing=f"evaluating {task.removeprefix('eval/')}",
+            check_stop=check_stop,
         ):
             lengths[episode.group, episode.member] = episode.num_sampled
             truncated[episode.group, episode.member] = episode.finish_reason == "length"
     texts, scores = scoring.finish(check_stop)
-    if not any(reward.weight for reward in parts.scorer.rewards):
-        scores = dataclasses.replace(scores, totals=np.nansum([*scores.values.values()], axis=0))
-    judged = scores.grades is not None
-    found = [parts.scorer.verifier.found_answer(text) if judged else None for text in texts]
-    columns = {
-        "scores": scores.totals,
-        "lengths": lengths,
-        "truncated": truncated,
-        "texts": texts,
-        "found": found,
-    }
-    columns["unparsed"] = [judged and each is None for each in found]
+
+    totals = scores.totals
+    if not any(reward.weight for reward in evaluator.scorer.rewards):
+        totals = np.nansum([*scores.values.values()], axis=0)
+    answers = np.full(shape, None)
+    unparsed = np.zeros(shape, bool)
+    unjudged = {f"verifier_{name}": 0 for name in UNJUDGED}
+    if scores.grades is not None:
+        found_answers = [evaluator.scorer.verifier.found_answer(text) for text in texts]
+        answers = np.array(found_answers, object).reshape(shape)
+        unparsed = np.equal(answers, None)
+        unjudged = {f"verifier_{name}": getattr(scores.grades, name) for name in UNJUDGED}
+    values = {}
+    if len(scores.values) > 1:
+        values = {name: column.reshape(shape) for name, column in scores.values.items()}
     return EvaluationResult(
         task=task,
-        **{
-            name: np.array(values, COLUMNS[name]).reshape(shape) for name, values in columns.items()
-        },
-        unjudged={
-            f"verifier_{name}": getattr(scores.grades, name) if judged else 0 for name in UNJUDGED
-        },
-        values={name: each.reshape(shape) for name, each in scores.values.items()}
-        if len(scores.values) > 1
-        else {},
+        scores=np.array(totals, np.float32).reshape(shape),
+        lengths=lengths,
+        truncated=truncated,
+        unparsed=unparsed,
+        texts=np.array(texts, object).reshape(shape),
+        answers=answers,
+        unjudged=unjudged,
+        values=values,
         logged=scores.logged,
     )

@@ -38,8 +38,7 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
 
 
 def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
-    """95% percentile interval of the mean over problems, from 2,000 resamples of the problems with
-    replacement.
+    """95% percentile interval of the mean over problems, from 2,000 resamples with replacement.
 
     The interval says how the mean depends on the choice of problems; a problem's own samples are
     not resampled.
@@ -61,16 +60,12 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
 
 
 def t_quantile(count: int, level: float = _LEVEL) -> float:
-    """Half widths of an interval of this level in standard errors of the mean of `count`
-    independent values.
-    """
+    """Half width of an interval of a mean of `count` independent values, in standard errors."""
     return float(stdtrit(count - 1, (1 + level) / 2))
 
 
 def t_half_width(values: Sequence[float]) -> float:
-    """Half of the 95% t interval of the mean of a few independent values, such as runs; NaN with
-    one.
-    """
+    """Half width of the 95% t interval of a mean of independent values; NaN with one."""
     if len(values) < 2:
         return float("nan")
     return float(t_quantile(len(values)) * np.std(values, ddof=1) / np.sqrt(len(values)))

@@ -1,11 +1,10 @@
-"""The held-out tasks of a run: names, problems, K of each, what is recorded with avg@K, and
-overlaps with training.
-"""
+"""The held-out tasks of a run: names, problems, K, metrics, and overlaps with training."""
 
+import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,14 +20,16 @@ if TYPE_CHECKING:
 
 _SAMPLES = 10
 """Held-out completions that are kept of each evaluation, for people."""
-# Words of a run, and the share of a problem's runs that is an overlap.
 _RUN = 8
+"""Words of a run. Ours."""
 _SHARE = 0.5
+"""Share of a problem's runs that is an overlap. Ours."""
 _WORD = re.compile(r"[^\W_]+")
 _SKIPPED = re.compile(r"[\s$]+")
 
 
-class HeldOutTask(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutTask:
     """One of the tasks of `evaluation.task`.
 
     Attributes:
@@ -61,11 +62,13 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
     locations = split_locations(task)
     if not all(locations):
         raise ArgumentError("task", f"got {shorten(task)}, an empty name is no task")
-    if weighted := [location for location in locations if is_weighted(location)]:
-        raise ArgumentError(
-            "task",
-            f"got {shorten(weighted[0])}; weights are for training, K of each task is in `samples`",
-        )
+    for location in locations:
+        if is_weighted(location):
+            raise ArgumentError(
+                "task",
+                f"got {shorten(location)}; weights are for training, K of each task is in "
+                "`samples`",
+            )
     if len(samples) not in (0, 1, len(locations)):
         raise ArgumentError(
             "samples",
@@ -73,36 +76,40 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
             "each, or none",
         )
     names = location_names(locations)
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise ArgumentError("task", f"two tasks are called {shorten(repeated[0])}; rename one")
-    each = samples if len(samples) == len(locations) else samples * len(locations)
-    each = each or tuple(paper_samples(name) for name in names)
-    return [HeldOutTask(*one) for one in zip(names, locations, each, strict=True)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ArgumentError("task", f"two tasks are called {shorten(name)}; rename one")
+
+    if not samples:
+        samples = tuple(paper_samples(name) for name in names)
+    elif len(samples) < len(names):
+        samples *= len(names)
+    return [
+        HeldOutTask(name=name, location=location, samples=count)
+        for name, location, count in zip(names, locations, samples, strict=True)
+    ]
 
 
 def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of a task: avg@K, pass@K, interval, mean of each reward where there are several, what
-    was logged.
+    """Metrics of a task: avg@K, pass@K, interval, mean of each of several rewards, what was
+    logged.
     """
-    interval = result.interval(seed=0) if len(result.scores) > 1 else ()
     task = result.task.removeprefix("eval/")
-    valued = {name: values[np.isfinite(values)] for name, values in result.values.items()}
-    means = {
-        name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size
-    }
-    return {
+    metrics = {
         f"eval/{task}/avg@{result.samples}": result.average,
         f"eval/{task}/pass@{result.samples}": float(result.pass_at[-1]),
-        **{f"eval_reward/{task}/{name}": mean for name, mean in means.items()},
-        **{
-            f"eval_logged/{task}/{name}": total / count
-            for name, (total, count) in result.logged.items()
-        },
-        **{
-            f"eval_interval/{task}/{name}": bound
-            for name, bound in zip(("low", "high"), interval, strict=False)
-        },
     }
+    for name, values in result.values.items():
+        finite = values[np.isfinite(values)]
+        if finite.size:
+            metrics[f"eval_reward/{task}/{name}"] = float(finite.mean(dtype=np.float64))
+    for name, (total, count) in result.logged.items():
+        metrics[f"eval_logged/{task}/{name}"] = total / count
+    if len(result.scores) > 1:
+        low, high = result.interval(seed=0)
+        metrics[f"eval_interval/{task}/low"] = low
+        metrics[f"eval_interval/{task}/high"] = high
+    return metrics
 
 
 def held_out_samples(
@@ -118,17 +125,18 @@ def held_out_samples(
     return [
         {
             "task": result.task.removeprefix("eval/"),
-            "place": place,
-            "prompt": tokenizer.decode(prompts.token_ids[place]),
-            "completion": result.texts[place, 0],
-            "answer": prompts.problems[place].answer,
-            "reward": float(result.scores[place, 0]),
+            "place": index,
+            "prompt": tokenizer.decode(prompts.token_ids[index]),
+            "completion": result.texts[index, 0],
+            "answer": prompts.problems[index].answer,
+            "reward": float(result.scores[index, 0]),
         }
-        for place in range(min(_SAMPLES, len(result.scores)))
+        for index in range(min(_SAMPLES, len(result.scores)))
     ]
 
 
-class Overlap(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Overlap:
     """A pair of an evaluation problem and a training problem.
 
     Attributes:
@@ -158,29 +166,29 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
         Pairs by evaluation problem, then training problem.
     """
     runs = [_runs(prompt) for prompt in prompts]
-    places = defaultdict(list)
+    problems_with = defaultdict(list)
     for index, prompt in enumerate(prompts):
         for piece in (*runs[index], _SKIPPED.sub("", prompt)):
-            places[piece].append(index)
-    found = []
+            problems_with[piece].append(index)
+
+    overlaps = []
     for train_index, prompt in enumerate(train_prompts):
-        same = places.get(text := _SKIPPED.sub("", prompt), ())
-        shared = Counter(
-            index for piece in (*_runs(prompt), text) for index in places.get(piece, ())
-        )
-        shares = {
-            index: 1.0 if index in same else count / len(runs[index])
-            for index, count in shared.items()
-        }
-        found += [
-            Overlap(index, train_index, share) for index, share in shares.items() if share >= _SHARE
-        ]
-    return sorted(found)
+        text = _SKIPPED.sub("", prompt)
+        same_text = problems_with.get(text, ())
+        shared_runs = Counter()
+        for piece in (*_runs(prompt), text):
+            shared_runs.update(problems_with.get(piece, ()))
+        for index, count in shared_runs.items():
+            share = 1.0 if index in same_text else count / len(runs[index])
+            if share >= _SHARE:
+                overlaps.append(Overlap(problem=index, train_problem=train_index, share=share))
+    return sorted(overlaps)
 
 
 def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]:
-    """Problems of each task that training had, by the task's name; `train_problem` is the row in
-    its file.
+    """Problems of each task that training had, by the task's name.
+
+    Their `train_problem` is the row in its file.
 
     Args:
         held_out: the tasks.
@@ -189,21 +197,20 @@ def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]
     Raises:
         UserError: in one line, for training problems that can't be read.
     """
+    train_problems = []
     with naming("config.task.train"):
-        parts = parse_mixture(train)
-        problems = [
-            each
-            for part in parts
-            for each in load_problems(part.location, on_bad_row="skip", answers="unused")
+        for component in parse_mixture(train):
+            train_problems += load_problems(component.location, on_bad_row="skip", answers="unused")
+    train_texts = [problem.prompt for problem in train_problems]
+
+    overlaps = {}
+    for task, prompts in held_out:
+        texts = [problem.prompt for problem in prompts.problems]
+        overlaps[task.name] = [
+            dataclasses.replace(overlap, train_problem=train_problems[overlap.train_problem].index)
+            for overlap in find_overlap(texts, train_texts)
         ]
-    texts = [problem.prompt for problem in problems]
-    return {
-        task.name: [
-            overlap._replace(train_problem=problems[overlap.train_problem].index)
-            for overlap in find_overlap([problem.prompt for problem in prompts.problems], texts)
-        ]
-        for task, prompts in held_out
-    }
+    return overlaps
 
 
 def leave_out(held_out: HeldOut, overlaps: Mapping[str, Sequence[Overlap]]) -> HeldOut:
@@ -212,18 +219,17 @@ def leave_out(held_out: HeldOut, overlaps: Mapping[str, Sequence[Overlap]]) -> H
     Raises:
         UserError: if none is left of a task.
     """
-    kept = []
+    remaining = []
     for task, prompts in held_out:
-        places = sorted(
-            set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps[task.name]}
-        )
-        if not places:
+        shared = {overlap.problem for overlap in overlaps[task.name]}
+        indices = [index for index in range(len(prompts.problems)) if index not in shared]
+        if not indices:
             raise UserError(
                 f"--overlap=drop: every problem of {task.name} is in config.task.train, nothing "
                 "is left to evaluate"
             )
-        kept.append((task, prompts.select(places)))
-    return tuple(kept)
+        remaining.append((task, prompts.select(indices)))
+    return tuple(remaining)
 
 
 def describe_overlaps(
@@ -233,8 +239,7 @@ def describe_overlaps(
     *,
     dropped: bool,
 ) -> Iterator[str]:
-    """A line for each task that shares problems with training: how many, and its score without
-    them.
+    """A line for each task that shares problems with training: how many, and the score without.
 
     Args:
         results: of each task.
@@ -246,15 +251,17 @@ def describe_overlaps(
         shared = {overlap.problem for overlap in overlaps.get(result.task, ())}
         if not shared:
             continue
-        rest = [place for place in range(len(result.scores)) if place not in shared]
-        alone = shown_score(result, float(result.scores[rest].mean())) if rest else "no problem"
-        scores = (
-            f"; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
-        )
-        yield (
-            f"overlap of {result.task} with {train}: {len(shared)} "
-            f"problems{', left out' if dropped else scores}"
-        )
+        details = ", left out"
+        if not dropped:
+            others = [index for index in range(len(result.scores)) if index not in shared]
+            score = "no problem"
+            if others:
+                score = shown_score(result, float(result.scores[others].mean()))
+            details = (
+                f"; avg@{result.samples} is {shown_score(result, result.average)}, without them "
+                f"{score}"
+            )
+        yield f"overlap of {result.task} with {train}: {len(shared)} problems{details}"
 
 
 def _runs(prompt: str) -> set[tuple[str, ...]]:

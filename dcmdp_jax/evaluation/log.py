@@ -1,12 +1,12 @@
-"""Per-problem JSON lines of an evaluation, written part by part: `dcmdp view` shows them, a killed
-one continues.
+"""Per-problem JSON lines of an evaluation, written part by part, so that a killed one continues.
 
-The first line says what is evaluated. Then, for each part of a task, one line per problem and one
-that closes the part. Nothing in the file depends on time, so a continued evaluation ends with the
-same bytes as an uninterrupted one.
+`dcmdp view` shows them. The first line says what is evaluated. Then, for each part of a task, one
+line per problem and one that closes the part. Nothing in the file depends on time, so a continued
+evaluation ends with the same bytes as an uninterrupted one.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -27,7 +27,7 @@ from dcmdp_jax.fields import flatten
 
 _DONE = {"done": True}
 _LINES = ".problems.jsonl"
-_KEYS = {name: "completions" if name == "texts" else name for name in COLUMNS}
+_KEYS = {name: name for name in COLUMNS} | {"texts": "completions", "answers": "found"}
 """Field of a result -> its key in a problem's line."""
 
 
@@ -67,32 +67,30 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         return self._parts.get((task, part))
 
     def append(
-        self, part: int, asked: Sequence[Mapping[str, Any]], result: EvaluationResult
+        self, part: int, problems: Sequence[Mapping[str, Any]], result: EvaluationResult
     ) -> None:
         """Write a finished part, and wait until it is on the disk.
 
         Args:
             part: 0-based within the task.
-            asked: each problem's row in its file, and whatever else is to be kept of it.
+            problems: each problem's row in its file, and whatever else is to be kept of it.
             result: result on these problems.
         """
-        lines = [
-            {"task": result.task, **problem, "average": float(result.problem_averages[index])}
-            | {
-                key: [_plain(value) for value in getattr(result, name)[index].tolist()]
-                for name, key in _KEYS.items()
-            }
-            for index, problem in enumerate(asked)
-        ]
-        self._write(
-            [*lines, {"task": result.task, "part": part, "problems": len(asked), **result.unjudged}]
+        lines = []
+        for index, problem in enumerate(problems):
+            average = float(result.problem_averages[index])
+            line = {"task": result.task, **problem, "average": average}
+            for name, key in _KEYS.items():
+                line[key] = [_plain(value) for value in getattr(result, name)[index].tolist()]
+            lines.append(line)
+        lines.append(
+            {"task": result.task, "part": part, "problems": len(problems), **result.unjudged}
         )
+        self._write(lines)
         self._parts[result.task, part] = result
 
     def close_finished(self) -> None:
-        """Mark the evaluation as done and close the file: the next one with this name starts
-        over.
-        """
+        """Mark the evaluation as done and close the file: the next of this name starts over."""
         self._write([_DONE])
         self._file.close()
 
@@ -104,11 +102,11 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
     def _continue(self, path: Path, header: dict[str, Any]) -> None:
         """Read the parts that are there; cut off what a kill left of the next one."""
         self._file.seek(0)
-        kept = 0
-        place = 0
-        waiting = []
+        position = 0
+        end_of_part = 0
+        problems = []
         for number, line in enumerate(self._file):
-            place += len(line)
+            position += len(line)
             record = _parse(line)
             if number == 0 and record is None and not _encode(header).startswith(line):
                 raise UserError(f"{path}: holds no evaluation; choose another file")
@@ -116,26 +114,28 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
                 break
             if number == 0:
                 _check_header(path, record, header)
-            elif "part" in record:
-                if record.get("problems") != len(waiting):
+            elif "part" not in record:
+                problems.append(record)
+                continue
+            else:
+                if record.get("problems") != len(problems):
                     break
                 try:
-                    self._parts[record["task"], record["part"]] = _result(record, waiting)
+                    self._parts[record["task"], record["part"]] = _result(record, problems)
                 except (KeyError, TypeError, ValueError):  # damaged, and still JSON
                     break
-                waiting = []
-            else:
-                waiting.append(record)
-                continue
-            kept = place
-        self._file.truncate(kept)
-        if not kept:
+                problems = []
+            end_of_part = position
+        self._file.truncate(end_of_part)
+        if not end_of_part:
             self._write([header])
 
 
 def _plain(value: Any) -> Any:
     """A truth value or whole number as an integer, which takes fewer bytes."""
-    return int(value) if isinstance(value, bool | float) and value == int(value) else value
+    if isinstance(value, bool | float) and value == int(value):
+        return int(value)
+    return value
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:
@@ -144,38 +144,42 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The object of a whole line, None for a torn or foreign one."""
+    if not line.endswith(b"\n"):
+        return None
     try:
-        record = json.loads(line) if line.endswith(b"\n") else None
+        record = json.loads(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
-def _check_header(path: Path, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-    there = flatten(found)
+def _check_header(path: Path, file_header: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    file_values = flatten(file_header)
     for name, value in flatten(header).items():
-        if there.get(name) != value:
+        file_value = file_values.get(name)
+        if file_value != value:
             raise UserError(
                 f"{path}: holds an unfinished evaluation with "
-                f"{name.removeprefix('settings.')}={shorten(there.get(name))}, this one has "
+                f"{name.removeprefix('settings.')}={shorten(file_value)}, this one has "
                 f"{shorten(value)}; delete it, or choose another file"
             )
 
 
 def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> EvaluationResult:
-    columns = {
-        name: np.array([each[key] for each in problems], COLUMNS[name])
-        for name, key in _KEYS.items()
-    }
-    unjudged = {f"verifier_{name}": closing[f"verifier_{name}"] for name in UNJUDGED}
-    return EvaluationResult(closing["task"], **columns, unjudged=unjudged)
+    def column(name: str) -> np.ndarray:
+        return np.array([problem[_KEYS[name]] for problem in problems], COLUMNS[name])
+
+    return EvaluationResult(
+        task=closing["task"],
+        **{name: column(name) for name in COLUMNS},
+        unjudged={f"verifier_{name}": closing[f"verifier_{name}"] for name in UNJUDGED},
+    )
 
 
 def open_output(
     out: Path | None, directory: Path, stem: str, header: Mapping[str, Any]
 ) -> tuple[Path, EvaluationLog]:
-    """Choose the evaluation's JSON file, found writable, and open its lines, `NAME.problems.jsonl`
-    next to it.
+    """Choose the evaluation's JSON file, and open its lines, `NAME.problems.jsonl` next to it.
 
     Without `out` the name is the first of `stem`.json, `stem`-2.json, ... that is free or holds
     this evaluation unfinished.
@@ -190,8 +194,10 @@ def open_output(
         UserError: if `out` can't be written or belongs to another unfinished evaluation.
     """
     if out is None:
-        names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        out = next(path for name in names if _belongs(path := directory / f"{name}.json", header))
+        numbers = itertools.count(2)
+        out = directory / f"{stem}.json"
+        while not _belongs(out, header):
+            out = directory / f"{stem}-{next(numbers)}.json"
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
         raise UserError(
             f"--out: {out} can't be written; name a file in a directory one can write to"
@@ -208,9 +214,9 @@ def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
     if not lines.exists():
         return not out.exists()
     with lines.open("rb") as file:
-        first = file.readline()
-        rest = file.read()
-    return _encode(header).startswith(first) and not rest.endswith(_encode(_DONE))
+        first_line = file.readline()
+        other_lines = file.read()
+    return _encode(header).startswith(first_line) and not other_lines.endswith(_encode(_DONE))
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -266,13 +272,17 @@ def evaluation_record(
     """
     tasks = {}
     for result, (_, prompts) in zip(results, held_out, strict=True):
-        rows = [problem.index for problem in prompts.problems]
-        made = to_record(result, seed=seed) | {
-            "dropped_prompts": prompts.dropped,
-            "problem_rows": rows,
-        }
+        record = to_record(result, seed=seed)
+        record["dropped_prompts"] = prompts.dropped
+        record["problem_rows"] = [problem.index for problem in prompts.problems]
         if overlaps:
-            made["overlap"] = [overlap._asdict() for overlap in overlaps[result.task]]
-        tasks[result.task] = made
-    described = {name: header[name] for name in ("model", "step", "settings")}
-    return {"method": method, **described, "average": plain_average(results), "tasks": tasks}
+            record["overlap"] = [*map(dataclasses.asdict, overlaps[result.task])]
+        tasks[result.task] = record
+    return {
+        "method": method,
+        "model": header["model"],
+        "step": header["step"],
+        "settings": header["settings"],
+        "average": plain_average(results),
+        "tasks": tasks,
+    }

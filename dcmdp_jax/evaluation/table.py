@@ -1,9 +1,10 @@
 """Scores of a policy in the layout of the paper's result tables, and as records for JSON."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,15 +37,12 @@ def paper_samples(task: str) -> int:
 
 
 def plain_average(results: Sequence[EvaluationResult]) -> float:
-    """The tables' Avg: the mean of the avg@K of one task or more, each task counted once whatever
-    its size.
-    """
+    """The tables' Avg: the mean of the tasks' avg@K, each counted once whatever its size."""
     return math.fsum(result.average for result in results) / len(results)
 
 
 def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int = 0) -> str:
-    """The paper's table as text: one row of avg@K in percent, and beneath it what the numbers rest
-    on.
+    """The paper's table as text: a row of avg@K in percent, and beneath what it rests on.
 
     Averages of a sum of rewards that leaves 0 .. 1 are no shares: they are plain numbers.
 
@@ -62,58 +60,57 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
         completions and of those without an answer in percent, the mean length in tokens, and how
         many answers the verifier gave up on.
     """
-    ordered = sorted(results, key=lambda result: _place(result.task))
-    average = (_percent if all(map(_is_share, ordered)) else number)(plain_average(ordered))
-    rows = [["Method", *(column_name(result.task) for result in ordered), "Avg"]]
-    rows.append([method, *(shown_score(result, result.average) for result in ordered), average])
-    powers = [
-        2**power for power in range(1, 12) if 2**power < max(result.samples for result in ordered)
-    ]
+    ordered = sorted(results, key=lambda result: _position(result.task))
+    most_samples = max(result.samples for result in ordered)
+    powers = [2**power for power in range(1, 12) if 2**power < most_samples]
     columns = []
     for result in ordered:
-        found = {
+        low, high = result.interval(seed=seed)
+        column = {
             "K": str(result.samples),
             "standard error": shown_score(result, result.standard_error),
+            "95% from": shown_score(result, low),
+            "95% to": shown_score(result, high),
         }
-        found |= zip(
-            ("95% from", "95% to"),
-            (shown_score(result, x) for x in result.interval(seed=seed)),
-            strict=True,
-        )
-        found |= {
-            f"pass@{k}": _percent(result.pass_at[k - 1]) if k <= result.samples else "-"
-            for k in powers
-        }
-        found |= {
+        for k in powers:
+            column[f"pass@{k}"] = _percent(result.pass_at[k - 1]) if k <= result.samples else "-"
+        column |= {
             "pass@K": _percent(result.pass_at[-1]),
             "truncated %": _percent(result.truncated.mean()),
-        }
-        found |= {
             "no answer %": _percent(result.unparsed.mean()),
             "mean length": f"{result.length_mean:.1f}",
         }
-        columns.append(
-            found | {name.replace("_", " "): str(count) for name, count in result.unjudged.items()}
-        )
-    rows += [[name, *(column[name] for column in columns), ""] for name in columns[0]]
+        for name, count in result.unjudged.items():
+            column[name.replace("_", " ")] = str(count)
+        columns.append(column)
+
+    show = _percent if all(map(_is_share, ordered)) else number
+    scores = (shown_score(result, result.average) for result in ordered)
+    rows = [
+        ["Method", *(column_name(result.task) for result in ordered), "Avg"],
+        [method, *scores, show(plain_average(ordered))],
+    ]
+    for name in columns[0]:
+        rows.append([name, *(column[name] for column in columns), ""])
     return _align(rows, rules_after=(0, 1))
 
 
 def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
-    """One task's scores with JSON types; a standard error or interval that one problem can't give
-    is None.
+    """One task's scores with JSON types.
 
-    `pass_at` holds unbiased pass@k for k = 1 .. K, `problem_averages` each problem's own avg@K, in
-    the order the problems were asked. `seed` is the bootstrap's.
+    A standard error or interval that one problem can't give is None. `pass_at` holds unbiased
+    pass@k for k = 1 .. K, `problem_averages` each problem's own avg@K, in the order the problems
+    were asked. `seed` is the bootstrap's.
     """
-    interval = result.interval(seed=seed)
+    low, high = result.interval(seed=seed)
+    standard_error = result.standard_error
     return {
         "column": column_name(result.task),
         "problems": len(result.scores),
         "samples": result.samples,
         "average": result.average,
-        "standard_error": result.standard_error if math.isfinite(result.standard_error) else None,
-        "interval": None if math.isnan(interval[0]) else list(interval),
+        "standard_error": standard_error if math.isfinite(standard_error) else None,
+        "interval": None if math.isnan(low) else [low, high],
         "pass_at_k": float(result.pass_at[-1]),
         "pass_at": result.pass_at.tolist(),
         "truncated": int(result.truncated.sum()),
@@ -126,7 +123,8 @@ def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
     }
 
 
-class Scores(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
     """Scores of one evaluation for a table over runs.
 
     Attributes:
@@ -150,19 +148,17 @@ def read_scores(path: Path) -> Scores:
     record = read_json_object(path)
     try:
         tasks = dict(record["tasks"])
-        averages = {name: float(task["average"]) for name, task in tasks.items()}
         return Scores(
-            str(record["method"]),
-            averages,
-            {name: int(task["samples"]) for name, task in tasks.items()},
+            method=str(record["method"]),
+            averages={name: float(task["average"]) for name, task in tasks.items()},
+            samples={name: int(task["samples"]) for name, task in tasks.items()},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: no evaluation that dcmdp evaluate wrote ({error!r})") from None
 
 
 def format_comparison(runs: Sequence[Scores]) -> str:
-    """One table over methods and runs in the paper's layout: avg@K in percent, the best of each
-    column with a star.
+    """One table over methods and runs: avg@K in percent, the best of each column with a star.
 
     Runs of one method are one row: the mean of their scores, and with several runs half of its 95%
     t interval. Avg is the mean of the columns, run by run.
@@ -180,35 +176,38 @@ def format_comparison(runs: Sequence[Scores]) -> str:
                 f"{first.method} and {run.method}: one table needs the same tasks and K of each, "
                 f"got {first.samples} and {run.samples}"
             )
-    tasks = sorted(first.averages, key=_place)
-    values: dict[str, list[list[float]]] = {}
+
+    tasks = sorted(first.averages, key=_position)
+    scores_of: dict[str, list[list[float]]] = {}
     for run in runs:
-        columns = [run.averages[task] for task in tasks]
-        values.setdefault(run.method, []).append([*columns, math.fsum(columns) / len(columns)])
-    shares = [
-        all(0 <= value <= 1 for value in column)
-        for column in zip(*sum(values.values(), []), strict=True)
-    ]
-    means = {method: np.mean(each, axis=0) for method, each in values.items()}
+        scores = [run.averages[task] for task in tasks]
+        scores_of.setdefault(run.method, []).append([*scores, math.fsum(scores) / len(scores)])
+    all_scores = np.concatenate(list(scores_of.values()))
+    shares = ((all_scores >= 0) & (all_scores <= 1)).all(axis=0)
+    means = {method: np.mean(scores, axis=0) for method, scores in scores_of.items()}
     best = np.max(list(means.values()), axis=0)
+
     rows = [["Method", *map(column_name, tasks), "Avg"]]
-    for method, each in values.items():
-        cells = [f"{method} ({len(each)} runs)" if len(each) > 1 else method]
-        for mean, column, top, share in zip(
-            means[method], zip(*each, strict=True), best, shares, strict=True
-        ):
-            show = _percent if share else number
-            half = f" ±{show(t_half_width(column))}" if len(column) > 1 else ""
-            cells.append(f"{show(mean)}{half}{'*' if len(values) > 1 and mean == top else ''}")
+    for method, scores in scores_of.items():
+        count = len(scores)
+        cells = [f"{method} ({count} runs)" if count > 1 else method]
+        for column, mean in enumerate(means[method]):
+            show = _percent if shares[column] else number
+            cell = show(mean)
+            if count > 1:
+                cell += f" ±{show(t_half_width([run_scores[column] for run_scores in scores]))}"
+            if len(scores_of) > 1 and mean == best[column]:
+                cell += "*"
+            cells.append(cell)
         rows.append(cells)
     rows.append(["K", *(str(first.samples[task]) for task in tasks), ""])
-    return _align(rows, rules_after=(0, len(values)))
+    return _align(rows, rules_after=(0, len(scores_of)))
 
 
-def _place(task: str) -> int:
-    return (
-        list(_BENCHMARKS).index(task.lower()) if task.lower() in _BENCHMARKS else len(_BENCHMARKS)
-    )
+def _position(task: str) -> int:
+    """Place in the paper's order; others come after its benchmarks."""
+    names = list(_BENCHMARKS)
+    return names.index(task.lower()) if task.lower() in names else len(names)
 
 
 def column_name(task: str) -> str:
@@ -219,8 +218,8 @@ def column_name(task: str) -> str:
 def _align(rows: Sequence[Sequence[str]], *, rules_after: Sequence[int]) -> str:
     lines = text_table(rows, " | ")
     rule = "-+-".join("-" * max(map(len, column)) for column in zip(*rows, strict=True))
-    for place in sorted(rules_after, reverse=True):
-        lines.insert(place + 1, rule)
+    for row in sorted(rules_after, reverse=True):
+        lines.insert(row + 1, rule)
     return "\n".join(lines)
 
 
@@ -229,9 +228,7 @@ def _is_share(result: EvaluationResult) -> bool:
 
 
 def shown_score(result: EvaluationResult, value: float) -> str:
-    """An average of a task's scores: in percent if each is between 0 and 1, else the reward's own
-    number.
-    """
+    """An average of a task's scores: in percent if each is in [0, 1], else as the number it is."""
     return _percent(value) if _is_share(result) else number(value)
 
 

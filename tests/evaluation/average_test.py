@@ -142,5 +142,7 @@ def test_parts_join_and_an_overlap_shows_the_score_without_it(judged):
     for name in ("scores", "lengths", "truncated", "unparsed"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
     assert [whole.average, *whole.problem_averages] == [0.5, 0.5, 0.0, 1.0]
-    (line,) = describe_overlaps([whole], {"t": [Overlap(1, 9, 1.0)]}, "a.jsonl", dropped=False)
+    (line,) = describe_overlaps(
+        [whole], {"t": [Overlap(problem=1, train_problem=9, share=1.0)]}, "a.jsonl", dropped=False
+    )
     assert line == "overlap of t with a.jsonl: 1 problems; avg@2 is 50.0, without them 75.0"

@@ -25,7 +25,7 @@ def _part(seed, problems=2, task="t"):
             [[f"text {seed} {row} {place}" for place in range(3)] for row in range(problems)],
             object,
         ),
-        found=np.array([["7", None, "x"]] * problems, object),
+        answers=np.array([["7", None, "x"]] * problems, object),
         unjudged={"verifier_timeouts": seed, "verifier_errors": 0, "verifier_over_budget": 1},
     )
 

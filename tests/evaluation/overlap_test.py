@@ -28,9 +28,9 @@ def test_the_same_text_and_half_of_the_runs():
         "a b c d e f g h and then the rest of a long problem",
     ]
     assert find_overlap(prompts, train) == [
-        Overlap(0, 3, 0.6),
-        Overlap(1, 1, 1.0),
-        Overlap(2, 4, 1.0),
+        Overlap(problem=0, train_problem=3, share=0.6),
+        Overlap(problem=1, train_problem=1, share=1.0),
+        Overlap(problem=2, train_problem=4, share=1.0),
     ]
 
 
@@ -39,12 +39,14 @@ def test_what_overlaps_can_be_left_out():
     prompts = EncodedPrompts(
         problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0
     )
-    asked = ((HeldOutTask("t", "t.jsonl", 1), prompts),)
-    [(_, rest)] = leave_out(asked, {"t": [Overlap(1, 9, 1.0)]})
+    asked = ((HeldOutTask(name="t", location="t.jsonl", samples=1), prompts),)
+    [(_, rest)] = leave_out(asked, {"t": [Overlap(problem=1, train_problem=9, share=1.0)]})
     assert [problem.prompt for problem in rest.problems] == ["a", "c"] and rest.dropped == 4
     assert [ids.tolist() for ids in rest.token_ids] == [[0], [2]]
     with pytest.raises(UserError, match="every problem of t is in config.task.train"):
-        leave_out(asked, {"t": [Overlap(place, 0, 1.0) for place in range(3)]})
+        leave_out(
+            asked, {"t": [Overlap(problem=place, train_problem=0, share=1.0) for place in range(3)]}
+        )
 
 
 @pytest.mark.skipif(not _DATA.is_dir(), reason="the data files are not beside this checkout")

@@ -33,7 +33,7 @@ def _result(task, average, *, samples=4, problems=250):
         truncated=every % 16 == 0,
         unparsed=every % 8 == 0,
         texts=np.full((problems, samples), ""),
-        found=np.full((problems, samples), None),
+        answers=np.full((problems, samples), None),
         unjudged={"verifier_timeouts": 1, "verifier_errors": 2, "verifier_over_budget": 3},
     )
 
@@ -98,7 +98,10 @@ def test_a_sum_of_rewards_is_no_percentage():
     rows = {cells[0]: cells[1:] for cells in map(_cells, table[3:])}
     # Of 250 problems half have 2.5 each time: 2.5 * 0.5 / sqrt(249) = 0.0792.
     assert rows["standard error"][0] == "0.07922" and rows["pass@K"][0] == "50.0"
-    runs = [Scores("x", {"a": 1.25}, {"a": 4}), Scores("y", {"a": 0.5}, {"a": 4})]
+    runs = [
+        Scores(method="x", averages={"a": 1.25}, samples={"a": 4}),
+        Scores(method="y", averages={"a": 0.5}, samples={"a": 4}),
+    ]
     assert [_cells(line)[1] for line in format_comparison(runs).splitlines()[2:4]] == [
         "1.25*",
         "0.5",
@@ -203,7 +206,11 @@ def test_a_record_is_strict_json_with_every_problems_mean():
 
 def _run(method, *averages, samples=4):
     tasks = [*_PAPER][: len(averages)]
-    return Scores(method, dict(zip(tasks, averages, strict=True)), dict.fromkeys(tasks, samples))
+    return Scores(
+        method=method,
+        averages=dict(zip(tasks, averages, strict=True)),
+        samples=dict.fromkeys(tasks, samples),
+    )
 
 
 def test_one_table_over_methods_and_runs():
