@@ -13,24 +13,28 @@ answered, a number, and whether the completion ends here. Both may be `async def
 """
 
 import asyncio
+import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dcmdp_jax.environments.tools import Tools, told
+from dcmdp_jax.environments.tools import Tools, failed_step
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.fields import describe_error, load_object
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import RewardError, gathered, plain_value, shown
 
 _LONGEST_OBSERVATION = 100_000
-_LARGEST = 1e9
+"""Characters."""
+_LARGEST_REWARD = 1e9
+"""Absolute value."""
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
     """An environment's response to one turn.
 
     Attributes:
@@ -72,8 +76,13 @@ class EnvironmentPool(Closing):
         self.name = name
         self._timeout_s = timeout_s
         self._tools = tools
-        limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output, "workers": workers}
-        self._pool = IsolatedPool(__name__, (name, list(columns), *tools), **limits)
+        self._pool = IsolatedPool(
+            __name__,
+            (name, list(columns), *tools),
+            memory_bytes=int(memory_gib * 1024**3),
+            output=output,
+            workers=workers,
+        )
 
     def check(self) -> list[dict[str, Any]]:
         """Import the environment; the JSON schemas of its tools.
@@ -82,11 +91,9 @@ class EnvironmentPool(Closing):
             RewardError: in one line, if that can't be done.
         """
         self._result("load", self._pool.load())
-        return (
-            self._result("tools", self._pool.submit("tools", wall_s=self._timeout_s))
-            if self._tools
-            else []
-        )
+        if not self._tools:
+            return []
+        return self._result("tools", self._pool.submit("tools", wall_s=self._timeout_s))
 
     def reset(
         self,
@@ -94,45 +101,48 @@ class EnvironmentPool(Closing):
         columns: Mapping[str, Sequence[Any]],
         on_wait: Callable[[], None],
     ) -> tuple[list[str], str]:
-        """Begin a batch; the first observation of each completion, mostly empty, and the role of
-        the later ones.
+        """Begin a batch; the first observations, mostly empty, and the role of the later ones.
 
         Raises:
             RewardError: in one line, with the completion that it is about.
         """
-        asked = self._pool.submit("reset", list(prompts), dict(columns), wall_s=self._timeout_s)
-        return tuple(self._result("reset", asked, on_wait))
+        call = self._pool.submit("reset", list(prompts), dict(columns), wall_s=self._timeout_s)
+        return tuple(self._result("reset", call, on_wait))
 
     def step(
         self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]
     ) -> list[Step]:
-        """The responses of the environments of some completions to their turns. Raises as
-        `reset`.
-        """
-        parts = (
-            [([row], [text]) for row, text in zip(rows, texts, strict=True)]
-            if self._tools
-            else [(rows, texts)]
-        )
-        calls = [self._pool.submit("step", *part, wall_s=self._timeout_s) for part in parts]
-        return [Step(*each) for call in calls for each in self._steps(call, on_wait)]
+        """The environments' responses to the turns of some completions. Raises as `reset`."""
+        batches = [(rows, texts)]
+        if self._tools:
+            batches = [([row], [text]) for row, text in zip(rows, texts, strict=True)]
+        calls = [
+            self._pool.submit("step", batch_rows, batch_texts, wall_s=self._timeout_s)
+            for batch_rows, batch_texts in batches
+        ]
+
+        steps = []
+        for call in calls:
+            for observations, reward, done in self._steps(call, on_wait):
+                steps.append(Step(observations=observations, reward=reward, done=done))
+        return steps
 
     def _steps(self, call: Future[Any], on_wait: Callable[[], None]) -> list[Any]:
-        """The steps of a call. A turn of tools that hangs or kills the process is told so."""
+        """The steps of a call. A turn of tools that hangs or kills the process gets an error."""
         try:
             return self._result("step", call, on_wait)
         except RewardError as error:
             if not self._tools or error.__cause__.kind == "load":
                 raise
-            return [told(str(error).removeprefix(f"environment {self.name}: "))]
+            return [failed_step(str(error).removeprefix(f"environment {self.name}: "))]
 
     def close(self) -> None:
         """Kill the process. Harmless when called again."""
         self._pool.close()
 
-    def _result(self, method: str, asked: Future[Any], *on_wait: Callable[[], None]) -> Any:
+    def _result(self, method: str, call: Future[Any], *on_wait: Callable[[], None]) -> Any:
         try:
-            return result_of(asked, *on_wait)
+            return result_of(call, *on_wait)
         except CallError as error:
             problem = str(error).removeprefix(f"environment {self.name}: ")
             problem = problem or f"{method} gave no result in {self._timeout_s:g} s"
@@ -140,23 +150,24 @@ class EnvironmentPool(Closing):
 
 
 def load(name: str, columns: Sequence[str], *tools: Any) -> Callable[..., list[Any]]:
-    """Import the environment, in its process; a function that calls its methods. `tools` are
-    arguments of `Tools`.
+    """Import the environment, in its process; a function that calls its methods.
+
+    `tools` are arguments of `Tools`.
 
     Raises:
         RewardError: in one line that names it.
     """
-    return (Tools(name, *tools) if tools else _Playing(name, columns)).call
+    if tools:
+        return Tools(name, *tools).call
+    return _BatchEnvironments(name, columns).call
 
 
-class _Playing:
-    """The environments of one batch, until the next is begun. If their process is killed, they are
-    gone.
-    """
+class _BatchEnvironments:
+    """The environments of one batch, until the next is begun. They are lost with their process."""
 
     def __init__(self, name: str, columns: Sequence[str]) -> None:
         self._make = load_environment(name, columns)
-        self._place = name.rpartition(":")[0]
+        self._module = name.rpartition(":")[0]
         # One loop for all calls: what an environment opens belongs to it.
         self._environments = []
         self._loop = asyncio.new_event_loop()
@@ -167,7 +178,9 @@ class _Playing:
         Raises:
             RewardError: in one line, with the completion that it is about.
         """
-        return self._reset(*args) if method == "reset" else self._step(*args)
+        if method == "reset":
+            return self._reset(*args)
+        return self._step(*args)
 
     def _reset(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
         self._environments = []
@@ -179,17 +192,19 @@ class _Playing:
             )
 
         observations = self._checked(begin, checked_observation, range(len(prompts)))
-        role = getattr(self._environments[0], "observation_role", "user") if prompts else "user"
+        role = "user"
+        if prompts:
+            role = getattr(self._environments[0], "observation_role", role)
         if not isinstance(role, str):
             raise RewardError(f"observation_role is {role!r:.80}, needs text")
         return [observations, role]
 
-    def _step(self, rows: Sequence[int], texts: Sequence[str]) -> list[Step]:
+    def _step(self, rows: Sequence[int], texts: Sequence[str]) -> list[Any]:
         if rows and max(rows) >= len(self._environments):
             raise RewardError("its process died in step")
-        said = dict(zip(rows, texts, strict=True))
+        text_of = dict(zip(rows, texts, strict=True))
         return self._checked(
-            lambda row: self._environments[row].step(said[row]), checked_step, rows
+            lambda row: self._environments[row].step(text_of[row]), checked_step, rows
         )
 
     def _checked(
@@ -197,18 +212,19 @@ class _Playing:
     ) -> list[Any]:
         """The results of the calls, checked."""
         try:
-            given = [*map(call, rows)]
-            if any(map(inspect.isawaitable, given)):
-                given = self._loop.run_until_complete(gathered(given))
+            results = [*map(call, rows)]
+            if any(map(inspect.isawaitable, results)):
+                results = self._loop.run_until_complete(gathered(results))
         except Exception as error:
-            raise RewardError(f"raised {one_line(describe_error(error, self._place))}") from error
-        values = []
-        for row, value in zip(rows, given, strict=True):
+            raise RewardError(f"raised {one_line(describe_error(error, self._module))}") from error
+
+        checked_results = []
+        for row, result in zip(rows, results, strict=True):
             try:
-                values.append(check(value))
+                checked_results.append(check(result))
             except RewardError as error:
                 raise RewardError(one_line(error), row) from error
-        return values
+        return checked_results
 
 
 def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
@@ -223,20 +239,22 @@ def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
             called so.
     """
     try:
-        made = load_object(name, "class")
+        factory = load_object(name, "class")
     except UserError as error:
         raise RewardError(f"environment {error}") from error
-    if inspect.isclass(made):
+    if inspect.isclass(factory):
         for method, arguments in (("reset", ("prompt", *columns)), ("step", ("text",))):
-            function = getattr(made, method, None)
+            function = getattr(factory, method, None)
             if not callable(function):
                 raise RewardError(f"environment {name}: the class has no method {method}")
             try:
                 inspect.signature(function).bind(None, **dict.fromkeys(arguments))
             except TypeError as error:
-                said = f"{method} can't be called as {method}({', '.join(arguments)}): {error}"
-                raise RewardError(f"environment {name}: {said}") from None
-    return made
+                raise RewardError(
+                    f"environment {name}: {method} can't be called as "
+                    f"{method}({', '.join(arguments)}): {error}"
+                ) from None
+    return factory
 
 
 def checked_observation(value: Any) -> str:
@@ -250,28 +268,29 @@ def checked_observation(value: Any) -> str:
     return _bounded(value or "")
 
 
-def checked_step(value: Any) -> Step:
-    """A step from what `step` returned.
+def checked_step(value: Any) -> tuple[list[dict[str, str]], float, bool]:
+    """The fields of a `Step` from what `step` returned.
 
     Raises:
         RewardError: if it is not (observation, reward, done). It does not name the environment.
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise RewardError(f"step returned {shown(value)}, needs (observation, reward, done)")
-    observation = value[0]
-    reward = plain_value(value[1])
-    done = plain_value(value[2])
+    observation, reward, done = value
+    reward = plain_value(reward)
+    done = plain_value(done)
     if not isinstance(done, bool):
         raise RewardError(
             f"step returned {shown(done)} as its third value, which must be True or False"
         )
     if not isinstance(observation, str) and not (observation is None and done):
         raise RewardError(f"step returned {shown(observation)} as observation, needs text")
-    if not isinstance(reward, numbers.Real) or not abs(number := float(reward)) <= _LARGEST:
+    if not isinstance(reward, numbers.Real) or not abs(float(reward)) <= _LARGEST_REWARD:
         raise RewardError(
-            f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}"
+            f"step returned {shown(reward)} as reward, needs a number of at most "
+            f"{_LARGEST_REWARD:g}"
         )
-    return Step([{"content": _bounded(observation or "")}], number, done)
+    return [{"content": _bounded(observation or "")}], float(reward), done
 
 
 def _bounded(text: str) -> str:

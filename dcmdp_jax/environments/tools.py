@@ -1,9 +1,8 @@
-"""Python functions as tools, which the policy calls in its chat template's own format. Runs in the
-isolated process.
+"""Python functions as tools, which the policy calls in its chat template's own format.
 
-A turn's calls are answered by their results, each a message of the role `tool`. A call that is
-malformed, has arguments that its tool's JSON schema does not allow, or raises is answered by a text
-that begins with "error: ". A turn without a call ends the completion.
+Runs in the isolated process. A turn's calls are answered by their results, each a message of the
+role `tool`. A call that is malformed, has arguments that its tool's JSON schema does not allow, or
+raises is answered by a text that begins with "error: ". A turn without a call ends the completion.
 """
 
 import asyncio
@@ -20,9 +19,9 @@ from dcmdp_jax.fields import load_object
 _UNKNOWN = "unknown"
 
 
-def told(wrong: str) -> tuple[list[dict[str, str]], float, bool]:
-    """What a turn is answered whose calls have no results. Hermes' templates must have a name."""
-    return [{"name": _UNKNOWN, "content": f"error: {wrong}"}], 0.0, False
+def failed_step(error: str) -> tuple[list[dict[str, str]], float, bool]:
+    """The step of a turn whose calls have no results. Hermes' templates must have a name."""
+    return [{"name": _UNKNOWN, "content": f"error: {error}"}], 0.0, False
 
 
 class Tools:
@@ -42,25 +41,24 @@ class Tools:
     def __init__(self, name: str, call_format: Sequence[Any], longest: int) -> None:
         from transformers.utils import get_json_schema
 
-        place, _, names = name.removeprefix("tools:").rpartition(":")
-        functions = [load_object(f"{place}:{name}", "function") for name in names.split(",")]
-        self._schemas = [get_json_schema(function) for function in functions]
-        described = zip(self._schemas, functions, strict=True)
-        self._functions = {schema["function"]["name"]: function for schema, function in described}
+        self._schemas = []
+        self._functions = {}
         self._format = CallFormat(*call_format)
         self._longest = longest
+        module, _, names = name.removeprefix("tools:").rpartition(":")
+        functions = [load_object(f"{module}:{name}", "function") for name in names.split(",")]
+        for function in functions:
+            schema = get_json_schema(function)
+            self._schemas.append(schema)
+            self._functions[schema["function"]["name"]] = function
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """As `pool.load`'s function: the JSON schemas of "tools", what "reset" says first, the
-        "step" of each turn.
-        """
+        """As `pool.load`'s function: "tools" are their JSON schemas, "reset" adds no text."""
         if method == "tools":
             return self._schemas
-        return (
-            [[""] * len(args[0]), "tool"]
-            if method == "reset"
-            else [self._step(text) for text in args[1]]
-        )
+        if method == "reset":
+            return [[""] * len(args[0]), "tool"]
+        return [self._step(text) for text in args[1]]
 
     def _step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
         calls, problems = self._format.find(text, self._schemas)
@@ -69,7 +67,8 @@ class Tools:
             name = call["name"] if call["name"] in self._functions else _UNKNOWN
             answers.append({"name": name, "content": self._result(**call)})
         for problem in problems:
-            answers += told(f"this call can't be read: {problem[: self._longest]}")[0]
+            error = f"error: this call can't be read: {problem[: self._longest]}"
+            answers.append({"name": _UNKNOWN, "content": error})
         return answers, 0.0, not answers
 
     def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -80,18 +79,16 @@ class Tools:
         except ValueError as error:
             return f"error: {error}"
         try:
-            value = self._functions[name](**checked)
-            value = asyncio.run(value) if inspect.iscoroutine(value) else value
-            text = (
-                value
-                if isinstance(value, str)
-                else json.dumps(value, ensure_ascii=False, default=str)
-            )
+            text = self._functions[name](**checked)
+            if inspect.iscoroutine(text):
+                text = asyncio.run(text)
+            if not isinstance(text, str):
+                text = json.dumps(text, ensure_ascii=False, default=str)
         except Exception as error:  # the user's function raises what it likes
             text = f"error: {type(error).__name__}: {error}"
-        whole = text.encode(errors="replace").decode()  # no halves of surrogate pairs
-        return (
-            whole
-            if len(whole) <= self._longest
-            else f"{whole[: self._longest]} [cut, {len(whole):,} characters]"
-        )
+
+        # No halves of surrogate pairs.
+        text = text.encode(errors="replace").decode()
+        if len(text) <= self._longest:
+            return text
+        return f"{text[: self._longest]} [cut, {len(text):,} characters]"

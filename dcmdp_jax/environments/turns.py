@@ -1,5 +1,4 @@
-"""Completions in turns: the policy samples, the environment answers, and so on until one of them
-ends.
+"""Completions in turns: the policy samples, the environment answers, until one of them ends.
 
 An answer becomes a message of the chat. Its tokens are given, not sampled: they are outside
 `Episode.sampled_mask`, so neither loss nor discrepancy has them. Tokens that were sampled stay as
@@ -28,8 +27,8 @@ from dcmdp_jax.rewards.protocol import Message, Problem, RewardError
 from dcmdp_jax.rewards.scoring import Played, columns_of
 
 _LOG = logging.getLogger(__name__)
-# The turns of a completion must not repeat each other's draws.
 _TURN_SEED_OFFSET = 11_000_027
+"""Added to the seed for each turn: the turns of a completion must not repeat each other's draws."""
 _MARK = "@the turn of the policy@"
 
 
@@ -72,15 +71,24 @@ class _Play:
 
     def episode(self, group: int, member: int) -> Episode:
         """The whole completion."""
-        stretches = zip(self.ids, self.columns, strict=True)
-        masks = [np.full(len(ids), columns is not None) for ids, columns in stretches]
-        sampled_mask = np.concatenate([np.zeros(len(self.prompt), bool), *masks])
+        masks = [np.zeros(len(self.prompt), bool)]
+        for ids, columns in zip(self.ids, self.columns, strict=True):
+            masks.append(np.full(len(ids), columns is not None))
+        sampled_mask = np.concatenate(masks)
+
         turns = [columns for columns in self.columns if columns is not None]
-        columns = {
-            name: over_sequence(name, np.concatenate([turn[name] for turn in turns]), sampled_mask)
-            for name in turns[0]
-        }
-        return Episode(self.token_ids, sampled_mask, group, member, self.finish_reason, columns)
+        episode_columns = {}
+        for name in turns[0]:
+            sampled_values = np.concatenate([turn[name] for turn in turns])
+            episode_columns[name] = over_sequence(name, sampled_values, sampled_mask)
+        return Episode(
+            token_ids=self.token_ids,
+            sampled_mask=sampled_mask,
+            group=group,
+            member=member,
+            finish_reason=self.finish_reason,
+            columns=episode_columns,
+        )
 
 
 def answer_text(
@@ -91,8 +99,7 @@ def answer_text(
     sampled: int | None = None,
     ends: Mapping[int, str] | None = None,
 ) -> str:
-    """The template's text between the end token of one turn of the policy and the begin of the
-    next.
+    """The template's text from the end token of one turn of the policy to the begin of the next.
 
     It begins behind the first end token that the template writes after the turn, if that was
     sampled. If another one was, or the template writes none, it is all that the template writes
@@ -128,36 +135,36 @@ def answer_text(
             "the chat template leaves out a turn of the policy, or the observation after it "
             f"(role {role!r}); it must write both for task.environment"
         )
+
     header = os.path.commonprefix([header, after])
     ends = ends or end_texts(tokenizer)
-    written = {token: header.find(text) for token, text in ends.items() if text in header}
-    own_end = min(written, key=written.get, default=None)
-    if own_end is None or sampled not in (None, own_end):
+    positions = {token: header.find(text) for token, text in ends.items() if text in header}
+    first_end = min(positions, key=positions.get, default=None)
+    if first_end is None or sampled not in (None, first_end):
         return after
-    return after[written[own_end] + len(ends[own_end]) :]
+    return after[positions[first_end] + len(ends[first_end]) :]
 
 
 def end_texts(
     tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None
 ) -> dict[int, str]:
-    """The texts of tokens that end turns, by id, as a template writes them; without `ends` of all
-    special tokens.
+    """The texts of tokens that end turns, by id, as a template writes them.
+
+    Without `ends` of all special tokens.
     """
-    added = {
-        token: each
-        for token, each in tokenizer.added_tokens_decoder.items()
-        if ends is not None or each.special
+    added_tokens = tokenizer.added_tokens_decoder
+    texts = {
+        token: added.content
+        for token, added in added_tokens.items()
+        if ends is not None or added.special
     }
     decode = token_text(tokenizer)
-    return {
-        token: added[token].content if token in added else decode(token) for token in ends or added
-    }
+    return {token: texts[token] if token in texts else decode(token) for token in ends or texts}
 
 
 @dataclasses.dataclass
 class TurnSampler:
-    """Samples completions in turns. After `generate` was iterated, `played` has what the
-    environment gave.
+    """Samples completions in turns; what the environment gave is then in `played`.
 
     Attributes:
         engine: has the weights of the step.
@@ -216,50 +223,61 @@ class TurnSampler:
         """
         self.played = {}
         size = sampling.group_size
-        limit = sampling.max_completion_tokens
-        every = [problem for problem in problems for _ in range(size)]
-        plays = [_Play(prompts[row // size], problem.tools) for row, problem in enumerate(every)]
-        live = list(range(len(plays)))
-        turn_tokens = min(self.turn_tokens, limit)
-        role = self._begin(plays, every, size, check_stop)
+        turn_tokens = min(self.turn_tokens, sampling.max_completion_tokens)
+        plays = []
+        repeated_problems = []
+        for prompt, problem in zip(prompts, problems, strict=True):
+            plays += [_Play(prompt, problem.tools) for _ in range(size)]
+            repeated_problems += [problem] * size
+        role = self._begin(plays, repeated_problems, size, check_stop)
         ends = end_texts(self.tokenizer, sampling.stop_token_ids)
+
+        live = list(range(len(plays)))
         for turn in range(self.turns):
             if not live:
                 break
-            together = size if turn == 0 else 1
-            given = [plays[row].token_ids for row in live[::together]]
-            drawn = dataclasses.replace(
-                sampling, max_completion_tokens=turn_tokens, group_size=together
+            # The completions of a group have one prompt in the first turn, later each its own.
+            group_size = size if turn == 0 else 1
+            turn_groups = self.engine.generate(
+                [plays[row].token_ids for row in live[::group_size]],
+                dataclasses.replace(
+                    sampling, max_completion_tokens=turn_tokens, group_size=group_size
+                ),
+                seed=seed + turn * _TURN_SEED_OFFSET,
+                step=step,
+                first_prompt=first_prompt * size // group_size,
             )
-            place = {
-                "seed": seed + turn * _TURN_SEED_OFFSET,
-                "first_prompt": first_prompt * size // together,
-            }
-            sampled = self.engine.generate(given, drawn, step=step, **place)
             episodes = []
-            with contextlib.closing(sampled) as groups:
+            with contextlib.closing(turn_groups) as groups:
                 for group in groups:
                     check_stop()
                     episodes.append(group)
                     yield []
             for row, episode in zip(live, collect(episodes), strict=True):
-                play = plays[row]
-                ids = episode.completion_ids
-                start = episode.prompt_length
-                play.add(ids, {name: column[start:] for name, column in episode.columns.items()})
-                is_ended = episode.finish_reason == "stop"
-                play.messages.append(
-                    {"role": "assistant", "content": self._text(ids[:-1] if is_ended else ids)}
-                )
-                play.turns = turn + 1
-                play.finish_reason = episode.finish_reason
-            spoken = [row for row in live if plays[row].finish_reason == "stop"]
-            room = limit - turn_tokens
+                self._add_turn(plays[row], episode)
+
             live = self._answer(
-                plays, spoken, role, turn, room=room, ends=ends, check_stop=check_stop
+                plays,
+                [row for row in live if plays[row].finish_reason == "stop"],
+                role,
+                turn,
+                room=sampling.max_completion_tokens - turn_tokens,
+                ends=ends,
+                check_stop=check_stop,
             )
         self._finish(plays)
         yield [play.episode(row // size, row % size) for row, play in enumerate(plays)]
+
+    def _add_turn(self, play: _Play, episode: Episode) -> None:
+        """Add a turn of the policy to its completion."""
+        ids = episode.completion_ids
+        start = episode.prompt_length
+        play.add(ids, {name: column[start:] for name, column in episode.columns.items()})
+        if episode.finish_reason == "stop":
+            ids = ids[:-1]
+        play.messages.append({"role": "assistant", "content": self._text(ids)})
+        play.turns += 1
+        play.finish_reason = episode.finish_reason
 
     def _begin(
         self,
@@ -273,17 +291,18 @@ class TurnSampler:
         Returns:
             The role of what they say later; None if they failed.
         """
-        given = [problem.given for problem in problems]
+        prompts = [problem.given for problem in problems]
         try:
             observations, role = self.pool.reset(
-                given, columns_of(problems, self.columns), check_stop
+                prompts, columns_of(problems, self.columns), check_stop
             )
         except RewardError as failure:
             self._failed(failure, plays)
             return None
-        for row, (play, problem, text) in enumerate(
-            zip(plays, problems, observations, strict=True)
-        ):
+
+        for row, text in enumerate(observations):
+            play = plays[row]
+            problem = problems[row]
             where = f"row {problem.index} of {problem.source}"
             if text != observations[row - row % size]:
                 raise RewardError(
@@ -293,8 +312,8 @@ class TurnSampler:
             if not text:
                 continue
             self._without_control_tokens({"content": text})
-            asked = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
-            chat = chat_messages(asked, self.prompt_suffix)
+            problem = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
+            chat = chat_messages(problem, self.prompt_suffix)
             play.prompt = self._ids(
                 render_chat(self.tokenizer, chat, problem.tools, **self.variables)
             )
@@ -309,7 +328,7 @@ class TurnSampler:
     def _answer(
         self,
         plays: list[_Play],
-        spoken: list[int],
+        waiting: list[int],
         role: str | None,
         turn: int,
         *,
@@ -321,32 +340,32 @@ class TurnSampler:
 
         Args:
             plays: all completions.
-            spoken: rows that wait for an answer.
+            waiting: rows whose turn ended.
             role: role of the answers, None if there are none any more.
             turn: number of this turn.
             room: most tokens that a completion may have where another turn begins.
             ends: `end_texts` of the tokens that end turns.
             check_stop: called while waiting.
         """
-        if role is None or not spoken:
+        if role is None or not waiting:
             return []
+        texts = [plays[row].messages[-1]["content"] for row in waiting]
         try:
-            steps = self.pool.step(
-                spoken, [plays[row].messages[-1]["content"] for row in spoken], check_stop
-            )
+            steps = self.pool.step(waiting, texts, check_stop)
         except RewardError as failure:
-            self._failed(failure, [plays[row] for row in spoken])
+            self._failed(failure, [plays[row] for row in waiting])
             return []
-        going_on = []
-        for row, answered in zip(spoken, steps, strict=True):
+
+        live = []
+        for row, step in zip(waiting, steps, strict=True):
             play = plays[row]
-            play.reward = play.reward + answered.reward
-            play.done = answered.done
-            if answered.done or turn + 1 == self.turns:
+            play.reward += step.reward
+            play.done = step.done
+            if step.done or turn + 1 == self.turns:
                 continue
             messages = [
-                {"role": role, **self._without_control_tokens(each)}
-                for each in answered.observations
+                {"role": role, **self._without_control_tokens(observation)}
+                for observation in step.observations
             ]
             end = int(play.ids[-1][-1])
             text = answer_text(
@@ -355,53 +374,52 @@ class TurnSampler:
             # As behind the end token in a whole chat: some tokenizers write a space before a text.
             ids = self._ids(ends.get(end, "") + text)
             ids = ids[1:] if ids[0] == end else self._ids(text)
+
             if len(play.completion_ids) + len(ids) > room:
                 play.finish_reason = "length"
                 continue
             play.add(ids)
             play.messages += messages
-            going_on.append(row)
-        return going_on
+            live.append(row)
+        return live
 
     @functools.cached_property
     def _control_tokens(self) -> re.Pattern[str]:
         return control_tokens(self.tokenizer)
 
     def _without_control_tokens(self, message: Message) -> Message:
-        """A tool's result with a space in each control token of its text. Told once for each tool
-        and token.
+        """A tool's result with a space in each control token of its text.
 
-        What a tool gives comes from anywhere. An environment's text is its author's: it stays, and
-        is told.
+        What a tool gives comes from anywhere. An environment's text is its author's: it stays. Logs
+        a warning once for each tool and token.
         """
         pattern = self._control_tokens
+        text = message["content"]
         name = message.get("name")
-        for token in sorted(set(pattern.findall(message["content"]))):
-            source = f"the tool {name}" if name else f"environment {self.pool.name}"
+        source = f"environment {self.pool.name}"
+        consequence = "the model reads it as the chat's own"
+        if name:
+            source = f"the tool {name}"
+            consequence = "a space breaks it"
+            message = {
+                **message,
+                "content": pattern.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text),
+            }
+
+        for token in sorted(set(pattern.findall(text))):
             if (source, token) not in self._warned:
                 self._warned.add((source, token))
-                consequence = (
-                    "a space breaks it" if name else "the model reads it as the chat's own"
-                )
                 _LOG.warning(
                     "%s answers with the control token %s in its text: %s",
                     source,
                     token,
                     consequence,
                 )
-        if not name:
-            return message
-        return {
-            **message,
-            "content": pattern.sub(
-                lambda token: f"{token[0][0]} {token[0][1:]}", message["content"]
-            ),
-        }
+        return message
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(
-            encode_texts(self.tokenizer, [text], "an environment's answer")[0], np.int32
-        )
+        (ids,) = encode_texts(self.tokenizer, [text], "an environment's answer")
+        return np.asarray(ids, np.int32)
 
     def _text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -425,13 +443,21 @@ class TurnSampler:
         endless = sum(not play.done and play.turns == self.turns for play in plays)
         if endless and "endless" not in self._warned:
             self._warned.add("endless")
-            said = (
+            _LOG.warning(
                 "environment %s: %d of %d completions ended by task.max_turns = %d, see "
-                "environment/done_fraction"
+                "environment/done_fraction",
+                self.pool.name,
+                endless,
+                len(plays),
+                self.turns,
             )
-            _LOG.warning(said, self.pool.name, endless, len(plays), self.turns)
         for row, play in enumerate(plays):
             ids = play.completion_ids
             self.played[row] = Played(
-                play.reward, play.messages, self._text(ids), ids, play.turns, play.done
+                reward=play.reward,
+                messages=play.messages,
+                text=self._text(ids),
+                ids=ids,
+                turns=play.turns,
+                done=play.done,
             )
