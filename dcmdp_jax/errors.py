@@ -5,10 +5,11 @@ import difflib
 import reprlib
 from collections.abc import Collection, Iterator
 
-_QUOTED_CHARACTERS = 80
+_QUOTED = 80
+"""Characters of a value in a message."""
 
 _REPR = reprlib.Repr()
-_REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
+_REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED
 
 
 class UserError(ValueError):
@@ -60,22 +61,23 @@ def one_line(text: object, limit: int | None = None) -> str:
     return " ".join(str(text).split())[:limit]
 
 
-def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
-    """The `repr` of a value from outside, cut to about `limit` characters for a line of an error.
+def shorten(value: object) -> str:
+    """The `repr` of a value from outside, cut to about 80 characters for a line of an error.
 
     A cut text states its length: `'aaa'... (1,000,000 characters)`.
     """
     if not isinstance(value, str | bytes):
         text = _REPR.repr(value)
-        return text if len(text) <= limit else f"{text[:limit]}..."
-    if len(value) <= limit:
+        return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
+    if len(value) <= _QUOTED:
         return repr(value)
     unit = "characters" if isinstance(value, str) else "bytes"
-    return f"{value[:limit]!r}... ({len(value):,} {unit})"
+    return f"{value[:_QUOTED]!r}... ({len(value):,} {unit})"
 
 
-def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
-    """A name from a file as it is, without quotes; cut like `shorten`."""
+def shorten_name(name: str) -> str:
+    """A name from a file as it is, without quotes; cut like `shorten`, to 160 characters."""
+    limit = 2 * _QUOTED
     return name if len(name) <= limit else f"{name[:limit]}... ({len(name):,} characters)"
 
 

@@ -19,7 +19,7 @@ from dcmdp_jax.algorithm.corrections import (
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import callback_error, error_place, load_object, setting
-from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
+from dcmdp_jax.named_functions import Call, Functions, check_call, check_parameters, parse_calls
 
 _TRACING = (
     jax.errors.ConcretizationTypeError,
@@ -29,7 +29,7 @@ _TRACING = (
 _CENTERING = "score_centering"
 Parameters = dict[str, Any]
 """Parameters of a remedy by name."""
-_REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+_REMEDIES: Mapping[str, tuple[str, Functions]] = {
     "method": (
         "penalty",
         {

@@ -96,7 +96,7 @@ def recorded(series: Series, name: str) -> Points:
 
 def _last_held_out(series: Series) -> float:
     values = held_out(series)[1]
-    return 100 * float(values[-1]) if len(values) else math.nan
+    return 100 * values[-1] if len(values) else math.nan
 
 
 def _last_tenth(name: str) -> Callable[[Series], float]:
@@ -109,7 +109,7 @@ def _tenths(series: Series, name: str) -> tuple[float, float]:
     if not len(values):
         return math.nan, math.nan
     count = max(1, len(values) // _LAST_SHARE)
-    return float(values[:count].mean()), float(values[-count:].mean())
+    return values[:count].mean(), values[-count:].mean()
 
 
 def _growth(series: Series) -> float:
@@ -120,7 +120,7 @@ def _growth(series: Series) -> float:
 def _share_over_tolerance(series: Series) -> float:
     if "discrepancy/mean" not in series or "dual/tolerance" not in series:
         return math.nan
-    return 100 * float(np.mean(series["discrepancy/mean"][1] > series["dual/tolerance"][1]))
+    return 100 * np.mean(series["discrepancy/mean"][1] > series["dual/tolerance"][1])
 
 
 MEASURES = {
@@ -364,7 +364,7 @@ def save_figures(title: str, baseline: str, series: Table, directory: Path) -> N
     for arm, seeds in series.items():
         for run in list(seeds.values())[:1]:
             if "dual/tolerance" in run:
-                budgets[arm] = float(run["dual/tolerance"][1][-1])
+                budgets[arm] = run["dual/tolerance"][1][-1]
     for stem, (heading, unit, name) in _CURVES.items():
         read = functools.partial(recorded, name=name) if name else held_out
         curve_by_arm = curves(series, read)
