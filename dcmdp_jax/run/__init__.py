@@ -1,3 +1,1 @@
-"""A run as four values, made and checked once: task, placement, weights, services; its directory
-and checkpoints.
-"""
+"""A run as four values, made and checked once (task, placement, weights, services); its files."""

@@ -1,5 +1,4 @@
-"""Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best
-kept.
+"""Checkpoints by Orbax: asynchronous, atomic, checked when read; the last few and the best stay.
 
 docs/checkpoints.md says what a checkpoint holds, and how to add to it. `weights.find_params` finds
 the parameters alone.

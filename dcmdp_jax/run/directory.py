@@ -80,8 +80,7 @@ def _short_name(name: str) -> str:
 
 
 def check_run_directory(config: Config) -> None:
-    """Refuse a directory that can't be written, or that holds a run of another config. Creates
-    nothing.
+    """Refuse a directory that can't be written, or of a run of another config. Creates nothing.
 
     Raises:
         OSError: if it can't be made or written.

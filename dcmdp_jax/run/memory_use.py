@@ -103,9 +103,7 @@ class MemoryUse:
         yield "host", "this machine", machine.host_bytes, *self.peak("host", certain=certain)
 
     def shortages(self, *, certain: bool = False) -> list[str]:
-        """A sentence for each location with too little memory, its largest part and its
-        settings.
-        """
+        """A sentence for each location with too little memory: its largest part, what to lower."""
         sentences = []
         at_least = "at least " if certain else ""
         for location, label, capacity, phase, needed in self._peaks(certain=certain):
@@ -145,9 +143,7 @@ class MemoryUse:
         return [f"{', '.join(uses)} (--dry_run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
-        """The largest phase of each location, its parts (~ where estimated), and what does not
-        fit.
-        """
+        """The largest phase of each location, its parts (~ if estimated), what does not fit."""
         lines = []
         for location, label, capacity, phase, needed in self._peaks():
             unit, name = (_GIB, "GiB") if needed >= _GIB else (2**20, "MiB")

@@ -1,6 +1,4 @@
-"""Where a run computes: devices, shapes of a batch, forward pass, an engine that fits into
-memory.
-"""
+"""Where a run computes: devices, shapes of a batch, forward pass, an engine that fits."""
 
 import dataclasses
 import functools
@@ -161,9 +159,7 @@ def check_devices(task: Task, platform: str) -> Mesh:
 
 
 def planned_calls(task: Task, hosts: Hosts) -> list[tuple[list[np.ndarray], SamplingParams | None]]:
-    """The first calls of this process's engine, for which it prepares; without sampling to
-    score.
-    """
+    """The first calls of this process's engine, for which it prepares; None scores."""
     # Two cores have the step to compile and the warm-up; the turns of an environment are calls of
     # their own.
     if task.config.task.environment or usable_cores() <= 2:

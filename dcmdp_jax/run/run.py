@@ -1,6 +1,4 @@
-"""A run, as the top of a command has it: task, placement and weights, the cheapest checked
-first.
-"""
+"""A run, as the top of a command has it: task, placement and weights, checked by cost."""
 
 from datetime import datetime
 from pathlib import Path

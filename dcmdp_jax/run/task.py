@@ -81,9 +81,7 @@ class Task:
 
     @property
     def first_calls(self) -> list[tuple[list[np.ndarray], SamplingParams]]:
-        """Prompts and distribution of the engine's first calls: on held-out tasks, and of a
-        step.
-        """
+        """Prompts and distribution of the engine's first calls: held-out tasks, and a step."""
         config = self.config
         temperature = config.evaluation.temperature
         calls = []

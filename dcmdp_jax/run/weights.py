@@ -1,6 +1,4 @@
-"""Parameters that a run starts from (policy, adapters' base, reference), or of a checkpoint
-alone.
-"""
+"""Parameters that a run starts from (policy, adapters' base, reference), or of a checkpoint."""
 
 import collections
 import contextlib
@@ -226,9 +224,7 @@ class Weights:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether training needs the initial policy, as adapters' base or reference of a KL
-        term.
-        """
+        """Whether training needs the initial policy: as adapters' base or for a KL term."""
         return self.task.lora is not None or bool(self.task.config.algorithm.kl_coefficient)
 
     @property
@@ -239,9 +235,7 @@ class Weights:
 
     @property
     def frozen_path(self) -> Path:
-        """The initial policy's directory: `model.path` where adapters start from it, else the
-        run's.
-        """
+        """The initial policy's directory: `model.path` if adapters start there, else the run's."""
         settings = self.task.config.model
         if self.task.lora and settings.path and not self.task.config.warmup.steps:
             return hf_hub.model_directory(settings.path)

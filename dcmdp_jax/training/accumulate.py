@@ -28,9 +28,7 @@ RowFunction = Callable[[Any, Any], tuple[Any, Any]]
 _ROWS = P(None, DATA)
 
 MICRO_BATCHES = "micro_batches"
-"""Name scope of the work on micro-batches, by which benchmarks find their loop in a compiled
-program.
-"""
+"""Name scope of the work on micro-batches, by which benchmarks find their loop."""
 
 
 def bucket_scope(bucket: int) -> str:

@@ -165,15 +165,12 @@ class Batches:
             self._start(version, timer)
 
     def behind(self, step: int) -> dict[int, Params]:
-        """The older versions of the parameters that sampled what is in flight after `step`
-        steps.
-        """
+        """The older parameters that sampled what is in flight after `step` steps, by version."""
         versions = range(max(0, step - self._lag), step)
         return {version: self._versions[version] for version in versions}
 
     def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """Push the policy of a step when nothing is being sampled, unless the engine has it
-        already.
+        """Push the policy of a step when nothing is being sampled, unless it is there already.
 
         Returns:
             What was measured when it was pushed.
@@ -184,16 +181,16 @@ class Batches:
         with timer.phase("push"):
             if self._pushed is None or self._pushed[0] != step:
                 pushed, merge_metrics = self.programs.merged(params, self.frozen)
-                metrics = self.services.engine.push_weights(pushed, step) | jax.device_get(
-                    merge_metrics
-                )
+                metrics = {
+                    **self.services.engine.push_weights(pushed, step),
+                    **jax.device_get(merge_metrics),
+                }
                 largest = self._hosts.largest(*metrics.values())
                 self._pushed = step, dict(zip(metrics, largest, strict=True))
         return self._pushed[1]
 
     def make(self, state: TrainState, step: int, timer: PhaseTimer) -> StepBatch:
-        """The batch of a step. The engine holds the policy of `state`, which samples the batch of
-        `step + lag`.
+        """The batch of a step; the engine has the policy of `state`, which samples `step + lag`.
 
         Args:
             state: after `step` steps.
@@ -328,9 +325,7 @@ class Batches:
         )
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
-        """Add the log-probs of other passes: a teacher's, and those of the weights that sampled
-        it.
-        """
+        """Add log-probs of other passes: a teacher's, and those of the weights that sampled."""
         self.compiled()
         programs = self.programs
         params = programs.policy(params, self.frozen)

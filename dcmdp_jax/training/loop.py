@@ -208,16 +208,22 @@ class Trainer:
                 writer.write_rollouts(step, completions)
 
             skipped.check(metrics)
-            evaluates = self._evaluation_is_due(step)
-            [stops] = self.hosts.largest(alarms.ends_the_run)
-            last = step == config.training.steps
-            if evaluates or stops or last or step % config.checkpoint.every_steps == 0:
-                self._save(wait=bool(stops))
-            if stops:
-                alarms.stop(step)
-            if evaluates:
-                self._evaluate(writer)
-                release_freed_memory(above=phase_timer.KEPT_BYTES)
+            self._save_and_evaluate(step, alarms, writer)
+
+    def _save_and_evaluate(
+        self, step: int, alarms: AlarmWatch, writer: MetricsWriter | NoWriter
+    ) -> None:
+        """Save and evaluate the policy after a step where that is due; stop at an alarm, saved."""
+        evaluates = self._evaluation_is_due(step)
+        [stops] = self.hosts.largest(alarms.ends_the_run)
+        last = step == self.config.training.steps
+        if evaluates or stops or last or step % self.config.checkpoint.every_steps == 0:
+            self._save(wait=bool(stops))
+        if stops:
+            alarms.stop(step)
+        if evaluates:
+            self._evaluate(writer)
+            release_freed_memory(above=phase_timer.KEPT_BYTES)
 
     def _step_metrics(
         self,
@@ -311,9 +317,7 @@ class Trainer:
         return join(self.hosts.gather(result, EvaluationResult))
 
     def _save(self, *, wait: bool = False) -> int:
-        """Save the state after the last finished step, wait for the disk if asked; return the
-        step.
-        """
+        """Save the state after the last finished step, and wait if asked; return the step."""
         state, step = self._finished
         release_freed_memory(above=phase_timer.KEPT_BYTES)
         with activity("saving a checkpoint"):

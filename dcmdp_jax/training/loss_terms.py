@@ -1,5 +1,4 @@
-"""Assemble the configured loss: surrogate, reference KL, load balancing; the metrics of a step on
-the device.
+"""The configured loss: surrogate, reference KL, load balancing; metrics of a step on the device.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
 from dcmdp_jax.algorithm.discrepancy import (
     completions_over_tolerance,
@@ -28,7 +26,16 @@ from dcmdp_jax.algorithm.discrepancy import (
 )
 from dcmdp_jax.algorithm.distribution import Head, centering_loss, distribution_statistics
 from dcmdp_jax.algorithm.dual import QUANTILES
-from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, masked_sum
+from dcmdp_jax.algorithm.masked import (
+    CompletionIndex,
+    completion_means,
+    gather_to_tokens,
+    group_statistics,
+    masked_max,
+    masked_mean,
+    masked_quantile,
+    masked_sum,
+)
 from dcmdp_jax.algorithm.penalties import charge_loss
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
@@ -310,7 +317,7 @@ def token_advantages(
     Returns:
         [R, L] float32.
     """
-    advantages = masked.gather_to_tokens(completion_advantages, rows.completion_index)
+    advantages = gather_to_tokens(completion_advantages, rows.completion_index)
     if TEACHER_LOGPROBS not in rows.columns:
         return advantages
     gain = lax.stop_gradient(rows.columns[TEACHER_LOGPROBS] - old_logprobs)
@@ -459,21 +466,21 @@ def batch_metrics(
     rewards = batch.rewards.reshape(-1)
     valid = batch.valid.reshape(-1)
     group_ids = (batch.group_ids + offsets).reshape(-1)
-    groups = masked.group_statistics(rewards, group_ids, valid, ddof=1)
-    least = -masked.masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
-    mean_above = masked.masked_mean(rewards - least, valid)
+    groups = group_statistics(rewards, group_ids, valid, ddof=1)
+    least = -masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
+    mean_above = masked_mean(rewards - least, valid)
 
     metrics = mismatch_statistics(train, rollout, mask)
     if settings.budget in QUANTILES:
-        quantile = masked.masked_quantile(delta, mask, QUANTILES[settings.budget])
+        quantile = masked_quantile(delta, mask, QUANTILES[settings.budget])
         metrics[settings.bounded_metric] = quantile
     return metrics | {
         "reward/mean": least + mean_above,
-        "reward/std": jnp.sqrt(masked.masked_mean((rewards - least - mean_above) ** 2, valid)),
-        "reward/all_equal_groups": masked.masked_mean(groups.all_equal, groups.size > 0),
-        "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
-        "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
-        "discrepancy/max": masked.masked_max(delta, mask),
+        "reward/std": jnp.sqrt(masked_mean((rewards - least - mean_above) ** 2, valid)),
+        "reward/all_equal_groups": masked_mean(groups.all_equal, groups.size > 0),
+        "discrepancy/p50": masked_quantile(delta, mask, 0.5),
+        "discrepancy/p99": masked_quantile(delta, mask, 0.99),
+        "discrepancy/max": masked_max(delta, mask),
         "discrepancy/engine_share": engine_share.value(),
         "discrepancy/completions_over_tolerance": over.value(),
         "displacement/mean": displacement["mean"],
@@ -486,8 +493,7 @@ def batch_metrics(
 
 
 def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Metrics:
-    """Staleness and mismatch, which add up to the gap between trainer and engine, of a lagging
-    batch.
+    """Staleness and mismatch of a lagging batch, which add up to the gap to the engine.
 
         log p_now - log p^Inf = (log p_now - log p_v) + (log p_v - log p^Inf) = staleness + mismatch
 
@@ -514,13 +520,13 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
     mismatch = old - rollout
     gap = start - rollout
     return {
-        "staleness/log_ratio_mean": masked.masked_mean(staleness, mask),
-        "staleness/log_ratio_abs_mean": masked.masked_mean(jnp.abs(staleness), mask),
-        "staleness/log_ratio_max": masked.masked_max(jnp.abs(staleness), mask),
-        "mismatch/log_ratio_mean": masked.masked_mean(mismatch, mask),
-        "mismatch/log_ratio_abs_mean": masked.masked_mean(jnp.abs(mismatch), mask),
-        "mismatch/log_ratio_max": masked.masked_max(jnp.abs(mismatch), mask),
-        "gap/log_ratio_mean": masked.masked_mean(gap, mask),
-        "gap/log_ratio_abs_mean": masked.masked_mean(jnp.abs(gap), mask),
-        "gap/log_ratio_max": masked.masked_max(jnp.abs(gap), mask),
+        "staleness/log_ratio_mean": masked_mean(staleness, mask),
+        "staleness/log_ratio_abs_mean": masked_mean(jnp.abs(staleness), mask),
+        "staleness/log_ratio_max": masked_max(jnp.abs(staleness), mask),
+        "mismatch/log_ratio_mean": masked_mean(mismatch, mask),
+        "mismatch/log_ratio_abs_mean": masked_mean(jnp.abs(mismatch), mask),
+        "mismatch/log_ratio_max": masked_max(jnp.abs(mismatch), mask),
+        "gap/log_ratio_mean": masked_mean(gap, mask),
+        "gap/log_ratio_abs_mean": masked_mean(jnp.abs(gap), mask),
+        "gap/log_ratio_max": masked_max(jnp.abs(gap), mask),
     }

@@ -20,9 +20,7 @@ PHASES = {
 }
 """Phase of a step -> metric of its seconds, and its label on the console."""
 KEPT_BYTES = 2**30
-"""Freed memory that the process keeps during a checkpoint, an evaluation, and what compiling
-leaves.
-"""
+"""Freed memory that the process keeps in a checkpoint and an evaluation, and after compiling."""
 _KEPT_BETWEEN_STEPS = 3 * 2**30
 """Freed memory that it keeps from one phase to the next in other steps, which need as much again:
 to clear the pages of 2.3 GiB took 2 to 3 of the 15 processor seconds of a step of 135M parameters.

@@ -98,9 +98,7 @@ def join(rollouts: Sequence[StepRollout]) -> StepRollout:
 
 
 def trainer_state(task: Task, step: int, position: int) -> TrainerState:
-    """State of the run for reward functions: finished steps, and epochs of the stream of
-    prompts.
-    """
+    """State of the run for reward functions: finished steps, and epochs of the prompts."""
     return TrainerState(step, task.config.training.steps, position / sum(task.stream.sizes))
 
 
@@ -131,8 +129,7 @@ class StepRollouts:
     collective: bool = True
 
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
-        """Sample and score the problems from position `first` on, a function of (seed, step,
-        first).
+        """Sample and score the problems from `first` on: a function of (seed, step, first).
 
         Collective by default: each process samples its share, and gets all of it.
 
@@ -200,9 +197,7 @@ class StepRollouts:
     def _generate(
         self, rows: np.ndarray, numbers: dict[str, int], scoring: BatchScoring
     ) -> list[Episode]:
-        """Sample problems and start their rewards; return prompt order, with a server's
-        log-probs.
-        """
+        """Sample problems, start their rewards, ask the teacher's server; return prompt order."""
         sampled = sampled_episodes(
             self.services,
             scoring,

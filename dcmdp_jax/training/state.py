@@ -64,8 +64,7 @@ def update_dual(
 def measure_tolerance(
     settings: AlgorithmSettings, series: Mapping[str, tuple[Array, Array]]
 ) -> np.float32:
-    """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite
-    discrepancy.
+    """c from the first steps by `measured_tolerance`; `tolerance` without a finite discrepancy.
 
     Args:
         settings: the rule.
@@ -107,9 +106,7 @@ def new_state(
 
 
 def batch_shardings(mesh: Mesh) -> Batch:
-    """Shardings of a `Batch`, as a prefix: rows split over data, fsdp and expert, the rest
-    whole.
-    """
+    """Shardings of a `Batch`, as a prefix: rows over data, fsdp and expert, else replicated."""
     everywhere = replicated(mesh)
     return Batch(
         rows=shard_rows(mesh),
@@ -201,9 +198,7 @@ def apply_update(
 
 
 def updates_made(opt_state: optax.OptState) -> jax.Array:
-    """Number of updates the optimizer has made; skipped ones don't count, for its schedule
-    either.
-    """
+    """Number of updates that were made; skipped ones don't count, for the schedule either."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
@@ -236,8 +231,7 @@ def initial_loss_scale(compute_dtype: str) -> LossScale | None:
 
 
 def next_loss_scale(state: LossScale, finite: jax.Array) -> LossScale:
-    """The scale after an update (Micikevicius et al. 2018, section 3.2), with the constants of
-    PyTorch's GradScaler.
+    """The scale after an update (Micikevicius et al. 2018, 3.2), with PyTorch's constants.
 
         S / 2      after an update with a gradient that is not finite, which was skipped; at least 1
         2 S        after 2000 finite ones in a row; at most 2^24

@@ -1,6 +1,4 @@
-"""The compiled training step, Algorithm 1 of the paper: (TrainState, Batch) -> TrainState,
-metrics.
-"""
+"""The compiled training step, Algorithm 1 of the paper: (state, batch) -> (state, metrics)."""
 
 import dataclasses
 import functools
@@ -13,8 +11,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm import distribution, losses, masked, penalties, stats
+from dcmdp_jax.algorithm import distribution, losses, penalties, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.masked import masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Statistics, Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Sum
@@ -308,7 +307,7 @@ def _update(
     values = {"policy/loss": Mean(sums.loss, divisor).value(), "optimizer/grad_norm": grad_norm}
     if terms is not None:
         values |= loss_terms.term_metrics(settings, terms, sums.surrogate, sums.kl)
-    statistics |= {name: masked.masked_sum(value, updated) for name, value in values.items()}
+    statistics |= {name: masked_sum(value, updated) for name, value in values.items()}
     statistics["optimizer/skipped_updates"] = Sum((~updated).astype(jnp.int32))
     return state, Updates(statistics, sums.router, tokens=tokens, advantages=advantages)
 
@@ -399,7 +398,7 @@ def _objective(
             completion_mask=mask,
             estimator=settings.kl_estimator,
         )
-        kl = masked.weighted_sum(divergence, signals.planned_weights).total
+        kl = weighted_sum(divergence, signals.planned_weights).total
     if constants.terms is not None:
         total += loss_terms.scaled_terms(settings, constants.terms, kl, outputs.router)
     if constants.loss_scale is not None:
@@ -410,12 +409,12 @@ def _objective(
         **signals.statistics,
         **loss_statistics,
         **loss_terms.head_statistics(settings, head, outputs.kept_mass, mask),
-        "policy/entropy": masked.masked_sum(lax.stop_gradient(outputs.entropy), mask),
+        "policy/entropy": masked_sum(lax.stop_gradient(outputs.entropy), mask),
         "discrepancy/mean": signals.mean_discrepancy,
     }
     if TEACHER_LOGPROBS in rows.columns:
         gap = old_logprobs - rows.columns[TEACHER_LOGPROBS]
-        statistics["policy/teacher_kl"] = masked.masked_sum(gap, mask)
+        statistics["policy/teacher_kl"] = masked_sum(gap, mask)
     charge_in_loss = None
     if settings.state_charge is not None:
         charge_in_loss = penalties.charge_length(head, mask, settings.state_charge)

@@ -1,6 +1,4 @@
-"""How a run ends early: all hosts together, all saved; by skipped updates or an alarm; shared
-facts.
-"""
+"""How a run ends early, on all hosts, all saved: a signal, an error, skipped updates, an alarm."""
 
 import contextlib
 import dataclasses
@@ -53,9 +51,7 @@ ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
 
 
 class Interrupted(Exception):
-    """A signal ended the run. Every finished step is saved; the next run repeats the unfinished
-    one.
-    """
+    """A signal ended the run. Finished steps are saved; the next run repeats the unfinished one."""
 
     def __init__(self, signal_number: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} {where}")
@@ -182,9 +178,7 @@ class StopSignal:
         os._exit(128 + number)
 
     def _answer(self, pipe: int, numbers: list[int]) -> None:
-        """Answer signals as Python's handler writes them to the pipe, until its other end
-        closes.
-        """
+        """Answer signals as Python's handler writes them to the pipe, until that closes."""
         answered = None
         while True:
             received = os.read(pipe, 1)
@@ -383,9 +377,7 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "tr
 
 
 def settings_and_code(config: Config) -> dict[str, str]:
-    """Every setting except `hosts.*`, a digest of this package's code, and its libraries'
-    versions.
-    """
+    """Every setting except `hosts.*`, a digest of our code, and the libraries' versions."""
     facts = {}
     for name, value in flatten(to_dict(config)).items():
         if not name.startswith("hosts."):
