@@ -133,7 +133,7 @@ def _step(
         params, tokens = shared
 
         def loss(params: Params) -> jax.Array:
-            logprobs = row_logprobs(params, rows).logprobs
+            logprobs, *_ = row_logprobs(params, rows)
             return -masked.masked_sum(logprobs, rows.completion_mask).total / tokens * _LOSS_SCALE
 
         value, grads = jax.value_and_grad(loss)(params)

@@ -247,8 +247,15 @@ def test_a_token_of_another_version_than_the_one_announced_names_both():
     def episode(version):
         ids = np.array([7, 8], np.int32)
         logprobs = np.zeros(2, np.float32)
-        given = {"policy_version": version, "group": 0, "member": 0, "finish_reason": "stop"}
-        return single_turn(np.array([1], np.int32), ids, logprobs, **given)
+        return single_turn(
+            np.array([1], np.int32),
+            ids,
+            logprobs,
+            policy_version=version,
+            group=0,
+            member=0,
+            finish_reason="stop",
+        )
 
     check_versions([episode(3), episode(3)], 3)
     with pytest.raises(

@@ -29,11 +29,18 @@ def _batches(packing, **training):
 
 
 def _rollout(count, tokens):
-    place = dict(policy_version=0, group=0, finish_reason="stop")
-    episodes = [
-        single_turn(np.arange(2), np.arange(tokens - 2), np.zeros(tokens - 2), member=i, **place)
-        for i in range(count)
-    ]
+    episodes = []
+    for member in range(count):
+        episode = single_turn(
+            np.arange(2),
+            np.arange(tokens - 2),
+            np.zeros(tokens - 2),
+            policy_version=0,
+            group=0,
+            member=member,
+            finish_reason="stop",
+        )
+        episodes.append(episode)
     return SimpleNamespace(
         episodes=episodes,
         rows=np.arange(count),

@@ -48,10 +48,14 @@ def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, mesh=None)
     if mesh is not None:
         params = jax.device_put(params, replicated(mesh))
     trained = warm_up(
-        *(params, _EXAMPLES, logprobs, settings),
-        **dict(
-            seed=seed, mesh=mesh, length_multiple=8, on_step=lambda *values: seen.append(values)
-        ),
+        params,
+        _EXAMPLES,
+        logprobs,
+        settings,
+        seed=seed,
+        mesh=mesh,
+        length_multiple=8,
+        on_step=lambda *values: seen.append(values),
     )
     return np.asarray(trained["table"]), seen
 
@@ -143,8 +147,16 @@ def test_the_callback_may_stop_it():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        given = ({"table": jnp.zeros((8, 8))}, _EXAMPLES, _table_logprobs, _settings(100))
-        warm_up(*given, seed=0, mesh=None, length_multiple=8, on_step=stop)
+        warm_up(
+            {"table": jnp.zeros((8, 8))},
+            _EXAMPLES,
+            _table_logprobs,
+            _settings(100),
+            seed=0,
+            mesh=None,
+            length_multiple=8,
+            on_step=stop,
+        )
 
 
 def test_a_decoder_learns_by_the_training_stacks_own_forward():
