@@ -61,16 +61,14 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
     model = make_model(tied)
     params = init_params(model, jax.random.key(1))
     rows = unpacked_rows(np.random.default_rng(1).integers(0, 31, (3, LENGTH)).astype(np.int32))
-    options = {"temperature": 1.0, "mesh": None}
 
-    def loss(row_logprobs):
-        return jax.jit(jax.grad(lambda params: jnp.sum(row_logprobs(params, rows)[0] ** 2)))
-
-    matched = loss(
-        make_row_logprobs(
-            model, Compute(one_segment=True), **options, scheme=Scheme(weights="int8")
+    def gradient(model, params, scheme=FULL):
+        row_logprobs = make_row_logprobs(
+            model, Compute(one_segment=True), temperature=1.0, mesh=None, scheme=scheme
         )
-    )(params)
+        return jax.jit(jax.grad(lambda params: jnp.sum(row_logprobs(params, rows)[0] ** 2)))(params)
+
+    matched = gradient(model, params, Scheme(weights="int8"))
     # As an untied model, whose output matrix has values, and a gradient, of its own.
     untied = make_model(False)
     output = params["output"] if "output" in params else params["embedding"].T
@@ -91,7 +89,7 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
     )
     kernel = quantize.quantize_kernel(output, "int8")
     rounded["output"] = kernel.values * kernel.scale
-    expected = loss(make_row_logprobs(untied, Compute(one_segment=True), **options))(rounded)
+    expected = gradient(untied, rounded)
     if tied:
         expected["embedding"] = expected["embedding"] + expected.pop("output").T
     jax.tree.map(

@@ -69,19 +69,20 @@ def test_experts_on_several_devices_equal_one(shape):
     """Parameters and every metric after two steps with replay and balancing; the router's gradient
     shows in both.
     """
-    options = {
-        "mini_batches": 1,
-        "steps": 2,
-        "compute": _compute(),
-        "settings": BALANCED,
-        "rollout": _replaying(),
-    }
-    expected, one, _ = step_runs.run_steps(**options)
+    run_steps = functools.partial(
+        step_runs.run_steps,
+        mini_batches=1,
+        steps=2,
+        compute=_compute(),
+        settings=BALANCED,
+        rollout=_replaying(),
+    )
+    expected, expected_metrics, _ = run_steps()
     devices = jax.devices()[: int(np.prod(shape))]
-    state, several, step = step_runs.run_steps(**options, mesh=make_mesh(*shape, devices=devices))
+    state, history, step = run_steps(mesh=make_mesh(*shape, devices=devices))
     step_runs.close(state.params, expected.params, 1e-5)
-    for metrics, wanted in zip(several, one, strict=True):
-        step_runs.same_metrics(metrics, wanted)
+    for metrics, on_one_device in zip(history, expected_metrics, strict=True):
+        step_runs.same_metrics(metrics, on_one_device)
     # Never a second program. Seen once as 0 in a full run of the tests: JAX had dropped the entry.
     assert step._cache_size() <= 1
     router = expected.params["layers"]["mlp"]["router"]["kernel"]
@@ -102,16 +103,18 @@ def test_load_and_balancing_are_the_same_in_every_layout():
     """One micro-batch or several, one completion in a row or several: positions that predict a
     completion count.
     """
-    options = {"mini_batches": 1, "settings": BALANCED, "rollout": _replaying()}
-    state, [want], _ = step_runs.run_steps(**options, compute=_compute(), tokens=10_000)
+    run_steps = functools.partial(
+        step_runs.run_steps, mini_batches=1, settings=BALANCED, rollout=_replaying()
+    )
+    state, [want], _ = run_steps(compute=_compute(), tokens=10_000)
     assert (
         len(_moe(want)) == 6
         and 1 < want["moe/load_max_over_mean"] < 4
         and 0 < want["moe/routing_agreement"] < 1
     )
-    packed = {"row_lengths": (48,), "segments": 4, "compute": _compute(packed=True)}
-    for layout in ({"tokens": 32, "compute": _compute()}, packed):
-        other, [have], _ = step_runs.run_steps(**options, **layout)
+    several = run_steps(tokens=32, compute=_compute())
+    packed = run_steps(row_lengths=(48,), segments=4, compute=_compute(packed=True))
+    for other, [have], _ in (several, packed):
         assert _moe(have) == pytest.approx(_moe(want), rel=1e-4)
         step_runs.close(other.params, state.params, 1e-5)
 
@@ -155,8 +158,15 @@ def _balance(params, members):
 
     def loss(params):
         positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-        arguments = (params, EXPERTS, ids, positions, jnp.ones_like(ids), Compute())
-        _, sums = decoder.hidden_states_and_aux(*arguments, counted=jnp.asarray(counted))
+        _, sums = decoder.hidden_states_and_aux(
+            params,
+            EXPERTS,
+            ids,
+            positions,
+            jnp.ones_like(ids),
+            Compute(),
+            counted=jnp.asarray(counted),
+        )
         share = jax.lax.stop_gradient(sums["router_load"].sum(0)) / (2 * counted.sum())
         return 4 * jnp.sum(share * sums["router_probability"].sum(0)) / (2 * counted.sum())
 
@@ -204,9 +214,10 @@ def test_balancing_loss_weighs_the_same_whatever_corrections_drop(denominator, l
 
 
 def test_tokens_without_experts_to_replay_use_the_routers_own():
-    options = {"mini_batches": 2, "compute": _compute()}
-    plain, [want], _ = step_runs.run_steps(**options)
-    state, [have], _ = step_runs.run_steps(**options, rollout=_replaying("none"))
+    plain, [want], _ = step_runs.run_steps(mini_batches=2, compute=_compute())
+    state, [have], _ = step_runs.run_steps(
+        mini_batches=2, compute=_compute(), rollout=_replaying("none")
+    )
     assert float(have.pop("moe/routing_agreement")) == 1.0
     step_runs.same_metrics(have, want)
     step_runs.close(state.params, plain.params, 1e-6)

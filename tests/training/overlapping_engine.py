@@ -76,11 +76,18 @@ class OverlappingEngine:
                 count=sampling.group_size,
                 vocabulary=self._vocabulary,
             )
-            arrays = zip(np.array(ids, np.int32), np.array(logprobs, np.float32), strict=True)
-            same = {"policy_version": version, "group": group, "finish_reason": "stop"}
+            completions = zip(np.array(ids, np.int32), np.array(logprobs, np.float32), strict=True)
             yield [
-                single_turn(prompt, *pair, member=member, **same)
-                for member, pair in enumerate(arrays)
+                single_turn(
+                    prompt,
+                    completion_ids,
+                    completion_logprobs,
+                    policy_version=version,
+                    group=group,
+                    member=member,
+                    finish_reason="stop",
+                )
+                for member, (completion_ids, completion_logprobs) in enumerate(completions)
             ]
 
     def score(self, prompts, completions, *, temperature):

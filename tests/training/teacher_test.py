@@ -91,12 +91,12 @@ _SETTINGS = {"model.compute_dtype": "float32", "evaluation.every_steps": 0}
 _SETTINGS |= {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
 
 
-def _checked(tmp_path, functions, **changes):
+def _checked(tmp_path, functions, changes=()):
     settings = {
         "run_dir": str(tmp_path / "run"),
         "rewards.functions": functions,
         **_SETTINGS,
-        **changes,
+        **dict(changes),
     }
     return Run.check(load_config("demo:debug", settings))
 
@@ -129,7 +129,7 @@ def test_a_teacher_of_another_shape_scores_as_transformers_does(tmp_path, rows_o
     import torch
 
     model = _save_teacher(tmp_path / "teacher")
-    run = _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **{"rewards.weights": (0.25,)})
+    run = _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", {"rewards.weights": (0.25,)})
     batch, metrics, *_ = rows_of(run)
     temperature = run.task.config.rollout.temperature
     gaps = 0.0
@@ -169,13 +169,18 @@ def test_a_policy_that_is_its_own_teacher_stays(tmp_path, rows_of):
 
     run = _checked(tmp_path, "math")
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    own = {"dtype": "float32", "tokenizer_dir": tmp_path / "tokenizer"}
-    save_params(run.weights.initial(), run.task.model, tmp_path / "self", **own)
-    alone = {
+    save_params(
+        run.weights.initial(),
+        run.task.model,
+        tmp_path / "self",
+        dtype="float32",
+        tokenizer_dir=tmp_path / "tokenizer",
+    )
+    changes = {
         "algorithm.method": "grpo",
         "training.prompts_per_mini_batch": run.task.config.training.prompts_per_step,
     }
-    _, metrics, before, after = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'self'}", **alone))
+    _, metrics, before, after = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'self'}", changes))
     assert abs(metrics["policy/teacher_kl"]) < 1e-6 and metrics["optimizer/grad_norm"] < 1e-5
 
 
@@ -184,7 +189,7 @@ def test_bypass_compares_the_teacher_with_the_policy_that_sampled(tmp_path, rows
     found = {}
     for name in ("train", "bypass"):
         changes = {"algorithm.ratio_denominator": name, "optimizer.learning_rate": 0.03}
-        metrics = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **changes))[1]
+        metrics = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", changes))[1]
         found[name] = float(metrics["policy/teacher_kl"])
     # With the weights that the first of two updates moved it would be another number.
     assert found["bypass"] == pytest.approx(found["train"], abs=1e-6)
@@ -227,7 +232,7 @@ def test_a_server_scores_each_completion_after_its_prompt(monkeypatch):
 def test_a_server_is_asked_about_the_policys_tokens_at_the_start(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(HttpKind, "build", lambda self, arguments: asked.append(arguments))
-    run = _checked(tmp_path, "teacher:http://localhost:8000", **{"rollout.temperature": 1.0})
+    run = _checked(tmp_path, "teacher:http://localhost:8000", {"rollout.temperature": 1.0})
     assert run.task.teacher is None and "teacher_logprobs" in run.placement.columns
     with run.start():
         pass
@@ -320,7 +325,7 @@ def test_a_policy_that_ends_where_its_teacher_does_as_well_is_not_warned_of(tmp_
             json.dumps({"eos_token_id": ends})
         )
         caplog.clear()
-        _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **policy)
+        _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", policy)
         lines = [record.message for record in caplog.records if "ends with" in record.message]
         assert len(lines) == warned
         if warned:
@@ -365,4 +370,4 @@ def test_a_teacher_that_knows_other_tokens_or_fewer_places_is_refused(tmp_path):
         ValueError,
         match="^config.rewards.functions: evaluation needs another reward than a teacher",
     ):
-        _checked(tmp_path, name, **{"evaluation.every_steps": 1})
+        _checked(tmp_path, name, {"evaluation.every_steps": 1})

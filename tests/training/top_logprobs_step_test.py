@@ -40,16 +40,11 @@ class Listed(Rollout):
             ids = np.argsort(-table, axis=1)[:, : self.k]
             values = np.take_along_axis(table, ids, axis=1)
             ids = np.where(np.isfinite(values), ids, -1)
-            whole = {
-                name: np.zeros((len(episode.token_ids), self.k), x.dtype)
-                for name, x in (("i", ids), ("v", values))
-            }
-            whole["i"][episode.sampled_mask], whole["v"][episode.sampled_mask] = ids, values
-            columns = {
-                "top_ids": whole["i"].astype(np.int32),
-                "top_logprobs": whole["v"].astype(np.float32),
-            }
-            found.append(episode.with_columns(**columns))
+            top_ids = np.zeros((len(episode.token_ids), self.k), np.int32)
+            top_logprobs = np.zeros(top_ids.shape, np.float32)
+            top_ids[episode.sampled_mask] = ids
+            top_logprobs[episode.sampled_mask] = values
+            found.append(episode.with_columns(top_ids=top_ids, top_logprobs=top_logprobs))
         return found
 
 
@@ -134,8 +129,10 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
     settings = dataclasses.replace(SETTINGS, corrections="tis(high=1.1),score_centering")
     rollout, rewards, log_p = _rollout()
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
-    options = {"rollout": (rollout, rewards), "mini_batches": 1, "mesh": mesh}
-    _, (metrics,), _ = step_runs.run_steps(settings=settings, **options)
+    run_steps = functools.partial(
+        step_runs.run_steps, rollout=(rollout, rewards), mini_batches=1, mesh=mesh
+    )
+    _, (metrics,), _ = run_steps(settings=settings)
     groups = rewards.reshape(step_runs.PROMPTS, step_runs.GROUP)
     deviation = groups.std(axis=1, ddof=1, keepdims=True) + settings.std_epsilon
     advantages = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1)
@@ -155,9 +152,8 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
         )
     )
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    _, (plain,), _ = step_runs.run_steps(
-        settings=dataclasses.replace(settings, corrections="tis(high=1.1)"), **options
-    )
+    without_centering = dataclasses.replace(settings, corrections="tis(high=1.1)")
+    _, (plain,), _ = run_steps(settings=without_centering)
     assert plain["optimizer/grad_norm"] != pytest.approx(norm, rel=1e-3)
 
 
@@ -264,14 +260,13 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
     sampled = ours.rollout_logprobs
     base, spans = step_runs.padded(ours)
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
-    options = {
-        "settings": SETTINGS,
-        "rollout": (ours, rewards),
-        "mini_batches": 1,
-        "mesh": mesh,
-        "options": {"cut": True},
-    }
-    _, (metrics,), _ = step_runs.run_steps(**options)
+    _, (metrics,), _ = step_runs.run_steps(
+        settings=SETTINGS,
+        rollout=(ours, rewards),
+        mini_batches=1,
+        mesh=mesh,
+        options={"cut": True},
+    )
     ids = base.copy()
     for row, (a, b), c in zip(ids, spans, chosen, strict=True):
         row[a:b] = c
@@ -320,13 +315,10 @@ def test_a_cut_batch_that_lags_is_compared_under_the_weights_that_sampled_it():
     """At the same weights it is the batch without a lag; sampled by others, its measures are a
     step's at those.
     """
-    options = {"cut": True}
-    create, step, _ = step_runs.programs(
-        SETTINGS, 1, None, Compute(one_segment=True, logprob_chunk=16), False, **options
-    )
-    how = {"temperature": step_runs.TEMPERATURE, "mesh": None, **options}
+    compute = Compute(one_segment=True, logprob_chunk=16)
+    create, step, _ = step_runs.programs(SETTINGS, 1, None, compute, False, cut=True)
     row_logprobs = make_row_logprobs(
-        step_runs.MODEL, Compute(one_segment=True, logprob_chunk=16), **how
+        step_runs.MODEL, compute, temperature=step_runs.TEMPERATURE, mesh=None, cut=True
     )
     batch = step_runs.packed_batch(cut_rollout(), 1, None, tokens=64)
     old = make_old_logprobs(row_logprobs, mesh=None)
