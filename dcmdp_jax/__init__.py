@@ -16,34 +16,33 @@ JAX with it.
 import difflib
 import importlib
 import os
-from types import MappingProxyType
 from typing import Any
 
 from dcmdp_jax.version import __version__
 
-_PLACES = MappingProxyType(
-    {
-        "DcGrpoAux": ("algorithm.dc_grpo", "aux"),
-        "penalized_advantages": ("algorithm.penalties", "penal charge"),
-        "clipped_surrogate": ("algorithm.trust_regions", "clip ppo surrogate"),
-        "group_advantages": ("algorithm.advantages", "advantage normaliz statistic"),
-        "dc_grpo_loss": ("algorithm.dc_grpo", "loss grpo"),
-        "token_discrepancy": ("algorithm.discrepancy", "discrepan delta mismatch kl"),
-        "importance_ratio": ("algorithm.losses", "ratio importance tis icepop"),
-        "dual_update": ("algorithm.dual", "dual lambda multiplier lagrang toleran budget"),
-        "read_metrics": ("observe.metrics_io", "metric"),
-        "write_report": ("observe.report", "report plot"),
-        "load_config": ("commands.flags", "config preset"),
-        "train": ("commands.train", "train run"),
-        "Config": ("config.settings", ""),
-        "Engine": ("engines.protocol", ""),
-        "Episode": ("data.episode", ""),
-        "Tokens": ("algorithm.remedies", ""),
-        "UserError": ("errors", ""),
-    }
-)
-"""Public name -> its module, and pieces of names that are tried for it; the first one counts."""
-__all__ = ["__version__", *sorted(_PLACES)]
+_TABLE = """
+    DcGrpoAux             algorithm.dc_grpo        aux
+    penalized_advantages  algorithm.penalties      penal charge
+    clipped_surrogate     algorithm.trust_regions  clip ppo surrogate
+    group_advantages      algorithm.advantages     advantage normaliz statistic
+    dc_grpo_loss          algorithm.dc_grpo        loss grpo
+    token_discrepancy     algorithm.discrepancy    discrepan delta mismatch kl
+    importance_ratio      algorithm.losses         ratio importance tis icepop
+    dual_update           algorithm.dual           dual lambda multiplier lagrang toleran budget
+    read_metrics          observe.metrics_io       metric
+    write_report          observe.report           report plot
+    load_config           commands.flags           config preset
+    train                 commands.train           train run
+    Config                config.settings
+    Engine                engines.protocol
+    Episode               data.episode
+    Tokens                algorithm.remedies
+    UserError             errors
+"""
+"""Public name, its module, and pieces of names that are tried for it; the first one counts."""
+_PUBLIC = [line.split() for line in _TABLE.strip().splitlines()]
+_MODULES = {name: module for name, module, *_ in _PUBLIC}
+__all__ = ["__version__", *sorted(_MODULES)]
 
 # transformers advises at import that PyTorch is missing; only its tokenizers are used here, and
 # they need none.
@@ -51,19 +50,19 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        near = []
-        for public_name, (_, words) in _PLACES.items():
-            if any(word in name.lower() for word in words.split()):
-                near.append(public_name)
-        near += difflib.get_close_matches(name, _PLACES, n=1)
-        hint = f"; it has {', '.join(sorted(_PLACES))}"
-        if name.startswith("_"):
-            hint = ""
-        elif near:
-            hint = f"; did you mean {near[0]}?"
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name][0]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    near = []
+    for public_name, _, *words in _PUBLIC:
+        if any(word in name.lower() for word in words):
+            near.append(public_name)
+    near += difflib.get_close_matches(name, _MODULES, n=1)
+    hint = f"; it has {', '.join(sorted(_MODULES))}"
+    if name.startswith("_"):
+        hint = ""
+    elif near:
+        hint = f"; did you mean {near[0]}?"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

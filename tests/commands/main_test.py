@@ -295,7 +295,7 @@ def test_type_checkers_see_the_names_of_the_table():
     )
     for module, names in re.findall(r"^from dcmdp_jax\.([\w.]+) import (.*)$", source, re.M):
         for name in names.replace(" as ", ",").split(","):
-            assert dcmdp_jax._PLACES.get(name.strip(), ("version", ""))[0] == module
+            assert dcmdp_jax._MODULES.get(name.strip(), "version") == module
 
 
 def test_the_version_is_declared_once():
