@@ -15,8 +15,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dcmdp_jax.commands.sweep import load_study
-from dcmdp_jax.lab.studies.results import DPI, read_kept_metrics, tables
 from research import (
     ascents,
     certificates,
@@ -33,6 +31,8 @@ from research import (
 )
 from research.kept_studies import KEPT, STUDIES
 from research.oracle import table as oracle
+from research.studies.results import DPI, read_kept_metrics, tables
+from research.studies.sweep import load_study
 
 HERE = Path(__file__).resolve().parent
 TABLES = HERE / "tables"
@@ -56,7 +56,9 @@ def _kept(name: str) -> Path:
 
 
 def _by_arm(name: str) -> str:
-    """Means of every arm and differences to the baseline, as `dcmdp sweep` writes them."""
+    """Means of every arm and differences to the baseline, as `python -m research.studies` writes
+    them.
+    """
     study = load_study(str(HERE.parent / STUDIES[name]))
     runs = {
         arm: seeds

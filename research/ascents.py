@@ -10,8 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import fisher_exact
 
-from dcmdp_jax.commands.sweep import arm_values
-from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from research.kept_studies import KEPT, STUDIES, arms_of
@@ -26,6 +24,8 @@ from research.long_tables import (
     read,
 )
 from research.paper_regime import smoothed
+from research.studies.results import Table
+from research.studies.sweep import arm_values
 
 _EXACTLY = RESPONSES["held-out, exact engine, %"]
 

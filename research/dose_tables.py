@@ -29,7 +29,12 @@ from scipy.special import stdtr
 from configs.studies.dose_response import doses
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
-from dcmdp_jax.lab.studies.results import (
+from dcmdp_jax.number_format import markdown_table
+from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.page_kit import INK, LEGEND, make_figure, style_axes
+from research.oracle.oracle import NOTHING
+from research.oracle.page import draw_oracle
+from research.studies.results import (
     BASELINE_COLOR,
     Estimate,
     Table,
@@ -40,11 +45,6 @@ from dcmdp_jax.lab.studies.results import (
     plot_curve,
     recorded,
 )
-from dcmdp_jax.number_format import markdown_table
-from dcmdp_jax.observe.metrics_io import Series
-from dcmdp_jax.observe.page_kit import INK, LEGEND, make_figure, style_axes
-from research.oracle.oracle import NOTHING
-from research.oracle.page import draw_oracle
 
 BASELINE = "grpo"
 CONTROL = "grpo_perturbed"

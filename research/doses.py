@@ -21,15 +21,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dcmdp_jax.commands.cli import each_once, run_main, whole
-from dcmdp_jax.commands.sweep import check_evaluation, load_study, resolve
-from dcmdp_jax.lab.studies.results import (
-    Estimate,
-    Table,
-    estimate,
-    read_kept_metrics,
-    write_kept_metrics,
-)
-from dcmdp_jax.lab.studies.study import Study
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.page_kit import LEGEND, make_figure, style_axes
 from dcmdp_jax.training.stopping import Interrupted
@@ -37,6 +28,15 @@ from research.dose_tables import holm, t_p_value
 from research.kept_studies import KEPT
 from research.long_tables import BASELINE, CONTROLS, RESPONSES
 from research.paper_regime import PRIMARY
+from research.studies.results import (
+    Estimate,
+    Table,
+    estimate,
+    read_kept_metrics,
+    write_kept_metrics,
+)
+from research.studies.study import Study
+from research.studies.sweep import check_evaluation, load_study, resolve
 from research.sweep import check_kept, evaluated, run_in_one_process
 
 STUDY = "configs/studies/doses.py"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from configs.studies.dose_response import FIXED, SETTING
 from configs.studies.mismatch_map import CHANGES
-from dcmdp_jax.commands.sweep import load_study, table_of
-from dcmdp_jax.lab.studies.results import read_kept_metrics
-from dcmdp_jax.lab.studies.study import Arm
+from research.studies.results import read_kept_metrics
+from research.studies.study import Arm
+from research.studies.sweep import load_study, table_of
 
 _ROOT = Path(__file__).resolve().parents[1]
 KEPT = _ROOT / "research" / "kept"

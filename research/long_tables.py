@@ -12,7 +12,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import ttest_ind
 
-from dcmdp_jax.lab.studies.results import (
+from dcmdp_jax.number_format import markdown_table
+from dcmdp_jax.observe.alarms import alarms
+from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.page_kit import COLORS, make_figure, style_axes
+from research.dose_tables import holm, t_p_value
+from research.studies.results import (
     BASELINE_COLOR,
     Estimate,
     Table,
@@ -20,11 +25,6 @@ from dcmdp_jax.lab.studies.results import (
     estimate,
     read_kept_metrics,
 )
-from dcmdp_jax.number_format import markdown_table
-from dcmdp_jax.observe.alarms import alarms
-from dcmdp_jax.observe.metrics_io import Series
-from dcmdp_jax.observe.page_kit import COLORS, make_figure, style_axes
-from research.dose_tables import holm, t_p_value
 
 BASELINE = "grpo"
 CONTROLS = ("grpo_perturbed", "grpo_shaken")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from dcmdp_jax.lab.studies.results import BASELINE_COLOR, Table, color_of
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
@@ -34,6 +33,7 @@ from research.long_tables import (
     yardstick,
 )
 from research.repeated import fingerprint
+from research.studies.results import BASELINE_COLOR, Table, color_of
 
 SMALLEST = 17.0
 """Points of score below which a difference is said not to matter."""

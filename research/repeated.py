@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dcmdp_jax.lab.studies.results import Table, read_kept_metrics
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from research.kept_studies import KEPT, STUDIES, WITHOUT_A_STUDY
+from research.studies.results import Table, read_kept_metrics
 
 STEPS = 8
 _COMPARED = ("reward/mean", "discrepancy/mean", "policy/entropy")

@@ -11,8 +11,8 @@ import numpy as np
 
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.observe.metrics_io import Series
+from research.studies.results import Table
 
 _MULTIPLIER = "dual/multiplier"
 _TOLERANCE = "dual/tolerance"

@@ -4,7 +4,7 @@
     python -m research.sweep --study=... --kept=... --seeds=0,1 --arms=grpo,exact \
         --config.training.steps=20
 
-Like `dcmdp sweep`, but of a finished run only its metrics stay, in the file of --kept. Runs that
+Like `python -m research.studies`, but of a finished run only its metrics stay, in the file of --kept. Runs that
 the file has are skipped; kept runs whose multiplier is not what their arm's settings give are
 refused.
 """
@@ -22,25 +22,10 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.sweep import (
-    arm_values,
-    check_evaluation,
-    parse_study,
-    resolve,
-    study_parser,
-)
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.table import read_scores
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
-from dcmdp_jax.lab.studies.study import Study, StudyRun
-from dcmdp_jax.lab.studies.study_runs import (
-    EVALUATION,
-    evaluate_run,
-    evaluation_words,
-    write_results,
-)
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services, start_services
@@ -48,6 +33,21 @@ from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.stopping import Interrupted
 from research.replay import check_replay
+from research.studies.results import read_kept_metrics, write_kept_metrics
+from research.studies.study import Study, StudyRun
+from research.studies.study_runs import (
+    EVALUATION,
+    evaluate_run,
+    evaluation_words,
+    write_results,
+)
+from research.studies.sweep import (
+    arm_values,
+    check_evaluation,
+    parse_study,
+    resolve,
+    study_parser,
+)
 
 _FREE = ("run_dir", "training.seed", "algorithm.multiplier")
 """Settings that are in no compiled program: runs that differ in nothing else share their parts."""

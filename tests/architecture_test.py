@@ -92,7 +92,7 @@ def test_walks_say_how_much_there_is_to_read():
 def test_the_lines_of_a_walk_by_hand():
     # A constant on one line; a field of the settings, too.
     places = (
-        "algorithm/penalties.py:7    PENALTIES    a",
+        "algorithm/dual.py:7    MULTIPLIER_MAX    a",
         "config/algorithm.py:9    AlgorithmSettings.method    b",
     )
     assert rooms.walk_of("".join(f"    {place}\n" for place in places)) == (2, 2)

@@ -13,7 +13,6 @@ import optax
 import pytest
 
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.commands.sweep import main as sweep
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import init_params, num_params
@@ -21,6 +20,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import planned_run
 from dcmdp_jax.training.state import make_optimizer
+from research.studies.sweep import main as sweep
 from tests.support.sampling import local_engine
 from tests.support.small_plan import small_config
 from tests.support.vllm_tools import small_model

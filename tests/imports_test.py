@@ -27,7 +27,7 @@ _MAY_IMPORT = {
     "training": "algorithm config data engines evaluation models observe parallel rewards run",
     "integrations": "",
     "plan": "config data engines models parallel run training",
-    "lab": "algorithm config data engines evaluation models observe parallel rewards run",
+    "lab": "algorithm config data engines models observe parallel rewards run",
     "commands": "config data engines evaluation lab models observe parallel plan run training",
 }
 _BESIDE = "modules beside the rooms"
@@ -52,7 +52,7 @@ _LIBRARIES = {
     "yaml": ("dcmdp_jax.commands.flags",),
     "jinja2": ("dcmdp_jax.observe.page_kit",),
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
-    "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),
+    "scipy": ("dcmdp_jax.evaluation.estimators",),
     "tensorboardX": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.data",),
     "reasoning_gym": (),

@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 
 from configs import qwen3_8b, qwen3_30b_a3b
-from dcmdp_jax.commands import evaluate, sweep
+from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.load import from_config_dict, to_saved
+from research.studies import sweep
 from tests.support.each import check_each
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGE = (_ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 _THEORY = (_ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 _TEX = _ROOT.parent / "shared" / "paper" / "dcmdp.tex"
-_COMMANDS = re.findall(r"^    (dcmdp .*)$", f"{_PAGE}\n{_THEORY}", re.M) + re.findall(
-    r"`(dcmdp [a-z]+ --[^`]*|dcmdp toy)`", f"{_PAGE}\n{_THEORY}"
-)
+_COMMANDS = re.findall(
+    r"^    ((?:dcmdp|python -m research).*)$", f"{_PAGE}\n{_THEORY}", re.M
+) + re.findall(r"`(dcmdp [a-z]+ --[^`]*|python -m research\.[^`]*)`", f"{_PAGE}\n{_THEORY}")
 
 
 def _first_cells(page):
@@ -109,8 +110,10 @@ def test_named_commands_are_understood(monkeypatch):
 
     def check(command):
         # What follows two spaces describes the command.
-        _, name, *words = shlex.split(re.split(r"\s{2,}", command)[0])
-        if name == "sweep":
+        words = shlex.split(re.split(r"\s{2,}", command)[0].replace("python -m ", "dcmdp "))
+        name = words[1]
+        words = words[2:]
+        if name == "research.studies":
             overrides = [word for word in words if word.startswith("--config.")]
             (study,) = [
                 word.removeprefix("--study=") for word in words if word.startswith("--study=")
@@ -121,7 +124,7 @@ def test_named_commands_are_understood(monkeypatch):
         elif name == "train":
             parse(["train", *words])
         else:
-            assert (name, words) == ("toy", [])
+            assert (name, words) == ("research.theory", [])
 
     check_each(sorted(set(_COMMANDS)), check)
 

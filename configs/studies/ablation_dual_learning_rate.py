@@ -1,13 +1,14 @@
 """Ablation of eta, the dual learning rate: table 4, Qwen3-8B.
 
-    dcmdp sweep --study=configs/studies/ablation_dual_learning_rate.py
-    dcmdp sweep --study=configs/studies/ablation_dual_learning_rate.py:paper  8 GPUs with vLLM
+    python -m research.studies --study=configs/studies/ablation_dual_learning_rate.py
+    python -m research.studies --study=configs/studies/ablation_dual_learning_rate.py:paper  8 GPUs
+    with vLLM
 
 The default is 1.0. At demo size an arm has fifty times what its label says.
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 _SETTING = "algorithm.dual_learning_rate"
 # Label, which is the paper's value: demo's value, the paper's.

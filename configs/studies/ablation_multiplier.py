@@ -1,13 +1,14 @@
 """Ablation of lambda_0, the first multiplier: table 3, Qwen3-8B.
 
-    dcmdp sweep --study=configs/studies/ablation_multiplier.py
-    dcmdp sweep --study=configs/studies/ablation_multiplier.py:paper          8 GPUs with vLLM
+    python -m research.studies --study=configs/studies/ablation_multiplier.py
+    python -m research.studies --study=configs/studies/ablation_multiplier.py:paper  8 GPUs
+    with vLLM
 
 The default is 0.1.
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 _SETTING = "algorithm.multiplier"
 # Label, which is the paper's value: demo's value, the paper's.

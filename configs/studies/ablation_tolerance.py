@@ -1,13 +1,14 @@
 """Ablation of c, the budget: table 5, Qwen3-8B.
 
-    dcmdp sweep --study=configs/studies/ablation_tolerance.py
-    dcmdp sweep --study=configs/studies/ablation_tolerance.py:paper          8 GPUs with vLLM
+    python -m research.studies --study=configs/studies/ablation_tolerance.py
+    python -m research.studies --study=configs/studies/ablation_tolerance.py:paper  8 GPUs
+    with vLLM
 
 The default is 0.0037; the demo's is 0.0012, and its values have the paper's proportions.
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 _SETTING = "algorithm.tolerance"
 # Label, which is the paper's value: demo's value, the paper's.

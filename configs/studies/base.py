@@ -7,7 +7,7 @@ no arm inherits what a demo is tuned to.
 from collections.abc import Mapping
 from typing import Any
 
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 DEMO = "demo"
 VLLM = "demo_vllm:fp8_kv"

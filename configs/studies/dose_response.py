@@ -16,7 +16,7 @@ FP8 cache does.
 """
 
 from configs.studies.base import DEMO, VLLM
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 CHARGES = ("token", "reward", "sequence", "state")
 """Charges, each an `algorithm.level`; `state` was one, and its runs are kept."""

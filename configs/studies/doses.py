@@ -1,8 +1,10 @@
 """Does any dose of the penalty help where the mismatch costs learning, with c set from the engine?
 
-    python -m research.doses                                runs what is not kept, all arms of a
+    python -m research.doses
+        # runs what is not kept, all arms of a
                                                             seed before the next seed
-    dcmdp sweep --study=configs/studies/doses.py --dry_run  every arm's resolved settings
+    python -m research.studies --study=configs/studies/doses.py --dry_run  every arm's resolved
+    settings
 
 3-bit weights, one update of each weight sync, completions of 200 tokens, 32 steps
 (research/doses.md has the rules). `doses.py:pilots` is what was run first: GRPO's discrepancy, from
@@ -21,7 +23,7 @@ from configs.studies.paper_regime import (
     SETTING,
     fixed,
 )
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 START = "research/kept/start_200_tokens"
 INT3 = {"model.path": START, "rollout.precision": "int3"}

@@ -1,9 +1,10 @@
 """The runs behind docs/evidence.md: the paper's methods, TIS, IcePop, DPPO and matched precision
 under strain.
 
-    dcmdp sweep --study=configs/studies/evidence.py       embedded engine: FP8 weights and FP8 cache
-    dcmdp sweep --study=configs/studies/evidence.py:int4  embedded engine: int4 weights, fewer arms
-    dcmdp sweep --study=configs/studies/evidence.py:vllm  vLLM: BF16, FP8 cache
+    python -m research.studies --study=configs/studies/evidence.py  embedded engine: FP8
+    weights and FP8 cache python -m research.studies --study=configs/studies/evidence.py:int4
+    embedded engine: int4 weights, fewer arms python -m research.studies
+    --study=configs/studies/evidence.py:vllm  vLLM: BF16, FP8 cache
 
 The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is
 the paper's 0.0037, eta fifty times the paper's, thirty against vLLM: `dc_grpo` is not the paper's
@@ -15,7 +16,7 @@ from typing import Any
 
 from configs.studies.base import DEMO, SEEDS, VLLM
 from configs.studies.remedies import remedy_arms
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 STRAIN = {
     "optimizer.learning_rate": 5e-4,

@@ -1,14 +1,15 @@
 """Discrepancy charged by token against by sequence, under Dual-GRPO (section 4, the choice of
 granularity).
 
-    dcmdp sweep --study=configs/studies/granularity.py
-    dcmdp sweep --study=configs/studies/granularity.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    python -m research.studies --study=configs/studies/granularity.py
+    python -m research.studies --study=configs/studies/granularity.py:paper
+    DeepSeek-R1-Distill-Qwen-1.5B
 
 The paper argues for tokens and shows no figure.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 
 def get_study(arg: str = "") -> Study:

@@ -1,9 +1,10 @@
 """Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and what each remedy does under
 lag.
 
-    dcmdp sweep --study=configs/studies/lag.py              vLLM: BF16, FP8 cache
-    dcmdp sweep --study=configs/studies/lag.py:corrections  vLLM, corrections only, and a GRPO
-    dcmdp sweep --study=configs/studies/lag.py:local        embedded engine: FP8 weights, no overlap
+    python -m research.studies --study=configs/studies/lag.py              vLLM: BF16, FP8 cache
+    python -m research.studies --study=configs/studies/lag.py:corrections  vLLM, corrections only,
+    and a GRPO python -m research.studies --study=configs/studies/lag.py:local        embedded
+    engine: FP8 weights, no overlap
 
 The setting of configs/studies/dose_response.py, in which GRPO learns in every run, from the same
 first policy:
@@ -19,7 +20,7 @@ docs/overlap.md says what the lag is and has the results.
 from configs.studies.base import DEMO, DIFFERS, VLLM
 from configs.studies.dose_response import SETTING
 from configs.studies.remedies import remedy_arms
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 LAGS = (0, 1, 2, 4)
 SEEDS = tuple(range(5))

@@ -26,7 +26,7 @@ from configs.studies.dose_response import FIXED, SETTING
 from configs.studies.mismatch_map import LONG
 from configs.studies.paper_regime import PROBLEMS, SCORED_EXACTLY
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 STEPS = 32
 SIZES = {"diff": 8.7e-4, "log": 2.43e-3, "ratio": 1.57e-3, "logit": 0.319}

@@ -1,8 +1,9 @@
 """GRPO and DC-GRPO with a BF16 and with an FP8 engine: tables 1 and 2.
 
-    dcmdp sweep --study=configs/studies/main_results.py
-    dcmdp sweep --study=configs/studies/main_results.py:paper      Qwen3-8B, 8 GPUs with vLLM
-    dcmdp sweep --study=configs/studies/main_results.py:paper_30b  Qwen3-30B-A3B, 32 GPUs with vLLM
+    python -m research.studies --study=configs/studies/main_results.py
+    python -m research.studies --study=configs/studies/main_results.py:paper  Qwen3-8B, 8 GPUs
+    with vLLM python -m research.studies --study=configs/studies/main_results.py:paper_30b
+    Qwen3-30B-A3B, 32 GPUs with vLLM
 
 With `:paper` and `:paper_30b` the FP8 engine is the paper's: vLLM with FP8 weights and activations.
 At demo size it is the embedded engine's emulation. The two models need different machines, so each
@@ -13,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from configs.studies.base import DEMO, QWEN3_8B, QWEN3_30B_A3B, arms, make_study
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 
 def _arms_30b(settings: Mapping[str, Mapping[str, str]]) -> dict[str, Arm]:

@@ -1,14 +1,15 @@
 """GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one engine (figures 4 and 5): FP8, with
 `:paper` vLLM in BF16.
 
-    dcmdp sweep --study=configs/studies/methods.py
-    dcmdp sweep --study=configs/studies/methods.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    python -m research.studies --study=configs/studies/methods.py
+    python -m research.studies --study=configs/studies/methods.py:paper
+    DeepSeek-R1-Distill-Qwen-1.5B
 
 Dual-GRPO and threshold-GRPO have a multiplier fixed at 1.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 METHODS = ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")
 

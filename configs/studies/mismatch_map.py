@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.studies.base import DEMO
 from configs.studies.dose_response import FIXED, SETTING
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 LONG: dict[str, Any] = {
     "task.train": "arithmetic:difficulty=6,count=2048,seed=0",

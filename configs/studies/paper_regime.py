@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import masked_sum
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 BASE = "configs/base.py"
 PROBLEMS = "arithmetic:difficulty=6,count=128,split=heldout"

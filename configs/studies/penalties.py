@@ -1,8 +1,9 @@
 """Dual-GRPO with three penalties: probability difference, ratio, log-difference (section 4; figure
 2, right).
 
-    dcmdp sweep --study=configs/studies/penalties.py
-    dcmdp sweep --study=configs/studies/penalties.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    python -m research.studies --study=configs/studies/penalties.py
+    python -m research.studies --study=configs/studies/penalties.py:paper
+    DeepSeek-R1-Distill-Qwen-1.5B
 
 GRPO is the baseline: the figure's gain is what a penalty adds. The figure has average@32 on all six
 benchmarks, and so have the runs' own evaluations; section 6.1 and the final table have avg@4 on
@@ -10,7 +11,7 @@ three of them.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 
 def get_study(arg: str = "") -> Study:

@@ -1,9 +1,10 @@
 """Remedies for engine mismatch beside the paper's methods: TIS, IcePop, DPPO, matched precision;
 and no mismatch.
 
-    dcmdp sweep --study=configs/studies/remedies.py        embedded engine, FP8 weights
-    dcmdp sweep --study=configs/studies/remedies.py:vllm   vLLM, FP8 key-value cache
-    dcmdp sweep --study=configs/studies/remedies.py:paper  Qwen3-8B, 8 GPUs, vLLM with FP8 in blocks
+    python -m research.studies --study=configs/studies/remedies.py  embedded engine, FP8
+    weights python -m research.studies --study=configs/studies/remedies.py:vllm   vLLM, FP8
+    key-value cache python -m research.studies --study=configs/studies/remedies.py:paper  Qwen3-8B,
+    8 GPUs, vLLM with FP8 in blocks
 
 TIS, IcePop and DPPO are GRPO with the thresholds of configs/remedies.py. `matched` is GRPO whose
 trainer rounds in its forward pass as the engine does, `exact` GRPO against an engine in the
@@ -17,7 +18,7 @@ from typing import Any
 from configs.remedies import REMEDIES
 from configs.studies.base import DEMO, QWEN3_8B, SEEDS, VLLM, arms, make_study
 from configs.studies.methods import METHODS
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 _GRPO = {"algorithm.method": "grpo"}
 

@@ -13,7 +13,7 @@ cores a run.
 
 from __future__ import annotations
 
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 CONFIG = "configs/smollm2.py"
 HELD_OUT = "arithmetic:difficulty=7,chat=true,count=64,split=heldout"

@@ -1,14 +1,15 @@
 """GRPO at sampling temperatures 0.3, 0.7 and 1.0: the paper's case study (section 3; its figure 2,
 left and middle).
 
-    dcmdp sweep --study=configs/studies/temperatures.py
-    dcmdp sweep --study=configs/studies/temperatures.py:paper          DeepSeek-R1-Distill-Qwen-1.5B
+    python -m research.studies --study=configs/studies/temperatures.py
+    python -m research.studies --study=configs/studies/temperatures.py:paper
+    DeepSeek-R1-Distill-Qwen-1.5B
 
 Every arm is evaluated at one temperature: 1.0 at demo size, the paper's 0.7 on the six benchmarks.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 TEMPERATURES = (0.3, 0.7, 1.0)
 

@@ -1,14 +1,15 @@
 """Dual-GRPO with a dead zone: only discrepancies above c are charged (section 5; figure 3).
 
-    dcmdp sweep --study=configs/studies/tolerance_ranges.py
-    dcmdp sweep --study=configs/studies/tolerance_ranges.py:paper  DeepSeek-R1-Distill-Qwen-1.5B
+    python -m research.studies --study=configs/studies/tolerance_ranges.py
+    python -m research.studies --study=configs/studies/tolerance_ranges.py:paper
+    DeepSeek-R1-Distill-Qwen-1.5B
 
 The paper does not state its ranges: these go from no tolerance to one that few tokens exceed. At
 demo size the mean discrepancy is about 0.001 and its 99th percentile about 0.02.
 """
 
 from configs.studies.base import DEMO, R1_DISTILL, arms, evaluated_arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from research.studies.study import Study
 
 RANGES = (0.001, 0.005, 0.02, 0.1)
 

@@ -17,10 +17,8 @@ COMMANDS = {
     "report": "plots and a page of one run, or of several",
     "view": "completions and curves on one page",
     "probe": "how far two engines disagree, and why",
-    "sweep": "a grid of configs and seeds, compared",
     "plan": "memory of a run on hardware that is not here, by its compiler",
     "convert": "check and write Hugging Face directories",
-    "toy": "the paper's one-state toy",
     "settings": "every setting, or those whose name holds a word",
     "env": "versions and machine, for a bug report",
 }

@@ -1,3 +1,1 @@
-"""The laboratory of engine mismatch: the probe and its analysis, grids of runs, the one-state
-theory.
-"""
+"""The laboratory of engine mismatch: the probe and its analysis."""

@@ -3,8 +3,9 @@ mismatch.
 
     python examples/countdown/task.py && hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
     dcmdp plan --config=examples/countdown/countdown.py:0.6b --topology=h100:1
-    dcmdp sweep --study=examples/countdown/countdown.py:0.6b --dry_run
-    dcmdp sweep --study=examples/countdown/countdown.py:0.6b,int8            one kind of mismatch
+    python -m research.studies --study=examples/countdown/countdown.py:0.6b --dry_run
+    python -m research.studies --study=examples/countdown/countdown.py:0.6b,int8            one kind
+    of mismatch
 
 `small` in place of `0.6b` is a task of three numbers for a fresh model of 0.3M parameters on a CPU,
 which starts from answers half of which are wrong. All its runs begin with one policy:
@@ -13,7 +14,7 @@ which starts from answers half of which are wrong. All its runs begin with one p
     dcmdp train --config=examples/countdown/countdown.py:small --config.training.steps=1 \
         --config.optimizer.learning_rate=1e-12 --config.run_dir=runs/countdown/start
     dcmdp convert export runs/countdown/start runs/countdown/policy --dtype float32
-    dcmdp sweep --study=examples/countdown/countdown.py:small \
+    python -m research.studies --study=examples/countdown/countdown.py:small \
         --config.model.path=runs/countdown/policy
 
 research/countdown.md says what is equal to the published sweeps and what is not.
@@ -26,7 +27,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import base, demo
-from dcmdp_jax.lab.studies.study import Arm, Study
+from research.studies.study import Arm, Study
 
 _HERE = "examples/countdown"
 _SAMPLER = {"rollout.engine": f"{_HERE}/sampler.py:SAMPLER"}

@@ -40,9 +40,9 @@ from dcmdp_jax.data.episode import Episode, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.fields import setting
-from dcmdp_jax.lab.studies.study import Arm, Study
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
+from research.studies.study import Arm, Study
 
 PRICE = 0.1
 """Reward lost by the clean way."""

@@ -26,7 +26,6 @@ import numpy as np
 from dcmdp_jax.commands.cli import Parser, output_directory, run_main, whole
 from dcmdp_jax.commands.flags import parse, split_overrides
 from dcmdp_jax.commands.probe import add_engines, open_session
-from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.errors import UserError
@@ -37,6 +36,7 @@ from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer
 from dcmdp_jax.run.task import checked_rewards, needs_columns
 from research.oracle import page
 from research.oracle.oracle import ask
+from research.studies.sweep import load_study
 
 
 def main(argv: list[str]) -> None:

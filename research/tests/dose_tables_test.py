@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.results import color_of, estimate
 from research.dose_tables import (
     ascending,
     ascent_table,
@@ -22,6 +21,7 @@ from research.dose_tables import (
     p_values,
     rank_correlation,
 )
+from research.studies.results import color_of, estimate
 
 _STEPS = np.arange(1, 21)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from configs.studies import doses as study_file
-from dcmdp_jax.commands.sweep import arm_values, load_study
-from dcmdp_jax.lab.studies.results import Estimate, read_kept_metrics, write_kept_metrics
 from research import doses
 from research.kept_studies import KEPT
+from research.studies.results import Estimate, read_kept_metrics, write_kept_metrics
+from research.studies.sweep import arm_values, load_study
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WEIGHTS = "c17c0313becba9c405e66a263d5614eb70e49c0c4ca4b972336af05ea46bed51"

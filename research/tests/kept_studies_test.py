@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dcmdp_jax.commands.sweep import arm_values, load_study
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.results import read_kept_metrics
 from research.kept_studies import ARMS, KEPT, STUDIES, WITHOUT_A_STUDY, arms_of, arms_text, given
 from research.replay import check_replay
+from research.studies.results import read_kept_metrics
+from research.studies.sweep import arm_values, load_study
 
 _NAMES = sorted(path.name.partition(".")[0] for path in KEPT.glob("*.jsonl.gz"))
 

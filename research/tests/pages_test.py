@@ -18,7 +18,6 @@ from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.evaluation.estimators import t_half_width, t_quantile
-from dcmdp_jax.lab.studies.results import held_out, read_kept_metrics, tables
 from research import paper_regime
 from research.ascents import ascents, fixed
 from research.charge_in_a_real_model import ENGINES, MEANS
@@ -49,6 +48,7 @@ from research.long_tables import (
 from research.oracle.gradients import Moments, quality
 from research.oracle.page import draw_oracle
 from research.oracle.table import KEPT, recomputed, without_sizes
+from research.studies.results import held_out, read_kept_metrics, tables
 
 _ROOT = Path(__file__).resolve().parents[2]
 _KEPT = _ROOT / "research" / "kept"

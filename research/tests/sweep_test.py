@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.services import Services
 from research import sweep
+from research.studies.results import read_kept_metrics, write_kept_metrics
+from research.studies.sweep import load_study
 from tests.support.waiting import HANGS_S
 
 
@@ -77,7 +77,7 @@ def test_another_charge_makes_a_step_and_another_engine_closes_the_last(made):
     assert made == [*one, "step", "engine", (10, first[1]), "closed"]
 
 
-_HEAD = """from dcmdp_jax.lab.studies.study import Arm, Study
+_HEAD = """from research.studies.study import Arm, Study
 GRPO = {"training.prompts_per_step": 4, "training.prompts_per_mini_batch": 2, "optimizer.learning_rate": 1e-4}
 GRPO |= {"algorithm.method": "grpo"}
 

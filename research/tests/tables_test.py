@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.commands.sweep import arm_values
-from dcmdp_jax.lab.studies.arms import algorithm_of
-from dcmdp_jax.lab.studies.study import Arm
 from research.__main__ import FIGURES, IMAGES, TABLES, TEXTS
 from research.kept_studies import arms_of
+from research.studies.arms import algorithm_of
+from research.studies.study import Arm
+from research.studies.sweep import arm_values
 
 _HERE = Path(__file__).resolve().parents[1]
 _PAGES = {page.name: page.read_text(encoding="utf-8") for page in _HERE.glob("*.md")}

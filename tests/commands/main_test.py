@@ -2,16 +2,11 @@
 package.
 """
 
-import contextlib
 import importlib
-import os
-import platform
 import re
-import runpy
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -20,9 +15,8 @@ import pytest
 import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
 from dcmdp_jax.commands.flags import load_config
-from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
+from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +84,8 @@ def test_the_wheel_holds_one_package_and_the_presets(wheel):
         f"dcmdp_jax-{dcmdp_jax.__version__}.dist-info",
     }
     presets = wheel / "installed" / "dcmdp_jax" / "presets"
-    files = {str(path.relative_to(_ROOT / "configs")) for path in (_ROOT / "configs").rglob("*.py")}
+    # Without configs/studies, which research/ runs.
+    files = {path.name for path in (_ROOT / "configs").glob("*.py")}
     assert {str(path.relative_to(presets)) for path in presets.rglob("*.py")} == files
     for name in ("py.typed", "__init__.pyi"):
         assert (wheel / "installed" / "dcmdp_jax" / name).exists()
@@ -119,8 +114,8 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     [
         (
             (),
-            "a command is missing; there are train, sft, evaluate, report, view, probe, sweep, "
-            "plan, convert, toy,",
+            "a command is missing; there are train, sft, evaluate, report, view, probe, "
+            "plan, convert,",
         ),
         (("trian", "--config=demo"), "trian: no such command; did you mean train?"),
         (("--config=demo",), "--config=demo: no such command; there are train, sft, evaluate, "),
@@ -154,20 +149,6 @@ def test_a_wrong_preset_is_one_line(given, line, tmp_path, monkeypatch):
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ("method", "--study: no file method; did you mean methods?"),
-        ("demo", "--study: no file demo; there are ablation_dual_learning_rate, "),
-    ],
-)
-def test_a_wrong_study_is_one_line(given, line, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as refused:
-        load_study(given)
-    assert str(refused.value).startswith(line)
-
-
 def test_help_and_version(dcmdp):
     assert dcmdp("--version").stdout == f"dcmdp_jax {dcmdp_jax.__version__}\n"
     assert re.findall(r"^  (\w+) ", dcmdp("--help").stdout, re.M) == list(main_module.COMMANDS)
@@ -185,6 +166,7 @@ def test_the_help_of_a_command_shows_how_it_was_started(start, name, monkeypatch
 
 def test_every_command_of_bin_is_one_of_dcmdp():
     assert {path.stem for path in (_ROOT / "bin").glob("[!_]*.py")} == set(main_module.COMMANDS)
+<<<<<<< HEAD
 
 
 def test_a_study_by_name_lists_its_runs(dcmdp):
@@ -341,3 +323,5 @@ def test_train_takes_a_config_dict_and_refuses_what_is_none(tmp_path):
         dcmdp_jax.train(3)
     with pytest.raises(UserError, match="config.rollout.group_size: got 1, must be at least 2"):
         dcmdp_jax.train({"rollout": {"group_size": 1}, "run_dir": str(tmp_path / "run")})
+=======
+>>>>>>> 51e3f8f4 (Move studies, sweeps and the one-state theory to research/, each run by one command from a checkout)

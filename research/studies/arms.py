@@ -5,8 +5,8 @@ from typing import Any
 
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.study import Arm, unused
 from dcmdp_jax.number_format import markdown_table
+from research.studies.study import Arm, unused
 
 Values = Mapping[str, Any]
 """Dotted name of every setting -> its value."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dcmdp_jax.lab.theory.log_measure import Array, Maximum, candidates, fill_levels
+from research.theory.log_measure import Array, Maximum, candidates, fill_levels
 
 _SUM_TOLERANCE = 1e-9
 """What q may sum to besides 1: rounding of the caller's."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.results import read_kept_metrics, tables, write_kept_metrics
+from research.studies.results import read_kept_metrics, tables, write_kept_metrics
 
 _REWARD = "reward/mean"
 _SCORE = "eval/arithmetic/avg@8"

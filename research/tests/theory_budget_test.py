@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.theory.budget import policy_for_budget
-from dcmdp_jax.lab.theory.policy import MEASURES, SIDES, mismatch, optimal_policy
-from dcmdp_jax.lab.theory.toy import ADVANTAGES, INFERENCE_POLICY, concentration, solve_toy
-from tests.lab.theory.slsqp import disagreement
+from research.tests.slsqp import disagreement
+from research.theory.budget import policy_for_budget
+from research.theory.policy import MEASURES, SIDES, mismatch, optimal_policy
+from research.theory.toy import ADVANTAGES, INFERENCE_POLICY, concentration, solve_toy
 
 
 def test_the_multiplier_by_hand():

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from dcmdp_jax.commands import toy
-from dcmdp_jax.commands.toy import main
+from research.theory import command as toy
+from research.theory.command import main
 from tests.support.commands import failed_command
 
 _fails = functools.partial(failed_command, main, "toy")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.studies.results import (
+from research.studies.results import (
     MEASURES,
     curves,
     estimate,

@@ -5,10 +5,10 @@ states.
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.theory.budget import policy_for_budget
-from dcmdp_jax.lab.theory.log_measure import candidates
-from dcmdp_jax.lab.theory.policy import MEASURES, SIDES, largest_mismatch, mismatch, optimal_policy
-from tests.lab.theory.slsqp import disagreement, solve_penalized, solve_within_budget
+from research.tests.slsqp import disagreement, solve_penalized, solve_within_budget
+from research.theory.budget import policy_for_budget
+from research.theory.log_measure import candidates
+from research.theory.policy import MEASURES, SIDES, largest_mismatch, mismatch, optimal_policy
 
 _EVERY = [(measure, sided) for measure in MEASURES for sided in SIDES]
 

@@ -5,8 +5,8 @@ many starts.
 import numpy as np
 from scipy.optimize import minimize
 
-from dcmdp_jax.lab.theory.budget import BudgetResult
-from dcmdp_jax.lab.theory.policy import check_names, mismatch
+from research.theory.budget import BudgetResult
+from research.theory.policy import check_names, mismatch
 
 _FLOOR = 1e-14
 """Smallest probability the solver may try: the gradient of the log is infinite at 0."""

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.theory.policy import (
+from research.theory.policy import (
     MEASURES,
     SIDES,
     Optimum,

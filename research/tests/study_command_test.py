@@ -13,19 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.commands import sweep
-from dcmdp_jax.commands.sweep import main
 from dcmdp_jax.config.load import to_saved
 from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies import study_runs
-from dcmdp_jax.lab.studies.results import (
+from dcmdp_jax.observe.metrics_io import read_metrics
+from research.studies import study_runs, sweep
+from research.studies.results import (
     MEASURES,
     measure_arms,
     paired_differences,
     read_kept_metrics,
 )
-from dcmdp_jax.observe.metrics_io import read_metrics
+from research.studies.sweep import main
 from tests.support.commands import failed_command
 from tests.support.each import check_each
 from tests.support.waiting import HANGS_S
@@ -48,7 +47,7 @@ _DEMO = {
 _DEMO |= {"algorithm.dual_learning_rate": 50.0, "algorithm.tolerance_steps": 4}
 """What arms of the demo, plain and with :debug, have to say."""
 _HEAD = (
-    f"from dcmdp_jax.lab.studies.study import Arm, Study\nGRPO, DEMO = {_GRPO}, "
+    f"from research.studies.study import Arm, Study\nGRPO, DEMO = {_GRPO}, "
     f"{_DEMO}\n\n\ndef get_study(arg=''):\n"
 )
 _OF_THE_PAGE = (
@@ -490,3 +489,28 @@ def test_a_directory_that_holds_another_run_is_refused(tmp_path, capsys):
     (out / "a" / "seed0" / "config.json").write_text(json.dumps(to_dict(config)))
     got = _fails(capsys, f"--study={file}", f"--out={out}")
     assert "holds a run with algorithm.tolerance=0.5, this config has 0.0012" in got
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("method", "--study: no file method; did you mean methods?"),
+        ("demo", "--study: no file demo; there are ablation_dual_learning_rate, "),
+    ],
+)
+def test_a_wrong_study_is_one_line(given, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        sweep.load_study(given)
+    assert str(refused.value).startswith(line)
+
+
+def test_a_study_by_name_lists_its_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "--study=methods", "--seeds=0", "--dry_run"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "grpo, seed 0: dcmdp train --config=demo --config.algorithm.tolerance_steps=0 "
+        "--config.optimizer.learning_rate=0.0001 --config.training.prompts_per_step=48 "
+        "--config.training.prompts_per_mini_batch=24 --config.algorithm.method=grpo "
+        "--config.training.seed=0 --config.run_dir=runs/studies/methods/grpo/seed0"
+    )

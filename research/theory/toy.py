@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from dcmdp_jax.lab.theory.budget import BudgetResult, policy_for_budget
-from dcmdp_jax.lab.theory.policy import MEASURES, SIDES
 from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
+from research.theory.budget import BudgetResult, policy_for_budget
+from research.theory.policy import MEASURES, SIDES
 
 ACTIONS = ("a1", "a2", "a3", "a4", "a5", "a6")
 INFERENCE_POLICY = np.array([0.30, 0.30, 0.15, 0.15, 0.05, 0.05])

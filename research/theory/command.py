@@ -1,7 +1,7 @@
 """The paper's one-state toy: three optimal policies at equal mismatch budgets, two-sided and
 one-sided.
 
-    dcmdp toy [--budgets 0.005,0.01,0.02,0.05,0.1] [--out runs/toy]
+    python -m research.theory [--budgets 0.005,0.01,0.02,0.05,0.1] [--out runs/toy]
 
 Draws two_sided.png and one_sided.png and prints the table. The command fails if at a budget that
 all three measures meet action a6 is not ordered diff > log > ratio. docs/theory.md reads the table.
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dcmdp_jax.commands.cli import Parser, each_once, real
 from dcmdp_jax.errors import UserError, naming
-from dcmdp_jax.lab.theory.policy import SIDES
-from dcmdp_jax.lab.theory.toy import BUDGETS, concentration, draw, solve_toy, table
+from research.theory.policy import SIDES
+from research.theory.toy import BUDGETS, concentration, draw, solve_toy, table
 
 _DPI = 130
 _LARGEST_BUDGET = 1e6
@@ -20,7 +20,10 @@ _LARGEST_BUDGET = 1e6
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), solve, draw, print, check."""
-    parser = Parser("toy", description="The paper's one-state toy: table, two figures, a check.")
+    parser = Parser(
+        prog="python -m research.theory",
+        description="The paper's one-state toy: table, two figures, a check.",
+    )
     defaults = ",".join(f"{budget:g}" for budget in BUDGETS)
     about = f"mismatch budgets (default: {defaults})"
     budgets = each_once(real(0, _LARGEST_BUDGET), "budget")

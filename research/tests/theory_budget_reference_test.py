@@ -13,9 +13,9 @@ import pytest
 from scipy.optimize import minimize
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.theory.budget import policy_for_budget
-from dcmdp_jax.lab.theory.policy import largest_mismatch
-from dcmdp_jax.lab.theory.toy import ADVANTAGES, INFERENCE_POLICY
+from research.theory.budget import policy_for_budget
+from research.theory.policy import largest_mismatch
+from research.theory.toy import ADVANTAGES, INFERENCE_POLICY
 
 _PRECISION = mp.workdps(60)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import dcmdp_jax
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
-from dcmdp_jax.lab.studies.results import Table, save_figures, tables, write_kept_metrics
-from dcmdp_jax.lab.studies.study import Study, StudyRun
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
+from research.studies.results import Table, save_figures, tables, write_kept_metrics
+from research.studies.study import Study, StudyRun
 
 EVALUATION = "evaluation.json"
 """What an evaluated run has in its directory."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.study import Arm, Study, check_collisions, runs_of
+from research.studies.study import Arm, Study, check_collisions, runs_of
 
 
 def _study(arms, *, baseline=None, seeds=(0, 1)):

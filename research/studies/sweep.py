@@ -1,11 +1,11 @@
-"""Runs a study: a grid of configs and seeds, one after another, and compares them.
+"""Run a study: a grid of configs and seeds, one after another, and compares them.
 
-    dcmdp sweep --study=configs/studies/methods.py                    demo size, on a CPU
-    dcmdp sweep --study=configs/studies/methods.py:paper              the paper's constants
-    dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20  a shorter one
-    dcmdp sweep --study=... --arms=grpo,exact                         some arms alone
-    dcmdp sweep --study=... --dry_run                                 list runs and arms, and stop
-    dcmdp sweep --study=... --redraw=research/kept/embedded.jsonl.gz  tables of kept metrics
+    python -m research.studies --study=methods                   demo size, on a CPU
+    python -m research.studies --study=methods:paper             the paper's constants
+    python -m research.studies --study=... --seeds=0,1,2 --config.training.steps=20
+    python -m research.studies --study=... --arms=grpo,exact     some arms
+    python -m research.studies --study=... --dry_run             list runs and resolved arms
+    python -m research.studies --study=... --redraw=research/kept/embedded.jsonl.gz
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command
 continues a study that was stopped: finished runs are skipped, a cut one resumes. When the command
@@ -24,9 +24,10 @@ from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
-from dcmdp_jax.lab.studies.results import read_kept_metrics
-from dcmdp_jax.lab.studies.study import (
+from dcmdp_jax.run.directory import check_run_directory
+from research.studies.arms import Values, arm_table, check_arm
+from research.studies.results import read_kept_metrics
+from research.studies.study import (
     SET_BY_THE_STUDY,
     Arm,
     Study,
@@ -34,7 +35,7 @@ from dcmdp_jax.lab.studies.study import (
     check_collisions,
     runs_of,
 )
-from dcmdp_jax.lab.studies.study_runs import (
+from research.studies.study_runs import (
     EVALUATION,
     STOPPED,
     compare,
@@ -42,7 +43,6 @@ from dcmdp_jax.lab.studies.study_runs import (
     finish_run,
     write_results,
 )
-from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
 _PAPERS_CONFIG = "qwen3_8b"
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 def study_parser(description: str) -> cli.Parser:
     """Parser of a command that runs a study; see `parse_study`."""
-    parser = cli.Parser("sweep", description=description)
+    parser = cli.Parser(prog="python -m research.studies", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
     add(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dcmdp_jax.commands.sweep import arm_values, default_values, load_study, table_of
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.arms import check_arm
-from dcmdp_jax.lab.studies.study import Arm
+from research.studies.arms import check_arm
+from research.studies.study import Arm
+from research.studies.sweep import arm_values, default_values, load_study, table_of
 
 _DEMO = {
     "algorithm.tolerance_steps": 0,
