@@ -241,7 +241,7 @@ def model_card(run_dir: Path, step: int) -> str:
 def _curve(series: Series) -> str:
     """A table of lambda and what it follows, at about a dozen steps."""
     steps = series["dual/multiplier"][0]
-    shown = np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int)
+    points = np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int)
     titles = ["step"]
     columns = []
     for name, title in _COLUMNS.items():
@@ -249,7 +249,7 @@ def _curve(series: Series) -> str:
             titles.append(title)
             columns.append(dict(zip(*map(np.ndarray.tolist, series[name]), strict=True)))
     rows = []
-    for step in steps[np.unique(shown)].tolist():
+    for step in steps[np.unique(points)].tolist():
         rows.append([str(step), *(number(column.get(step, math.nan)) for column in columns)])
     return "\n".join(markdown_table(titles, rows))
 

@@ -237,30 +237,33 @@ def _evaluate_task(
         top_k=config.rollout.top_k,
         stop_token_ids=task.stop_token_ids,
     )
+
     name = held_out_task.name
     size = max(1, _ROUNDS * config.rollout.max_rows // held_out_task.samples)
     results = []
     for start in range(0, len(prompts.problems), size):
-        part = len(results)
-        result = log.finished(name, part)
+        number = len(results)
+        result = log.finished(name, number)
         if result is None:
             batch = prompts.select(slice(start, start + size))
-            seed = part_seed(config.training.seed, part)
+            seed = part_seed(config.training.seed, number)
             result = evaluate(services, batch, sampling, task=name, seed=seed)
             records = []
             for problem, ids in zip(batch.problems, batch.token_ids, strict=True):
                 prompt = task.tokenizer.decode(ids)
                 records.append({"row": problem.index, "prompt": prompt, "answer": problem.answer})
-            log.append(part, records, result)
+            log.append(number, records, result)
         results.append(result)
     return join(results)
 
 
-def part_seed(seed: int, part: int) -> int:
+def part_seed(seed: int, number: int) -> int:
     """Seed of a part's samples: rows of two parts have the same number, and must differ in
     draws.
     """
-    return seed if part == 0 else int(np.random.SeedSequence((seed, part)).generate_state(1)[0])
+    if number == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
 
 
 def _changes_a_score(name: str, config: Config) -> bool:
@@ -283,23 +286,42 @@ def _parser() -> cli.Parser:
     )
     add = parser.add_argument
 
-    about = "model directory, OWNER/NAME on the Hub, run or checkpoint"
-    add("model", nargs="?", metavar="MODEL", type=Path, help=about)
-    about = "which checkpoint of a run (default: the newest)"
-    add("--step", type=cli.whole(0), metavar="N", help=about)
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        type=Path,
+        help="model directory, OWNER/NAME on the Hub, run or checkpoint",
+    )
+    add(
+        "--step",
+        type=cli.whole(0),
+        metavar="N",
+        help="which checkpoint of a run (default: the newest)",
+    )
     add(
         "--top_p",
         type=cli.real(0, 1),
         help="nucleus mass (default: the run's, else the paper's, 1)",
     )
-    about = "report problems that task.train has too, or leave them out"
-    add("--overlap", choices=("report", "drop"), help=about)
-    add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
-    about = (
-        "JSON of the scores; FILE.problems.jsonl has all completions (default: in the run "
-        "directory, or here)"
+    add(
+        "--overlap",
+        choices=("report", "drop"),
+        help="report problems that task.train has too, or leave them out",
     )
-    add("--out", type=Path, metavar="FILE", help=about)
-    about = "only print one table over finished evaluations"
-    add("--table", nargs="+", type=Path, metavar="FILE", help=about)
+    add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON of the scores; FILE.problems.jsonl has all completions (default: in the run "
+        "directory, or here)",
+    )
+    add(
+        "--table",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="only print one table over finished evaluations",
+    )
     return parser

@@ -25,18 +25,22 @@ from dcmdp_jax.training import loop, stopping
 def main(argv: list[str], *, supervised: bool = False) -> int:
     """Check everything, print the plan, train, write the report."""
     arguments = flags.parse(argv, "sft" if supervised else "train")
-    config = load.for_supervision(arguments.config) if supervised else arguments.config
+    config = arguments.config
+    if supervised:
+        config = load.for_supervision(config)
     if arguments.print_config:
         print(text.print_config(config))
         return 0
+
     cli.keep_tracebacks_in(config.run_dir)
     try:
         _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
     except stopping.Interrupted as stopped:
+        code = 128 + stopped.signal_number
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             sys.stdout.flush()
-            os._exit(128 + stopped.signal_number)
-        return 128 + stopped.signal_number
+            os._exit(code)
+        return code
     return 0
 
 
@@ -45,8 +49,7 @@ def train(
     *,
     show: Callable[[str], None] | None = None,
 ) -> Path:
-    """Train a policy as the command `dcmdp train` does, in this process. The same call resumes an
-    interrupted run.
+    """Train a policy as `dcmdp train` does, in this process. The same call resumes a stopped run.
 
     glibc's memory settings, for which the command restarts, are left as they are: on a CPU a step
     may take longer.
@@ -73,41 +76,46 @@ def train(
         raise UserError(
             f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name"
         )
-    _run(config, show or (lambda line: None))
+    _run(config, show or _silent)
     return Path(config.run_dir)
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
     """Each process of a run on several hosts calls this; the first one speaks."""
-    config = load.for_supervision(config) if config.supervised else config
+    if config.supervised:
+        config = load.for_supervision(config)
+    stopped = None
     with contextlib.ExitStack() as stack:
         with checks.as_settings(checks.HOSTS):
             hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
-        say = show if hosts.is_writer else (lambda line: None)
+        if not hosts.is_writer:
+            show = _silent
         hosts.check_same(
             lambda: stopping.settings_and_code(config),
             "start all hosts with the same command and package version",
         )
         run = Run.check(config, hosts)
-        say(describe(run, full=dry_run))
-        stopped = None if dry_run else _loop(run, say)
-        if hosts.is_writer and not dry_run and stopped is None:
+        show(describe(run, whole=dry_run))
+        if dry_run:
+            return
+
+        try:
+            loop.train(run.task, run.placement, run.weights, run.start, show=show)
+        except stopping.Interrupted as error:
+            show(f"{error}; the same command resumes")
+            stopped = error
+        if hosts.is_writer and stopped is None:
             # Imported late: the plotting library takes most of a second.
             from dcmdp_jax.observe.report import read_run, verdict, write_report
 
             with activity("drawing the report"):
                 report = write_report([config.run_dir], config.run_dir)
-            say(verdict(read_run(config.run_dir)))
-            say(f"report: {report}")
+            show(verdict(read_run(config.run_dir)))
+            show(f"report: {report}")
     # Not in the block, where it would tell the other hosts of a failure.
     if stopped is not None:
         raise stopped
-
-
-def _loop(run: Run, say: Callable[[str], None]) -> stopping.Interrupted | None:
-    try:
-        loop.train(run.task, run.placement, run.weights, run.start, show=say)
-    except stopping.Interrupted as stopped:
-        say(f"{stopped}; the same command resumes")
-        return stopped
-    return None

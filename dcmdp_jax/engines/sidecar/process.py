@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.segments import Segment
@@ -67,7 +65,7 @@ class Launch:
     python: str
     script: Path
     directory: Path
-    engine: Mapping[str, Any]
+    engine: wire.Fields
     environment: Mapping[str, str]
     temporary_variables: tuple[str, ...]
     start_timeout_s: float
@@ -106,8 +104,8 @@ class EngineProcess:
     def request(
         self,
         op: str,
-        header: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
+        header: wire.Fields | None = None,
+        arrays: wire.Arrays | None = None,
         *,
         answer: str,
         timeout_s: float | None = None,
@@ -199,7 +197,7 @@ class Sidecar(EngineProcess):
     def __init__(
         self,
         launch: Launch,
-        shared: Mapping[str, Any],
+        shared: wire.Fields,
         segments: tuple[Segment, ...],
         stopped: threading.Event,
     ) -> None:
@@ -220,7 +218,7 @@ class Sidecar(EngineProcess):
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         began = time.monotonic()
         limit = launch.start_timeout_s
-        fields = {**shared, "engine": dict(launch.engine), "segments": inherited[1:]}
+        fields = {**shared, "engine": launch.engine, "segments": inherited[1:]}
         with theirs:
             self._process = _STARTER.submit(
                 subprocess.Popen,

@@ -4,7 +4,7 @@ restart.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,10 +18,11 @@ from dcmdp_jax.data.episode import (
     single_turn,
 )
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar import segments, wire
+from dcmdp_jax.engines.sidecar import segments
 from dcmdp_jax.engines.sidecar.process import EngineProcess, SidecarBroken
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
+from dcmdp_jax.engines.sidecar.wire import Arrays, Fields, Message
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ class Replica:
             EngineError: if the sidecar fails again and again.
         """
         top_logprobs = self.top_logprobs if sampling.temperature else 0
-        column_shapes: dict[str, Shape] = {}
+        column_shapes = {}
         if top_logprobs:
             column_shapes |= {TOP_IDS: (top_logprobs,), TOP_LOGPROBS: (top_logprobs,)}
         if self.routed_experts:
@@ -237,13 +238,13 @@ class Replica:
         publication: Publication,
         rows: Sequence[np.ndarray],
         modules: Sequence[str],
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         """Return what modules of the engine's network read and gave for the tokens of the rows, as
         they came.
         """
         header = {"modules": list(modules), "sleep_level": self.sleep_level}
 
-        def observe(sidecar: EngineProcess) -> dict[str, np.ndarray]:
+        def observe(sidecar: EngineProcess) -> Arrays:
             reply = sidecar.request(
                 "observe", header, _rows(rows), answer="observed", stopped=calls.stopped
             )
@@ -252,7 +253,7 @@ class Replica:
         return self._run(calls, publication, observe)
 
 
-def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+def _sampling_fields(sampling: SamplingParams) -> Fields:
     """The distribution, as the request "generate" takes it."""
     greedy = not sampling.temperature
     return {
@@ -283,7 +284,7 @@ class _SampleRequest:
     policy_version: int
     vocab_size: int
     column_shapes: Mapping[str, Shape]
-    header: Mapping[str, Any]
+    header: Fields
     seeds: np.ndarray
 
     def __post_init__(self) -> None:
@@ -302,7 +303,7 @@ class _SampleRequest:
         rows: set[int] = set()
         open_groups = OpenGroups(self.sampling.group_size)
 
-        def receive(frame: wire.Message) -> None:
+        def receive(frame: Message) -> None:
             """Put the groups that the completions of a frame complete."""
             completions = self._checked(frame, rows)
             sidecar.work["tokens"] += sum(completion.token_ids.size for completion in completions)
@@ -324,7 +325,7 @@ class _SampleRequest:
         if len(rows) < self._count:
             raise SidecarBroken(f"generate: {len(rows)} completions for {self._count} requests")
 
-    def _arrays(self) -> dict[str, np.ndarray]:
+    def _arrays(self) -> Arrays:
         prompts = list(self.prompts.values())
         numbers = np.arange(len(prompts), dtype=np.int32)
         return {
@@ -334,7 +335,7 @@ class _SampleRequest:
             "seeds": self.seeds,
         }
 
-    def _checked(self, frame: wire.Message, rows: set[int]) -> "list[SampledRow]":
+    def _checked(self, frame: Message, rows: set[int]) -> "list[SampledRow]":
         """The completions of a frame; `rows` are those that came before."""
         completions = checked_completions(frame.arrays, self._count, self.sampling, self.vocab_size)
         version = frame.header.get("policy_version")
@@ -346,9 +347,7 @@ class _SampleRequest:
             raise SidecarBroken(f"generate: completion {repeated[0]} arrived twice")
         return completions
 
-    def _episodes(
-        self, frame: wire.Message, completions: "Sequence[SampledRow]"
-    ) -> Iterator[Episode]:
+    def _episodes(self, frame: Message, completions: "Sequence[SampledRow]") -> Iterator[Episode]:
         """The completions of a frame with their prompts and further columns."""
         group_size = self.sampling.group_size
         groups = [self._groups[completion.row // group_size] for completion in completions]
@@ -371,7 +370,7 @@ class _SampleRequest:
             )
 
 
-def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+def _rows(rows: Sequence[np.ndarray]) -> Arrays:
     return {
         "row_ids": np.concatenate(rows).astype(np.int32),
         "row_lengths": np.array([row.size for row in rows], np.int32),
@@ -383,7 +382,7 @@ def _score(
     calls: Calls,
     rows: Sequence[np.ndarray],
     starts: Sequence[int],
-    header: Mapping[str, Any],
+    header: Fields,
 ) -> list[np.ndarray]:
     arrays = _rows(rows) | {"starts": np.array(starts, np.int32)}
     reply = sidecar.request("score", header, arrays, answer="scored", stopped=calls.stopped)
@@ -428,11 +427,11 @@ class SampledRow:
 
 
 def split_columns(
-    arrays: Mapping[str, np.ndarray],
+    arrays: Arrays,
     prompts: Sequence[int],
     completions: Sequence[int],
     expected: Mapping[str, Shape],
-) -> list[dict[str, np.ndarray]]:
+) -> list[Arrays]:
     """The further columns of `data.episode.COLUMNS` in a frame, for each completion.
 
     A column that given tokens have comes for a prompt's tokens and the completion's own but the
@@ -448,7 +447,7 @@ def split_columns(
         SidecarBroken: if a column is not there, or of another shape. `protocol` looks at the
             values.
     """
-    columns_by_completion: list[dict[str, np.ndarray]] = [{} for _ in completions]
+    columns_by_completion = [{} for _ in completions]
     for name, column in COLUMNS.items():
         if name not in arrays and name not in expected:
             continue
@@ -467,7 +466,7 @@ def split_columns(
 
 
 def checked_completions(
-    arrays: Mapping[str, np.ndarray], count: int, sampling: SamplingParams, vocab_size: int
+    arrays: Arrays, count: int, sampling: SamplingParams, vocab_size: int
 ) -> list[SampledRow]:
     """The completions of one frame, after everything about them that can be known was checked; none
     without arrays.

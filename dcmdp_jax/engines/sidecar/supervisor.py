@@ -4,7 +4,6 @@ thread each.
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import queue
 import threading
@@ -225,26 +224,31 @@ class Supervisor:
             self.sidecar = None
 
 
-@dataclasses.dataclass
 class Fleet:
     """Supervisors that stand in for each other.
 
     Attributes:
         least: fewest sidecars to go on with, once all have started.
         limit_s: longest wait for so many, over calls; the time between calls does not count.
-        check: called while one waits; raises what ends the run.
         members: all of them.
     """
 
-    least: int
-    limit_s: float
-    check: Callable[[], None]
-    members: "list[Member]" = dataclasses.field(default_factory=list)
-    # Seconds of the monotonic clock; 0: enough have started.
-    _below_since = 0.0
-    _last_wait = 0.0
-    _all_started_once = False
-    _calls = None
+    def __init__(self, least: int, limit_s: float, check: Callable[[], None]) -> None:
+        """Begin without members, which join by themselves.
+
+        Args:
+            least, limit_s: see the attributes.
+            check: called while one waits; raises what ends the run.
+        """
+        self.least = least
+        self.limit_s = limit_s
+        self.members: list[Member] = []
+        self._check = check
+        self._all_started_once = False
+        # Seconds of the monotonic clock: since when too few have started, and the last look.
+        self._below_since: float | None = None
+        self._last_wait = 0.0
+        self._calls: Calls | None = None
 
     def count(self) -> int:
         """Number of members whose sidecar has started."""
@@ -263,17 +267,17 @@ class Fleet:
         if calls is not self._calls:
             # The time between two calls does not count.
             self._calls = calls
-            if self._below_since:
+            if self._below_since is not None:
                 self._below_since += now - self._last_wait
         self._last_wait = now
 
         self._all_started_once = self._all_started_once or num_started == len(self.members)
         required = self.least if self._all_started_once else len(self.members)
         if num_started >= required:
-            self._below_since = 0.0
-        elif not self._below_since:
+            self._below_since = None
+        elif self._below_since is None:
             self._below_since = now
-        if self._below_since and now - self._below_since > self.limit_s:
+        elif now - self._below_since > self.limit_s:
             raise EngineError(
                 f"{num_started} of at least {required} replicas for {self.limit_s:g} s "
                 "(`start_timeout_s`): Ray has no room for more, or they don't start"
@@ -281,7 +285,7 @@ class Fleet:
 
         if calls.stopped.wait(seconds):
             raise Stopped
-        self.check()
+        self._check()
 
 
 class Member(Supervisor):

@@ -98,13 +98,13 @@ class SharedWeights:
             MemoryError: if shared memory for the copies can't be allocated; it says how much is
                 free.
         """
-        self.config: ModelConfig = arguments.model
+        self.config = arguments.model
         self._put = put
         self._serial = 0
         self.probe = arguments.probe and arguments.probe()
         int8 = arguments.precision == "int8"
         self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
-        self.num_bytes: int = self.bridge.num_bytes
+        self.num_bytes = self.bridge.num_bytes
         self._base = None
         lora = arguments.lora
         self.adapters = lora and WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
@@ -116,7 +116,7 @@ class SharedWeights:
                 f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or "
                 "`compute_dtype`"
             )
-        self.left_bytes: int = available - needed
+        self.left_bytes = available - needed
 
         shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
         self.probe_ids = np.random.default_rng(0).integers(
@@ -244,7 +244,7 @@ class WeightBridge:
             shapes = [(name, "int8" if quantized else dtype, hf_tensor.shape)]
             if quantized:
                 shapes.append((f"{name}_scale", "float32", (hf_tensor.shape[0], 1)))
-            tensors: list[Tensor] = []
+            tensors = []
             for tensor_name, tensor_dtype, shape in shapes:
                 offset = -(-end // ALIGNMENT) * ALIGNMENT
                 tensor = Tensor(name=tensor_name, dtype=tensor_dtype, shape=shape, offset=offset)
@@ -255,7 +255,7 @@ class WeightBridge:
         # Arrays of one stack that are converted together, as each alone costs a program's start:
         # where they begin.
         self._groups: list[tuple[int, list[int]]] = []
-        jobs_of_leaf: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+        jobs_of_leaf = collections.defaultdict(list)
         for number, (hf_tensor, _) in enumerate(self._jobs):
             jobs_of_leaf[hf_tensor.path].append(number)
         for numbers in jobs_of_leaf.values():
@@ -269,7 +269,7 @@ class WeightBridge:
         for _, tensors in self._jobs:
             self.manifest += tensors
         # Size of a segment.
-        self.num_bytes: int = end
+        self.num_bytes = end
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
         """Write the tensors.
@@ -283,8 +283,8 @@ class WeightBridge:
         Returns:
             [tensors] uint64 checksums of what was written, in the manifest's order.
         """
-
-        sums: dict[int, list[int]] = {}
+        # Number of the job -> checksums of its tensors.
+        sums = {}
 
         def write_group(first: int, numbers: list[int]) -> None:
             hf_tensor, _ = self._jobs[numbers[0]]
@@ -337,13 +337,13 @@ class WeightBridge:
 _Slices = tuple[slice, ...]
 
 
-def _transposed_on_device(leaf: jax.Array, hf_tensor: HFTensor) -> bool:
+def _transposed_on_device(leaf: Array, hf_tensor: HFTensor) -> bool:
     """Whether the device transposes. A host takes three times as long as for a plain copy."""
     return hf_tensor.transposed and next(iter(leaf.devices())).platform != "cpu"
 
 
 def _converted_stack(
-    leaf: jax.Array, *, stacked: int, first: int, count: int, dtype: str, transpose: bool
+    leaf: Array, *, stacked: int, first: int, count: int, dtype: str, transpose: bool
 ) -> np.ndarray:
     """Convert arrays of a leaf that is on one device to the engine's dtype, and fetch them.
 
@@ -360,8 +360,8 @@ def _converted_stack(
 
 @functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "transpose"))
 def _cast_stack(
-    leaf: jax.Array, first: jax.Array, *, stacked: int, count: int, dtype: str, transpose: bool
-) -> jax.Array:
+    leaf: Array, first: Array, *, stacked: int, count: int, dtype: str, transpose: bool
+) -> Array:
     stack = leaf.reshape(-1, *leaf.shape[stacked:])
     arrays = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
     return arrays.swapaxes(-1, -2) if transpose else arrays
@@ -388,7 +388,7 @@ def _store(
 
 
 def _blocks(
-    leaf: jax.Array, index: tuple[int, ...], dtype: str, transpose: bool
+    leaf: Array, index: tuple[int, ...], dtype: str, transpose: bool
 ) -> Iterator[tuple[_Slices, np.ndarray]]:
     """Convert a leaf at `index` of its stacked axes to the engine's dtype, and fetch it in blocks.
 
@@ -414,8 +414,8 @@ def _blocks(
 
 
 def _shards(
-    leaf: jax.Array, index: tuple[int, ...]
-) -> Iterator[tuple[_Slices, jax.Array, tuple[int, ...]]]:
+    leaf: Array, index: tuple[int, ...]
+) -> Iterator[tuple[_Slices, Array, tuple[int, ...]]]:
     """The array at `index` of a leaf's stacked axes, as what single devices have of it.
 
     A program over all devices would be given the rows of a block by a gather of all layers' rows:
@@ -436,15 +436,15 @@ def _shards(
 
     seen = set()
     for shard in leaf.addressable_shards:
-        bounds = [
+        bounds = tuple(
             span.indices(size)[:2] for span, size in zip(shard.index, leaf.shape, strict=True)
-        ]
+        )
         stack_bounds = bounds[:stacked]
         has_array = all(
             first <= i < end for i, (first, end) in zip(index, stack_bounds, strict=True)
         )
-        if has_array and tuple(bounds) not in seen:
-            seen.add(tuple(bounds))
+        if has_array and bounds not in seen:
+            seen.add(bounds)
             shard_index = tuple(
                 i - first for i, (first, _) in zip(index, stack_bounds, strict=True)
             )
@@ -454,19 +454,19 @@ def _shards(
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype", "transpose"))
 def _cast(
-    leaf: jax.Array,
-    index: tuple[jax.Array, ...],
-    first: jax.Array,
+    leaf: Array,
+    index: tuple[Array, ...],
+    first: Array,
     *,
     rows: int,
     dtype: str,
     transpose: bool,
-) -> jax.Array:
+) -> Array:
     block = jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
     return block.T if transpose else block
 
 
-def _quantized(leaf: jax.Array, index: tuple[int, ...]) -> QuantizedKernel:
+def _quantized(leaf: Array, index: tuple[int, ...]) -> QuantizedKernel:
     """Quantize the matrix at `index` of a leaf's stacked axes to 8 bits, with a scale a column."""
     shards = list(_shards(leaf, index))
     if len(shards) == 1:
@@ -481,12 +481,12 @@ def _quantized(leaf: jax.Array, index: tuple[int, ...]) -> QuantizedKernel:
 
 
 @jax.jit
-def _quantize_at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> QuantizedKernel:
+def _quantize_at(leaf: Array, index: tuple[Array, ...]) -> QuantizedKernel:
     return quantize_kernel(_at(leaf, index), "int8")
 
 
 @jax.jit
-def _at(leaf: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+def _at(leaf: Array, index: tuple[Array, ...]) -> Array:
     for number in index:
         leaf = jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
     return leaf

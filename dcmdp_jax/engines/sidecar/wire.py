@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -21,6 +21,10 @@ import numpy as np
 
 PROTOCOL = 9
 """Changes with any change of frames or of what they say; both sides must have the same."""
+
+# Fields of a frame by name: numbers, strings, lists, maps of those. And its arrays.
+Fields = dict[str, Any]
+Arrays = dict[str, np.ndarray]
 
 _MAGIC = b"DCM2"
 _PREFIX = struct.Struct("<4sQ")
@@ -40,8 +44,8 @@ class Message:
         arrays: name -> array.
     """
 
-    header: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    header: Fields
+    arrays: Arrays
 
 
 class Connection:
@@ -78,8 +82,8 @@ class Connection:
     def send(
         self,
         op: str,
-        header: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
+        header: Fields | None = None,
+        arrays: Arrays | None = None,
         *,
         timeout_s: float | None = None,
     ) -> None:
@@ -87,7 +91,7 @@ class Connection:
 
         Args:
             op: name of the request or answer.
-            header: further fields: numbers, strings, lists, maps of those.
+            header: further fields.
             arrays: uint8, int16, int32, int64, uint64 or float32.
             timeout_s: limit for the whole frame; None waits without a limit.
 
@@ -109,11 +113,9 @@ class Connection:
         if len(packed) > self._max_bytes:
             raise ValueError(f"frame {op!r}: {len(packed)} bytes, the limit is {self._max_bytes}")
 
-        with self._closing_on_failure(f"sending {op!r}", timeout_s) as end:
-            data = memoryview(_PREFIX.pack(_MAGIC, len(packed)) + packed)
-            while data.nbytes:
-                self._socket.settimeout(_seconds_until(end))
-                data = data[self._socket.send(data) :]
+        with self._closing_on_failure(f"sending {op!r}", timeout_s):
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(_PREFIX.pack(_MAGIC, len(packed)) + packed)
 
     def receive(self, *, timeout_s: float | None = None) -> Message:
         """Wait for one frame.
@@ -171,15 +173,11 @@ def _message(data: bytearray) -> Message:
         header = msgpack.unpackb(data)
         arrays = {}
         for name, (dtype, shape, content) in header.pop("arrays").items():
-            arrays[name] = _array(dtype, shape, content)
+            if dtype not in _DTYPES:
+                raise ValueError("an array of another dtype")
+            arrays[name] = np.frombuffer(content, dtype).reshape(shape).copy()
         if not isinstance(header["op"], str):
             raise TypeError("op is no text")
     except Exception as error:  # of msgpack and NumPy, whatever the bytes are
         raise WireError(f"malformed frame: {error!r:.200}") from error
     return Message(header=header, arrays=arrays)
-
-
-def _array(dtype: str, shape: list[int], content: bytes) -> np.ndarray:
-    if dtype not in _DTYPES:
-        raise ValueError("an array of another dtype")
-    return np.frombuffer(content, dtype).reshape(shape).copy()

@@ -12,7 +12,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from dcmdp_jax.engines.sidecar import wire
@@ -26,7 +25,7 @@ class VllmActor:
         self._host: Any = None
         self._answer: Generator[Any, None, None] | None = None
 
-    def ask(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
+    def ask(self, header: wire.Fields, arrays: wire.Arrays) -> Any:
         """Give up what was asked before; return the first frame of the answer, or a failure."""
         if self._answer is not None:
             self._answer.close()
@@ -42,9 +41,7 @@ class VllmActor:
             message = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
             return "failed", {"message": message}, {}
 
-    def _answers(
-        self, header: dict[str, Any], arrays: dict[str, np.ndarray]
-    ) -> Generator[Any, None, None]:
+    def _answers(self, header: wire.Fields, arrays: wire.Arrays) -> Generator[Any, None, None]:
         # Here: it takes this file's directory off the path, and `start` sets what vLLM reads when
         # it is imported.
         from dcmdp_jax.engines.vllm import sidecar
@@ -57,7 +54,7 @@ class VllmActor:
             header["segment"] = ray.get(header["segment"])
         yield from sidecar.answers(self._host, header, arrays)
 
-    def _start(self, header: dict[str, Any], sidecar: Any) -> Any:
+    def _start(self, header: wire.Fields, sidecar: Any) -> Any:
         if header["protocol"] != wire.PROTOCOL:
             raise ValueError(
                 f"protocol {header['protocol']!r}, the package here speaks {wire.PROTOCOL}"

@@ -13,7 +13,8 @@ import numpy as np
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines import engine_kind, vllm_common
+from dcmdp_jax.engines import vllm_common
+from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.protocol import (
     EngineError,
     SamplingParams,
@@ -21,7 +22,8 @@ from dcmdp_jax.engines.protocol import (
     checked_sequences,
     scored_rows,
 )
-from dcmdp_jax.engines.sidecar import process, segments, weights, wire
+from dcmdp_jax.engines.sidecar import segments, weights, wire
+from dcmdp_jax.engines.sidecar.process import EngineProcess, Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Supervisor
 from dcmdp_jax.engines.vllm import devices, launch
@@ -52,7 +54,7 @@ class VllmEngine:
     For one thread.
     """
 
-    def __init__(self, arguments: engine_kind.EngineArguments, *, script: Path = SCRIPT) -> None:
+    def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
         """Start vLLM (seconds on CPU, a minute on a GPU) and wait until it is ready; with
         `prepare`, at its first use.
 
@@ -108,7 +110,13 @@ class VllmEngine:
             if self._by_ray:
                 supervise = self._supervise_actors(arguments, start_fields)
             else:
-                supervise = functools.partial(self._supervise_process, start_fields)
+
+                def supervise(replica_launch: Launch) -> Supervisor:
+                    start = functools.partial(
+                        Sidecar, replica_launch, start_fields, self.weights.segments
+                    )
+                    return Supervisor(replica_launch.name, start)
+
             for replica_launch in self._launches(arguments, replica_devices, script):
                 replica_launch.directory.mkdir(exist_ok=True)
                 replica = Replica(
@@ -133,8 +141,8 @@ class VllmEngine:
             raise
 
     def _launches(
-        self, arguments: engine_kind.EngineArguments, replica_devices: Sequence[str], script: Path
-    ) -> Iterator[process.Launch]:
+        self, arguments: EngineArguments, replica_devices: Sequence[str], script: Path
+    ) -> Iterator[Launch]:
         """What each replica is started from; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
         engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
@@ -145,7 +153,7 @@ class VllmEngine:
             if settings.replicas > 1:
                 name = f"vLLM replica {number}"
                 directory = arguments.directory / str(number)
-            yield process.Launch(
+            yield Launch(
                 name=name,
                 python=python,
                 script=script,
@@ -156,18 +164,9 @@ class VllmEngine:
                 temporary_variables=("VLLM_RPC_BASE_PATH",),
             )
 
-    def _supervise_process(
-        self, start_fields: dict[str, Any], replica_launch: process.Launch
-    ) -> Supervisor:
-        """The supervisor of a process on this machine, not started yet."""
-        start = functools.partial(
-            process.Sidecar, replica_launch, start_fields, self.weights.segments
-        )
-        return Supervisor(replica_launch.name, start)
-
     def _supervise_actors(
-        self, arguments: engine_kind.EngineArguments, start_fields: dict[str, Any]
-    ) -> Callable[[process.Launch], Supervisor]:
+        self, arguments: EngineArguments, start_fields: wire.Fields
+    ) -> Callable[[Launch], Supervisor]:
         """Connect to the Ray cluster, or start one.
 
         Returns:
@@ -185,28 +184,25 @@ class VllmEngine:
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
         fleet = Fleet(settings.min_replicas, settings.start_timeout_s, ray_actors.check_head)
 
-        def start(replica_launch: process.Launch, _: threading.Event) -> process.EngineProcess:
+        def supervise(replica_launch: Launch) -> Supervisor:
             options = ray_actors.interpreter(replica_launch.python, **replica_launch.environment)
             if resource == "GPU":
                 options["num_gpus"] = amount
             else:
                 options["resources"] = {resource: amount}
-            engine_fields = {
-                "engine": dict(replica_launch.engine),
-                "segments": [],
-                "config": config,
-            }
-            return ray_actors.ActorProcess(
-                name=replica_launch.name,
-                actor=actor.VllmActor,
-                options=options,
-                start=start_fields | engine_fields,
-                # The run's report reads it.
-                places=replica_launch.directory / "nodes.txt",
-            )
+            engine_fields = {"engine": replica_launch.engine, "segments": [], "config": config}
 
-        def supervise(replica_launch: process.Launch) -> Supervisor:
-            return Member(replica_launch.name, functools.partial(start, replica_launch), fleet)
+            def start(_: threading.Event) -> EngineProcess:
+                return ray_actors.ActorProcess(
+                    name=replica_launch.name,
+                    actor=actor.VllmActor,
+                    options=options,
+                    start=start_fields | engine_fields,
+                    # The run's report reads it.
+                    places=replica_launch.directory / "nodes.txt",
+                )
+
+            return Member(replica_launch.name, start, fleet)
 
         return supervise
 
@@ -284,7 +280,7 @@ class VllmEngine:
         the same bits; what was yielded is not yielded again. An empty list comes every half second.
         """
         publication = self._published("generate")
-        engine_kind.check_temperature("vllm", sampling.temperature, vllm_common.VLLM_TEMPERATURES)
+        check_temperature("vllm", sampling.temperature, vllm_common.VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         numbered_prompts = list(enumerate(prompts))
         samples = []

@@ -49,15 +49,15 @@ _AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set
 # instead, or why.
 _OURS = {
-    "model": "it is the model whose weights are pushed",
+    "model": "us: it is the model whose weights are pushed",
     "tokenizer": "`tokenizer`",
-    "skip_tokenizer_init": "token ids cross the wire, never text",
-    "load_format": "weights are pushed",
-    "logprobs_mode": "training needs processed_logprobs",
-    "generation_config": "training samples from the model as it is",
-    "override_generation_config": "training samples from the model as it is",
-    "worker_extension_cls": "it receives the weights",
-    "trust_remote_code": "code from a checkpoint is never run",
+    "skip_tokenizer_init": "us: token ids cross the wire, never text",
+    "load_format": "us: weights are pushed",
+    "logprobs_mode": "us: training needs processed_logprobs",
+    "generation_config": "us: training samples from the model as it is",
+    "override_generation_config": "us: training samples from the model as it is",
+    "worker_extension_cls": "us: it receives the weights",
+    "trust_remote_code": "us: code from a checkpoint is never run",
     "dtype": "`compute_dtype`",
     "quantization": "`precision`",
     "kv_cache_dtype": "`kv_cache_dtype`",
@@ -321,10 +321,7 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     extra = json_object(engine_args, "engine_args")
     for name in extra:
         if name in _OURS:
-            owner = _OURS[name]
-            if not owner.startswith("`"):
-                owner = f"us: {owner}"
-            raise ArgumentError("engine_args", f"{name} is set by {owner}; leave it out")
+            raise ArgumentError("engine_args", f"{name} is set by {_OURS[name]}; leave it out")
     return extra
 
 

@@ -50,10 +50,11 @@ _find_package()
 import numpy as np  # noqa: E402
 
 from dcmdp_jax.engines.sidecar import segments, wire  # noqa: E402
+from dcmdp_jax.engines.sidecar.wire import Arrays, Fields  # noqa: E402
 from dcmdp_jax.engines.vllm import start_checks  # noqa: E402
 
 # "progress" and its arrays, any number of times; then the answer and its arrays.
-_Frames = Generator[tuple[str, dict[str, np.ndarray]], None, None]
+_Frames = Generator[tuple[str, Arrays], None, None]
 
 
 class Refused(ValueError):
@@ -63,7 +64,7 @@ class Refused(ValueError):
 class EngineHost:
     """vLLM's engine in this process."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: Fields) -> None:
         """Import vLLM and build the engine; weights are random until the first push.
 
         Args:
@@ -107,7 +108,7 @@ class EngineHost:
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
-    def push(self, fields: dict[str, Any]) -> np.ndarray:
+    def push(self, fields: Fields) -> np.ndarray:
         """Load a segment in every worker; return checksums, [workers, tensors] uint64.
 
         Adapters take the place of those before, of which no request is left, as each is answered
@@ -155,7 +156,7 @@ class EngineHost:
                 self.llm.wake_up(tags=[tag])
                 self._asleep.remove(tag)
 
-    def generate(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Frames:
+    def generate(self, fields: Fields, arrays: Arrays) -> _Frames:
         """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
         Progress brings the rows that have ended since; the answer is empty.
@@ -174,7 +175,7 @@ class EngineHost:
         self._sleep(fields["sleep_level"])
         yield "generated", {}
 
-    def score(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Frames:
+    def score(self, fields: Fields, arrays: Arrays) -> _Frames:
         """Log-probs of each row's tokens after its first `starts`, at a temperature; one array."""
         rows = _split(arrays["row_ids"], arrays["row_lengths"])
         outputs = yield from self._score_rows(rows, fields["temperature"])
@@ -188,7 +189,7 @@ class EngineHost:
 
     def _score_rows(
         self, rows: list[list[int]], temperature: float
-    ) -> Generator[tuple[str, dict[str, np.ndarray]], None, dict[int, Any]]:
+    ) -> Generator[tuple[str, Arrays], None, dict[int, Any]]:
         """Run rows as prompts, with empty progress now and then; return vLLM's outputs by row."""
         params = _params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         outputs: dict[int, Any] = {}
@@ -201,7 +202,7 @@ class EngineHost:
             self.llm.collective_rpc("dcmdp_scale_logits", args=(1.0,))
         return outputs
 
-    def observe(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Frames:
+    def observe(self, fields: Fields, arrays: Arrays) -> _Frames:
         """What `modules` read and give while each row is scored.
 
         One row at a time, so that tokens come in the order of the rows. "NAME read" and "NAME
@@ -273,7 +274,7 @@ def _params(**options: Any) -> Any:
     )
 
 
-def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
+def _completions(outputs: dict[int, Any], top: int) -> Arrays:
     """The arrays of completions that have ended, by row; none where there are none.
 
     Of each token vLLM lists the sampled one first and then its `top` likeliest, whichever the first
@@ -342,12 +343,10 @@ def clear_names() -> None:
 
 
 # Operation, header and arrays.
-Answer = tuple[str, dict[str, Any], dict[str, np.ndarray]]
+Answer = tuple[str, Fields, Arrays]
 
 
-def answers(
-    host: EngineHost, header: dict[str, Any], arrays: dict[str, np.ndarray]
-) -> Generator[Answer, None, None]:
+def answers(host: EngineHost, header: Fields, arrays: Arrays) -> Generator[Answer, None, None]:
     """Do what a request asks: yield progress, then the answer. Closing gives the request up."""
     op = header["op"]
     try:
