@@ -99,7 +99,7 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
             "start all hosts with the same command and package version",
         )
         run = Run.check(config, hosts)
-        show(describe(run, whole=dry_run))
+        show(describe(run, full=dry_run))
         if dry_run:
             return
 
