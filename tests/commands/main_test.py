@@ -166,18 +166,6 @@ def test_the_help_of_a_command_shows_how_it_was_started(start, name, monkeypatch
 
 def test_every_command_of_bin_is_one_of_dcmdp():
     assert {path.stem for path in (_ROOT / "bin").glob("[!_]*.py")} == set(main_module.COMMANDS)
-<<<<<<< HEAD
-
-
-def test_a_study_by_name_lists_its_runs(dcmdp):
-    done = dcmdp("sweep", "--study=methods", "--seeds=0", "--dry_run")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == (
-        "grpo, seed 0: dcmdp train --config=demo --config.algorithm.tolerance_steps=0 "
-        "--config.optimizer.learning_rate=0.0001 --config.training.prompts_per_step=48 "
-        "--config.training.prompts_per_mini_batch=24 --config.algorithm.method=grpo "
-        "--config.training.seed=0 --config.run_dir=runs/studies/methods/grpo/seed0"
-    )
 
 
 def test_modules_of_the_working_directory_can_be_named(dcmdp, tmp_path):
@@ -323,5 +311,3 @@ def test_train_takes_a_config_dict_and_refuses_what_is_none(tmp_path):
         dcmdp_jax.train(3)
     with pytest.raises(UserError, match="config.rollout.group_size: got 1, must be at least 2"):
         dcmdp_jax.train({"rollout": {"group_size": 1}, "run_dir": str(tmp_path / "run")})
-=======
->>>>>>> 51e3f8f4 (Move studies, sweeps and the one-state theory to research/, each run by one command from a checkout)
