@@ -49,7 +49,17 @@ def chip_here(size: Size) -> tuple[Chip, str]:
         return CHIPS[name], "data sheet"
     flops, bandwidth = measured_rates(size)
     unlimited = float("inf")
-    chip = Chip(device.device_kind, flops, bandwidth, 0, 0, unlimited, unlimited, 1, ())
+    chip = Chip(
+        name=device.device_kind,
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        memory_gib=0,
+        usable_gib=0,
+        link_bandwidth=unlimited,
+        far_bandwidth=unlimited,
+        devices_near=1,
+        shapes=(),
+    )
     return chip, "measured here, no data sheet"
 
 

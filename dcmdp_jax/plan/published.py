@@ -13,78 +13,99 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_config import from_hf, read_model_config
 from dcmdp_jax.run.task import fresh_model
 
-_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
-_OTHERS = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-_QWEN3 = _OTHERS | {
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN3 = _QWEN | {
     "model_type": "qwen3",
     "head_dim": 128,
     "rope_theta": 1000000,
     "attention_bias": False,
+    "max_position_embeddings": 40960,
 }
-_QWEN3["max_position_embeddings"] = 40960
 _MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
-_QWEN2 = _OTHERS | {"model_type": "qwen2", "rope_theta": 10000, "max_position_embeddings": 131072}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
-_LLAMA3["original_max_position_embeddings"] = 8192
+_QWEN2 = _QWEN | {"model_type": "qwen2", "rope_theta": 10000, "max_position_embeddings": 131072}
 _LLAMA = {
     "model_type": "llama",
     "vocab_size": 128256,
     "rope_theta": 500000,
-    "rope_scaling": _LLAMA3,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_position_embeddings": 8192,
+    },
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
 }
-_LLAMA |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 _MISTRAL = {
     "model_type": "mistral",
     "vocab_size": 32000,
     "rope_theta": 10000,
     "sliding_window": 4096,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
 }
-_MISTRAL |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False}
 _SMOLLM3 = {
     "model_type": "smollm3",
     "vocab_size": 128256,
     "rope_theta": 5000000,
     "no_rope_layer_interval": 4,
-}
-_SMOLLM3 |= {"use_sliding_window": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 65536}
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 8,
-    "original_max_position_embeddings": 8192,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-_OLMO3 = {"model_type": "olmo3", "vocab_size": 100278, "rope_theta": 500000, "sliding_window": 4096}
-_OLMO3 |= {
-    "rope_scaling": _YARN | {"attention_factor": 1.2079441541679836},
+    "use_sliding_window": False,
+    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 65536,
 }
-_OLMO3 |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_OLMO3 = {
+    "model_type": "olmo3",
+    "vocab_size": 100278,
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "attention_factor": 1.2079441541679836,
+    },
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 _GEMMA3 = {
     "model_type": "gemma3_text",
     "vocab_size": 262144,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
-}
-_GEMMA3 |= {
     "sliding_window": 512,
     "sliding_window_pattern": 6,
     "rope_theta": 1000000,
     "rope_local_base_freq": 10000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
 }
-_GEMMA3 |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 _QWEN35 = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
     "head_dim": 256,
     "linear_num_value_heads": 16,
+    "rope_theta": 10000000,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
 }
-_QWEN35 |= {"rope_theta": 10000000, "max_position_embeddings": 262144, "tie_word_embeddings": True}
 
 
 def _config(base: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
@@ -107,7 +128,7 @@ PUBLISHED = {
 }
 """Name of the model's directory -> fields of its config.json."""
 
-# Size -> its numbers, and the context of the base model.
+# Size -> its `_SIZES`, and the context of the base model.
 _QWEN25 = {
     "0.5B": (896, 4864, 24, 14, 2, 32768),
     "1.5B": (1536, 8960, 28, 12, 2, 131072),
@@ -118,25 +139,23 @@ _QWEN25 = {
     "72B": (8192, 29568, 80, 64, 8, 131072),
 }
 for _size, (*_numbers, _context) in _QWEN25.items():
-    _small = _size in ("0.5B", "1.5B", "3B")
-    _shape = _config(
-        _QWEN2, *_numbers, tie_word_embeddings=_small, vocab_size=151936 if _small else 152064
-    )
-    _shape["rope_theta"] = 1000000
-    PUBLISHED[f"Qwen2.5-{_size}"] = _shape | {"max_position_embeddings": _context}
-    PUBLISHED[f"Qwen2.5-{_size}-Instruct"] = _shape | {"max_position_embeddings": 32768}
+    _base = _config(_QWEN2, *_numbers, rope_theta=1000000, max_position_embeddings=_context)
+    if _size in ("0.5B", "1.5B", "3B"):
+        _base["tie_word_embeddings"] = True
+    else:
+        _base["vocab_size"] = 152064
+    _instruct = _base | {"max_position_embeddings": 32768}
+    PUBLISHED[f"Qwen2.5-{_size}"] = _base
+    PUBLISHED[f"Qwen2.5-{_size}-Instruct"] = _instruct
     if _size != "72B":
-        PUBLISHED[f"Qwen2.5-Coder-{_size}"] = _shape | {"max_position_embeddings": 32768}
+        PUBLISHED[f"Qwen2.5-Coder-{_size}"] = _instruct
     if _size in ("1.5B", "7B", "72B"):
-        PUBLISHED[f"Qwen2.5-Math-{_size}"] = _shape | {
-            "max_position_embeddings": 4096,
-            "rope_theta": 10000,
-        }
+        _math = {"max_position_embeddings": 4096, "rope_theta": 10000}
+        PUBLISHED[f"Qwen2.5-Math-{_size}"] = _base | _math
 
 
 def model_of(config: Config) -> ModelConfig:
-    """The model of a config: its directory's, a published one of the directory's name, or a fresh
-    one.
+    """The model of a config: its directory's, a published one of that name, or a fresh one.
 
     Raises:
         UserError: if neither a directory nor a published model has this name.

@@ -1,4 +1,4 @@
-"""A run at full size: its programs compiled for a topology, its memory by kind, the search for what
+"""A run at full size: programs compiled for a topology, memory by kind, the search for what
 fits.
 """
 
@@ -7,7 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -43,7 +43,8 @@ PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
 
 
-class PlannedRun(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedRun:
     """A run whose shapes alone are known.
 
     Attributes:
@@ -58,7 +59,8 @@ class PlannedRun(NamedTuple):
     placement: Placement
 
 
-class Compiled(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
     """A compiled program, on one device.
 
     Attributes:
@@ -79,7 +81,8 @@ class Compiled(NamedTuple):
     refused: str | None = None
 
 
-class Phase(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
     """Memory of one device in a phase of the run.
 
     Attributes:
@@ -89,7 +92,7 @@ class Phase(NamedTuple):
     """
 
     name: str
-    peak: int
+    peak: int = 0
     beside: dict[str, int]
 
     @property
@@ -98,7 +101,7 @@ class Phase(NamedTuple):
         return self.peak + sum(self.beside.values())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledRun:
     """Memory of a run on a topology.
 
@@ -123,53 +126,58 @@ class CompiledRun:
 
     @property
     def phases(self) -> list[Phase]:
-        """Every compiled program with what stays in memory outside its arguments, and the phases
-        without a program.
-        """
-        found = [
-            Phase(name, compiled.peak, self._beside(name))
+        """The compiled programs with the memory beside them, and the phases without a program."""
+        phases = [
+            Phase(name=name, peak=compiled.peak, beside=self._beside(name))
             for name, compiled in self.programs.items()
         ]
         if self.engine is not None:
-            parts = [
-                part
-                for part in self.run.placement.engine.memory.parts
-                if "push" in part.phases and part.each
-            ]
-            found.append(Phase("push", 0, {part.name: part.each for part in parts}))
-        elif (shared := _share(self.run.config)) is not None and shared.sampling:
-            share = int(shared.sampling * self.topology.chip.memory_gib * GIB)
-            found.append(Phase("sample", 0, self.step.held | {"the engine's share": share}))
-        return found
+            pushed = {
+                component.name: component.each
+                for component in self.run.placement.engine.memory.parts
+                if "push" in component.phases and component.each
+            }
+            phases.append(Phase(name="push", beside=pushed))
+            return phases
+
+        share = _share(self.run.config)
+        if share is not None and share.sampling:
+            size = int(share.sampling * self.topology.chip.memory_gib * GIB)
+            phases.append(
+                Phase(name="sample", beside=self.step.held | {"the engine's share": size})
+            )
+        return phases
 
     def _beside(self, name: str) -> dict[str, int]:
         """Memory that is held while a program runs and is none of its arguments."""
-        parts = {
-            part.name: part.each for part in self.run.placement.engine.memory.parts if part.each
-        }
-        if name == "step" or self.engine is None:
-            return {
-                part: size
-                for part, size in parts.items()
-                if name == "step" and part == memory_use.CUDNN_WORKSPACE
-            }
-        beside = dict(self.step.held)
-        if name in ("prefill", "decode") and self.engine.refills:
+        beside = {}
+        counted = ""
+        if name == "step":
+            counted = memory_use.CUDNN_WORKSPACE
+        elif self.engine is not None:
+            beside |= self.step.held
             # New rows enter a batch while it decodes.
-            beside |= {part: size for part, size in parts.items() if part == PREEMPTED}
-            beside |= {"engine's cache": self.engine.cache_bytes} if name == "prefill" else {}
+            if name in ("prefill", "decode") and self.engine.refills:
+                counted = PREEMPTED
+        for component in self.run.placement.engine.memory.parts:
+            if component.name == counted and component.each:
+                beside[counted] = component.each
+        if name == "prefill" and counted:
+            beside["engine's cache"] = self.engine.cache_bytes
         return beside
 
     @property
     def fits(self) -> bool:
         """Whether every phase is within what a device has."""
-        refused = any(compiled.refused is not None for compiled in self.programs.values())
-        return not refused and all(phase.total <= self.usable for phase in self.phases)
+        if any(compiled.refused is not None for compiled in self.programs.values()):
+            return False
+        return all(phase.total <= self.usable for phase in self.phases)
 
 
 def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
-    """Refuse what dcmdp train refuses on such devices, without their compiler, and adapters whose
-    shape is not given.
+    """Refuse what dcmdp train refuses on such devices, and adapters whose shape is not given.
+
+    Needs no compiler of the devices.
 
     Args:
         config: the settings.
@@ -192,36 +200,40 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
         )
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
-    near = CHIPS["h100"].devices_near if platform == "gpu" else devices
+    host_devices = devices
+    if platform == "gpu":
+        host_devices = min(devices, CHIPS["h100"].devices_near)
     kind, arguments = _engine(
-        config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=min(devices, near)
+        config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=host_devices
     )
     with as_settings(of_engine(kind)):
         kind.check(arguments)
+
     with as_settings(MESH):
         sizes = axis_sizes(
             devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
         )
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        sizes = {"num_heads": model.num_heads, "num_experts": model.num_experts}
-        check_training_mesh(mesh, **sizes, completions=config.completions_per_mini_batch)
+        check_training_mesh(
+            AbstractMesh(tuple(sizes.values()), tuple(sizes)),
+            num_heads=model.num_heads,
+            num_experts=model.num_experts,
+            completions=config.completions_per_mini_batch,
+        )
     return model
 
 
-def _engine(config: Config, **found: Any) -> tuple[EngineKind, EngineArguments]:
+def _engine(config: Config, **arguments: Any) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run with what it gets of adapters; a supervised run has none."""
-    kind, arguments = engine_arguments(
-        config, kind=EngineKind() if config.supervised else None, **found
-    )
-    lora = config.model.lora if kind.takes_adapters(arguments.settings) else None
-    return kind, dataclasses.replace(arguments, lora=lora)
+    kind = EngineKind() if config.supervised else None
+    kind, engine = engine_arguments(config, kind=kind, **arguments)
+    lora = config.model.lora if kind.takes_adapters(engine.settings) else None
+    return kind, dataclasses.replace(engine, lora=lora)
 
 
 def planned_run(
     config: Config, mesh: Mesh, *, model: ModelConfig | None = None, machine: Machine | None = None
 ) -> PlannedRun:
-    """A run whose shapes alone are asked for: no data, no run directory, prompts of the longest
-    length.
+    """Plan a run by shapes alone: no data, no run directory, prompts of the longest length.
 
     Args:
         config: the settings.
@@ -232,9 +244,10 @@ def planned_run(
     model = model or model_of(config)
     platform = mesh.devices.flat[0].platform
     kind, engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
-    of_teacher = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, path=config.teacher[0])
-    )
+    teacher = None
+    if config.loads_teacher:
+        teacher_model = dataclasses.replace(config.model, path=config.teacher[0])
+        teacher = model_of(dataclasses.replace(config, model=teacher_model))
     completions = config.training.prompts_per_step * config.rollout.group_size
     placement = fit(
         config,
@@ -244,38 +257,46 @@ def planned_run(
         scheme=forward_scheme(config, platform, model=model),
         requests=([config.task.max_prompt_tokens], completions),
         lora=config.model.lora,
-        teacher=model_of(of_teacher) if config.loads_teacher else None,
+        teacher=teacher,
         machine=machine,
     )
-    return PlannedRun(config, model, placement)
+    return PlannedRun(config=config, model=model, placement=placement)
 
 
 def plan_step(run: PlannedRun) -> Lowerable:
     """The step that `dcmdp train` would run. Nothing is allocated."""
     config = run.config
-    model = run.model
+    settings = config.model
     mesh = run.placement.mesh
     packing = run.placement.packing
-    programs = make_step_programs(config, model, run.placement, config.model.lora)
+    programs = make_step_programs(config, run.model, run.placement, settings.lora)
     state, batch = programs.arguments
-    held = {
+    resident_bytes = {
         "parameters": bytes_per_device(state.params),
         "optimizer": bytes_per_device(state.opt_state),
     }
+
     frozen = None
-    if config.model.lora or config.algorithm.kl_coefficient:
-        dtype = config.model.lora_base if config.model.lora else config.model.param_dtype
-        shapes = param_shapes(model, "bfloat16" if dtype == "int8" else dtype)
-        frozen = sharded(shapes, weights.model_shardings(model, config.model.param_dtype, mesh))
-        held["frozen base" if config.model.lora else "reference policy"] = bytes_per_device(frozen)
-    trace = functools.partial(programs.train_step.trace, state, batch, frozen)
-    return Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
+    if settings.lora or config.algorithm.kl_coefficient:
+        name = "reference policy"
+        dtype = settings.param_dtype
+        if settings.lora:
+            name = "frozen base"
+            dtype = "bfloat16" if settings.lora_base == "int8" else settings.lora_base
+        shardings = weights.model_shardings(run.model, settings.param_dtype, mesh)
+        frozen = sharded(param_shapes(run.model, dtype), shardings)
+        resident_bytes[name] = bytes_per_device(frozen)
+    return Lowerable(
+        name="step",
+        trace=functools.partial(programs.train_step.trace, state, batch, frozen),
+        held=resident_bytes,
+        row_lengths=packing.row_lengths,
+        tokens=min(predicted_tokens(packing, mesh)),
+    )
 
 
 def predicted_tokens(packing: RowShapes, mesh: Mesh) -> list[int]:
-    """Count the tokens that a micro-batch of each bucket predicts on a device: all of a row but the
-    first.
-    """
+    """Tokens that a micro-batch of each bucket predicts on a device: all of a row but the first."""
     shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
 
@@ -306,11 +327,17 @@ def compile_run(
             model or the platform, or with `refuse`.
     """
     model = check_run(config, platform_of(topology.name), len(topology.devices))
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     usable, reason = usable_memory(config, topology)
+    mesh = make_mesh(
+        config.mesh.data,
+        config.mesh.fsdp,
+        config.mesh.tensor,
+        config.mesh.expert,
+        devices=topology.devices,
+    )
     run = planned_run(
         config,
-        make_mesh(*sizes, devices=topology.devices),
+        mesh,
         model=model,
         machine=Machine(platform_of(topology.name), len(topology.devices), usable, None),
     )
@@ -323,13 +350,25 @@ def compile_run(
             f"--programs: {', '.join(only)} are the embedded engine's, not "
             f"{config.rollout.engine}'s"
         )
-    programs: dict[str, Compiled] = {}
-    for program in (step, *(engine.programs if engine else ())):
+
+    programs = [step]
+    if engine is not None:
+        programs += engine.programs
+    compiled: dict[str, Compiled] = {}
+    for program in programs:
         if not only or program.name in only:
             on_program(program.name)
-            programs[program.name] = compile_program(program, functools.partial(read, run, program))
+            compiled[program.name] = compile_program(program, functools.partial(read, run, program))
             jax.clear_caches()
-    return CompiledRun(topology, run, step, engine, programs, usable, reason)
+    return CompiledRun(
+        topology=topology,
+        run=run,
+        step=step,
+        engine=engine,
+        programs=compiled,
+        usable=usable,
+        usable_reason=reason,
+    )
 
 
 def plan_engine(run: PlannedRun, max_rows: int) -> EnginePlan | None:
@@ -343,10 +382,9 @@ def plan_engine(run: PlannedRun, max_rows: int) -> EnginePlan | None:
         UserError: if the engine's settings do not divide the devices or the model.
     """
     setup = run.placement.engine
+    arguments = dataclasses.replace(setup.arguments, max_rows=max_rows)
     with as_settings(of_engine(setup.kind)):
-        return setup.kind.programs(
-            dataclasses.replace(setup.arguments, max_rows=max_rows), setup.workload
-        )
+        return setup.kind.programs(arguments, setup.workload)
 
 
 def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
@@ -363,9 +401,7 @@ def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
 
 
 def _share(config: Config) -> DeviceShare | None:
-    """How an engine on the same devices shares them; None where it has others, or is in the
-    trainer's process.
-    """
+    """How an engine on the same devices shares them; None with others, or in the same process."""
     kind, arguments = engine_arguments(config)
     with as_settings(of_engine(kind)):
         return kind.device_share(arguments)
@@ -387,28 +423,42 @@ def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], An
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
+        seconds = time.monotonic() - began
         message = " ".join(str(error).removeprefix(f"{_OUT_OF_MEMORY}: ").split())
-        used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
-        needed = int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0
-        return Compiled(time.monotonic() - began, needed, refused=message[:200])
+        needed = 0
+        match = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
+        if match:
+            needed = int(float(match.group(1)) * _UNITS[match.group(2)])
+        return Compiled(seconds=seconds, peak=needed, refused=message[:200])
+
     seconds = time.monotonic() - began
     memory = executable.memory_analysis()
     temporary = memory.temp_size_in_bytes
     arguments = memory.argument_size_in_bytes
-    # Where the compiler has no figure: everything at once.
-    together = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or together
-    return Compiled(seconds, peak, temporary, arguments, read(executable))
+    peak = getattr(memory, "peak_memory_in_bytes", 0)
+    if not peak:
+        # The compiler has no figure: everything at once.
+        peak = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(
+        seconds=seconds,
+        peak=peak,
+        temporary=temporary,
+        arguments=arguments,
+        account=read(executable),
+    )
 
 
 _WAYS = (1, 2, 4, 8)
-# Rows of the splash kernel have a multiple of this length.
+"""Sizes of the axes tensor and expert to try."""
 _ROW_MULTIPLE = 512
+"""Tokens; rows of the splash kernel have a multiple of this length."""
 _ROWS = (1, 2, 4)
+"""Rows of a micro-batch on each device to try."""
 
 
-class Tried(NamedTuple):
-    """A candidate and its plan.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A mesh and a size of micro-batches with their plan.
 
     Attributes:
         mesh: the settings.
@@ -419,7 +469,7 @@ class Tried(NamedTuple):
 
     mesh: MeshSettings
     micro_batch_tokens: int
-    plan: CompiledRun | None
+    plan: CompiledRun | None = None
     refused: str = ""
 
     @property
@@ -430,40 +480,47 @@ class Tried(NamedTuple):
     @property
     def peak(self) -> int | None:
         """Bytes of the largest phase; None without a plan."""
-        return None if self.plan is None else max(phase.total for phase in self.plan.phases)
+        if self.plan is None:
+            return None
+        return max(phase.total for phase in self.plan.phases)
 
 
-def table(tried: Sequence[Tried]) -> str:
+def table(candidates: Sequence[Candidate]) -> str:
     """A line for each candidate."""
     lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB"]
-    for rank, one in enumerate(tried, 1):
-        mesh = one.mesh
-        shape = (
-            f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  "
-            f"{one.micro_batch_tokens:18}"
+    for rank, candidate in enumerate(candidates, 1):
+        mesh = candidate.mesh
+        result = candidate.refused or f"{candidate.peak / GIB:8.2f}"
+        if not candidate.fits:
+            rank = "-"
+            if candidate.plan is not None:
+                result += "  does not fit"
+        lines.append(
+            f"{rank:>4}  {mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  "
+            f"{candidate.micro_batch_tokens:18}  {result}"
         )
-        said = one.refused or f"{one.peak / GIB:8.2f}{'' if one.fits else '  does not fit'}"
-        lines.append(f"{rank if one.fits else '-':>4}  {shape}  {said}")
-    return "\n".join(lines if any(one.fits for one in tried) else [*lines, "nothing of these fits"])
+    if not any(candidate.fits for candidate in candidates):
+        lines.append("nothing of these fits")
+    return "\n".join(lines)
 
 
-def search_record(tried: Sequence[Tried]) -> dict[str, Any]:
+def search_record(candidates: Sequence[Candidate]) -> dict[str, Any]:
     """The table as a tree for JSON."""
     return {
         "candidates": [
             {
-                "mesh": dataclasses.asdict(one.mesh),
-                "micro_batch_tokens": one.micro_batch_tokens,
-                "refused": one.refused,
-                "fits": one.fits,
-                "peak_bytes": one.peak,
+                "mesh": dataclasses.asdict(candidate.mesh),
+                "micro_batch_tokens": candidate.micro_batch_tokens,
+                "refused": candidate.refused,
+                "fits": candidate.fits,
+                "peak_bytes": candidate.peak,
             }
-            for one in tried
+            for candidate in candidates
         ]
     }
 
 
-def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> list[Tried]:
+def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> list[Candidate]:
     """Compile the step for every candidate; minutes for each of a large model.
 
     Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp.
@@ -482,38 +539,43 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
     Raises:
         UserError: if all are refused for one and the same reason.
     """
-    tried: list[Tried] = []
+    candidates = []
     longest = -(-config.max_total_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    for mesh in candidates(len(topology.devices), model_of(config).num_experts > 0):
+    for mesh in candidate_meshes(len(topology.devices), model_of(config).num_experts > 0):
         for rows in _ROWS:
             tokens = rows * longest
             training = dataclasses.replace(config.training, micro_batch_tokens=tokens)
             changed = dataclasses.replace(config, mesh=mesh, training=training)
+            plan = None
+            refused = ""
             try:
-                one = Tried(
-                    mesh, tokens, compile_run(changed, topology, only=("step",), refuse=True)
-                )
+                plan = compile_run(changed, topology, only=("step",), refuse=True)
             except UserError as error:
-                one = Tried(mesh, tokens, None, str(error))
-            tried.append(one)
-            result = (
-                one.refused or f"{one.peak / GIB:.2f} GiB{'' if one.fits else ', does not fit'}"
-            )
+                refused = str(error)
+            candidate = Candidate(mesh=mesh, micro_batch_tokens=tokens, plan=plan, refused=refused)
+            candidates.append(candidate)
+
+            result = refused or f"{candidate.peak / GIB:.2f} GiB"
+            if plan is not None and not plan.fits:
+                result += ", does not fit"
             tell(
                 f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a "
                 f"device: {result}"
             )
-            if not one.fits:
+            if not candidate.fits:
                 break
-    if len({one.refused for one in tried}) == 1 and tried[0].plan is None:
-        raise UserError(tried[0].refused)
-    return sorted(
-        tried,
-        key=lambda one: (not one.fits, one.mesh.tensor * one.mesh.expert, -one.micro_batch_tokens),
-    )
+
+    if plan is None and len({candidate.refused for candidate in candidates}) == 1:
+        raise UserError(refused)
+    return sorted(candidates, key=_rank)
 
 
-def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:
+def _rank(candidate: Candidate) -> tuple[bool, int, int]:
+    mesh = candidate.mesh
+    return not candidate.fits, mesh.tensor * mesh.expert, -candidate.micro_batch_tokens
+
+
+def candidate_meshes(devices: int, experts: bool) -> Iterator[MeshSettings]:
     """Meshes to try, the ones without a tensor axis first."""
     for expert in _WAYS if experts else (1,):
         for tensor in _WAYS:

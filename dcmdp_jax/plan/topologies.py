@@ -2,13 +2,14 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib.util
 import math
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -16,7 +17,8 @@ from jax.experimental import topologies
 from dcmdp_jax.errors import UserError
 
 
-class Chip(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
     """Figures of a device for a roofline, from the vendor's data sheet.
 
     Attributes:
@@ -42,54 +44,81 @@ class Chip(NamedTuple):
     shapes: tuple[str, ...]
 
 
-_POD = 1 << 20
 # Link bandwidth of a TPU: all its links in one direction. A collective along one mesh axis may use
-# fewer of them.
-_SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4")
-CHIPS = {
-    "v5e": Chip("TPU v5e", 197e12, 819e9, 16, 15.75, 2e11, 2e11, _POD, _SQUARES),
-    "v5p": Chip("TPU v5p", 459e12, 2765e9, 95, 95.74, 6e11, 6e11, _POD, _CUBES),
-    "v6e": Chip("TPU v6e", 918e12, 1640e9, 32, 31.25, 4.48e11, 4.48e11, _POD, _SQUARES),
-    "h100": Chip(
-        "H100 80GB SXM",
-        989e12,
-        3352e9,
-        80,
-        79.1 * 0.9,
-        4.5e11,
-        5e10,
-        8,
-        ("1", "8", "16", "32", "64"),
-    ),
-    "h200": Chip(
-        "H200 141GB SXM",
-        989e12,
-        4800e9,
-        141,
-        139.8 * 0.9,
-        4.5e11,
-        5e10,
-        8,
-        ("1", "8", "16", "32", "64"),
-    ),
-}
+# fewer of them. Its slices are of any size.
+_V5E = Chip(
+    name="TPU v5e",
+    flops=197e12,
+    memory_bandwidth=819e9,
+    memory_gib=16,
+    usable_gib=15.75,
+    link_bandwidth=2e11,
+    far_bandwidth=2e11,
+    devices_near=1 << 20,
+    shapes=("2x2", "2x4", "4x4", "4x8", "8x8", "16x16"),
+)
+_V5P = dataclasses.replace(
+    _V5E,
+    name="TPU v5p",
+    flops=459e12,
+    memory_bandwidth=2765e9,
+    memory_gib=95,
+    usable_gib=95.74,
+    link_bandwidth=6e11,
+    far_bandwidth=6e11,
+    shapes=("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4"),
+)
+_V6E = dataclasses.replace(
+    _V5E,
+    name="TPU v6e",
+    flops=918e12,
+    memory_bandwidth=1640e9,
+    memory_gib=32,
+    usable_gib=31.25,
+    link_bandwidth=4.48e11,
+    far_bandwidth=4.48e11,
+)
+_H100 = Chip(
+    name="H100 80GB SXM",
+    flops=989e12,
+    memory_bandwidth=3352e9,
+    memory_gib=80,
+    usable_gib=79.1 * 0.9,
+    link_bandwidth=4.5e11,
+    far_bandwidth=5e10,
+    devices_near=8,
+    shapes=("1", "8", "16", "32", "64"),
+)
+_H200 = dataclasses.replace(
+    _H100,
+    name="H200 141GB SXM",
+    memory_bandwidth=4800e9,
+    memory_gib=141,
+    usable_gib=139.8 * 0.9,
+)
+CHIPS = {"v5e": _V5E, "v5p": _V5P, "v6e": _V6E, "h100": _H100, "h200": _H200}
 
 # The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are
 # none.
-_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-_ENVIRONMENT |= {"TPU_WORKER_HOSTNAMES": "localhost", "TF_CPP_MIN_LOG_LEVEL": "3"}
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 INSTALL = "pip install -e '.[plan]'"
 
 # A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100
 # and H200 differ in their memory: bytes a second, bytes, and the name.
 _HOPPER = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800
   clock_rate_ghz: 1.98 device_memory_size: %d shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
@@ -102,7 +131,8 @@ _GPUS = {
 }
 
 
-class Topology(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
     """Devices to compile for.
 
     Attributes:
@@ -147,9 +177,7 @@ def chip_and_count(name: str) -> tuple[Chip, int]:
 
 
 def set_environment() -> None:
-    """Let libtpu start without a TPU and next to other instances. Call before the first use of
-    JAX.
-    """
+    """Let libtpu start without a TPU, next to other instances. Call before the first use of JAX."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
@@ -160,15 +188,17 @@ def set_environment() -> None:
 
 
 def _load_cudnn() -> None:
-    """Load cuDNN into the process, where its package is installed: the compiler of attention looks
-    for it there.
-    """
-    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    for place in (found.submodule_search_locations or ()) if found else ():
-        for library in sorted((Path(place) / "lib").glob("libcudnn*.so.*")):
-            # Some parts of it run kernels, and need the driver; the compiler does without them.
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    """Load cuDNN, where it is installed: the compiler of attention looks for it in the process."""
+    package = None
+    if importlib.util.find_spec("nvidia"):
+        package = importlib.util.find_spec("nvidia.cudnn")
+    if package is not None:
+        for directory in package.submodule_search_locations or ():
+            for library in sorted((Path(directory) / "lib").glob("libcudnn*.so.*")):
+                # Some parts of it run kernels, and need the driver; the compiler does without.
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
     # JAX 0.10 asks a GPU that is present; without one heads of more than 128 are refused. All of
     # `_GPUS` are 9.0.
     from jax._src.cudnn import fused_attention_stablehlo
@@ -187,20 +217,18 @@ def load_topology(name: str) -> Topology:
     """
     chip, count = chip_and_count(name)
     gpu = _GPUS.get(name.partition(":")[0])
-    module, package = ("jax_cuda12_plugin", "jax-cuda12-plugin") if gpu else ("libtpu", "libtpu")
-    if importlib.util.find_spec(module) is None:
+    package = "jax-cuda12-plugin" if gpu else "libtpu"
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(
             f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}"
         )
+
     try:
         if gpu:
             _load_cudnn()
-            hosts = -(-count // chip.devices_near)
+            near = min(count, chip.devices_near)
             description = topologies.get_topology_desc(
-                "gpu",
-                platform="cuda",
-                target_config=gpu,
-                topology=f"1x{hosts}x{min(count, chip.devices_near)}",
+                "gpu", platform="cuda", target_config=gpu, topology=f"1x{-(-count // near)}x{near}"
             )
         else:
             description = topologies.get_topology_desc(name, platform="tpu")
@@ -210,4 +238,4 @@ def load_topology(name: str) -> Topology:
             f"--topology: {name}: the compiler refuses it ({reason}); known are "
             f"{known_topologies()}"
         ) from error
-    return Topology(name, chip, description.devices)
+    return Topology(name=name, chip=chip, devices=description.devices)

@@ -36,7 +36,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_a_compiler_is_asked_for():
 
 
 def test_it_prints_and_writes_a_plan(tmp_path, monkeypatch, capsys):
-    devices = Topology("v5e:2x2", CHIPS["v5e"], jax.devices()[:1])
+    devices = Topology(name="v5e:2x2", chip=CHIPS["v5e"], devices=jax.devices()[:1])
     monkeypatch.setattr(plan, "load_topology", lambda name: devices)
     monkeypatch.setattr(plan, "set_environment", lambda: None)
     file = tmp_path / "plan.json"
@@ -52,7 +52,7 @@ def test_it_prints_and_writes_a_plan(tmp_path, monkeypatch, capsys):
 
 
 def test_a_supervised_run_has_no_engine_and_one_completion_of_a_prompt(tmp_path, monkeypatch):
-    devices = Topology("v5e:2x2", CHIPS["v5e"], jax.devices()[:1])
+    devices = Topology(name="v5e:2x2", chip=CHIPS["v5e"], devices=jax.devices()[:1])
     monkeypatch.setattr(plan, "load_topology", lambda name: devices)
     monkeypatch.setattr(plan, "set_environment", lambda: None)
     found = {}

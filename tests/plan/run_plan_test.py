@@ -69,7 +69,7 @@ def test_caches_of_preempted_rows_are_beside_a_decoding_batch():
 
 
 def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
-    gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
+    gpus = Topology(name="h100:8", chip=CHIPS["h100"], devices=jax.devices()[:8])
     awake = _with_vllm()
     asleep = _with_vllm(sleep=1)
     assert usable_memory(awake, gpus) == (40 * GIB, "80 GiB less vLLM's share of 0.4 and a tenth")
@@ -78,11 +78,11 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     beside_vllm = dataclasses.replace(
         plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]}
     )
-    assert [
-        phase.name
-        for phase in dataclasses.replace(beside_vllm, run=plan.run._replace(config=awake)).phases
-    ] == ["step"]
-    (_, sample) = dataclasses.replace(beside_vllm, run=plan.run._replace(config=asleep)).phases
+    run_awake = dataclasses.replace(plan.run, config=awake)
+    run_asleep = dataclasses.replace(plan.run, config=asleep)
+    (step,) = dataclasses.replace(beside_vllm, run=run_awake).phases
+    assert step.name == "step"
+    (_, sample) = dataclasses.replace(beside_vllm, run=run_asleep).phases
     assert sample.total == plan.step.held["parameters"] + plan.step.held["optimizer"] + 32 * GIB
 
 
@@ -94,7 +94,7 @@ def test_a_plan_looks_at_no_run_directory(tmp_path):
 
 
 def test_a_sidecar_that_leaves_nothing():
-    gpus = Topology("h100:8", CHIPS["h100"], jax.devices()[:8])
+    gpus = Topology(name="h100:8", chip=CHIPS["h100"], devices=jax.devices()[:8])
     with pytest.raises(
         UserError,
         match="config.rollout.vllm.memory_share: got 0.95, and the trainer has -0.05 of the",

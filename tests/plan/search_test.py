@@ -1,23 +1,27 @@
 """The search over meshes, as far as it compiles nothing."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.run_plan import candidates, search, search_record, table
+from dcmdp_jax.plan.run_plan import candidate_meshes, search, search_record, table
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 
 
 def test_meshes_to_search():
-    shapes = [(one.fsdp, one.tensor, one.expert) for one in candidates(16, experts=False)]
+    shapes = [(mesh.fsdp, mesh.tensor, mesh.expert) for mesh in candidate_meshes(16, experts=False)]
     assert shapes == [(16, 1, 1), (8, 2, 1), (4, 4, 1), (2, 8, 1)]
-    assert (2, 2, 4) in [(one.fsdp, one.tensor, one.expert) for one in candidates(16, experts=True)]
+    with_experts = candidate_meshes(16, experts=True)
+    assert (2, 2, 4) in [(mesh.fsdp, mesh.tensor, mesh.expert) for mesh in with_experts]
 
 
 def _small_chips(gib):
-    return Topology("v5e:2x4", CHIPS["v5e"]._replace(usable_gib=gib), jax.devices()[:8])
+    chip = dataclasses.replace(CHIPS["v5e"], usable_gib=gib)
+    return Topology(name="v5e:2x4", chip=chip, devices=jax.devices()[:8])
 
 
 def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():

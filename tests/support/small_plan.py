@@ -6,7 +6,7 @@ from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 
-EIGHT_CHIPS = Topology("v5e:2x4", CHIPS["v5e"], jax.devices()[:8])
+EIGHT_CHIPS = Topology(name="v5e:2x4", chip=CHIPS["v5e"], devices=jax.devices()[:8])
 
 
 def small_config(**changes):
