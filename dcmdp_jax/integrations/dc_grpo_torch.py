@@ -1,5 +1,4 @@
-"""DC-GRPO in torch, for other people's trainers: discrepancy, penalized advantages, multiplier,
-surrogate.
+"""DC-GRPO in torch, for other trainers: discrepancy, penalized advantages, multiplier, surrogate.
 
 The same numbers as `dcmdp_jax.algorithm`, without jax. p is the training stack's probability of a
 sampled token under the weights that made the batch, q the inference engine's. `DcGrpo.charge` is
@@ -29,18 +28,14 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def require_same_shape(**tensors: Tensor) -> None:
-    """Raise a ValueError that names every tensor with its shape unless all have one shape: nothing
-    broadcasts.
-    """
+    """Raise a ValueError that names every tensor with its shape unless all have one shape."""
     if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} is {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{shapes}: must be the same shape")
 
 
 def require_gradient(**logprobs: Tensor) -> None:
-    """Raise a ValueError for log-probs in float16: a ratio goes to e^20, a gradient above 65504
-    becomes inf.
-    """
+    """Raise a ValueError for log-probs in float16: a gradient above 65504 would become inf."""
     for name, tensor in logprobs.items():
         if tensor.dtype == torch.float16:
             raise ValueError(
@@ -50,14 +45,14 @@ def require_gradient(**logprobs: Tensor) -> None:
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """log p - log q in float32, clamped to [-20, 20]; gradient 1 inside and at the limits, 0
-    outside. NaN stays NaN.
+    """log p - log q in float32, clamped to [-20, 20]. NaN stays NaN.
+
+    The gradient is 1 inside and at the limits, 0 outside.
     """
     require_same_shape(numerator=numerator, denominator=denominator)
-    difference = _clamp(numerator.float(), LOGPROB_LIMIT) - _clamp(
-        denominator.float(), LOGPROB_LIMIT
-    )
-    return _clamp(difference, MAX_LOG_RATIO)
+    numerator = _clamp(numerator.float(), LOGPROB_LIMIT)
+    denominator = _clamp(denominator.float(), LOGPROB_LIMIT)
+    return _clamp(numerator - denominator, MAX_LOG_RATIO)
 
 
 def token_discrepancy(
@@ -92,10 +87,8 @@ def token_discrepancy(
         train = train.clamp(max=0.0)
         rollout = rollout.clamp(max=0.0)
     if measure == "logit":
-        train, rollout = (
-            x - torch.log(-torch.expm1(x))
-            for x in (y.clamp(max=-(2.0**-24)) for y in (train, rollout))
-        )
+        train = _log_odds(train)
+        rollout = _log_odds(rollout)
     log_ratio = clamped_log_ratio(train, rollout)
     if sided == "one":
         log_ratio = log_ratio.clamp(min=0.0)
@@ -134,7 +127,9 @@ def penalized_advantages(
             "number"
         )
     advantages = advantages.detach().float()
-    return (advantages[:, None] if advantages.dim() == 1 else advantages) - multiplier * discrepancy
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    return advantages - multiplier * discrepancy
 
 
 def dual_update(
@@ -146,14 +141,14 @@ def dual_update(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> float:
-    """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32; unchanged by a mean
-    that is not finite.
+    """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32.
+
+    A mean that is not finite leaves lambda as it is.
     """
     if not math.isfinite(mean_discrepancy):
         return multiplier
-    mean, c, rate, before = (
-        torch.tensor(value, dtype=torch.float32)
-        for value in (mean_discrepancy, tolerance, learning_rate, multiplier)
+    before, rate, mean, c = torch.tensor(
+        [multiplier, learning_rate, mean_discrepancy, tolerance], dtype=torch.float32
     )
     return float((before + rate * (mean - c)).clamp(minimum, maximum))
 
@@ -161,8 +156,7 @@ def dual_update(
 def discrepancy_statistics(
     train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Mean and maximum of |p - q|, k1, k3, Pearson's correlation and effective sample size over the
-    sampled tokens.
+    """Mean and maximum of |p - q|, k1, k3, Pearson's correlation and effective sample size.
 
     Definitions as in `dcmdp_jax.algorithm.discrepancy.mismatch_statistics`; all 0 if no token was
     sampled. Not sums: they are of the tokens given, and do not add over processes.
@@ -176,28 +170,35 @@ def discrepancy_statistics(
     train = train_logprobs.detach().float()[sampled]
     rollout = rollout_logprobs.detach().float()[sampled]
     if not train.numel():
-        return dict.fromkeys(
-            ("mean", "max", "kl_k1", "kl_k3", "pearson", "effective_sample_size"), 0.0
-        )
+        names = ("mean", "max", "kl_k1", "kl_k3", "pearson", "effective_sample_size")
+        return dict.fromkeys(names, 0.0)
+
     delta = token_discrepancy(train, rollout)
     log_ratio = clamped_log_ratio(train, rollout).double()
     weights = (log_ratio - log_ratio.max()).exp()
-    p, q = (x.clamp(max=0.0).double().exp() for x in (train, rollout))
-    constant = bool((p == p[0]).all() or (q == q[0]).all())
-    p = p - p.mean()
-    q = q - q.mean()
-    scale = (p.square().sum() * q.square().sum()).sqrt()
-    pearson = 0.0 if constant or not scale > 0 else float(((p * q).sum() / scale).clamp(-1, 1))
+    size = weights.sum() ** 2 / (weights.numel() * weights.square().sum())
     return {
         "mean": float(delta.double().mean()),
         "max": float(delta.max()),
         "kl_k1": float(-log_ratio.mean()),
         "kl_k3": float((torch.expm1(log_ratio) - log_ratio).mean()),
-        "pearson": pearson,
-        "effective_sample_size": float(
-            weights.sum() ** 2 / (weights.numel() * weights.square().sum())
-        ),
+        "pearson": _pearson(train, rollout),
+        "effective_sample_size": float(size),
     }
+
+
+def _pearson(train_logprobs: Tensor, rollout_logprobs: Tensor) -> float:
+    """Correlation of the probabilities; 0 where either side is constant."""
+    p = train_logprobs.clamp(max=0.0).double().exp()
+    q = rollout_logprobs.clamp(max=0.0).double().exp()
+    if (p == p[0]).all() or (q == q[0]).all():
+        return 0.0
+    p = p - p.mean()
+    q = q - q.mean()
+    scale = (p.square().sum() * q.square().sum()).sqrt()
+    if not scale > 0:
+        return 0.0
+    return float(((p * q).sum() / scale).clamp(-1, 1))
 
 
 def clipped_surrogate(
@@ -208,11 +209,10 @@ def clipped_surrogate(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9), r = exp(clip(log pi
-    - log pi_old)).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9).
 
-    The gradient reaches `train_logprobs` alone: -r A where the clip does not bite, its ends
-    included, 0 where it does.
+    r = exp(clip(log pi - log pi_old)). The gradient reaches `train_logprobs` alone: -r A where the
+    clip does not bite, its ends included, 0 where it does.
 
     Args:
         train_logprobs, old_logprobs, advantages: same shape.
@@ -230,11 +230,10 @@ def clipped_surrogate(
     )
     advantages = advantages.detach().float()
     ratio = clamped_log_ratio(train_logprobs, old_logprobs.detach()).exp()
-    outside = torch.where(
-        advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0)
-    )
-    held = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    return -torch.where(outside, held, ratio) * advantages
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    high = (advantages > 0) & (ratio > 1 + clip_high)
+    bound = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -torch.where(low | high, bound, ratio) * advantages
 
 
 @dataclasses.dataclass
@@ -264,8 +263,9 @@ class DcGrpo:
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "learning_rate", "minimum"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: must be a finite number from 0")
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}: must be a finite number from 0")
         if not self.minimum <= self.multiplier <= self.maximum < math.inf:
             raise ValueError(
                 f"multiplier is {self.multiplier}: must be from minimum={self.minimum} to finite "
@@ -283,8 +283,7 @@ class DcGrpo:
         reduce: Reduce | None = None,
         update: bool = True,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Penalize the advantages of a step's whole batch by lambda, then move lambda by its mean
-        discrepancy.
+        """Penalize a step's advantages by lambda, then move lambda by the batch's mean discrepancy.
 
         A token whose engine reported no log-prob (NaN, as vLLM may) is neither charged nor counted.
 
@@ -300,29 +299,27 @@ class DcGrpo:
             `multiplier` that was used, `mean` over all processes, `violation` (mean - c), and the
             statistics of this process's tokens.
         """
-        used, (delta, sampled) = (
-            self.multiplier,
-            self.charged_tokens(train_logprobs, rollout_logprobs, mask),
-        )
+        delta, sampled = self.charged_tokens(train_logprobs, rollout_logprobs, mask)
         sums = torch.stack([delta.double().sum(), sampled.double().sum()])
-        total, count = (sums if reduce is None else reduce(sums)).tolist()
+        if reduce is not None:
+            sums = reduce(sums)
+        total, count = sums.tolist()
         mean = total / count if count else math.nan
-        if update:
-            self.move(mean)
-        statistics = discrepancy_statistics(train_logprobs, rollout_logprobs, sampled)
-        metrics = statistics | {
-            "multiplier": used,
+        metrics = discrepancy_statistics(train_logprobs, rollout_logprobs, sampled) | {
+            "multiplier": self.multiplier,
             "mean": mean,
             "violation": mean - self.tolerance,
         }
-        return penalized_advantages(advantages, delta, used), metrics
+
+        penalized = penalized_advantages(advantages, delta, self.multiplier)
+        if update:
+            self.move(mean)
+        return penalized, metrics
 
     def charged_tokens(
         self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The discrepancy of each token, 0 on those that are not charged; and which are: sampled,
-        with a log-prob.
-        """
+        """Discrepancy of each token, 0 where it is not charged; and which are: sampled, no NaN."""
         require_same_shape(
             train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
         )
@@ -334,18 +331,19 @@ class DcGrpo:
 
     def move(self, mean_discrepancy: float) -> None:
         """Move lambda at the end of a step."""
-        rule = {
-            name: getattr(self, name)
-            for name in ("tolerance", "learning_rate", "minimum", "maximum")
-        }
-        self.multiplier = dual_update(self.multiplier, mean_discrepancy, **rule)
+        self.multiplier = dual_update(
+            self.multiplier,
+            mean_discrepancy,
+            tolerance=self.tolerance,
+            learning_rate=self.learning_rate,
+            minimum=self.minimum,
+            maximum=self.maximum,
+        )
         self.history.append(self.multiplier)
 
     def save(self, path: str | Path) -> None:
-        """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory,
-        as a checkpoint's.
-        """
-        path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
+        """Write settings and state as JSON, atomically; into STATE_FILE of a directory."""
+        path = _state_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.new")
         partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -363,7 +361,7 @@ class DcGrpo:
             ValueError: naming the file, if it is not what `save` writes, its multiplier is out of
                 range, or it has fewer updates than `steps`.
         """
-        path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
+        path = _state_file(path)
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             multiplier = float(state["multiplier"])
@@ -393,12 +391,11 @@ class DcGrpo:
 
 
 def require_columns(batch: Mapping[str, Any], advice: Mapping[str, str]) -> None:
-    """Raise a ValueError unless a trainer's batch has all columns; `advice` says for each what
-    gives it.
-    """
+    """Raise a ValueError unless a batch has all columns; `advice` says for each what gives it."""
+    # Not `in batch`: a TensorDict iterates over its rows.
+    names = batch.keys()
     for name, setting in advice.items():
-        column = batch[name] if name in batch.keys() else None  # noqa: SIM118 - a TensorDict iterates over its rows
-        if column is None or len(column) == 0:
+        if name not in names or batch[name] is None or len(batch[name]) == 0:
             raise ValueError(f"dc_grpo: the batch has no {name}: set {setting}")
 
 
@@ -410,6 +407,16 @@ def described(metrics: Mapping[str, float]) -> str:
 def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics under the names that the hooks log."""
     return {f"dc_grpo/{name}": value for name, value in metrics.items()}
+
+
+def _state_file(path: str | Path) -> Path:
+    path = Path(path)
+    return path / STATE_FILE if path.is_dir() else path
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    x = logprobs.clamp(max=-(2.0**-24))
+    return x - torch.log(-torch.expm1(x))
 
 
 def _clamp(x: Tensor, limit: float) -> Tensor:

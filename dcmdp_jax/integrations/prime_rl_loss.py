@@ -22,6 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, penalized_advantages, require_same_shape
 
+_COLUMNS = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask", "loss_weights")
+"""Fields of prime-rl's `LossInputs`; the last may be None."""
+
 
 class DcGrpoLoss:
     """The loss, its multiplier, and the sums of the step so far.
@@ -62,29 +65,25 @@ class DcGrpoLoss:
             inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`,
                 `loss_mask`, `loss_weights` or None, [T] each.
         """
+        columns = {name: getattr(inputs, name) for name in _COLUMNS}
+        require_same_shape(
+            **{name: column for name, column in columns.items() if column is not None}
+        )
         train = inputs.trainer_logprobs
         mask = inputs.loss_mask.bool()
-        given = (
-            "trainer_logprobs",
-            "inference_logprobs",
-            "advantages",
-            "loss_mask",
-            "loss_weights",
-        )
-        fields = {name: getattr(inputs, name) for name in given}
-        require_same_shape(**{name: value for name, value in fields.items() if value is not None})
+        weights = mask.to(train.dtype)
+        if inputs.loss_weights is not None:
+            weights = mask * inputs.loss_weights
+
         delta, counted = self.dc_grpo.charged_tokens(train, inputs.inference_logprobs, mask)
-        self._sums += torch.stack([delta.double().sum(), counted.double().sum()]).to(
-            self._sums.device
-        )
-        charged = penalized_advantages(
+        sums = torch.stack([delta.double().sum(), counted.double().sum()])
+        self._sums += sums.to(self._sums.device)
+        (penalized,) = penalized_advantages(
             inputs.advantages[None], delta[None], self.dc_grpo.multiplier
-        )[0]
-        ratio = torch.exp(train - train.detach())
-        weights = (
-            mask.to(ratio.dtype) if inputs.loss_weights is None else mask * inputs.loss_weights
         )
-        loss = -torch.where(mask, ratio * charged * weights, torch.zeros_like(ratio)).sum()
+        ratio = torch.exp(train - train.detach())
+        losses = ratio * penalized * weights
+        loss = -torch.where(mask, losses, torch.zeros_like(ratio)).sum()
         mean = delta.sum() / counted.sum().clamp(min=1)
         return loss, {
             "dc_grpo/mean": mean,
@@ -92,10 +91,9 @@ class DcGrpoLoss:
         }
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
-        """End of a step: move lambda by the mean over all ranks. Of several optimizers only the
-        first one counts.
-        """
-        self._optimizer = self._optimizer or optimizer
+        """End a step: move lambda by the mean over all ranks. Only the first optimizer counts."""
+        if self._optimizer is None:
+            self._optimizer = optimizer
         if optimizer is not self._optimizer:
             return
         sums = self._sums
@@ -116,9 +114,7 @@ _loss: DcGrpoLoss | None = None
 
 
 def dc_grpo_loss(inputs: Any, **settings: Any) -> Any:
-    """The function that `import_path` names; `settings` are arguments of `DcGrpoLoss`, made at the
-    first call.
-    """
+    """The function that `import_path` names; `settings` are those of `DcGrpoLoss`, made once."""
     global _loss
     from prime_rl.trainer.rl.loss import LossOutputs
 

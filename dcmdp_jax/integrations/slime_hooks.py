@@ -46,11 +46,11 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         "rollout_log_probs": "an engine with log-probs",
     }
     require_columns(rollout_data, advice)
-    train, rollout, masks = (
-        rollout_data[name] for name in ("log_probs", "rollout_log_probs", "loss_masks")
-    )
-    lengths = [len(values) for values in train]
-    if any(lengths != [len(values) for values in column] for column in (rollout, masks)):
+    train = rollout_data["log_probs"]
+    rollout = rollout_data["rollout_log_probs"]
+    masks = rollout_data["loss_masks"]
+    lengths = [*map(len, train)]
+    if [*map(len, rollout)] != lengths or [*map(len, masks)] != lengths:
         raise ValueError(
             "dc_grpo: log-probs and masks differ in length: context parallelism above 1 is not "
             "supported"
@@ -60,16 +60,23 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         raise ValueError(
             f"dc_grpo: {len(rewards)} rewards of {len(lengths)} samples: must be one of each"
         )
+
     device = train[0].device
+
+    def token_rows(samples: list[Any]) -> torch.Tensor:
+        """Samples behind one another: a row for each token."""
+        return torch.cat([torch.as_tensor(sample, device=device) for sample in samples])[:, None]
+
     rewards = torch.tensor(rewards, dtype=torch.float32, device=device)
-    # Samples behind one another: a row for each token.
-    flat = [
-        torch.cat([torch.as_tensor(x, device=device) for x in values])[:, None]
-        for values in (train, rollout, masks)
-    ]
     advantages = rewards.repeat_interleave(torch.tensor(lengths, device=device))
-    charged, metrics = dc_grpo.charge(advantages, *flat, reduce=_over_ranks)
-    rollout_data["advantages"] = list(charged[:, 0].split(lengths))
+    penalized, metrics = dc_grpo.charge(
+        advantages,
+        token_rows(train),
+        token_rows(rollout),
+        token_rows(masks),
+        reduce=_over_ranks,
+    )
+    rollout_data["advantages"] = list(penalized[:, 0].split(lengths))
     rollout_data["returns"] = list(advantages.split(lengths))
     _LOG.info("dc_grpo: %s", described(metrics))
     path = getattr(args, "dc_grpo_state", None)
@@ -92,14 +99,14 @@ def _settings(args: Any) -> DcGrpo:
     """The state of this process, made at the first call."""
     global _state
     if _state is None:
-        given = {
+        if not hasattr(args, "dc_grpo_tolerance"):
+            raise ValueError("dc_grpo: set dc_grpo_tolerance in the file of --custom-config-path")
+        settings = {
             name: getattr(args, f"dc_grpo_{name}")
             for name in _SETTINGS
             if hasattr(args, f"dc_grpo_{name}")
         }
-        if "tolerance" not in given:
-            raise ValueError("dc_grpo: set dc_grpo_tolerance in the file of --custom-config-path")
-        _state = DcGrpo(**given)
+        _state = DcGrpo(**settings)
         _state.resume(getattr(args, "dc_grpo_state", None) or None)
     return _state
 

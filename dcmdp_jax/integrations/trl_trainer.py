@@ -1,5 +1,4 @@
-"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine
-that sampled.
+"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine.
 
     arguments = GRPOConfig(use_vllm=True, ...)
     trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=..., args=arguments, ...)
@@ -45,13 +44,12 @@ class DcGrpoTrainer(GRPOTrainer):
     ) -> None:
         self.dc_grpo = dc_grpo
         self._on_batch = on_batch
-        if any(
-            isinstance(each, GRPOConfig) and each.use_liger_kernel
-            for each in (*args, *options.values())
-        ):
-            raise ValueError(
-                "DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a token"
-            )
+        for argument in (*args, *options.values()):
+            if isinstance(argument, GRPOConfig) and argument.use_liger_kernel:
+                raise ValueError(
+                    "DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a "
+                    "token"
+                )
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))
 
@@ -83,19 +81,22 @@ class DcGrpoTrainer(GRPOTrainer):
         return output
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor:
-        """Log-probs under the weights that made the batch. TRL leaves them out where its loss does
-        not need them.
-        """
-        if (known := output.get("old_per_token_logps")) is not None:
-            return known
+        """Log-probs under the weights that made the batch; TRL computes them only for its loss."""
+        logprobs = output.get("old_per_token_logps")
+        if logprobs is not None:
+            return logprobs
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        extra = {name: output[name] for name in _MODEL_INPUTS if name in output}
         with torch.no_grad():
-            size = self.args.per_device_train_batch_size
-            length = output["completion_ids"].size(1)
-            given = (self.model, ids, attention, length)
-            return self._get_per_token_logps_and_entropies(*given, batch_size=size, **extra)[0]
+            logprobs, *_ = self._get_per_token_logps_and_entropies(
+                self.model,
+                ids,
+                attention,
+                output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+                **{name: output[name] for name in _MODEL_INPUTS if name in output},
+            )
+        return logprobs
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -80,7 +80,9 @@ def register(
     @functools.wraps(original)
     def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **options: Any) -> Any:
         data = original(data, adv_estimator, *args, **options)
-        return charged(data) if adv_estimator == NAME else data
+        if adv_estimator == NAME:
+            data = charged(data)
+        return data
 
     _replace(original, compute_advantage)
     try:
@@ -138,7 +140,7 @@ def group_advantages(
     """verl's own GRPO advantages, [N, T] each; `compute_advantage` charges them."""
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-    by_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+    by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
     return compute_grpo_outcome_advantage(
         token_level_rewards=token_level_rewards,
         response_mask=response_mask,
@@ -156,8 +158,7 @@ def policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The clipped surrogate of Eq. 9, averaged as verl does: without verl's dual clip and
-    importance weights.
+    """The clipped surrogate of Eq. 9, averaged as verl does, without dual clip and weights.
 
     The charge already answers for the mismatch; weights on top would answer twice.
 
@@ -182,7 +183,5 @@ def policy_loss(
         loss_agg_mode=loss_agg_mode,
         **config.global_batch_info,
     )
-    drift = ((log_prob - old_log_prob).detach() * response_mask).sum() / response_mask.sum().clamp(
-        min=1
-    )
-    return loss, {"actor/ppo_kl": -drift.item()}
+    drift = ((log_prob - old_log_prob).detach() * response_mask).sum()
+    return loss, {"actor/ppo_kl": -(drift / response_mask.sum().clamp(min=1)).item()}
