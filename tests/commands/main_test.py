@@ -2,11 +2,16 @@
 package.
 """
 
+import contextlib
 import importlib
+import os
+import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -16,7 +21,7 @@ import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
