@@ -291,7 +291,7 @@ class TurnSampler:
         Returns:
             The role of what they say later; None if they failed.
         """
-        prompts = [problem.given for problem in problems]
+        prompts = [problem.as_prompt for problem in problems]
         try:
             observations, role = self.pool.reset(
                 prompts, columns_of(problems, self.columns), check_stop

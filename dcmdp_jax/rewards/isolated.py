@@ -117,21 +117,17 @@ class IsolatedPool(Closing):
     ) -> None:
         self._new_worker = functools.partial(_Worker, module, load_args, memory_bytes, output)
         self._max_workers = workers
-        self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = (
-            queue.PriorityQueue()
-        )  # tries, place in line
+        # Tries, place in line, call.
+        self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = queue.PriorityQueue()
         self._places = itertools.count()
         self._workers: list[tuple[_Worker, threading.Thread]] = []
 
     def load(self) -> Future[None]:
-        """Start a process that loads the function. The result is there, or a `CallError`, when it
-        has.
-        """
+        """Start a process that loads the function; the result is there once it has."""
         return self._submit(_Call(None))
 
     def submit(self, *args: Any, wall_s: float, cpu_s: float | None = None) -> Future[Any]:
-        """Put a call in line. Its result is the function's value, or a `CallError`. A call in line
-        can be cancelled.
+        """Put a call in line, where it can be cancelled; its result is the function's value.
 
         Args:
             args: the function's arguments, JSON values; others arrive as text.
@@ -169,23 +165,30 @@ class IsolatedPool(Closing):
                 return worker.end()
             if call.future.cancelled():
                 continue
-            short = tries == 0 and call.cpu_s is not None and call.cpu_s > _FIRST_TRY_CPU_SECONDS
-            limits = (
-                (_FIRST_TRY_CPU_SECONDS, call.wall_s / 3) if short else (call.cpu_s, call.wall_s)
-            )
+            cpu_s = call.cpu_s
+            wall_s = call.wall_s
+            is_short_try = tries == 0 and cpu_s is not None and cpu_s > _FIRST_TRY_CPU_SECONDS
+            if is_short_try:
+                cpu_s = _FIRST_TRY_CPU_SECONDS
+                wall_s /= 3
+
             value = None
             error = None
             try:
-                value = worker.call(call.args, *limits)
-            except CallError as failed:
-                error = failed
-            except Exception as failed:  # no process to be had, say
-                error = CallError("load", one_line(f"{type(failed).__name__}: {failed}"))
-            if short and error is not None and error.kind == "timeout":
+                value = worker.call(call.args, cpu_s, wall_s)
+            except CallError as failure:
+                error = failure
+            except Exception as failure:  # no process to be had, say
+                error = CallError("load", one_line(f"{type(failure).__name__}: {failure}"))
+            if is_short_try and error is not None and error.kind == "timeout":
                 self._calls.put((1, next(self._places), call))
                 continue
+
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled meanwhile
-                call.future.set_result(value) if error is None else call.future.set_exception(error)
+                if error is None:
+                    call.future.set_result(value)
+                else:
+                    call.future.set_exception(error)
 
 
 class _Worker:
@@ -211,9 +214,8 @@ class _Worker:
         """
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(_Died):
-                if self._process is None or self._readable.poll(
-                    0
-                ):  # it died, or wrote what nobody asked for
+                # It died, or wrote what nobody asked for.
+                if self._process is None or self._readable.poll(0):
                     self._start()
                 return None if args is None else self._ask(args, cpu_s, wall_s)
         if self._number == 0:
@@ -225,12 +227,16 @@ class _Worker:
 
     def _start(self) -> None:
         self.end()
+        search_path = [os.environ.get("PYTHONPATH")]
         # Of an installed package Python finds the root by itself, after the standard library.
         root = str(Path(__file__).resolve().parents[2])
-        own = (
-            None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
-        )
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), own)))
+        if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+            search_path.append(root)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
+            "RAY_AUTH_TOKEN": "",  # a user's function joins no cluster
+        }
+
         self._socket, theirs = socket.socketpair()
         alive, lifeline = os.pipe()  # never written: its end tells that the trainer is gone
         self._ends.enter_context(self._socket)
@@ -238,32 +244,28 @@ class _Worker:
         with self._lock, theirs, open(alive), open(self._output or os.devnull, "ab") as printed:
             if self._closed:
                 raise CallError("error", "the pool is closed")
+            numbers = self._memory_bytes, theirs.fileno(), alive
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *_PROGRAM,
-                    self._module,
-                    str(self._memory_bytes),
-                    str(theirs.fileno()),
-                    str(alive),
-                ],
+                [sys.executable, *_PROGRAM, self._module, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
-                env=os.environ
-                | {"PYTHONPATH": path, "RAY_AUTH_TOKEN": ""},  # a user's function joins no cluster
+                env=environment,
                 pass_fds=(theirs.fileno(), alive),
                 start_new_session=True,  # its process group is what is killed
             )
         self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
         self._number = 0
+
         try:
             self._ask(self._load_args, None, LOAD_SECONDS)
         except CallError as error:
             self.end()
-            late = f"its import takes more than {LOAD_SECONDS:g} s"
-            raise CallError("load", late if error.kind == "timeout" else str(error)) from error
+            problem = str(error)
+            if error.kind == "timeout":
+                problem = f"its import takes more than {LOAD_SECONDS:g} s"
+            raise CallError("load", problem) from error
 
     def _ask(self, args: Sequence[Any], cpu_s: float | None, wall_s: float) -> Any:
         end = time.monotonic() + wall_s
@@ -278,13 +280,10 @@ class _Worker:
                     raise EOFError
             raise TimeoutError
 
+        request = json.dumps({"args": args, "cpu_s": cpu_s}, default=str).encode()
         try:
             self._socket.settimeout(wall_s)
-            send(
-                self._socket,
-                self._number,
-                json.dumps({"args": args, "cpu_s": cpu_s}, default=str).encode(),
-            )
+            send(self._socket, self._number, request)
             reply = receive(self._socket, self._number, max_bytes=_MAX_REPLY_BYTES, wait=wait)
         except TimeoutError:
             self.end()
@@ -296,7 +295,10 @@ class _Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
             self.end()
-            raise CallError("timeout") if process.returncode == -signal.SIGPROF else _Died from None
+            if process.returncode == -signal.SIGPROF:
+                raise CallError("timeout") from None
+            raise _Died from None
+
         self._number += 1
         if "value" in reply:
             return reply["value"]

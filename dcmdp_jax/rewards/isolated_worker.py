@@ -1,5 +1,4 @@
-"""The program of an isolated process, which loads one function, then calls it for the trainer, one
-call at a time.
+"""The program of an isolated process, which loads one function and calls it for the trainer.
 
     python -P -m dcmdp_jax.rewards.isolated_worker MODULE [MEMORY_BYTES SOCKET_FD LIFELINE_FD]
 
@@ -70,13 +69,14 @@ def receive(
         buffer = bytearray()
         while len(buffer) < count:
             wait()
-            if not (chunk := connection.recv(min(_CHUNK_BYTES, count - len(buffer)))):
+            chunk = connection.recv(min(_CHUNK_BYTES, count - len(buffer)))
+            if not chunk:
                 raise EOFError
             buffer += chunk
         return bytes(buffer)
 
-    found, length = _HEADER.unpack(read(_HEADER.size))
-    if found != number or length > max_bytes:
+    received_number, length = _HEADER.unpack(read(_HEADER.size))
+    if received_number != number or length > max_bytes:
         raise BadMessage
     try:
         content = json.loads(read(length))
@@ -95,43 +95,43 @@ def serve(module: str, trainer: socket.socket) -> None:
         function = importlib.import_module(module).load(*args)
 
     function: Callable[..., Any] = load
-    own = os.getpid()
+    process_id = os.getpid()
     number = 0
     with trainer, contextlib.suppress(EOFError, ConnectionError):
         while True:
-            reply = _call(function, **receive(trainer, number))
-            if os.getpid() != own:  # the function forked and returned here too
+            request = receive(trainer, number)
+            reply = _call(function, **request)
+            if os.getpid() != process_id:  # the function forked and returned here too
                 os._exit(0)
             send(trainer, number, reply)
             number += 1
 
 
 def _call(function: Callable[..., Any], args: list[Any], cpu_s: float | None) -> bytes:
-    """Make a call and encode the reply. One over its processor time ends this process by a signal,
-    also inside C.
+    """Make a call and encode the reply.
+
+    A call over its processor time ends this process by a signal, also inside C.
     """
-    began = time.process_time()
+    start = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, cpu_s or 0.0)
     try:
         reply = json.dumps({"value": function(*args)})
     except BaseException as error:  # SystemExit too: the next request is served
-        said = (
-            one_line(error)
-            if isinstance(error, UserError)
-            else one_line(f"{type(error).__name__}: {error}", 300)
-        )
-        reply = json.dumps({"error": said, "row": getattr(error, "row", None)})
+        if isinstance(error, UserError):
+            message = one_line(error)
+        else:
+            message = one_line(f"{type(error).__name__}: {error}", 300)
+        reply = json.dumps({"error": message, "row": getattr(error, "row", None)})
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     # The kernel looks at the timer every few milliseconds; a call that ended in between was over
     # its limit too.
-    over = cpu_s is not None and time.process_time() - began > cpu_s
-    return b'{"timeout": true}' if over else reply.encode()
+    if cpu_s is not None and time.process_time() - start > cpu_s:
+        return b'{"timeout": true}'
+    return reply.encode()
 
 
 def _end_with_trainer(lifeline_fd: int) -> None:
-    """Let the kernel kill this process, and all of its group, once the trainer no longer holds the
-    other end.
-    """
+    """Let the kernel kill this process and its group once the trainer's end is closed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())
@@ -148,10 +148,8 @@ def main(
         importlib.import_module(module).load()
         return
     _end_with_trainer(lifeline_fd)
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a file's, of which a killed call would lose what it printed last
+    # A file's, of which a killed call would lose what it printed last.
+    for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

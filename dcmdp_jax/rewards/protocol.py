@@ -32,15 +32,13 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import load_object
 
 MATH = "math"
-"""The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's
-workers.
-"""
+"""The reward of `rewards.math.verifier`, computed in the trainer's process and its workers."""
 
 ENVIRONMENT = "environment"
 """The sum of what the environment of `task.environment` gave to the turns of a completion."""
@@ -58,15 +56,15 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_m
 """Keyword arguments of every call, besides the columns."""
 
 _VERL_COLUMNS = ("data_source", "reward_model", "ground_truth", "extra_info")
+# Absolute value of a reward: advantages are float32.
 _LARGEST = 1e9
+# Characters of a name that a function logs under.
 _LONGEST_NAME = 200
 
 RewardFunction = Callable[..., Any]
 Message = Mapping[str, Any]
 LEARNED = "learned"
-"""The key, with the value False, of an assistant's message in `Problem.completion` that is not to
-be learned.
-"""
+"""With the value False, the key of an assistant's message that is not to be learned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +101,12 @@ class Problem:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def given(self) -> str | list[Message]:
+    def as_prompt(self) -> str | list[Message]:
         """The prompt for reward functions, text or messages."""
         return list(self.messages) or self.prompt
 
     def as_completion(self, text: str) -> str | list[Message]:
-        """A completion of this problem for reward functions, its text, or a message where the
-        prompt is messages.
+        """A completion for reward functions, its text, or a message where the prompt is messages.
 
         As in TRL, the completion of a chat is a list of one message of the assistant.
         """
@@ -184,8 +181,7 @@ def _log_name(function: str, name: Any) -> str:
 
 
 class RewardError(UserError):
-    """A reward function that is missing, raises, hangs, or returns something else than rewards. One
-    line.
+    """A reward function that is missing, raises, hangs, or returns no rewards. One line.
 
     Attributes:
         row: place of the completion in its batch that the error is about; None if it is about all.
@@ -196,7 +192,8 @@ class RewardError(UserError):
         self.row = row
 
 
-class Reward(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reward:
     """A reward and its weight in the total.
 
     Attributes:
@@ -211,10 +208,10 @@ class Reward(NamedTuple):
 def short_names(functions: Sequence[str]) -> list[str]:
     """The functions' own names; the whole name where two are equal."""
     short = [function.rpartition(":")[2] for function in functions]
-    return [
-        name if short.count(name) == 1 else function
-        for name, function in zip(short, functions, strict=True)
-    ]
+    names = []
+    for name, function in zip(short, functions, strict=True):
+        names.append(name if short.count(name) == 1 else function)
+    return names
 
 
 def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
@@ -240,12 +237,13 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
         return loaded
     if "solution_str" in signature.parameters:  # no function of TRL's signature has it
         return _from_verl(loaded, signature)
+    arguments = dict.fromkeys((*ARGUMENTS, *columns))
     try:
-        signature.bind(**dict.fromkeys((*ARGUMENTS, *columns)))
+        signature.bind(**arguments)
     except TypeError as error:
         raise RewardError(
-            f"reward {function}: can't be called as {name}({', '.join((*ARGUMENTS, *columns))}): "
-            f"{error}; end its parameters with **columns, and name only columns of the data"
+            f"reward {function}: can't be called as {name}({', '.join(arguments)}): {error}; "
+            "end its parameters with **columns, and name only columns of the data"
         ) from None
     return loaded
 
@@ -256,9 +254,8 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
     The other values of a dict that `compute_score` returns are logged by `log_extra`, under the
     names that they have.
     """
-    takes_all = any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
-    )
+    parameters = signature.parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def reward(
         completions: Sequence[Any],
@@ -267,41 +264,47 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
     ) -> list[Any]:
         scores: list[Any] = []
         for row, completion in enumerate(completions):
-            cells = {
-                name: columns[name][row] if name in columns else None for name in _VERL_COLUMNS
-            }
-            if isinstance(model := cells.pop("reward_model"), Mapping):
-                cells["ground_truth"] = model.get("ground_truth")
-            cells["solution_str"] = completion_text(completion)
-            taken = {
-                name: cell
-                for name, cell in cells.items()
-                if takes_all or name in signature.parameters
-            }
-            scores.append(compute_score(**taken))
+            arguments = dict.fromkeys(_VERL_COLUMNS)
+            for name in _VERL_COLUMNS:
+                if name in columns:
+                    arguments[name] = columns[name][row]
+            model = arguments.pop("reward_model")
+            if isinstance(model, Mapping):
+                arguments["ground_truth"] = model.get("ground_truth")
+            arguments["solution_str"] = completion_text(completion)
+            if not takes_all:
+                arguments = {name: arguments[name] for name in arguments if name in parameters}
+            scores.append(compute_score(**arguments))
         if any(map(inspect.isawaitable, scores)):
             scores = asyncio.run(gathered(scores))
-        parts = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
-        for row, (part, score) in enumerate(zip(parts, scores, strict=True)):
-            if part.get("score") is None:
+
+        rewards = []
+        details: list[Mapping[str, Any]] = []
+        names: dict[str, None] = {}
+        for row, score in enumerate(scores):
+            detail = score if isinstance(score, Mapping) else {"score": score}
+            reward_value = detail.get("score")
+            if reward_value is None:
                 raise RewardError(
                     f"returned {shown(score)}, needs a number, or a dict with one under 'score'",
                     row,
                 )
-        for name in dict.fromkeys(name for part in parts for name in part if name != "score"):
-            log_extra(str(name), [part.get(name) for part in parts])
-        return [part.get("score") for part in parts]
+            rewards.append(reward_value)
+            details.append(detail)
+            names |= dict.fromkeys(detail)
+        for name in names:
+            if name != "score":
+                log_extra(str(name), [detail.get(name) for detail in details])
+        return rewards
 
     return reward
 
 
 def completion_text(completion: str | Sequence[Message]) -> str:
     """Text of a completion as reward functions get it: itself, or its messages' contents."""
-    return (
-        completion
-        if isinstance(completion, str)
-        else "".join(message["content"] for message in completion)
-    )
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion)
 
 
 def call_reward(
@@ -371,19 +374,18 @@ def weighted_total(
         values: for each reward, one value per completion; None adds nothing.
         weights: one per reward.
     """
-    return [
-        math.fsum(
-            weight * value for weight, value in zip(weights, row, strict=True) if value is not None
-        )
-        for row in zip(*values, strict=True)
-    ]
+    totals = []
+    for row in zip(*values, strict=True):
+        pairs = zip(weights, row, strict=True)
+        totals.append(math.fsum(weight * value for weight, value in pairs if value is not None))
+    return totals
 
 
 async def gathered(values: Sequence[Any]) -> list[Any]:
     """The values, awaitable ones awaited at once."""
 
-    async def value_of(one: Any) -> Any:
-        return await one if inspect.isawaitable(one) else one
+    async def value_of(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
 
     return list(await asyncio.gather(*map(value_of, values)))
 
@@ -394,7 +396,8 @@ def _check_value(row: int, value: Any) -> float | None:
     # NumPy's and torch's scalars have item().
     plain = plain_value(value)
     # The float first: a subclass may say another one than what isfinite sees.
-    if not isinstance(plain, numbers.Real) or not math.isfinite(number := float(plain)):
+    number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+    if not math.isfinite(number):
         raise RewardError(f"returned {value!r:.80}, needs a finite number or None", row)
     if abs(number) > _LARGEST:
         raise RewardError(

@@ -68,10 +68,14 @@ class RewardPool(Closing):
         output: Path | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output}
-        self._pools = {
-            name: IsolatedPool(__name__, (name, list(columns)), **limits) for name in functions
-        }
+        self._pools: dict[str, IsolatedPool] = {}
+        for name in functions:
+            self._pools[name] = IsolatedPool(
+                __name__,
+                (name, list(columns)),
+                memory_bytes=int(memory_gib * 1024**3),
+                output=output,
+            )
         self._loads = {name: pool.load() for name, pool in self._pools.items()}
         self._calls: dict[str, Future[Any]] = {}
 
@@ -103,11 +107,16 @@ class RewardPool(Closing):
                 dates, arrive as text.
             state: the run's progress.
         """
-        ids = [np.asarray(each).tolist() for each in completion_ids]
-        batch = (dict(columns), list(prompts), list(completions), ids, dataclasses.asdict(state))
-        self._calls = {
-            name: pool.submit(*batch, wall_s=self._timeout_s) for name, pool in self._pools.items()
-        }
+        id_lists = [np.asarray(ids).tolist() for ids in completion_ids]
+        for name, pool in self._pools.items():
+            self._calls[name] = pool.submit(
+                dict(columns),
+                list(prompts),
+                list(completions),
+                id_lists,
+                dataclasses.asdict(state),
+                wall_s=self._timeout_s,
+            )
 
     def collect(
         self, on_wait: Callable[[], None] = lambda: None
@@ -117,13 +126,13 @@ class RewardPool(Closing):
         Args:
             on_wait: called ten times a second; an exception from it ends the wait.
         """
-        found: dict[str, Returned | RewardError] = {}
+        results: dict[str, Returned | RewardError] = {}
         for name, call in self._calls.items():
             try:
-                found[name] = Returned(**result_of(call, on_wait))
+                results[name] = Returned(**result_of(call, on_wait))
             except CallError as error:
-                found[name] = self._failure(name, error)
-        return found
+                results[name] = self._failure(name, error)
+        return results
 
     def close(self) -> None:
         """Kill the processes. Harmless when called again."""
@@ -131,9 +140,9 @@ class RewardPool(Closing):
             pool.close()
 
     def _failure(self, name: str, error: CallError) -> RewardError:
-        problem = (
-            str(error).removeprefix(f"reward {name}: ") or f"no result in {self._timeout_s:g} s"
-        )
+        problem = str(error).removeprefix(f"reward {name}: ")
+        if not problem:
+            problem = f"no result in {self._timeout_s:g} s"
         return RewardError(f"reward {name}: {problem}", error.row)
 
 
@@ -168,10 +177,9 @@ def _call(
     except RewardError:
         raise
     except Exception as error:
-        place = BUILT_IN_REWARDS.get(name, name).rpartition(":")[0]
-        raise RewardError(
-            f"raised {one_line(describe_error(error, place))}{_memory_limit(error)}"
-        ) from error
+        module, _, _ = BUILT_IN_REWARDS.get(name, name).rpartition(":")
+        problem = one_line(describe_error(error, module))
+        raise RewardError(f"raised {problem}{_memory_limit(error)}") from error
     return {"rewards": rewards, "metrics": logged.metrics, "extra": extra}
 
 
@@ -184,5 +192,6 @@ def _json_value(value: Any) -> Any:
 def _memory_limit(error: BaseException) -> str:
     """The limit that a lack of memory may come from, as the end of a line."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    known = isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY
-    return f"; `memory_gib` is {limit / 1024**3:g} GiB, 0 is no limit" if known else ""
+    if not isinstance(error, MemoryError) or limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; `memory_gib` is {limit / 1024**3:g} GiB, 0 is no limit"

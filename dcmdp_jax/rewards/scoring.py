@@ -1,11 +1,12 @@
 """The total reward of each completion: `math` and the functions of users, with weights."""
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,44 +67,48 @@ class BatchScores:
         }
 
 
-def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
+def merge_scores(batches: Sequence[BatchScores]) -> BatchScores:
     """The scores of several batches of one scorer as one batch's, in order."""
-    first = parts[0]
-    grades = [part.grades for part in parts if part.grades is not None]
+    first = batches[0]
+    grades = [scores.grades for scores in batches if scores.grades is not None]
+    sources = None
+    if first.sources is not None:
+        sources = tuple(itertools.chain.from_iterable(scores.sources for scores in batches))
+    names = itertools.chain.from_iterable(scores.extra for scores in batches)
+    extra: dict[str, list[Any]] = {name: [] for name in names}
+    for scores in batches:
+        for name, column in extra.items():
+            column += scores.extra.get(name, [None] * len(scores.totals))
+
     return BatchScores(
-        totals=np.concatenate([part.totals for part in parts]),
+        totals=np.concatenate([scores.totals for scores in batches]),
         values={
-            name: np.concatenate([part.values[name] for part in parts]) for name in first.values
+            name: np.concatenate([scores.values[name] for scores in batches])
+            for name in first.values
         },
-        failed={name: sum(part.failed[name] for part in parts) for name in first.failed},
+        failed={name: sum(scores.failed[name] for scores in batches) for name in first.failed},
         grades=merge_grades(grades) if grades else None,
-        sources=None
-        if first.sources is None
-        else tuple(source for part in parts for source in part.sources),
-        logged=add_logged([part.logged for part in parts]),
-        extra={
-            name: [
-                value for part in parts for value in part.extra.get(name, [None] * len(part.totals))
-            ]
-            for name in dict.fromkeys(name for part in parts for name in part.extra)
-        },
+        sources=sources,
+        logged=add_logged([scores.logged for scores in batches]),
+        extra=extra,
     )
 
 
-def add_logged(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+def add_logged(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
     """Sums and counts of logged numbers, added up by name, in the order of the first."""
-    total: dict[str, tuple[float, int]] = {}
-    for name, (value, count) in (item for part in parts for item in part.items()):
-        before = total.get(name, (0.0, 0))
-        total[name] = before[0] + value, before[1] + count
-    return total
+    totals: dict[str, tuple[float, int]] = {}
+    for logged in batches:
+        for name, (value, count) in logged.items():
+            total, total_count = totals.get(name, (0.0, 0))
+            totals[name] = total + value, total_count + count
+    return totals
 
 
 def column_names(problems: Sequence[Problem]) -> list[str]:
-    """Names of the columns that reward functions get for these problems, in the order of their
-    first row.
-    """
-    names = dict.fromkeys(name for problem in problems for name in problem.columns)
+    """Names of the columns that reward functions get, in the order of their first row."""
+    names: dict[str, None] = {}
+    for problem in problems:
+        names |= dict.fromkeys(problem.columns)
     return list(names | dict.fromkeys(OWN_COLUMNS))
 
 
@@ -111,13 +116,15 @@ def columns_of(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, l
     """The columns of some problems, one value for each; None where a problem has none."""
 
     def cell(problem: Problem, name: str) -> Any:
-        own = getattr(problem, OWN_COLUMNS[name]) if name in OWN_COLUMNS else None
-        return problem.columns.get(name, own)
+        if name in problem.columns or name not in OWN_COLUMNS:
+            return problem.columns.get(name)
+        return getattr(problem, OWN_COLUMNS[name])
 
     return {name: [cell(problem, name) for problem in problems] for name in names}
 
 
-class Played(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Played:
     """A completion in turns, which an environment answered.
 
     Attributes:
@@ -191,9 +198,12 @@ class RewardScorer:
         self.stop_on_error = stop_on_error
         functions = [reward.function for reward in rewards]
         self.names = dict(zip(functions, short_names(functions), strict=True))
-        own = [name for name in functions if name not in (MATH, ENVIRONMENT)]
         self.pool = RewardPool(
-            own, columns, timeout_s=timeout_s, memory_gib=memory_gib, output=output
+            [function for function in functions if function not in (MATH, ENVIRONMENT)],
+            columns,
+            timeout_s=timeout_s,
+            memory_gib=memory_gib,
+            output=output,
         )
         self._warned: set[str] = set()
 
@@ -201,10 +211,10 @@ class RewardScorer:
         """Kill the processes of the functions. Harmless when called again."""
         self.pool.close()
 
-    def warn_once(self, what: str, problem: str) -> None:
-        """Log the first failure of a function, or of another kind."""
-        if what not in self._warned:
-            self._warned.add(what)
+    def warn_once(self, kind: str, problem: str) -> None:
+        """Log the first failure of a kind, such as those of one function."""
+        if kind not in self._warned:
+            self._warned.add(kind)
             _LOG.warning("%s. Later failures are only counted", problem)
 
 
@@ -236,39 +246,36 @@ class BatchScoring:
         self._texts: dict[int, str] = {}
         self._ids: dict[int, np.ndarray] = {}
         self._played: Mapping[int, Played] = {}
-        self._tokens = self._beyond = (
-            0  # tokens decoded, and how many ids are beyond the tokenizer's
-        )
+        # Tokens decoded, and how many ids are beyond the tokenizer's.
+        self._tokens = 0
+        self._beyond = 0
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """Start to score completions, each row once, while others are still sampled."""
-        # transformers decodes an empty batch to one empty text.
-        texts = (
-            self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True) if rows else []
-        )
+        if not rows:  # transformers decodes an empty batch to one empty text
+            return
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         self._texts |= zip(rows, texts, strict=True)
         self._ids |= zip(rows, completion_ids, strict=True)
         self._tokens += sum(map(len, completion_ids))
-        self._beyond += sum(
-            int(np.sum(np.asarray(ids) >= len(self._tokenizer))) for ids in completion_ids
-        )
+        for ids in completion_ids:
+            self._beyond += int(np.sum(np.asarray(ids) >= len(self._tokenizer)))
         if MATH in self._scorer.names:
-            _, *texts_and_answers = self._with_answers(rows)
-            self._scorer.verifier.begin(*texts_and_answers)
+            answers = self._answers(rows)
+            self._scorer.verifier.begin(
+                [self._texts[row] for row in answers], list(answers.values())
+            )
 
-    def _with_answers(self, rows: Sequence[int]) -> tuple[list[int], list[str], list[str]]:
-        """The rows that have an answer, their texts and their answers."""
-        answers = {
-            row: answer for row in rows if (answer := self._problems[row].answer) is not None
-        }
-        return list(answers), [self._texts[row] for row in answers], list(answers.values())
+    def _answers(self, rows: Sequence[int]) -> dict[int, str]:
+        """Row -> reference answer, where it has one."""
+        answers = {row: self._problems[row].answer for row in rows}
+        return {row: answer for row, answer in answers.items() if answer is not None}
 
     def add_played(self, played: Mapping[int, Played]) -> None:
-        """Take what an environment made of the rows, before `finish`: functions get the answers
-        too.
-        """
+        """Take what an environment made of the rows, before `finish`; functions get it too."""
         self._played = played
-        self._ids |= {row: one.ids for row, one in played.items()}
+        for row, episode in played.items():
+            self._ids[row] = episode.ids
 
     def finish(self, on_wait: Callable[[], None] = lambda: None) -> tuple[list[str], BatchScores]:
         """Texts and scores of all rows, in their order, once `begin` got each.
@@ -281,63 +288,75 @@ class BatchScoring:
         """
         scorer = self._scorer
         rows = range(len(self._problems))
+        if rows:  # no function is called on an empty batch
+            scorer.pool.begin(
+                prompts=[problem.as_prompt for problem in self._problems],
+                completions=[self._completion(row) for row in rows],
+                completion_ids=[self._ids[row] for row in rows],
+                columns=columns_of(self._problems, scorer.columns),
+                state=self._state,
+            )
+        grades = None
+        answers = self._answers(rows)
+        if MATH in scorer.names:
+            grades = scorer.verifier.grade(
+                [self._texts[row] for row in answers], list(answers.values())
+            )
+        results: dict[str, Returned | RewardError] = dict.fromkeys(scorer.names, Returned([]))
+        if rows:
+            results = scorer.pool.collect(on_wait)
+        if grades is not None:
+            rewards = dict(zip(answers, grades.rewards.tolist(), strict=True))
+            results[MATH] = Returned([rewards.get(row) for row in rows])
+        if self._played:
+            results[ENVIRONMENT] = Returned([self._played[row].reward for row in rows])
+
         texts = [
             self._played[row].text if row in self._played else self._texts[row] for row in rows
         ]
-        if rows:  # no function is called on an empty batch
-            scorer.pool.begin(
-                [problem.given for problem in self._problems],
-                [self._completion(row) for row in rows],
-                [self._ids[row] for row in rows],
-                columns_of(self._problems, scorer.columns),
-                self._state,
-            )
-        answered, *asked = self._with_answers(rows)
-        grades = scorer.verifier.grade(*asked) if MATH in scorer.names else None
-        results = (
-            scorer.pool.collect(on_wait) if rows else dict.fromkeys(scorer.names, Returned([]))
-        )
-        if grades is not None:
-            given = dict(zip(answered, grades.rewards.tolist(), strict=True))
-            results[MATH] = Returned([given.get(row) for row in rows])
-        if self._played:
-            results[ENVIRONMENT] = Returned([self._played[row].reward for row in rows])
-        returned: dict[str, Returned] = {}
+        return texts, self._scores(results, grades)
+
+    def _scores(
+        self, results: Mapping[str, Returned | RewardError], grades: Grades | None
+    ) -> BatchScores:
+        """The scores of all rows from the results of each function."""
+        scorer = self._scorer
+        count = len(self._problems)
+        values: dict[str, list[float | None]] = {}
         failed: dict[str, int] = {}
+        logged = []
         extra: dict[str, list[Any]] = {}
         for function, name in scorer.names.items():
-            returned[name] = self._returned(function, results[function])
+            result = results[function]
+            returned = self._returned(function, result)
+            values[name] = returned.rewards
+            for key, numbers in returned.metrics.items():
+                logged.append({key: (math.fsum(numbers), len(numbers))})
             # Two functions may log under one name.
             extra |= {
                 f"{name}/{key}" if key in extra else key: column
-                for key, column in returned[name].extra.items()
+                for key, column in returned.extra.items()
             }
-            if function != MATH:
-                uncounted = function != ENVIRONMENT and not isinstance(
-                    results[function], RewardError
-                )
-                failed[name] = 0 if uncounted else returned[name].rewards.count(None)
-        values = {name: one.rewards for name, one in returned.items()}
-        none = all(value is None for column in values.values() for value in column)
-        if rows and values and none and not any(failed.values()):
-            problem = (
-                f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
+            if function == ENVIRONMENT or isinstance(result, RewardError):
+                failed[name] = returned.rewards.count(None)
+            elif function != MATH:
+                failed[name] = 0
+
+        without_value = all(column.count(None) == count for column in values.values())
+        if count and values and without_value and not any(failed.values()):
+            scorer.warn_once(
+                "no value",
+                f"no reward has a value for any of the {count} completions, so all get reward 0",
             )
-            scorer.warn_once("no value", problem)
-        logged = [
-            {key: (math.fsum(each), len(each)) for key, each in one.metrics.items()}
-            for one in returned.values()
-        ]
-        totals = weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards])
-        totals = totals or [0.0] * len(rows)
-        return texts, BatchScores(
+        weights = [reward.weight for reward in scorer.rewards]
+        totals = weighted_total(list(values.values()), weights) or [0.0] * count
+        sources = tuple(problem.source for problem in self._problems)
+        return BatchScores(
             totals=np.array(totals, np.float32),
             values={name: np.array(column, np.float32) for name, column in values.items()},
             failed=failed,
             grades=grades,
-            sources=tuple(problem.source for problem in self._problems)
-            if scorer.by_source
-            else None,
+            sources=sources if scorer.by_source else None,
             logged=self._own_numbers() | add_logged(logged),
             extra=extra,
         )
@@ -352,18 +371,21 @@ class BatchScoring:
 
     def _own_numbers(self) -> dict[str, tuple[float, int]]:
         """Sums and counts of what the scoring itself logs."""
-        own: dict[str, tuple[float, int]] = {}
+        logged: dict[str, tuple[float, int]] = {}
         if self._beyond:
-            own[_BEYOND] = float(self._beyond), self._tokens
+            logged[_BEYOND] = float(self._beyond), self._tokens
             self._scorer.warn_once(
                 _BEYOND,
                 f"{self._beyond:,} of {self._tokens:,} sampled tokens are ids beyond the "
                 "tokenizer's: they have no text",
             )
-        if played := list(self._played.values()):
-            own["environment/turns_mean"] = float(sum(one.turns for one in played)), len(played)
-            own["environment/done_fraction"] = float(sum(one.done for one in played)), len(played)
-        return own
+        if self._played:
+            count = len(self._played)
+            turns = sum(episode.turns for episode in self._played.values())
+            done = sum(episode.done for episode in self._played.values())
+            logged["environment/turns_mean"] = float(turns), count
+            logged["environment/done_fraction"] = float(done), count
+        return logged
 
     def _returned(self, function: str, result: Returned | RewardError) -> Returned:
         """The result of a function; no values where it failed, if failures are counted."""
@@ -397,20 +419,21 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     metrics: dict[str, float] = {
         f"reward/{name}/failed": count for name, count in scores.failed.items()
     }
+    without_value = np.full(len(scores.totals), bool(scores.values))
     for name, values in scores.values.items():
-        if len(exact := values[np.isfinite(values)].astype(np.float64)):
-            metrics |= {
-                f"reward/{name}/mean": float(exact.mean()),
-                f"reward/{name}/std": float(exact.std()),
-            }
+        has_value = np.isfinite(values)
+        without_value &= np.isnan(values)
+        if has_value.any():
+            metrics |= _mean_and_std(name, values[has_value])
     for source in sorted(set(scores.sources or ())):
-        exact = scores.totals[np.array(scores.sources) == source].astype(np.float64)
-        metrics |= {
-            f"reward/source/{source}/mean": float(exact.mean()),
-            f"reward/source/{source}/std": float(exact.std()),
-        }
-    missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
-    metrics["reward/without_value"] = int(missing.sum()) if scores.values else 0
+        totals = scores.totals[np.array(scores.sources) == source]
+        metrics |= _mean_and_std(f"source/{source}", totals)
+    metrics["reward/without_value"] = int(without_value.sum())
     for name, (value, count) in scores.logged.items():
         metrics[name if name in _OWN else f"logged/{name}"] = value / count
     return metrics
+
+
+def _mean_and_std(name: str, rewards: np.ndarray) -> dict[str, float]:
+    exact = rewards.astype(np.float64)
+    return {f"reward/{name}/mean": float(exact.mean()), f"reward/{name}/std": float(exact.std())}

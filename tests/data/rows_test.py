@@ -89,7 +89,7 @@ def test_a_chat_keeps_its_system_and_tool_turns_and_gets_the_suffix_at_the_users
     problem = _problem({"prompt": chat}, answers="unused")
     assert problem.prompt == "1+2?"
     assert problem.messages[2] == {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    assert problem.given == list(problem.messages)
+    assert problem.as_prompt == list(problem.messages)
     assert problem.as_completion("4") == [{"role": "assistant", "content": "4"}]
     template = (
         "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}{% for m in messages "
@@ -116,7 +116,7 @@ def test_a_chat_that_ends_with_the_assistant_is_continued():
 
 def test_text_prompts_stay_text():
     problem = _problem({"prompt": "1+2?"}, answers="unused")
-    assert (problem.given, problem.as_completion("3")) == ("1+2?", "3")
+    assert (problem.as_prompt, problem.as_completion("3")) == ("1+2?", "3")
 
 
 @pytest.mark.parametrize(

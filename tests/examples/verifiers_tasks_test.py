@@ -65,7 +65,7 @@ def test_tasks_become_chats_and_score_their_completions(taskset):
     name = f"{_FILE}:task_score"
     with RewardPool([name], ["verifiers"], timeout_s=600.0) as pool:
         completions = [problem.as_completion("1") for problem in problems]
-        pool.begin([problem.given for problem in problems], completions, [[1]] * 3, columns)
+        pool.begin([problem.as_prompt for problem in problems], completions, [[1]] * 3, columns)
         # 2 x 1 - 1/100, 2 x 0 - 1/100.
         extra = [
             {"right": 1.0, "short": -0.01, "turns": 1.0},
