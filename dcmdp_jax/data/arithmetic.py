@@ -1,5 +1,4 @@
-r"""A built-in task that a model of a million parameters can learn on a CPU: chains of small
-arithmetic.
+r"""Chains of small arithmetic: a task that a model of a million parameters can learn on a CPU.
 
     prompt     4*6-7+9=?
     solution   4*6=24;24-7=17;17+9=26;\boxed{26}
@@ -16,7 +15,7 @@ import dataclasses
 import random
 import re
 import zlib
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from dcmdp_jax.data.mixtures import task_arguments
 from dcmdp_jax.data.rows import problem_from_row
@@ -44,11 +43,14 @@ _HELD_OUT_SHARE = 8
 """One problem in this many, by the checksum of its text, is held out."""
 
 _Step = tuple[int, str, int, int]
+# Draws without a new problem after which a difficulty has no more.
 _FRUITLESS_DRAWS = 20_000
+# What a wrong result is off by.
 _ERROR_SIZES = (-10, -2, -1, 1, 2, 10)
 
 
-class _Level(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Level:
     operations: int
     largest_operand: int
     operators: str
@@ -67,9 +69,7 @@ LEVELS: dict[int, _Level] = {
     6: _Level(operations=24, largest_operand=9, operators="+-", largest_value=99, precedence=False),
     7: _Level(operations=1, largest_operand=29, operators="+", largest_value=58, precedence=False),
 }
-"""Difficulties. Without precedence a product can only stand first, so the steps run left to
-right.
-"""
+"""Difficulties. Without precedence a product stands first, so the steps run left to right."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,7 @@ class ArithmeticSpec:
 
     @classmethod
     def parse(cls, location: str) -> Self:
-        """Parse `arithmetic:difficulty=2,count=4096,seed=0,split=train,error_rate=0.5`, any keys in
-        any order, or none.
+        """Parse `arithmetic:difficulty=2,count=4096,seed=0`, any keys in any order, or none.
 
         Raises:
             UserError: if a key is unknown or given twice, a value is ill-typed or out of range.
@@ -125,14 +124,13 @@ class ArithmeticSpec:
         truth = {"true": True, "false": False}
         types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
-        for key, value in task_arguments(location, location.partition(":")[2], list(types)).items():
+        settings = location.partition(":")[2]
+        for key, value in task_arguments(location, settings, list(types)).items():
             try:
-                # int() and float() would take the digits of other scripts too.
-                values[key] = (
-                    truth[value]
-                    if types[key] is bool
-                    else types[key](value if value.isascii() else "")
-                )
+                if types[key] is bool:
+                    values[key] = truth[value]
+                else:  # int() and float() would take the digits of other scripts too
+                    values[key] = types[key](value if value.isascii() else "")
             except (KeyError, ValueError):
                 raise UserError(
                     f"task {location}: {key} = {value!r} is not {types[key].__name__}"
@@ -164,7 +162,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
             continue
         seen.add(text)
         fruitless = 0
-        truth = steps[-1][3]
+        *_, result = steps[-1]
         if noise.random() < spec.error_rate:
             steps = _spoiled(numbers, operators, level, noise)
         rows.append(
@@ -172,7 +170,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
                 "data_source": "arithmetic",
                 "prompt": _chat(text) if spec.chat else [{"role": "user", "content": f"{text}=?"}],
                 "ability": "math",
-                "reward_model": {"ground_truth": str(truth), "style": "rule"},
+                "reward_model": {"ground_truth": str(result), "style": "rule"},
                 "extra_info": {"index": len(rows), "split": spec.split},
                 "solution": _solution(steps),
             }
@@ -186,8 +184,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
 
 
 def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> list[Problem]:
-    """`arithmetic_rows` as problems, read like the rows of any dataset. Their prompts are text, but
-    for `chat`.
+    """`arithmetic_rows` as problems; their prompts are text, but for `chat`.
 
     Args:
         spec: the problems to make.
@@ -196,22 +193,19 @@ def arithmetic_problems(spec: ArithmeticSpec, *, keep_columns: bool = False) -> 
     Raises:
         UserError: see `arithmetic_rows`.
     """
-    return [
-        problem_from_row(
-            row if spec.chat else row | {"prompt": row["prompt"][0]["content"]},
-            source="arithmetic",
-            index=index,
-            keep_columns=keep_columns,
-        )
-        for index, row in enumerate(arithmetic_rows(spec))
-    ]
+    problems = []
+    for index, row in enumerate(arithmetic_rows(spec)):
+        if not spec.chat:
+            row["prompt"] = row["prompt"][0]["content"]
+        problem = problem_from_row(row, source="arithmetic", index=index, keep_columns=keep_columns)
+        problems.append(problem)
+    return problems
 
 
 def _chat(text: str) -> list[dict[str, str]]:
     spaced = re.sub(r"([+*-])", r" \1 ", text)
-    told = {"role": "system", "content": "You add numbers."}
     return [
-        told,
+        {"role": "system", "content": "You add numbers."},
         {"role": "user", "content": spaced},
         {"role": "assistant", "content": f"{spaced} ="},
     ]
@@ -219,11 +213,9 @@ def _chat(text: str) -> list[dict[str, str]]:
 
 def _expression(draw: random.Random, level: _Level) -> tuple[list[int], list[str]]:
     numbers = [draw.randint(1, level.largest_operand) for _ in range(level.operations + 1)]
-    anywhere = level.operators if level.precedence else level.operators.replace("*", "")
-    operators = [
-        draw.choice(level.operators if place == 0 else anywhere)
-        for place in range(level.operations)
-    ]
+    operators = [draw.choice(level.operators)]
+    later_operators = level.operators if level.precedence else level.operators.replace("*", "")
+    operators += [draw.choice(later_operators) for _ in range(level.operations - 1)]
     return numbers, operators
 
 
@@ -235,22 +227,20 @@ def _text(numbers: list[int], operators: list[str]) -> str:
 def _steps(
     numbers: list[int], operators: list[str], wrong: int | None = None, error: int = 0
 ) -> list[_Step]:
-    """(left, operator, right, result) in the order worked: products first, each kind from left to
-    right.
-    """
+    """(first, operator, second, result) in the order worked: products first, from the left."""
     numbers = list(numbers)
     operators = list(operators)
     steps: list[_Step] = []
     while operators:
-        place = operators.index("*") if "*" in operators else 0
-        left = numbers[place]
-        operator = operators.pop(place)
-        right = numbers.pop(place + 1)
-        result = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        position = operators.index("*") if "*" in operators else 0
+        first = numbers[position]
+        operator = operators.pop(position)
+        second = numbers.pop(position + 1)
+        result = {"+": first + second, "-": first - second, "*": first * second}[operator]
         if len(steps) == wrong:
             result += error
-        steps.append((left, operator, right, result))
-        numbers[place] = result
+        steps.append((first, operator, second, result))
+        numbers[position] = result
     return steps
 
 
@@ -261,27 +251,25 @@ def _in_range(steps: list[_Step], level: _Level) -> bool:
 def _spoiled(
     numbers: list[int], operators: list[str], level: _Level, noise: random.Random
 ) -> list[_Step]:
-    """The steps with one result off and carried on, every value still one the task's problems
-    have.
-    """
-    worked = (
-        _steps(numbers, operators, place, size)
-        for place in range(len(operators))
-        for size in _ERROR_SIZES
-    )
-    return noise.choice([steps for steps in worked if _in_range(steps, level)])
+    """The steps with one result off and carried on, every value in the level's range."""
+    candidates = []
+    for wrong in range(len(operators)):
+        for error in _ERROR_SIZES:
+            steps = _steps(numbers, operators, wrong, error)
+            if _in_range(steps, level):
+                candidates.append(steps)
+    return noise.choice(candidates)
 
 
 def _solution(steps: list[_Step]) -> str:
-    worked = "".join(
-        f"{left}{operator}{right}={result};" for left, operator, right, result in steps
-    )
-    return rf"{worked}\boxed{{{steps[-1][3]}}}"
+    text = ""
+    for first, operator, second, result in steps:
+        text += f"{first}{operator}{second}={result};"
+    return rf"{text}\boxed{{{result}}}"
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
-    r"""Build the task's tokenizer, in Hugging Face format, with one token per character; its ids
-    are always the same.
+    r"""Build the task's tokenizer, in Hugging Face format; its ids are always the same.
 
     Printable ASCII characters and the line break are one token each, and so are `\boxed{` and the
     chat roles. Three special tokens are named as in Qwen. Decoding an encoding returns the same
@@ -295,11 +283,10 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
     special = (PAD_TOKEN, TURN_START, TURN_END, UNKNOWN)
     pieces = (*special, *WHOLE_PIECES, "\n", *map(chr, range(32, 127)))
-    backend = Tokenizer(
-        models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=UNKNOWN)
-    )
-    whole = "|".join(piece.replace("\\", r"\\").replace("{", r"\{") for piece in WHOLE_PIECES)
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole}|[\s\S]"), behavior="isolated")
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    escaped = "|".join(WHOLE_PIECES).replace("\\", r"\\").replace("{", r"\{")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{escaped}|[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -1,6 +1,4 @@
-"""Chats as text by the tokenizer's own chat template: the messages of a problem, and the calls of
-tools in a turn.
-"""
+"""Chats as text by the tokenizer's own chat template, and the calls of tools in a turn."""
 
 import contextlib
 import functools
@@ -24,17 +22,18 @@ if TYPE_CHECKING:
 # \boxed`). A box with anything else in it is part of a problem.
 _ANSWER_FORM = re.compile(
     r"""\banswer\s?:\s?(?:\$answer\b|\\boxed\{|["'”’])|\\boxed(?![a-z])(?!\s?[{\d])"""
-    r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
+    r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>"""
+    r"""|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
     re.IGNORECASE,
 )
 THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-# Of a template's own text; published ones have some thousands.
+# Most characters of a template's own text; published ones have some thousands.
 _TEMPLATE_CHARACTERS = 1_000_000
 # Arguments of apply_chat_template, which a template's variables share.
-_OURS = (
-    "messages conversation tokenize add_generation_prompt chat_template tools documents "
-    "continue_final_message return_dict return_tensors padding truncation max_length strftime_now"
-).split()
+_OURS = """
+    messages conversation tokenize add_generation_prompt chat_template tools documents
+    continue_final_message return_dict return_tensors padding truncation max_length strftime_now
+""".split()
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 # A call to try a format with, whose argument gets its type from the tool.
 _CALL = {"name": "double", "arguments": {"number": 2}}
@@ -55,12 +54,11 @@ def render_checked(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     template: str,
-    what: str,
+    noun: str,
     variables: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The text of a chat up to the assistant's turn; refused without each message's text and each
-    tool's name.
+    """The text of a chat up to the assistant's turn, checked by `check_written`.
 
     A chat that ends with the assistant's message goes on in it. A template may leave out an
     assistant's earlier thoughts, so the assistant's messages are not looked for.
@@ -69,9 +67,9 @@ def render_checked(
         text = render_chat(tokenizer, messages, tools, **variables)
     except Exception as error:  # jinja2's errors, and any that a template raises
         raise UserError(
-            f"{template} can't render {what}: {shorten_name(one_line(error))}"
+            f"{template} can't render {noun}: {shorten_name(one_line(error))}"
         ) from error
-    check_written(text, tokenizer, messages, template, what, variables, tools)
+    check_written(text, tokenizer, messages, template, noun, variables, tools)
     return text
 
 
@@ -80,14 +78,13 @@ def check_written(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     template: str,
-    what: str,
+    noun: str,
     variables: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     schemas: bool = False,
 ) -> None:
-    """Refuse the text of a chat without the text of a message that is not the assistant's, or
-    without a tool.
+    """Refuse a chat's text that leaves out a tool, or a message that is not the assistant's.
 
     A tool's name must stand in the chat without its calls; with `schemas` its parameters too, or
     the description of a tool without parameters.
@@ -96,7 +93,7 @@ def check_written(
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             raise UserError(
                 f"{template} leaves out the text of the {shorten_name(message['role'])} in "
-                f"{what}; it must write each message's content: compare chat_template.jinja with "
+                f"{noun}; it must write each message's content: compare chat_template.jinja with "
                 "the model's own"
             )
     if tools:
@@ -107,7 +104,7 @@ def check_written(
         missing = _undescribed(tokenizer, questions, tools, variables, schemas=schemas)
         if missing and _undescribed(tokenizer, QUESTION, tools, variables, schemas=schemas):
             raise UserError(
-                f"{template} leaves out {missing} in {what}; use a template that describes tools, "
+                f"{template} leaves out {missing} in {noun}; use a template that describes tools, "
                 "or name the column something else than tools"
             )
 
@@ -127,7 +124,8 @@ def _undescribed(
         text = write_chat(tokenizer, messages, tools=tools, add_generation_prompt=True, **variables)
     for tool in tools:
         function = tool.get("function", tool)
-        function = function if isinstance(function, Mapping) else {}
+        if not isinstance(function, Mapping):
+            function = {}
         name = function.get("name")
         if not isinstance(name, str) or not is_written(name, text):
             return f"the tool {shorten(name)}"
@@ -138,17 +136,15 @@ def _undescribed(
         if not parameters and not is_written(description, text):
             return f"the description of the tool {shorten(name)}"
         # A description has the names of parameters as words.
-        beside = text.replace(description, "") if description else text
+        text_beside = text.replace(description, "") if description else text
         for parameter in parameters:
-            if not is_written(parameter, beside):
+            if not is_written(parameter, text_beside):
                 return f"the parameter {shorten(parameter)} of the tool {shorten(name)}"
     return ""
 
 
 def is_written(content: str, text: str) -> bool:
-    """Whether a template's text has a message's content, or the JSON of it, which Llama's write of
-    a tool's result.
-    """
+    """Whether a template's text has a content, or its JSON, as Llama's has a tool result's."""
     return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
@@ -160,8 +156,7 @@ def render_chat(
     generation: bool = True,
     **variables: Any,
 ) -> str:
-    """A chat as its template writes it, up to the assistant's turn, or within it if the last
-    message is its.
+    """A chat as its template writes it, up to the assistant's turn, or within a last one.
 
     A last message of the assistant's follows the generation prompt as it is: templates write an
     empty thought before an answer, or drop one from it. A thought that the generation prompt
@@ -170,21 +165,25 @@ def render_chat(
     Raises:
         Exception: any exception of the template; ValueError if it writes far more than the chat.
     """
-    given = list(messages)
     write = functools.partial(write_chat, tokenizer, tools=tools, **variables)
-    if given[-1]["role"] != "assistant":
-        return write(given, add_generation_prompt=generation)
-    if len(given) == 1:
-        return write(given, continue_final_message=True)
-    begun = given[-1]["content"]
-    prompt = write(given[:-1], add_generation_prompt=True)
-    whole = write(given)
+    *earlier, last = messages
+    if last["role"] != "assistant":
+        return write(messages, add_generation_prompt=generation)
+    if not earlier:
+        return write(messages, continue_final_message=True)
+
+    content = last["content"]
+    prompt = write(earlier, add_generation_prompt=True)
+    text = write(messages)
     # What the template puts between the two, if it is space.
-    space = (
-        whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
-    )
-    prompt = THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
-    return prompt + ("" if space.strip() else space) + begun
+    space = ""
+    if text.startswith(prompt):
+        between, _, _ = text[len(prompt) :].partition(content.strip() or "\0")
+        if not between.strip():
+            space = between
+    if content.startswith("<think>"):
+        prompt = THOUGHT.sub("", prompt)
+    return prompt + space + content
 
 
 def write_chat(
@@ -199,71 +198,72 @@ def write_chat(
     Raises:
         Exception: any exception of the template; ValueError if it writes far more than the chat.
     """
-    given = [dict(message) for message in messages]
-    described = [dict(tool) for tool in tools] or None
-    most = _TEMPLATE_CHARACTERS + 8 * len(str((given, described)))
-    text = tokenizer.apply_chat_template(given, tools=described, **{"tokenize": False, **options})
-    if len(text) > most:
+    message_dicts = [dict(message) for message in messages]
+    tool_dicts = [dict(tool) for tool in tools] or None
+    limit = _TEMPLATE_CHARACTERS + 8 * len(str((message_dicts, tool_dicts)))
+    options.setdefault("tokenize", False)
+    text = tokenizer.apply_chat_template(message_dicts, tools=tool_dicts, **options)
+    if len(text) > limit:
         raise ValueError(
-            f"it writes {len(text):,} characters, at most {most:,} are taken for this chat"
+            f"it writes {len(text):,} characters, at most {limit:,} are taken for this chat"
         )
     return text
 
 
 def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
     """The chat of a problem, with the suffix at the end of the user's last message."""
-    asked = {"role": "user", "content": with_suffix(problem, prompt_suffix)}
+    question = {"role": "user", "content": with_suffix(problem, prompt_suffix)}
     if not problem.messages:
-        return [asked]
+        return [question]
     messages = list(problem.messages)
-    if users := [place for place, message in enumerate(messages) if message["role"] == "user"]:
-        messages[users[-1]] = {**messages[users[-1]], **asked}
+    for position in reversed(range(len(messages))):
+        if messages[position]["role"] == "user":
+            messages[position] = {**messages[position], **question}
+            break
     return messages
 
 
 def problem_texts(problem: Problem) -> list[str]:
     """The problem's own texts."""
-    return [
-        problem.prompt,
-        *(message["content"] for message in (*problem.messages, *problem.completion)),
-    ]
+    messages = *problem.messages, *problem.completion
+    return [problem.prompt, *(message["content"] for message in messages)]
 
 
 def with_suffix(problem: Problem, prompt_suffix: str) -> str:
-    """The user's last message: the problem and the suffix, unless both say how the answer is to be
-    written.
+    """The problem and the suffix, unless both say how the answer is to be written.
 
     An example's "Answer: 4", or a box in a puzzle, does not say so.
     """
-    twice = _ANSWER_FORM.search(prompt_suffix) and any(
-        _ANSWER_FORM.search(text) for text in problem_texts(problem)
-    )
-    return problem.prompt if twice else problem.prompt + prompt_suffix
+    if _ANSWER_FORM.search(prompt_suffix) and any(map(_ANSWER_FORM.search, problem_texts(problem))):
+        return problem.prompt
+    return problem.prompt + prompt_suffix
 
 
 def template_variables(text: str, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """`chat_template_kwargs` as a dict. A template ignores variables that it does not know, so
-    these are refused.
+    """`chat_template_kwargs` as a dict, without variables that the template does not know.
+
+    It would ignore them, so these are refused.
     """
     variables = json_object(text, "chat_template_kwargs")
     for name in variables:
-        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            reason = (
-                "is set by encode_prompts"
-                if name in _OURS
-                else "is no variable of the tokenizer's chat template"
-            )
-            raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
+        if name in _OURS:
+            reason = "is set by encode_prompts"
+        elif not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            reason = "is no variable of the tokenizer's chat template"
+        else:
+            continue
+        raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
+
+    def render(values: Mapping[str, Any]) -> str:
+        return render_checked(tokenizer, QUESTION, "the chat template", "a question", values)
+
+    booleans = {"false": False, "true": True, "0": False, "1": True}
     for name, value in variables.items():
-        meant = {"false": False, "true": True, "0": False, "1": True}.get(str(value).lower(), value)
-        given, other = ({**variables, name: each} for each in (value, meant))
-        render = functools.partial(
-            render_checked, tokenizer, QUESTION, "the chat template", "a question"
-        )
-        if render(given) != render(other):
+        boolean = booleans.get(str(value).lower(), value)
+        if render(variables) != render({**variables, name: boolean}):
             raise UserError(
                 f"chat_template_kwargs: {name!r} is {json.dumps(value)}, which this template does "
-                f"not take for {json.dumps(meant)}; write {json.dumps(meant)}"
+                f"not take for {json.dumps(boolean)}; write {json.dumps(boolean)}"
             )
     return variables
 
@@ -282,9 +282,7 @@ class CallFormat(NamedTuple):
     def find(
         self, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Find the calls in a turn, and what is wrong with those that can't be read; see
-        `find_calls`.
-        """
+        """Find the calls in a turn, and what is wrong with unreadable ones; see `find_calls`."""
         if "syntax" in self.template:
             thought = "<think>" if self.prefix.rstrip().endswith("<think>") else ""
             return find_calls(thought + text, tools, self.template)
@@ -294,24 +292,21 @@ class CallFormat(NamedTuple):
             message = parse_response(
                 text, dict(self.template), prefix=self.prefix, tools=list(tools)
             )
-            calls = [
-                {field: call["function"][field] for field in _CALL}
-                for call in message.get("tool_calls", ())
-            ]
+            functions = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [{field: function[field] for field in _CALL} for function in functions]
         except Exception as error:  # the parser's are of many kinds
             return [], [one_line(error)]
-        if not all(
-            isinstance(call["name"], str) and isinstance(call["arguments"], dict) for call in calls
-        ):
-            return [], [
-                "a call needs the tool's name, which is text, and its arguments, which are an "
-                "object"
-            ]
+        for call in calls:
+            if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
+                problem = (
+                    "a call needs the tool's name, which is text, and its arguments, which are an "
+                    "object"
+                )
+                return [], [problem]
         return calls, []
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Read the calls in a turn, each with `name` and `arguments`; the tools' JSON schemas give
-        arguments types.
+        """Read the calls in a turn, each with `name` and `arguments`, typed by the tools' schemas.
 
         Raises:
             ValueError: in one line, for a malformed call.
@@ -323,9 +318,7 @@ class CallFormat(NamedTuple):
 
 
 def named_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and arguments of a call of a message, which may have them in `function`, and arguments
-    as JSON text.
-    """
+    """Name and arguments of a message's call, also where they are in `function` or JSON text."""
     function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -350,8 +343,7 @@ def find_call_format(
     *,
     arguments_as_text: bool = False,
 ) -> CallFormat:
-    """The format in which the chat template writes calls: the tokenizer's own `response_template`,
-    or a known one.
+    """The format in which the chat template writes calls, known or the tokenizer's own.
 
     Args:
         tokenizer: with a chat template.
@@ -365,23 +357,22 @@ def find_call_format(
     called = CALLED
     if arguments_as_text:
         called = {**CALLED, "tool_calls": with_arguments_as_text(CALLED["tool_calls"])}
+    templates = [getattr(tokenizer, "response_template", None), *CALL_FORMATS.values()]
     with contextlib.suppress(Exception):  # any that a template raises
-        before = write(QUESTION)
-        begun = write(QUESTION, add_generation_prompt=True)
-        ids = tokenizer(
-            write([*QUESTION, called]).removeprefix(THOUGHT.sub("", begun)),
-            add_special_tokens=False,
-        )
-        text = tokenizer.decode(ids["input_ids"], skip_special_tokens=True)
-        for template in filter(
-            None, (getattr(tokenizer, "response_template", None), *CALL_FORMATS.values())
-        ):
+        question = write(QUESTION)
+        prompt = write(QUESTION, add_generation_prompt=True)
+        turn = write([*QUESTION, called]).removeprefix(THOUGHT.sub("", prompt))
+        ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        for template in filter(None, templates):
             with contextlib.suppress(Exception):
-                is_marked = template.get("open", "") in text
+                if template.get("open", "") not in text:
+                    continue
+                calls, _ = CallFormat(template).find(text, [_TOOL])
                 # The last one: where the prompt is no prefix, its description of the tool may look
                 # like a call.
-                if is_marked and CallFormat(template).find(text, [_TOOL])[0][-1:] == [_CALL]:
-                    return CallFormat(template, begun.removeprefix(before))
+                if calls[-1:] == [_CALL]:
+                    return CallFormat(template, prompt.removeprefix(question))
     raise UserError(
         "the chat template writes calls of tools in no format that is known: "
         f"{', '.join(CALL_FORMATS)}, or the tokenizer's own response_template, by transformers "

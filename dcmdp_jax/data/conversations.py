@@ -232,7 +232,7 @@ class _Chat:
             self._tokenizer,
             self._messages,
             template="the chat template",
-            what=self.name,
+            noun=self.name,
             variables=self._encoder._variables,
             tools=self._problem.tools,
             schemas=True,

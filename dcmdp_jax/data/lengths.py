@@ -1,9 +1,9 @@
 """Lengths of completions to plan for: a lognormal distribution, or a run's recorded ones."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,17 +11,17 @@ from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out, logno
 from dcmdp_jax.errors import UserError
 
 QUANTILES = (10, 25, 50, 75, 90)
-"""Percentiles of a step's completion lengths that a run records, as `completion/length_p10`, with
-minimum and maximum.
-"""
+"""Percentiles of a step's completion lengths that a run records, as `completion/length_p10`."""
 _FORM = re.compile(r"lognormal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the directory of a run"
+# Steps that are drawn for an expectation, and how much of each.
 _DRAWS = 4
 _MOST_MINI_BATCHES = 8
 _MOST_COMPLETIONS = 2048
 
 
-class Lengths(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Lengths:
     """Completion lengths.
 
     Attributes:
@@ -36,20 +36,19 @@ class Lengths(NamedTuple):
 
     def draw(self, count: int, seed: int) -> np.ndarray:
         """[count] lengths in tokens, at least 1."""
-        drawn = np.interp(np.random.default_rng(seed).random(count), self.shares, self.tokens)
-        return np.maximum(1, np.rint(drawn)).astype(np.int64)
+        lengths = np.interp(np.random.default_rng(seed).random(count), self.shares, self.tokens)
+        return np.maximum(1, np.rint(lengths)).astype(np.int64)
 
 
 def lognormal(median: int, cap: int) -> Lengths:
     """Lengths with a lognormal distribution, cut at `cap`."""
-    drawn = np.sort(lognormal_lengths(median, cap, 4096, seed=0))
+    sample = np.sort(lognormal_lengths(median, cap, 4096, seed=0))
     shares = np.linspace(0.0, 1.0, 129)
-    return Lengths(f"lognormal({median},{cap})", tuple(shares), tuple(np.quantile(drawn, shares)))
+    return Lengths(f"lognormal({median},{cap})", tuple(shares), tuple(np.quantile(sample, shares)))
 
 
 def parse_lengths(text: str, *, limit: int) -> Lengths:
-    """The lengths that a text names: `lognormal(MEDIAN,CAP)`, or the directory of a run with its
-    `metrics.jsonl`.
+    """The lengths that a text names: `lognormal(MEDIAN,CAP)`, or the directory of a run.
 
     Args:
         text: the setting as written.
@@ -58,8 +57,9 @@ def parse_lengths(text: str, *, limit: int) -> Lengths:
     Raises:
         UserError: one line with the text and what is allowed.
     """
-    if found := _FORM.fullmatch(text.strip()):
-        median, cap = map(int, found.groups())
+    match = _FORM.fullmatch(text.strip())
+    if match:
+        median, cap = map(int, match.groups())
         if not 1 <= median <= cap <= limit:
             raise UserError(
                 f"--lengths: got {text}, must have 1 <= MEDIAN <= CAP <= `limit` = {limit}"
@@ -107,7 +107,8 @@ def typical_lengths(limit: int) -> Lengths:
     return lognormal(max(1, limit // 4), limit)
 
 
-class ExpectedStep(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedStep:
     """Expected computation of a step, means over a few drawn steps.
 
     Attributes:
@@ -130,33 +131,34 @@ def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) 
         prompts: tokens of the prompts that a step draws from.
         completions: their lengths.
     """
-    # A part of a very large step shows as much.
-    shape = (
-        min(shapes.mini_batches, _MOST_MINI_BATCHES),
-        min(shapes.completions, _MOST_COMPLETIONS),
-    )
-    share = shape[0] * shape[1] / (shapes.mini_batches * shapes.completions)
+    # Some of a very large step shows as much.
+    mini_batches = min(shapes.mini_batches, _MOST_MINI_BATCHES)
+    size = min(shapes.completions, _MOST_COMPLETIONS)
+    share = mini_batches * size / (shapes.mini_batches * shapes.completions)
     sums = []
     for seed in range(_DRAWS):
-        drawn = completions.draw(shape[0] * shape[1], seed).reshape(shape)
-        asked = np.random.default_rng(seed).choice(np.asarray(prompts, np.int64), shape)
-        totals = np.minimum(drawn + asked, shapes.longest)
-        computed = sum(
-            computed_tokens(shapes, lay_out(row, shapes).micro_batches) for row in totals
+        completion_lengths = completions.draw(mini_batches * size, seed).reshape(mini_batches, size)
+        prompt_lengths = np.random.default_rng(seed).choice(
+            np.asarray(prompts, np.int64), (mini_batches, size)
         )
-        sums.append((totals.sum(), computed, np.square(totals.astype(np.float64)).sum()))
-    return ExpectedStep(*(np.mean(sums, axis=0) / share).tolist())
+        lengths = np.minimum(completion_lengths + prompt_lengths, shapes.longest)
+        computed = 0
+        for mini_batch in lengths:
+            computed += computed_tokens(shapes, lay_out(mini_batch, shapes).micro_batches)
+        sums.append((lengths.sum(), computed, np.square(lengths.astype(np.float64)).sum()))
+    tokens, computed, squares = (np.mean(sums, axis=0) / share).tolist()
+    return ExpectedStep(tokens=tokens, computed=computed, squares=squares)
 
 
-def padding_advice(shapes: RowShapes, *, chosen: bool, limited: bool) -> str:
+def padding_advice(shapes: RowShapes, *, automatic: bool, limited: bool) -> str:
     """The argument that lowers a step's padding.
 
     Args:
         shapes: shapes of a batch.
-        chosen: whether `make_row_shapes` chose the row lengths.
+        automatic: whether `make_row_shapes` chose the row lengths.
         limited: whether the user limited the sequences in a row.
     """
-    if not chosen:
+    if not automatic:
         return "`row_lengths`=() chooses the lengths of rows"
     if limited:
         return (

@@ -5,13 +5,13 @@
 gives half of the prompts from a.jsonl, a quarter from each of the others, whatever their sizes.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,10 +24,12 @@ ARITHMETIC = "arithmetic"
 _WEIGHT = re.compile(r"(.*)@([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*", re.DOTALL)
 _FUNCTION = re.compile(r"[^,:]+\.py:[^\W\d]\w*")
 _LARGEST_WEIGHT = 10**6
+# Prompts of a cycle, in which each task has its exact share.
 _LONGEST_CYCLE = 10**5
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
     """A task of a mixture.
 
     Attributes:
@@ -51,10 +53,9 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
     locations = []
     weights = []
     for item in split_locations(text):
-        found = _WEIGHT.fullmatch(item)
-        location, weight = (
-            (found[1].strip(), Fraction(found[2])) if found else (item.strip(), Fraction(1))
-        )
+        match = _WEIGHT.fullmatch(item)
+        location = (match[1] if match else item).strip()
+        weight = Fraction(match[2] if match else 1)
         if not location:
             raise UserError(f"got {shorten(text)}, an empty name is no task")
         if not 0 < weight <= _LARGEST_WEIGHT:
@@ -67,12 +68,10 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
             )
         locations.append(location)
         weights.append(weight)
-    parts = tuple(
-        Part(*each) for each in zip(location_names(locations), locations, weights, strict=True)
-    )
     if sum(cycle(weights)) > _LONGEST_CYCLE:
         raise UserError(f"got weights {', '.join(map(str, weights))}, give them fewer digits")
-    return parts
+    tasks = zip(location_names(locations), locations, weights, strict=True)
+    return tuple(Part(name=name, location=path, weight=weight) for name, path, weight in tasks)
 
 
 def split_locations(text: str) -> list[str]:
@@ -81,13 +80,13 @@ def split_locations(text: str) -> list[str]:
     A comma before `key=value` belongs to the built-in task or the function that it continues.
     """
     locations: list[str] = []
-    for part in text.split(","):
+    for item in text.split(","):
         last = locations[-1] if locations else ""
-        continues = "=" in part and not _has_settings(part.strip())
-        if continues and _has_settings(last) and not _WEIGHT.fullmatch(last):
-            locations[-1] += f",{part}"
+        is_setting = "=" in item and not _has_settings(item.strip())
+        if is_setting and _has_settings(last) and not _WEIGHT.fullmatch(last):
+            locations[-1] += f",{item}"
         else:
-            locations.append(part.strip())
+            locations.append(item.strip())
     return locations
 
 
@@ -105,42 +104,40 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
     """
     values: dict[str, str] = {}
     for setting in filter(None, settings.split(",")):
-        key, equals, value = (part.strip() for part in setting.partition("="))
-        if not (key in keys if keys else key.isidentifier()) or not equals:
-            known = f" with a key of {', '.join(keys)}" if keys else ""
-            raise UserError(f"task {location}: {setting.strip()!r} is not key=value{known}")
+        key, equals, value = setting.partition("=")
+        key = key.strip()
+        is_allowed = key in keys if keys else key.isidentifier()
+        if not is_allowed or not equals:
+            with_key = f" with a key of {', '.join(keys)}" if keys else ""
+            raise UserError(f"task {location}: {setting.strip()!r} is not key=value{with_key}")
         if key in values:
             raise UserError(f"task {location}: {key} is given twice")
-        values[key] = value
+        values[key] = value.strip()
     return values
 
 
 def is_weighted(location: str) -> bool:
-    """Whether a location has a weight for certain: behind a file, a function or the built-in task,
-    not a Hub name.
-    """
-    found = _WEIGHT.fullmatch(location)
-    return found is not None and (
-        _has_settings(found[1]) or found[1].endswith((".jsonl", ".parquet"))
-    )
+    """Whether a location has a weight for certain: not behind a Hub name, which may end so."""
+    match = _WEIGHT.fullmatch(location)
+    if match is None:
+        return False
+    return _has_settings(match[1]) or match[1].endswith((".jsonl", ".parquet"))
 
 
 def source_name(location: str) -> str:
-    """Default `source` of a location's problems: the file's name without suffix, the function's, or
-    `arithmetic`.
-    """
-    kind, _, rest = location.partition(":")
-    return rest.partition(",")[0] if is_function(location) else Path(kind).stem
+    """Default `source` of problems: a file's name without suffix, a function's, or `arithmetic`."""
+    path, _, settings = location.partition(":")
+    return settings.partition(",")[0] if is_function(location) else Path(path).stem
 
 
 def location_names(locations: Sequence[str]) -> list[str]:
     """Names of sources; tasks that would share one are distinguished by their settings."""
     names = [source_name(location) for location in locations]
-    shared = {name for name, count in Counter(names).items() if count > 1}
-    return [
-        re.sub(r"[^\w.=-]", "_", location) if name in shared and _has_settings(location) else name
-        for name, location in zip(names, locations, strict=True)
-    ]
+    counts = Counter(names)
+    for number, location in enumerate(locations):
+        if counts[names[number]] > 1 and _has_settings(location):
+            names[number] = re.sub(r"[^\w.=-]", "_", location)
+    return names
 
 
 def is_function(location: str) -> bool:
@@ -153,17 +150,18 @@ def _has_settings(location: str) -> bool:
 
 
 def cycle(weights: Sequence[Fraction]) -> list[int]:
-    """The smallest whole numbers in the proportion of the weights: prompts of each task in one
-    cycle.
-    """
+    """Prompts of each task in one cycle: the smallest integers in proportion to the weights."""
     unit = math.lcm(*(weight.denominator for weight in weights))
-    whole = [int(weight * unit) for weight in weights]
-    return [number // math.gcd(*whole) for number in whole]
+    counts = [int(weight * unit) for weight in weights]
+    divisor = math.gcd(*counts)
+    return [count // divisor for count in counts]
 
 
-class PromptStream(NamedTuple):
-    """The endless order in which problems are asked: a function of seed and position, so that a
-    resumed run goes on in it exactly.
+@dataclasses.dataclass(frozen=True)
+class PromptStream:
+    """The endless order in which problems are asked.
+
+    A function of seed and position, so that a resumed run goes on in it exactly.
 
     Each task is gone through in epochs, each a permutation drawn from (seed, epoch), and from the
     task's place where there are several. Of several tasks each has its exact share of every cycle,
@@ -183,30 +181,30 @@ class PromptStream(NamedTuple):
             return prompt_order(self.sizes[0], seed=seed, first=first, count=count)
         shares = cycle(self.weights)
         starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
-        number, place = divmod(first, sum(shares))
-        cycles = range(number, (first + count) // sum(shares) + 1)
-        chosen = np.concatenate([_tasks(shares, seed, each) for each in cycles])[: place + count]
-        found = np.zeros(count, np.int64)
+        first_cycle, offset = divmod(first, sum(shares))
+        cycles = range(first_cycle, (first + count) // sum(shares) + 1)
+        tasks = np.concatenate([_tasks(shares, seed, number) for number in cycles])
+        tasks = tasks[: offset + count]
+        problems = np.zeros(count, np.int64)
         for task, size in enumerate(self.sizes):
-            mine = np.flatnonzero(chosen == task)
-            before = int((mine < place).sum())
-            own = prompt_order(
+            positions = np.flatnonzero(tasks == task)
+            before = int((positions < offset).sum())
+            order = prompt_order(
                 size,
                 seed=seed,
-                first=number * shares[task] + before,
-                count=len(mine) - before,
+                first=first_cycle * shares[task] + before,
+                count=len(positions) - before,
                 task=task,
             )
-            found[mine[before:] - place] = starts[task] + own
-        return found
+            problems[positions[before:] - offset] = starts[task] + order
+        return problems
 
 
 def _tasks(shares: Sequence[int], seed: int, number: int) -> np.ndarray:
     """The tasks of one cycle, in order."""
     offsets = np.random.default_rng([seed, number, len(shares)]).random(len(shares))
-    times = np.concatenate(
-        [(np.arange(n) + offset) / n for n, offset in zip(shares, offsets, strict=True)]
-    )
+    pairs = zip(shares, offsets, strict=True)
+    times = np.concatenate([(np.arange(share) + offset) / share for share, offset in pairs])
     return np.repeat(np.arange(len(shares)), shares)[np.argsort(times, kind="stable")]
 
 
@@ -218,7 +216,8 @@ def prompt_order(
     Each epoch is a permutation drawn from (seed, epoch), and from the task's place in a mixture, so
     a position's problem depends on nothing else.
     """
-    epochs = range(first // problems, (first + count) // problems + 1)
-    drawn = [[seed, epoch] if task is None else [seed, epoch, task] for epoch in epochs]
-    orders = [np.random.default_rng(each).permutation(problems) for each in drawn]
+    orders = []
+    for epoch in range(first // problems, (first + count) // problems + 1):
+        entropy = [seed, epoch] if task is None else [seed, epoch, task]
+        orders.append(np.random.default_rng(entropy).permutation(problems))
     return np.concatenate(orders)[first % problems :][:count]

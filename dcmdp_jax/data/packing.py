@@ -1,5 +1,4 @@
-"""Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes
-compile.
+"""Packing of ragged completions into rows of few lengths, so that few shapes compile.
 
 Where each completion goes, `row_layout` says. A batch holds as many micro-batches of each shape as
 the worst case needs, and the step runs only the ones that hold a row: shapes stay, and padding
@@ -44,6 +43,7 @@ def pack(
             first token, or none, is sampled, or a column is there for some and not for others,
             naming them.
     """
+    shape = (shapes.mini_batches, shapes.completions)
     total = shapes.mini_batches * shapes.completions
     if len(episodes) != total or rewards.shape != (total,):
         raise ValueError(
@@ -51,47 +51,57 @@ def pack(
             f"for {total}"
         )
     for i, episode in enumerate(episodes):
-        if episode.sampled_mask[0] or not episode.sampled_mask.any():
-            which = "its first token is" if episode.sampled_mask[0] else "no token is"
-            raise ValueError(f"rollout: completion {i}: {which} marked as sampled")
-    dropped = np.zeros(total, bool) if dropped is None else dropped
+        if episode.sampled_mask[0]:
+            raise ValueError(f"rollout: completion {i}: its first token is marked as sampled")
+        if not episode.sampled_mask.any():
+            raise ValueError(f"rollout: completion {i}: no token is marked as sampled")
+    if dropped is None:
+        dropped = np.zeros(total, bool)
     lengths = np.array([len(episode.token_ids) for episode in episodes])
     columns = common_columns([episode.columns for episode in episodes], lengths)
-    if len(too_long := np.flatnonzero(lengths > shapes.longest)):
-        i = too_long[0]
+    if lengths.max() > shapes.longest:
+        i = np.argmax(lengths > shapes.longest)
         raise ValueError(
             f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows "
             f"{shapes.longest}"
         )
-    truncated = np.array([episode.finish_reason == "length" for episode in episodes], bool)
-    shape = (shapes.mini_batches, shapes.completions)
     valid = ~dropped.reshape(shape)
-    loss_mask = valid & ~truncated.reshape(shape) if mask_truncated else valid
+    loss_mask = valid
+    if mask_truncated:
+        truncated = np.array([episode.finish_reason == "length" for episode in episodes], bool)
+        loss_mask = valid & ~truncated.reshape(shape)
 
     batch = _make_batch(shapes, columns, np.full)
-    for m, used in enumerate(valid):
+    tokens_to_run = 0
+    for m, is_used in enumerate(valid):
         first = m * shapes.completions
-        members = np.flatnonzero(used)
+        members = np.flatnonzero(is_used)
         layout = lay_out(lengths[first + members], shapes)
         batch.micro_batches[m] = layout.micro_batches
-        for i, number, row, start, segment in zip(members, *layout[1:], strict=True):
-            place = (m, *divmod(row, shapes.rows_per_micro_batch[number]))
-            _write(batch.rows[number], place, start, segment, i, episodes[first + i])
+        tokens_to_run += computed_tokens(shapes, layout.micro_batches)
+        for index, i in enumerate(members):
+            kind = layout.shape[index]
+            micro, row = divmod(layout.row[index], shapes.rows_per_micro_batch[kind])
+            _write(
+                batch.rows[kind],
+                row=(m, micro, row),
+                start=layout.start[index],
+                segment=layout.segment[index],
+                index=i,
+                episode=episodes[first + i],
+            )
+
     groups = np.array([episode.group for episode in episodes]).reshape(shape)
+    group_ids = np.stack([np.unique(row, return_inverse=True)[1] for row in groups])
     sampled = np.array([episode.num_sampled for episode in episodes], np.int32)
     batch = batch._replace(
         rewards=np.where(valid, rewards.reshape(shape), 0.0).astype(np.float32),
-        group_ids=np.stack([np.unique(row, return_inverse=True)[1] for row in groups]).astype(
-            np.int32
-        ),
+        group_ids=group_ids.astype(np.int32),
         completion_lengths=sampled.reshape(shape),
         loss_mask=loss_mask,
         valid=valid,
     )
-    return batch, (
-        int(lengths[~dropped].sum()),
-        sum(computed_tokens(shapes, row) for row in batch.micro_batches),
-    )
+    return batch, (int(lengths[~dropped].sum()), tokens_to_run)
 
 
 def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
@@ -132,27 +142,26 @@ def _make_batch(
 def _make_rows(
     shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]
 ) -> Rows:
-    """Rows of padding; `shape` is the arrays', to the token axis. For the rest see
-    `_make_batch`.
-    """
+    """Rows of padding; `shape` is the arrays' to the token axis. See `_make_batch`."""
+    extra = {}
+    for name, entry in columns.items():
+        column = COLUMNS[name]
+        extra[name] = make((*shape, *entry), column.fill, column.dtype)
     layout = {name: make(shape, 0, dtype) for name, dtype in ROW_LAYOUT.items()}
-    extra = {
-        n: make((*shape, *entry), COLUMNS[n].fill, COLUMNS[n].dtype) for n, entry in columns.items()
-    }
-    return Rows(**layout, columns=extra)
+    return Rows(columns=extra, **layout)
 
 
 def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode: Episode) -> None:
     sampled = episode.sampled_mask
-    place = slice(start, start + len(sampled))
-    rows.input_ids[row][place] = episode.token_ids
-    rows.position_ids[row][place] = np.arange(len(sampled))
-    rows.segment_ids[row][place] = segment
-    rows.completion_mask[row][place] = sampled
-    rows.completion_index[row][place] = np.where(sampled, index, 0)
-    for name, target in rows.columns.items():
+    span = slice(start, start + len(sampled))
+    rows.input_ids[row][span] = episode.token_ids
+    rows.position_ids[row][span] = np.arange(len(sampled))
+    rows.segment_ids[row][span] = segment
+    rows.completion_mask[row][span] = sampled
+    rows.completion_index[row][span] = np.where(sampled, index, 0)
+    for name, column in rows.columns.items():
         entries = slice(None) if COLUMNS[name].covers_given else sampled
-        target[row][place][entries] = episode.columns[name][entries]
+        column[row][span][entries] = episode.columns[name][entries]
 
 
 def one_a_row(
@@ -163,22 +172,17 @@ def one_a_row(
     rows = _make_rows(shape, {}, np.full)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids = np.concatenate([prompt, completion])
-        _write(
-            rows,
-            (row,),
-            0,
-            1,
-            row,
-            Episode(ids, np.arange(len(ids)) >= len(prompt), row, 0, "stop", {}),
-        )
-    return rows._replace(
-        completion_index=np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
-    )
+        sampled = np.arange(len(ids)) >= len(prompt)
+        episode = Episode(ids, sampled, row, 0, "stop", {})
+        _write(rows, (row,), start=0, segment=1, index=row, episode=episode)
+    index = np.arange(shape[0], dtype=np.int32)[:, None]
+    return rows._replace(completion_index=np.broadcast_to(index, shape))
 
 
 def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
-    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a
-    synchronous run.
+    """Steps between the trained policy and those that sampled the batch's tokens.
+
+    0 in a synchronous run.
 
     Args:
         batch: packed, before it goes to the devices.

@@ -71,77 +71,69 @@ def load_problems(
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
     if location.partition(":")[0] == ARITHMETIC:
-        problems = arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)[
-            :limit
-        ]
+        problems = arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)
+        problems = problems[:limit]
         return [dataclasses.replace(problem, source=name or problem.source) for problem in problems]
-    found: dict[tuple[Any, ...], Problem] = {}
-    skipped = repeated = 0
-    first = ""
+
+    unique: dict[tuple[Any, ...], Problem] = {}
+    bad_rows = []
+    repeated = 0
     source = name or source_name(location)
-    for index, (place, row) in enumerate(_rows(location, split)):
-        if limit is not None and len(found) >= limit:
+    for index, (row_name, row) in enumerate(_rows(location, split)):
+        if limit is not None and len(unique) >= limit:
             break
         try:
             problem = problem_from_row(
                 row, source=source, index=index, keep_columns=keep_columns, answers=answers
             )
-            repeated += found.setdefault(_content(problem), problem) is not problem
+            repeated += unique.setdefault(_content(problem), problem) is not problem
         except ValueError as error:
             if on_bad_row == "error":
-                raise UserError(f"{place}: {error}") from None
-            skipped += 1
-            first = first or f"{place}: {error}"
-            _LOG.debug("skipped %s: %s", place, error)
-    if skipped:
+                raise UserError(f"{row_name}: {error}") from None
+            bad_rows.append(f"{row_name}: {error}")
+            _LOG.debug("skipped %s: %s", row_name, error)
+
+    if bad_rows:
         _LOG.warning(
             "%s: %d of %d rows are unusable and left out; the first is %s",
             location,
-            skipped,
+            len(bad_rows),
             index + 1,
-            first,
+            bad_rows[0],
         )
-    sentences = [
-        problem
-        for problem in found.values()
-        if answers != "unused" and is_sentence(problem.answer or "")
-    ]
+    problems = list(unique.values())
+    sentences = []
+    if answers != "unused":
+        sentences = [problem for problem in problems if is_sentence(problem.answer or "")]
     if sentences:
         _LOG.warning(
             "%s: %d of %d answers are sentences, which only the same words match; write the value "
             "alone. The first is row %d: %s",
-            *(
-                location,
-                len(sentences),
-                len(found),
-                sentences[0].index,
-                shorten(sentences[0].answer),
-            ),
+            location,
+            len(sentences),
+            len(problems),
+            sentences[0].index,
+            shorten(sentences[0].answer),
         )
     if repeated:
         _LOG.warning(
-            "%s: %d rows repeat an earlier row: %d problems", location, repeated, len(found)
+            "%s: %d rows repeat an earlier row: %d problems", location, repeated, len(problems)
         )
-    if not found:
-        raise UserError(
-            f"{location}: no usable row" if skipped else f"{location}: the file is empty"
-        )
-    return list(found.values())
+    if not problems:
+        reason = "no usable row" if bad_rows else "the file is empty"
+        raise UserError(f"{location}: {reason}")
+    return problems
 
 
 def _content(problem: Problem) -> tuple[Any, ...]:
-    """All that makes a row another problem. pandas numbers rows in a column of its own, which does
-    not.
-    """
+    """All that makes a row another problem, not the column in which pandas numbers rows."""
     columns = {name: value for name, value in problem.columns.items() if name != PANDAS_INDEX}
-    described = json.dumps(columns, sort_keys=True, default=repr) if columns else ""
-    messages = problem.messages, problem.completion, problem.tools
-    chat = (
-        json.dumps(messages, sort_keys=True, default=repr)
-        if problem.messages or problem.completion
-        else ""
-    )
-    return chat, problem.prompt, problem.answer, problem.solution, described
+    columns_text = json.dumps(columns, sort_keys=True, default=repr) if columns else ""
+    chat = ""
+    if problem.messages or problem.completion:
+        messages = problem.messages, problem.completion, problem.tools
+        chat = json.dumps(messages, sort_keys=True, default=repr)
+    return chat, problem.prompt, problem.answer, problem.solution, columns_text
 
 
 def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
@@ -163,33 +155,28 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
 
 
 def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows of a user's function, called with the location's settings by name; a value is JSON, or
-    else text.
-    """
+    """Rows of a user's function, called with the location's settings, each JSON or else text."""
     name, _, settings = location.partition(",")
     function = load_object(name, "function")
-    arguments = task_arguments(location, settings)
+    arguments: dict[str, Any] = {}
+    for key, text in task_arguments(location, settings).items():
+        try:
+            arguments[key] = json.loads(text)
+        except ValueError:
+            arguments[key] = text
     try:
-        for index, row in enumerate(
-            function(**{key: _json_or_text(text) for key, text in arguments.items()})
-        ):
+        for index, row in enumerate(function(**arguments)):
             if not isinstance(row, Mapping):
                 raise UserError(f"gave {shown(row)} as row {index}, needs a dict")
             yield f"task {location}: row {index}", row
     except Exception as error:  # a user's function raises what it likes
-        said = (
-            str(error)
-            if isinstance(error, UserError)
-            else describe_error(error, name.rpartition(":")[0])
-        )
-        raise UserError(f"task {location}: {one_line(said)}") from error
+        problem = str(error)
+        if not isinstance(error, UserError):
+            problem = describe_error(error, name.rpartition(":")[0])
+        raise UserError(f"task {location}: {one_line(problem)}") from error
 
 
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+# @- _json_or_text
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -205,10 +192,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            # In parts: a million rows as Python objects take several times the file's size.
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            for index, row in enumerate(rows):
-                yield f"{path}: row {index}", row
+            index = 0
+            # A million rows at once, as Python objects, take several times the file's size.
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path}: row {index}", row
+                    index += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})"

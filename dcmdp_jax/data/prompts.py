@@ -1,12 +1,13 @@
 """Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-class EncodedPrompts(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedPrompts:
     """The problems whose prompts fit, and their prompts.
 
     Attributes:
-        problems: the problems kept, in order.
+        problems: the problems, in order.
         token_ids: for each, [P_i] int32, from the template's first token to the start of the
             assistant's turn.
         dropped: number of problems left out because their prompts are over the limit.
-        with_control_tokens: number of the problems asked for, kept or not, whose own text holds a
+        with_control_tokens: number of problems, those left out included, whose own text holds a
             control token.
         targets: for each conversation to learn from, [P_i] bool, the tokens that are learned; empty
             for prompts.
@@ -38,54 +40,54 @@ class EncodedPrompts(NamedTuple):
 
     problems: list[Problem]
     token_ids: list[np.ndarray]
-    dropped: int
-    with_control_tokens: int
+    dropped: int = 0
+    with_control_tokens: int = 0
     targets: Sequence[np.ndarray] = ()
 
     def select(self, places: slice | Sequence[int]) -> "EncodedPrompts":
         """The problems at these places, their prompts and targets."""
-        chosen = range(len(self.problems))[places] if isinstance(places, slice) else places
-        return self._replace(
-            problems=[self.problems[i] for i in chosen],
-            token_ids=[self.token_ids[i] for i in chosen],
-            targets=[self.targets[i] for i in chosen] if self.targets else (),
+        if isinstance(places, slice):
+            places = range(len(self.problems))[places]
+        return dataclasses.replace(
+            self,
+            problems=[self.problems[i] for i in places],
+            token_ids=[self.token_ids[i] for i in places],
+            targets=[self.targets[i] for i in places] if self.targets else (),
         )
 
 
-def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
+def join_prompts(sets: Sequence[EncodedPrompts]) -> EncodedPrompts:
     """Several sets of prompts as one, in order."""
+    chain = itertools.chain.from_iterable
     return EncodedPrompts(
-        problems=[problem for part in parts for problem in part.problems],
-        token_ids=[ids for part in parts for ids in part.token_ids],
-        dropped=sum(part.dropped for part in parts),
-        with_control_tokens=sum(part.with_control_tokens for part in parts),
-        targets=[targets for part in parts for targets in part.targets],
+        problems=list(chain(prompts.problems for prompts in sets)),
+        token_ids=list(chain(prompts.token_ids for prompts in sets)),
+        dropped=sum(prompts.dropped for prompts in sets),
+        with_control_tokens=sum(prompts.with_control_tokens for prompts in sets),
+        targets=list(chain(prompts.targets for prompts in sets)),
     )
 
 
 def digest_of(prompts: EncodedPrompts) -> str:
-    """Number of problems, and a digest of prompts, answers and columns in their order, and of what
-    is learned.
-    """
+    """Number of problems, and a digest of prompts, answers, columns and targets in their order."""
 
-    def parts() -> Iterable[bytes]:
+    def blocks() -> Iterable[bytes]:
         for ids, problem in zip(prompts.token_ids, prompts.problems, strict=True):
+            content = [problem.answer, problem.columns]
             yield ids.tobytes()
-            yield json.dumps(
-                [problem.answer, problem.columns], sort_keys=True, default=str
-            ).encode()
+            yield json.dumps(content, sort_keys=True, default=str).encode()
         for targets in prompts.targets:
             yield targets.tobytes()
 
-    return f"{len(prompts.problems)}, {digest(parts())}"
+    return f"{len(prompts.problems)}, {digest(blocks())}"
 
 
-def digest(parts: Iterable[bytes]) -> str:
-    """Digest of parts, of their lengths too."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()[:16]
+def digest(blocks: Iterable[bytes]) -> str:
+    """Digest of blocks, of their lengths too."""
+    sha256 = hashlib.sha256()
+    for block in blocks:
+        sha256.update(len(block).to_bytes(8, "little") + block)
+    return sha256.hexdigest()[:16]
 
 
 def encode_prompts(
@@ -139,16 +141,14 @@ def encode_prompts(
         raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
     check_tokenizer(tokenizer)
     variables = chat.template_variables(chat_template_kwargs, tokenizer)
-    asked = [
-        chat.chat_messages(problem, prompt_suffix) if problem.prompt else [] for problem in problems
-    ]
+    chats = []
     texts = []
     instructed = 0
-    for problem, messages in zip(problems, asked, strict=True):
-        instructed += (
-            bool(prompt_suffix and messages)
-            and chat.with_suffix(problem, prompt_suffix) == problem.prompt
-        )
+    for problem in problems:
+        messages = chat.chat_messages(problem, prompt_suffix) if problem.prompt else []
+        chats.append(messages)
+        if prompt_suffix and messages:
+            instructed += chat.with_suffix(problem, prompt_suffix) == problem.prompt
         text = ""
         if not problem.completion:
             text = chat.render_checked(
@@ -164,37 +164,45 @@ def encode_prompts(
         )
     encoded = encode_texts(tokenizer, texts, "the prompts")
     targets = []
-    sum_of = "max_prompt_tokens + max_completion_tokens"
-    nouns, limit = ("conversations", sum_of) if learned else ("prompts", "max_prompt_tokens")
+    noun = "prompt"
+    limit = "max_prompt_tokens"
     if learned:
+        noun = "conversation"
+        limit = "max_prompt_tokens + max_completion_tokens"
         encoder = ConversationEncoder(
             tokenizer, variables, stop_token_ids or [tokenizer.eos_token_id]
         )
         prompts = encoded
         encoded = []
-        for problem, messages, prompt in zip(problems, asked, prompts, strict=True):
+        for problem, messages, prompt in zip(problems, chats, prompts, strict=True):
             ids, learned_tokens = encoder.encode(problem, messages, prompt)
             encoded.append(ids)
             targets.append(learned_tokens)
         encoder.warn_if_never_stopping(encoded, targets)
-    fits = [len(ids) <= max_prompt_tokens for ids in encoded]
-    if dropped := fits.count(False):
-        lengths = [*map(len, encoded)]
+
+    lengths = [len(ids) for ids in encoded]
+    fits = [length <= max_prompt_tokens for length in lengths]
+    dropped = fits.count(False)
+    if dropped:
         _LOG.warning(
-            "%d of %d %s are over %s = %d (the longest has %d) and left out",
-            *(dropped, len(fits), nouns, limit, max_prompt_tokens, max(lengths)),
+            "%d of %d %ss are over %s = %d (the longest has %d) and left out",
+            dropped,
+            len(fits),
+            noun,
+            limit,
+            max_prompt_tokens,
+            max(lengths),
         )
         if dropped == len(fits):
             raise UserError(
-                f"{limit} = {max_prompt_tokens} leaves no {nouns[:-1]}: the shortest has "
-                f"{min(lengths)}"
+                f"{limit} = {max_prompt_tokens} leaves no {noun}: the shortest has {min(lengths)}"
             )
     return EncodedPrompts(
-        problems=[*itertools.compress(problems, fits)],
+        problems=list(itertools.compress(problems, fits)),
         token_ids=[np.asarray(ids, dtype=np.int32) for ids in itertools.compress(encoded, fits)],
         dropped=dropped,
         with_control_tokens=with_control_tokens,
-        targets=[*itertools.compress(targets, fits)],
+        targets=list(itertools.compress(targets, fits)),
     )
 
 
@@ -205,25 +213,25 @@ def _name(problem: Problem) -> str:
 def _count_control_tokens(
     problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, learned: bool
 ) -> int:
-    """The number of problems whose own text holds a control token; logged with the tokens and the
-    first problem.
-    """
+    """The number of problems whose own text holds a control token; logged with the tokens."""
     pattern = control_tokens(tokenizer)
-    texts = [[*chat.problem_texts(problem), problem.solution * learned] for problem in problems]
-    found = [
-        (problem, set(pattern.findall("\0".join(own))))
-        for problem, own in zip(problems, texts, strict=True)
-    ]
-    counts = Counter(name for _, held in found for name in held)
-    if holding := [problem for problem, held in found if held]:
+    affected = []
+    counts: Counter[str] = Counter()
+    for problem in problems:
+        texts = [*chat.problem_texts(problem)]
+        if learned:
+            texts.append(problem.solution)
+        tokens = set(pattern.findall("\0".join(texts)))
+        counts.update(tokens)
+        if tokens:
+            affected.append(problem)
+    if affected:
         _LOG.warning(
             "%d of %d problems hold control tokens in their text, which the model reads as the "
             "chat's own: %s; the first is %s",
-            *(
-                len(holding),
-                len(found),
-                ", ".join(f"{name} in {count}" for name, count in counts.most_common(5)),
-            ),
-            _name(holding[0]),
+            len(affected),
+            len(problems),
+            ", ".join(f"{name} in {count}" for name, count in counts.most_common(5)),
+            _name(affected[0]),
         )
-    return len(holding)
+    return len(affected)

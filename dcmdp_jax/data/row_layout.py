@@ -1,5 +1,4 @@
-"""The layout of a mini-batch: rows of few lengths, chosen once for a run, and which of them its
-completions need.
+"""Row layout: a few row lengths chosen once for a run, and the row of each completion.
 
 A micro-batch is R rows of L tokens; a program is compiled for each shape (R, L) of a run and for no
 other. For every mini-batch the number of micro-batches of each shape is searched for that holds its
@@ -8,36 +7,51 @@ lengths alone.
 """
 
 import bisect
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 ANY_NUMBER = 2**31 - 1
-"""Of sequences in a row."""
-_MICRO_BATCH_COST = 32
-"""Tokens of a device that take as long as a micro-batch by itself: parameters are read, gradients
-added.
-"""
-_PROGRAM_SHARE = 0.02
-_PROGRAM_TOKENS = 64
-"""What a further shape, whose program has to be compiled, must save: a share of the computation,
-and tokens of each device in a mini-batch.
-"""
-_MOST_SHAPES = 8
+"""`segments_per_row` without a limit."""
 LOGNORMAL_SPREAD = 0.79
 """Standard deviation of the logarithm of a completion's length."""
+# Tokens of a device that take as long as a micro-batch by itself: it reads parameters and adds
+# gradients.
+_MICRO_BATCH_COST = 32
+# What a further shape, whose program has to be compiled, must save: a share of the computation, and
+# tokens of each device in a mini-batch.
+_PROGRAM_SHARE = 0.02
+_PROGRAM_TOKENS = 64
+_MOST_SHAPES = 8
+# Medians of the lengths that shapes are chosen for, as shares of the longest.
 _MEDIANS = (1 / 10, 1 / 7, 1 / 5, 1 / 4, 1 / 3, 1 / 2)
-"""Of the lengths that shapes are chosen for, as shares of the longest."""
+# Numbers of micro-batches that are compared for a packed mini-batch.
 _MOST_TRIES = 32
+# Lengths drawn for each median: in all, or of each device if that is more.
 _MOST_DRAWN = 256
 _MOST_DRAWN_EACH = 8
+# Without packing: number of row lengths, and the longest over the shortest.
+_SINGLE_LADDERS = (
+    (1, 1),
+    (2, 2),
+    (3, 4),
+    (4, 5),
+    (5, 8),
+    (6, 10),
+    (_MOST_SHAPES, 10),
+    (_MOST_SHAPES, 16),
+)
+
+_Rows = list[list[list[int]]]
+"""Of each shape the rows, of each row its sequences, counted from the longest."""
 
 
-class RowShapes(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowShapes:
     """Static shapes of a batch.
 
     Attributes:
@@ -62,7 +76,8 @@ class RowShapes(NamedTuple):
     longest: int
 
 
-class RowLayout(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout:
     """Where the n completions of a mini-batch lie.
 
     Attributes:
@@ -110,18 +125,36 @@ def make_row_shapes(
             be in it.
         length_multiple: where they are chosen, what every length is a multiple of.
     """
-    ladders = (
-        [row_lengths]
-        if row_lengths
-        else list(_ladders(longest, length_multiple, packs=segments_per_row > 1))
-    )
+    ladders = [row_lengths]
     if not row_lengths:
-        ladders = [tuple(length for length in ladder if length >= shortest) for ladder in ladders]
+        ladders = []
+        for ladder in _ladders(longest, length_multiple, packs=segments_per_row > 1):
+            ladders.append(tuple(length for length in ladder if length >= shortest))
     longest = longest or row_lengths[-1]
-    rest = (mini_batches, completions, segments_per_row, row_shards, longest)
-    # Of many completions for each device a part shows as much.
+
+    token_limits = [
+        int(micro_batch_tokens / 2 ** (step / 2))
+        for step in range(2 * micro_batch_tokens.bit_length())
+    ]
+    candidates: dict[RowShapes, None] = {}
+    for lengths in ladders:
+        for limit in token_limits:
+            rows = tuple(_even(limit // length, completions, row_shards) for length in lengths)
+            shapes = RowShapes(
+                row_lengths=lengths,
+                rows_per_micro_batch=rows,
+                micro_batches=_most(lengths, rows, completions, segments_per_row, longest),
+                mini_batches=mini_batches,
+                completions=completions,
+                segments_per_row=segments_per_row,
+                row_shards=row_shards,
+                longest=longest,
+            )
+            candidates[shapes] = None
+
+    # Of many completions for each device some show as much.
     count = min(completions, max(_MOST_DRAWN, _MOST_DRAWN_EACH * row_shards))
-    typical = [
+    samples = [
         lognormal_lengths(median * longest, longest, count, seed).clip(shortest)
         for seed, median in enumerate(_MEDIANS)
     ]
@@ -129,36 +162,21 @@ def make_row_shapes(
     def cost(shapes: RowShapes) -> float:
         further = len(shapes.row_lengths) - 1
         fixed = _PROGRAM_TOKENS * row_shards * further
-        costs = (
-            (_cost(shapes, lay_out(drawn, shapes).micro_batches) + fixed) / drawn.sum()
-            for drawn in typical
-        )
-        return sum(costs) * (1 + _PROGRAM_SHARE * further)
+        total = 0.0
+        for sample in samples:
+            total += (_cost(shapes, lay_out(sample, shapes).micro_batches) + fixed) / sample.sum()
+        return total * (1 + _PROGRAM_SHARE * further)
 
-    tried = []
-    for lengths in dict.fromkeys(ladders):
-        tokens = [
-            int(micro_batch_tokens / 2 ** (step / 2))
-            for step in range(2 * micro_batch_tokens.bit_length())
-        ]
-        sizes = [
-            tuple(_even(limit // length, completions, row_shards) for length in lengths)
-            for limit in tokens
-        ]
-        for rows in dict.fromkeys(sizes):
-            most = _most(lengths, rows, completions, segments_per_row, longest)
-            tried.append(RowShapes(lengths, rows, most, *rest))
-    return min(tried, key=cost)
+    return min(candidates, key=cost)
 
 
 def lognormal_lengths(
     median: float, longest: int, count: int, seed: int
 ) -> Int[np.ndarray, " count"]:
     """Draw lengths, lognormal with a spread of 0.79, at most `longest`."""
-    drawn = np.exp(
-        np.random.default_rng(seed).normal(np.log(max(1.0, median)), LOGNORMAL_SPREAD, count)
-    )
-    return drawn.astype(np.int64).clip(1, longest)
+    generator = np.random.default_rng(seed)
+    lengths = np.exp(generator.normal(np.log(max(1.0, median)), LOGNORMAL_SPREAD, count))
+    return lengths.astype(np.int64).clip(1, longest)
 
 
 def computed_tokens(shapes: RowShapes, micro_batches: Int[np.ndarray, " shapes"]) -> int:
@@ -179,27 +197,39 @@ def lay_out(lengths: Int[np.ndarray, " n"], shapes: RowShapes) -> RowLayout:
         lengths: tokens of each sequence, at most the longest row; n is at most N.
         shapes: the shapes.
     """
-    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
-    falling = np.asarray(lengths, np.int64)[order].tolist()
-    rows = (_packed_rows if shapes.segments_per_row > 1 else _single_rows)(falling, shapes)
-    counts = np.zeros(len(shapes.row_lengths), np.int32)
-    shape, row, start, segment = (np.zeros(len(falling), np.int64) for _ in range(4))
-    for number, members in enumerate(rows):
-        per_micro = shapes.rows_per_micro_batch[number]
+    lengths = np.asarray(lengths, np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order].tolist()
+    if shapes.segments_per_row > 1:
+        rows_of_shapes = _packed_rows(falling, shapes)
+    else:
+        rows_of_shapes = _single_rows(falling, shapes)
+
+    layout = RowLayout(
+        micro_batches=np.zeros(len(shapes.row_lengths), np.int32),
+        shape=np.zeros(len(falling), np.int64),
+        row=np.zeros(len(falling), np.int64),
+        start=np.zeros(len(falling), np.int64),
+        segment=np.zeros(len(falling), np.int64),
+    )
+    for shape, rows in enumerate(rows_of_shapes):
+        per_micro = shapes.rows_per_micro_batch[shape]
         per_device = per_micro // shapes.row_shards
-        counts[number] = -(-len(members) // per_micro)
+        layout.micro_batches[shape] = -(-len(rows) // per_micro)
         # Attention takes the squares of the lengths.
-        members = sorted(members, key=lambda row: -sum(falling[i] ** 2 for i in row))
-        for place, sequences in enumerate(members):
-            micro, within = divmod(place, per_micro)
+        costliest_first = sorted(rows, key=lambda row: -sum(falling[i] ** 2 for i in row))
+        for position, sequences in enumerate(costliest_first):
+            micro, within = divmod(position, per_micro)
             slot, device = divmod(within, shapes.row_shards)
-            begin = 0
-            for which, i in enumerate(sequences, 1):
-                at = order[i]
-                shape[at], row[at] = number, micro * per_micro + device * per_device + slot
-                start[at], segment[at] = begin, which
-                begin += falling[i]
-    return RowLayout(counts, shape, row, start, segment)
+            start = 0
+            for segment, i in enumerate(sequences, 1):
+                index = order[i]
+                layout.shape[index] = shape
+                layout.row[index] = micro * per_micro + device * per_device + slot
+                layout.start[index] = start
+                layout.segment[index] = segment
+                start += falling[i]
+    return layout
 
 
 def _ladders(longest: int, multiple: int, *, packs: bool) -> Iterator[tuple[int, ...]]:
@@ -211,35 +241,21 @@ def _ladders(longest: int, multiple: int, *, packs: bool) -> Iterator[tuple[int,
     if packs:
         # Rows of several of the longest sequences leave less of each empty; shorter ones hold what
         # is left at the end.
-        for whole in sorted({up(longest), up(max(longest, 512))}):
+        for longest_row in sorted({up(longest), up(max(longest, 512))}):
             for count in (1, 2, 3):
-                yield tuple(sorted({up(whole / 2**i) for i in range(count)}))
+                yield tuple(sorted({up(longest_row / 2**i) for i in range(count)}))
         return
     multiple = max(multiple, 8 if longest < 512 else 128)
-    for count, span in (
-        (1, 1),
-        (2, 2),
-        (3, 4),
-        (4, 5),
-        (5, 8),
-        (6, 10),
-        (_MOST_SHAPES, 10),
-        (_MOST_SHAPES, 16),
-    ):
-        yield tuple(
-            sorted(
-                {up(length, multiple) for length in np.geomspace(longest, longest / span, count)}
-            )
-        )
+    for count, span in _SINGLE_LADDERS:
+        lengths = np.geomspace(longest, longest / span, count)
+        yield tuple(sorted({up(length, multiple) for length in lengths}))
 
 
-def _even(wanted: int, completions: int, shards: int) -> int:
-    """R of equal micro-batches that hold all completions: `wanted` on each device at most, at least
-    one.
-    """
-    each = -(-completions // shards)
-    largest = max(1, min(wanted, each))
-    return shards * -(-each // -(-each // largest))
+def _even(limit: int, completions: int, shards: int) -> int:
+    """R of equal micro-batches that hold all completions: at most `limit` rows of each device."""
+    per_device = -(-completions // shards)
+    largest = max(1, min(limit, per_device))
+    return shards * -(-per_device // -(-per_device // largest))
 
 
 def _most(
@@ -251,103 +267,99 @@ def _most(
 ) -> tuple[int, ...]:
     """The most micro-batches of each shape that a layout may have."""
     if segments_per_row == 1:
-        return tuple(-(-completions // each) for each in rows)
+        return tuple(-(-completions // count) for count in rows)
     # A row that a sequence does not fit into, or that has no segment left, holds more than L -
     # longest tokens, or as many segments as it may.
     filled = (
         completions * longest // (lengths[-1] - longest + 1) + completions // segments_per_row + 1
     )
-    all_of_them = [-(-min(completions, filled) // each) for each in rows]
+    limits = [-(-min(completions, filled) // count) for count in rows]
     # Of a shorter shape no more than compute less than one of the next longer, which holds whatever
     # they hold.
     sizes = np.multiply(lengths, rows)
-    fewer = [max(1, -int(-after // size) - 1) for size, after in itertools.pairwise(sizes)]
-    return (*np.minimum(fewer, all_of_them[:-1]).tolist(), all_of_them[-1])
+    for shape, (size, next_size) in enumerate(itertools.pairwise(sizes)):
+        limits[shape] = min(limits[shape], max(1, -int(-next_size // size) - 1))
+    return tuple(limits)
 
 
 def _cost(shapes: RowShapes, micro_batches: Int[np.ndarray, " shapes"]) -> float:
     """Time of a mini-batch, in tokens."""
-    return computed_tokens(shapes, micro_batches) + _MICRO_BATCH_COST * shapes.row_shards * int(
-        micro_batches.sum()
-    )
+    count = int(micro_batches.sum())
+    return computed_tokens(shapes, micro_batches) + _MICRO_BATCH_COST * shapes.row_shards * count
 
 
-def _single_rows(falling: list[int], shapes: RowShapes) -> list[list[list[int]]]:
+def _single_rows(falling: list[int], shapes: RowShapes) -> _Rows:
     """Rows of each shape, one sequence each: the numbers of micro-batches that cost least."""
     count = len(falling)
     kinds = len(shapes.row_lengths)
-    costs = [_cost(shapes, row) for row in np.eye(kinds, dtype=np.int64)]
-    # best[p]: the least cost of placing the p longest; p falls short of a shape's need while some
-    # are too long for it.
-    best = [0.0] + [np.inf] * count
-    came: list[list[int]] = []
+    # least_costs[p]: the least cost of placing the p longest; p falls short of a shape's need while
+    # some are too long for it.
+    least_costs = [0.0] + [np.inf] * count
+    # Of each shape, how many of the p longest its last micro-batch takes.
+    last_sizes = [[0] * (count + 1) for _ in range(kinds)]
     for shape in reversed(range(kinds)):
         rows = shapes.rows_per_micro_batch[shape]
-        below = shapes.row_lengths[shape - 1] if shape else 0
-        need = bisect.bisect_left(falling, -below, key=lambda length: -length)
-        used = [0] * (count + 1)
+        cost = _cost(shapes, np.eye(kinds, dtype=np.int64)[shape])
         for placed in range(count + 1):
             # One micro-batch more of this shape: from every number that it fills up to `placed`.
-            before = max(0, placed - rows)
-            sources = (
-                range(before, placed) if placed == count else (before,) if placed >= rows else ()
-            )
+            sources = range(max(0, placed - rows), placed)
+            if placed < count:
+                sources = sources[:1] if placed >= rows else range(0)
             for source in sources:
-                if best[source] + costs[shape] < best[placed]:
-                    best[placed], used[placed] = best[source] + costs[shape], placed - source
-        for placed in range(min(need, count + 1)):
-            best[placed] = np.inf
-        came.append(used)
-    found: list[list[list[int]]] = [[] for _ in range(kinds)]
+                if least_costs[source] + cost < least_costs[placed]:
+                    least_costs[placed] = least_costs[source] + cost
+                    last_sizes[shape][placed] = placed - source
+        next_shorter = shapes.row_lengths[shape - 1] if shape else 0
+        need = bisect.bisect_left(falling, -next_shorter, key=lambda length: -length)
+        least_costs[:need] = [np.inf] * need
+
+    rows_of_shapes: _Rows = [[] for _ in range(kinds)]
     placed = count
-    for shape, used in zip(range(kinds), reversed(came), strict=True):
-        while used[placed]:
-            found[shape] += [[i] for i in range(placed - used[placed], placed)]
-            placed -= used[placed]
-    return found
+    for shape, sizes in enumerate(last_sizes):
+        while sizes[placed]:
+            first = placed - sizes[placed]
+            rows_of_shapes[shape] += [[i] for i in range(first, placed)]
+            placed = first
+    return rows_of_shapes
 
 
-def _packed_rows(falling: list[int], shapes: RowShapes) -> list[list[list[int]]]:
+def _packed_rows(falling: list[int], shapes: RowShapes) -> _Rows:
     """Rows of each shape with several sequences: the best of all numbers of the shorter shapes."""
-    shorter = [range(most + 1) for most in shapes.micro_batches[:-1]]
 
-    def cost(rows: list[list[list[int]]]) -> float:
-        used = [
-            -(-len(each) // size)
-            for each, size in zip(rows, shapes.rows_per_micro_batch, strict=True)
-        ]
-        return _cost(shapes, np.array(used))
+    def cost(rows_of_shapes: _Rows) -> float:
+        sizes = zip(rows_of_shapes, shapes.rows_per_micro_batch, strict=True)
+        return _cost(shapes, np.array([-(-len(rows) // per_micro) for rows, per_micro in sizes]))
 
-    counts = itertools.islice(itertools.product(*shorter), _MOST_TRIES)
-    return min((_best_fit(falling, shapes, each) for each in counts), key=cost)
+    shorter = [range(limit + 1) for limit in shapes.micro_batches[:-1]]
+    candidates = itertools.islice(itertools.product(*shorter), _MOST_TRIES)
+    return min((_best_fit(falling, shapes, counts) for counts in candidates), key=cost)
 
 
-def _best_fit(
-    falling: list[int], shapes: RowShapes, counts: Sequence[int]
-) -> list[list[list[int]]]:
-    """Rows of each shape, given how many micro-batches of the shorter ones there are: longest
-    first, into the fullest row with room, else into a new one of the longest.
+def _best_fit(falling: list[int], shapes: RowShapes, counts: Sequence[int]) -> _Rows:
+    """Rows of each shape, given how many micro-batches of the shorter ones there are.
+
+    Sequences go longest first into the fullest row with room, else into a new one of the longest.
     """
-    rows: list[list[list[int]]] = [
-        [[] for _ in range(count * size)]
-        for count, size in zip((*counts, 0), shapes.rows_per_micro_batch, strict=True)
-    ]
+    rows_of_shapes: _Rows = []
     # (room, shape, row) of all rows with room, rising.
-    open_rows = sorted(
-        (length, shape, row)
-        for shape, length in enumerate(shapes.row_lengths)
-        for row in range(len(rows[shape]))
-    )
+    open_rows = []
+    for shape, length in enumerate(shapes.row_lengths[:-1]):
+        count = counts[shape] * shapes.rows_per_micro_batch[shape]
+        rows_of_shapes.append([[] for _ in range(count)])
+        open_rows += [(length, shape, row) for row in range(count)]
+    rows_of_shapes.append([])
+    open_rows.sort()
     for i, length in enumerate(falling):
-        at = bisect.bisect_left(open_rows, (length, -1, -1))
-        if at == len(open_rows):
-            rows[-1].append([])
-            room = shapes.row_lengths[-1]
-            shape = len(rows) - 1
-            row = len(rows[-1]) - 1
+        position = bisect.bisect_left(open_rows, (length, -1, -1))
+        if position < len(open_rows):
+            room, shape, row = open_rows.pop(position)
         else:
-            room, shape, row = open_rows.pop(at)
-        rows[shape][row].append(i)
-        if room > length and len(rows[shape][row]) < shapes.segments_per_row:
+            room = shapes.row_lengths[-1]
+            shape = len(rows_of_shapes) - 1
+            row = len(rows_of_shapes[shape])
+            rows_of_shapes[shape].append([])
+        sequences = rows_of_shapes[shape][row]
+        sequences.append(i)
+        if room > length and len(sequences) < shapes.segments_per_row:
             bisect.insort(open_rows, (room - length, shape, row))
-    return [[row for row in each if row] for each in rows]
+    return [[row for row in rows if row] for rows in rows_of_shapes]

@@ -72,42 +72,54 @@ def problem_from_row(
             it has no answer and needs one, or one that nothing could match; or no completion, or an
             empty one, where it is learned.
     """
-    given = row if isinstance(row, Mapping) else _parse_json(row)
-    row = chats_without_nulls(given) if isinstance(row, Mapping) else given
-    answer = None
-    completion = ()
+    if isinstance(row, Mapping):
+        fields = chats_without_nulls(row)
+    else:
+        row = _parse_json(row)
+        fields = row
     learned = answers == "learned"
-    prompt, messages = ("", ()) if learned and row.get("messages") is not None else _prompt(row)
+    prompt = ""
+    messages: tuple[Message, ...] = ()
+    if not learned or fields.get("messages") is None:
+        prompt, messages = _prompt(fields)
+    answer = None
+    completion: tuple[Message, ...] = ()
     if learned:
-        check_row_weight(row)
+        check_row_weight(fields)
         messages = messages_to_read(messages, "prompt")
-        solution, completion = _completion(row)
+        solution, completion = _completion(fields)
     else:
         try:
-            answer, solution = _checked_answer(row, prompt)
+            answer, solution = _checked_answer(fields, prompt)
         except UserError as error:
             if answers == "required" or (answers == "optional" and not isinstance(error, NoAnswer)):
                 raise
-            solution = _solution(row).strip()
-    texts = [prompt, answer or "", solution * learned]
-    texts += [message["content"] for message in (*messages, *completion)]
-    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            solution = _solution(fields).strip()
+
+    texts = [message["content"] for message in (*messages, *completion)]
+    texts += [prompt, answer or ""]
+    if learned:
+        texts.append(solution)
+    if any("\ud800" <= character <= "\udfff" for character in "".join(texts)):
         raise UserError("holds half of a surrogate pair, which is not a character")
-    if row.get("context") and not messages:
-        prompt = f"{row['context']}\n\n{prompt}"
-    data_source = row.get("data_source")
+    if fields.get("context") and not messages:
+        prompt = f"{fields['context']}\n\n{prompt}"
+    data_source = fields.get("data_source")
+    if isinstance(data_source, str) and data_source:
+        source = data_source
+    columns = {}
+    if keep_columns:
+        columns = {name: row[name] for name in row if name not in _NO_COLUMNS}
     return Problem(
         prompt=prompt,
         answer=answer,
-        source=data_source if isinstance(data_source, str) and data_source else source,
+        source=source,
         index=index,
         messages=messages,
-        tools=_tools(row) if messages or completion else (),
+        tools=_tools(fields) if messages or completion else (),
         solution=solution,
         completion=completion,
-        columns={name: given[name] for name in given if name not in _NO_COLUMNS}
-        if keep_columns
-        else {},
+        columns=columns,
     )
 
 
@@ -139,8 +151,10 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
                 f"field {field!r}: the last message must be the user's or a tool's, or the "
                 "assistant's to continue"
             )
-        asked = [message["content"] for message in messages if message["role"] == "user"]
-        value = asked[-1] if asked else messages[-1]["content"]
+        value = messages[-1]["content"]
+        for message in messages:
+            if message["role"] == "user":
+                value = message["content"]
     if not isinstance(value, str):
         raise UserError(
             f"field {field!r} is {type(value).__name__}, not text or a list of messages"
@@ -151,9 +165,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
 
 
 def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
-    """What is learned of a row: the text after its prompt, or messages, of which the assistant's
-    are.
-    """
+    """What is learned of a row: the text after its prompt, or the assistant's of messages."""
     field, *_ = _present(row, _COMPLETION_FIELDS, "completion")
     value = _chat_or_text(row[field], field)
     if isinstance(value, str) and field != "messages":
@@ -181,10 +193,11 @@ def _chat_or_text(value: Any, field: str) -> Any:
             raise UserError(
                 f"field {field!r} starts as a chat written as text, but is not valid JSON"
             )
-        value = [value] if isinstance(value, dict) else value
-    return (
-        tuple(_message(message, field) for message in value) if isinstance(value, list) else value
-    )
+        if isinstance(value, dict):
+            value = [value]
+    if isinstance(value, list):
+        return tuple(_message(message, field) for message in value)
+    return value
 
 
 def _message(message: Any, field: str) -> Message:
@@ -193,28 +206,27 @@ def _message(message: Any, field: str) -> Message:
         raise UserError(
             f"field {field!r}: every message must be an object with a role and a content"
         )
-    kept = {str(name): value for name, value in message.items() if value is not None}
-    content = kept.get("content")
-    if content is None and kept.get("tool_calls"):
+    entries = {str(name): value for name, value in message.items() if value is not None}
+    content = entries.get("content")
+    if content is None and entries.get("tool_calls"):
         content = ""
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(kept.get("role"), str) or not isinstance(content, str):
+    if isinstance(content, list) and all(map(_is_text_block, content)):
+        content = "".join(block["text"] for block in content)
+    if not isinstance(entries.get("role"), str) or not isinstance(content, str):
         raise UserError(f"field {field!r}: every message needs a role and a content that are text")
-    return kept | {"content": content}
+    return entries | {"content": content}
 
 
-def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
+def _is_text_block(block: Any) -> bool:
+    if not isinstance(block, Mapping) or block.get("type") != "text":
+        return False
+    return isinstance(block.get("text"), str)
 
 
 def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The column `tools` where it is a list of JSON schemas or the text of one; else it is for the
-    reward alone.
+    """The column `tools` if it is a list of JSON schemas or the text of one, else nothing.
+
+    Any other is for the reward alone.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -236,9 +248,11 @@ def _checked_answer(row: Mapping[str, Any], prompt: str) -> tuple[str, str]:
         raise NoAnswer(
             f"the answer is {shorten(answer)}, {reason}; write its value or leave the row out"
         )
-    if defect := answer_defect(answer):
+    defect = answer_defect(answer)
+    if defect:
         raise UserError(f"the answer {defect}: {shorten(answer)}")
-    if digit := _FOREIGN_DIGIT.search(answer):
+    digit = _FOREIGN_DIGIT.search(answer)
+    if digit:
         raise UserError(
             f"the answer {shorten(answer)} has the digit {digit[0]!r}, write {int(digit[0])}"
         )
@@ -249,12 +263,11 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     fields = _present(row, _ANSWER_FIELDS, "answer", NoAnswer)
     solution = _solution(row)
-    field = (
-        fields[1]
-        if fields == ["solution", "label"] and notation.last_boxed(solution) is None
-        else fields[0]
-    )
+    field = fields[0]
+    if fields == ["solution", "label"] and notation.last_boxed(solution) is None:
+        field = "label"
     value = row[field]
+
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
             raise NoAnswer("field 'reward_model' has no ground_truth")
@@ -267,13 +280,13 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
             raise NoAnswer(r"no answer field, and no \boxed{} in the solution")
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
+
     answer = answer_text(value, field)
     choices = row.get("choices") or row.get("options")
-    choices = choices.get("text") if isinstance(choices, Mapping) else choices
-    indexed = answer.isdecimal() and (
-        isinstance(value, int) or answer not in map(str, choices or ())
-    )
-    if indexed and choices and isinstance(choices, list):
+    if isinstance(choices, Mapping):
+        choices = choices.get("text")
+    may_be_index = answer.isdecimal() and isinstance(choices, list) and choices
+    if may_be_index and (isinstance(value, int) or answer not in map(str, choices)):
         raise UserError(
             f"field {field!r} is {answer} beside {len(choices)} choices, an index from 0 or 1; "
             "write the letter of the right choice, or its text"
@@ -282,21 +295,25 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _present(
-    row: Mapping[str, Any], names: Sequence[str], what: str, error: type[UserError] = UserError
+    row: Mapping[str, Any], names: Sequence[str], noun: str, error: type[UserError] = UserError
 ) -> list[str]:
-    """The fields of these names that a row has, null ones aside; an error lists the row's own if
-    there are none.
+    """The fields of these names that a row has, null ones aside.
+
+    Raises:
+        error: if there are none, with the fields that the row has.
     """
-    found = [name for name in row if row[name] is not None]
-    if not (fields := [name for name in names if name in found]):
-        has = shorten_name(", ".join(map(str, found))) if found else "none"
-        raise error(f"no {what} in any of the fields {', '.join(names)}; the row has {has}")
+    present = [name for name in row if row[name] is not None]
+    fields = [name for name in names if name in present]
+    if not fields:
+        has = shorten_name(", ".join(map(str, present))) if present else "none"
+        raise error(f"no {noun} in any of the fields {', '.join(names)}; the row has {has}")
     return fields
 
 
 def _solution(row: Mapping[str, Any]) -> str:
     value = row.get("solution") or row.get("reference_solution") or ""
-    value = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, list) and value:
+        value = value[0]
     return value if isinstance(value, str) else ""
 
 
@@ -307,14 +324,11 @@ def _olympiad_answer(row: Mapping[str, Any]) -> Any:
     answer = answers[0].strip()
     if row.get("is_multiple_answer"):
         # ", " keeps 2500,750 from reading as a number of digit groups
-        answer = ", ".join(
-            notation.split_elements(answer.replace("$", ""), ",", digit_groups=False)
-        )
-    if row.get("error"):
-        if (
-            _FOREIGN_DIGIT.search(str(row["error"]))
-            or numbers.parse_number(str(row["error"])) is None
-        ):
-            raise UserError(f"field 'error' is {shorten(row['error'])}, not a number")
-        answer += rf"\tolerance{{{row['error']}}}"
+        elements = notation.split_elements(answer.replace("$", ""), ",", digit_groups=False)
+        answer = ", ".join(elements)
+    error = row.get("error")
+    if error:
+        if _FOREIGN_DIGIT.search(str(error)) or numbers.parse_number(str(error)) is None:
+            raise UserError(f"field 'error' is {shorten(error)}, not a number")
+        answer += rf"\tolerance{{{error}}}"
     return answer

@@ -23,17 +23,16 @@ _LOG = logging.getLogger(__name__)
 # A chat that no template contains: characters that every tokenizer should have, a line break and a
 # run of spaces.
 _MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
-_CHAT = tuple(
-    {"role": role, "content": content}
-    for role, content in (("user", "What is 2+3?"), ("assistant", "5"), ("user", _MESSAGE))
+_CHAT = (
+    {"role": "user", "content": "What is 2+3?"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": _MESSAGE},
 )
 # What pre-tokenizers and normalizers treat differently.
 _SAMPLE = (
     "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, "
     "\u6570\u5b66 \U0001f600\r\n "
 )
-
-
 # Two tokenizers are compared on one day.
 _SAMPLE_DATE = datetime(2000, 1, 1)
 
@@ -59,10 +58,11 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
     from transformers.utils import cached_file
 
     directory = Path(path).expanduser()
+    is_directory = directory.is_dir()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not directory.is_dir():
+    if looks_local and not is_directory:
         raise UserError(f"tokenizer {path}: no such directory")
-    if directory.is_dir() and not has_tokenizer(directory):
+    if is_directory and not has_tokenizer(directory):
         # transformers makes an empty one where config.json names a model whose tokenizer it knows.
         raise UserError(
             f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer "
@@ -70,41 +70,38 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(directory) if directory.is_dir() else path,
+            str(directory) if is_directory else path,
             trust_remote_code=False,
-            local_files_only=directory.is_dir(),
+            local_files_only=is_directory,
         )
-    except (
-        Exception
-    ) as error:  # missing files, broken JSON and unknown classes all raise differently
+    # Missing files, broken JSON and unknown classes all raise differently.
+    except Exception as error:
         reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
         raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
     check_tokenizer(tokenizer)
-    if not directory.is_dir():
+
+    if not is_directory:
         # In the Hub's cache, where transformers just put it.
-        known = (
+        cached_files = (
             cached_file(path, name, _raise_exceptions_for_missing_entries=False)
             for name in TOKENIZER_FILES
         )
-        directory = Path(next(filter(None, known))).parent
+        directory = Path(next(filter(None, cached_files))).parent
     tokenizer = _as_written(tokenizer, directory)
     tokenizer.name_or_path = str(directory)
     fix_date(tokenizer, datetime.now())
+
     if vocab_size is not None and len(tokenizer) > vocab_size:
-        beyond = [
-            token.content
-            for place, token in tokenizer.added_tokens_decoder.items()
-            if place >= vocab_size
-        ]
-        # Yi-1.5's own tokenizer has three such tokens.
-        own = (
-            f"; if this is it, the model can't read {shorten(beyond)}: delete them from its files"
-            if beyond
-            else ""
-        )
+        advice = "use the model's own tokenizer"
+        added = tokenizer.added_tokens_decoder
+        beyond = [added[token_id].content for token_id in added if token_id >= vocab_size]
+        if beyond:  # as in Yi-1.5's own tokenizer
+            advice += (
+                f"; if this is it, the model can't read {shorten(beyond)}: delete them from its "
+                "files"
+            )
         raise UserError(
-            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the "
-            f"model's own tokenizer{own}"
+            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; {advice}"
         )
     if not _is_in_vocabulary(tokenizer.eos_token, directory):
         # transformers adds it as a new token, which no model writes.
@@ -117,18 +114,14 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
 
 
 def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
-    """Let the chat template write this date (`strftime_now`) whenever it is rendered; a time zone
-    is ignored.
-    """
+    """Let the chat template always write this date (`strftime_now`); ignores a time zone."""
     render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
     write_date = moment.replace(tzinfo=None).strftime
     tokenizer.apply_chat_template = functools.partial(render, strftime_now=write_date)
 
 
 def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory's tokenizer.json as it is, where that gives other ids than the
-    class given.
-    """
+    """The tokenizer, or that of tokenizer.json as it is where that gives other ids."""
     from transformers import PreTrainedTokenizerFast
 
     if not (directory / "tokenizer.json").is_file() or type(tokenizer) is PreTrainedTokenizerFast:
@@ -140,49 +133,48 @@ def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrain
         return tokenizer
     _LOG.warning(
         "tokenizer %s: read as tokenizer.json has it, because transformers' %s changes its ids",
-        *(directory, type(tokenizer).__name__),
+        directory,
+        type(tokenizer).__name__,
     )
     return plain
 
 
 def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of a chat's text with what tokenizers treat differently."""
+    question = {"role": "user", "content": _SAMPLE}
     try:
-        text = render_chat(
-            tokenizer, [{"role": "user", "content": _SAMPLE}], strftime_now=_SAMPLE_DATE.strftime
-        )
+        text = render_chat(tokenizer, [question], strftime_now=_SAMPLE_DATE.strftime)
     except Exception:  # What templates raise; `render_checked` words it.
         text = _SAMPLE
     return encode_texts(tokenizer, [text], "a chat of one question")[0]
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], noun: str
 ) -> list[list[int]]:
     """Ids of texts, in which special tokens are recognized and none is added.
 
     Raises:
-        UserError: in one line with `what` the texts are, for whatever the tokenizers library
+        UserError: in one line with `noun`, a name of the texts, for whatever the tokenizers library
             raises.
     """
-    return _encoded(tokenizer, texts, what)["input_ids"] if texts else []
+    return _encoded(tokenizer, texts, noun)["input_ids"] if texts else []
 
 
 def encode_with_offsets(
-    tokenizer: PreTrainedTokenizerBase, text: str, what: str
+    tokenizer: PreTrainedTokenizerBase, text: str, noun: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of a text as `encode_texts`, and for each its first character in the text and the one
-    behind its last.
+    """Ids of a text as `encode_texts`, and the start and end of each in its characters.
 
     Raises:
-        UserError: in one line with `what` the text is.
+        UserError: in one line with `noun`, a name of the text.
     """
-    encoded = _encoded(tokenizer, [text], what, return_offsets_mapping=True)
+    encoded = _encoded(tokenizer, [text], noun, return_offsets_mapping=True)
     return encoded["input_ids"][0], encoded["offset_mapping"][0]
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str, **options: Any
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], noun: str, **options: Any
 ) -> Any:
     try:
         return tokenizer(list(texts), add_special_tokens=False, **options)
@@ -190,39 +182,39 @@ def _encoded(
         raise
     except BaseException as error:  # a panic of the library does not derive from Exception
         raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: can't encode {what} "
+            f"tokenizer {tokenizer.name_or_path}: can't encode {noun} "
             f"({shorten_name(one_line(error))}); compare tokenizer.json with the model's own"
         ) from error
 
 
 def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a template that leaves out a message, and a tokenizer that loses characters without a
-    word.
-    """
-    text = render_checked(
-        tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions"
-    )
-    ids = encode_texts(tokenizer, [text], "a chat of two questions")[0]
-    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if _MESSAGE in back:
+    """Refuse a template that leaves out a message, and a tokenizer that loses characters."""
+    noun = "a chat of two questions"
+    text = render_checked(tokenizer, _CHAT, f"tokenizer {path}: its chat template", noun)
+    ids = encode_texts(tokenizer, [text], noun)[0]
+    decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if _MESSAGE in decoded:
         return
     if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
         raise UserError(
-            f"tokenizer {path}: {shorten(text)} becomes {shorten(back)} by its ids; its files do "
-            "not fit each other: compare tokenizer.json with the model's own"
+            f"tokenizer {path}: {shorten(text)} becomes {shorten(decoded)} by its ids; its files "
+            "do not fit each other: compare tokenizer.json with the model's own"
         )
-    _LOG.warning("tokenizer %s: %s has unknown tokens: %s", path, shorten(text), shorten(back))
+    _LOG.warning("tokenizer %s: %s has unknown tokens: %s", path, shorten(text), shorten(decoded))
 
 
 def _is_in_vocabulary(token: str, directory: Path) -> bool:
     """Whether one of a tokenizer's files lists a token."""
     config = directory / "tokenizer_config.json"
-    added = read_json_object(config).get("added_tokens_decoder") if config.is_file() else None
-    files = (directory / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json"))
-    lists = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+    contents = ""
+    if config.is_file():
+        contents = json.dumps(read_json_object(config).get("added_tokens_decoder"))
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+        path = directory / name
+        if path.is_file():
+            contents += path.read_text(encoding="utf-8")
     # A file may hold characters beyond ASCII as they are, or escaped.
-    quoted = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (False, True)]
-    return any(text in one for text in quoted for one in (*lists, json.dumps(added)))
+    return json.dumps(token, ensure_ascii=False) in contents or json.dumps(token) in contents
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -265,16 +257,19 @@ def end_token_ids(
         UserError: if one of the files is malformed, an id is outside the model's vocabulary, or
             nothing names an end token.
     """
-    ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    if ids and max(ids) >= vocab_size:
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's tokens "
-            f"are 0 to {vocab_size - 1}; use the model's own tokenizer"
-        )
-    for name in ("generation_config.json", "config.json") if model_dir is not None else ():
-        path = Path(model_dir).expanduser() / name
-        if not path.is_file():
-            continue
+    ids: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+        if max(ids) >= vocab_size:
+            raise UserError(
+                f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's "
+                f"tokens are 0 to {vocab_size - 1}; use the model's own tokenizer"
+            )
+    paths = []
+    if model_dir is not None:
+        directory = Path(model_dir).expanduser()
+        paths = [directory / "generation_config.json", directory / "config.json"]
+    for path in filter(Path.is_file, paths):
         value = read_json_object(path).get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
             if item is None:
@@ -303,10 +298,9 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = tokenizer.added_tokens_decoder.values()
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as
     # runs of spaces.
-    names = [
-        token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)
-    ]
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+    control = [token for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
+    longest_first = sorted((token.content for token in control), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
@@ -322,8 +316,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 def save_tokenizer(
     tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]
 ) -> None:
-    """Write a tokenizer, and a generation_config.json with its first and padding token and every
-    end token.
+    """Write a tokenizer, and a generation_config.json with its special tokens and every end token.
 
     The files that the tokenizer was read from are copied, because `save_pretrained` may write
     others, of the class, not of the source. One that was made in memory is saved.

@@ -66,7 +66,7 @@ class Task:
     rewards: tuple[Reward, ...]
     columns: tuple[str, ...]
     longest_prompt: int
-    train: EncodedPrompts = EncodedPrompts([], [], 0, 0)
+    train: EncodedPrompts = EncodedPrompts(problems=[], token_ids=[])
     stream: PromptStream = PromptStream(())
     worked_solutions: EncodedPrompts | None = None
     adapter: Adapter | None = None

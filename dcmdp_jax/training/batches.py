@@ -313,7 +313,7 @@ class Batches:
         training = self._config.training
         advice = lengths.padding_advice(
             self.placement.packing,
-            chosen=not training.row_lengths,
+            automatic=not training.row_lengths,
             limited=training.segments_per_row > 0,
         )
         names = SUPERVISED_PACKING if self._config.supervised else PACKING

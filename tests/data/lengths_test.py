@@ -93,7 +93,16 @@ def test_what_can_not_be_planned_for_is_told_in_a_line(tmp_path, text, said):
 def test_an_expected_step_by_hand():
     # Two mini-batches of 3 completions of 10 tokens after prompts of 2: rows of 16, two at a time
     # on one device, so two micro-batches each: 2 x 2 x 2 x 16 = 128 positions for 72 tokens.
-    plan = RowShapes((16,), (2,), (2,), 2, 3, 1, 1, 16)
+    plan = RowShapes(
+        row_lengths=(16,),
+        rows_per_micro_batch=(2,),
+        micro_batches=(2,),
+        mini_batches=2,
+        completions=3,
+        segments_per_row=1,
+        row_shards=1,
+        longest=16,
+    )
     found = expected_step(plan, np.array([2]), Lengths("ten", (0.0, 1.0), (10.0, 10.0)))
     assert (found.tokens, found.computed, found.squares) == (72, 128, 6 * 12**2)
     assert 1 - found.tokens / found.computed == pytest.approx(1 - 72 / 128)
@@ -101,8 +110,17 @@ def test_an_expected_step_by_hand():
 
 def test_the_advice_names_a_setting_that_helps():
     def advice(completions=64, shards=2, segments=1, *, chosen=True, limited=False):
-        plan = RowShapes((8192,), (2,), (64,), 1, completions, segments, shards, longest=8192)
-        return padding_advice(plan, chosen=chosen, limited=limited)
+        plan = RowShapes(
+            row_lengths=(8192,),
+            rows_per_micro_batch=(2,),
+            micro_batches=(64,),
+            mini_batches=1,
+            completions=completions,
+            segments_per_row=segments,
+            row_shards=shards,
+            longest=8192,
+        )
+        return padding_advice(plan, automatic=chosen, limited=limited)
 
     assert advice(chosen=False) == "`row_lengths`=() chooses the lengths of rows"
     assert advice(limited=True).startswith("`segments_per_row`=0 puts")

@@ -23,11 +23,11 @@ def test_weights_stand_behind_each_location():
         "a.jsonl@2, data/b.parquet@.5,arithmetic:difficulty=1,count=64@1,owner/name@main"
     )
     assert found == (
-        Part("a", "a.jsonl", Fraction(2)),
-        Part("b", "data/b.parquet", Fraction(1, 2)),
-        Part("arithmetic", "arithmetic:difficulty=1,count=64", Fraction(1)),
+        Part(name="a", location="a.jsonl", weight=Fraction(2)),
+        Part(name="b", location="data/b.parquet", weight=Fraction(1, 2)),
+        Part(name="arithmetic", location="arithmetic:difficulty=1,count=64", weight=Fraction(1)),
         Part(
-            "name@main", "owner/name@main", Fraction(1)
+            name="name@main", location="owner/name@main", weight=Fraction(1)
         ),  # a configuration of the Hub is no weight
     )
 

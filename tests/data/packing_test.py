@@ -47,7 +47,16 @@ def test_two_buckets_by_hand():
     # Lengths with prompt: 3 + 2 = 5, 3 + 6 = 9 | 2 + 1 = 3, 2 + 8 = 10. Rows of 6 and 10: 0 and 2
     # are short.
     rollout = counted_rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
-    plan = RowShapes((6, 10), (1, 1), (2, 2), 2, 2, segments_per_row=1, row_shards=1, longest=10)
+    plan = RowShapes(
+        row_lengths=(6, 10),
+        rows_per_micro_batch=(1, 1),
+        micro_batches=(2, 2),
+        mini_batches=2,
+        completions=2,
+        segments_per_row=1,
+        row_shards=1,
+        longest=10,
+    )
     batch, (tokens, computed) = pack(
         rollout.episodes, np.array([1, 0, 0, 1], np.float32), plan, mask_truncated=False
     )
@@ -84,7 +93,16 @@ def test_routed_experts_lie_with_the_tokens_that_were_read():
     # padding.
     rollout = counted_rollout([(3, 2), (3, 6), (2, 1), (2, 8)], group_size=2)
     rollout.routed_experts = _routed(rollout)
-    plan = RowShapes((6, 10), (1, 1), (2, 2), 2, 2, segments_per_row=1, row_shards=1, longest=10)
+    plan = RowShapes(
+        row_lengths=(6, 10),
+        rows_per_micro_batch=(1, 1),
+        micro_batches=(2, 2),
+        mini_batches=2,
+        completions=2,
+        segments_per_row=1,
+        row_shards=1,
+        longest=10,
+    )
     batch, _ = pack(rollout.episodes, np.zeros(4, np.float32), plan, mask_truncated=False)
     short, long = (rows.columns["routed_experts"] for rows in batch.rows)
     assert short.shape == (2, 2, 1, 6, 2, 2) and short.dtype == np.int16

@@ -20,7 +20,16 @@ from dcmdp_jax.models.attention import SKIP_SEGMENTS
 
 
 def _plan(lengths, rows, most, completions, segments=1, shards=1):
-    return RowShapes(lengths, rows, most, 1, completions, segments, shards, lengths[-1])
+    return RowShapes(
+        row_lengths=lengths,
+        rows_per_micro_batch=rows,
+        micro_batches=most,
+        mini_batches=1,
+        completions=completions,
+        segments_per_row=segments,
+        row_shards=shards,
+        longest=lengths[-1],
+    )
 
 
 def test_places_of_longer_rows_take_shorter_sequences_by_hand():
@@ -123,7 +132,8 @@ def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards
     assert (layout.micro_batches <= plan.micro_batches).all() and len(plan.row_lengths) <= 8
     shapes = zip(plan.micro_batches, plan.rows_per_micro_batch, plan.row_lengths, strict=True)
     taken = [np.zeros((most * rows, length), int) for most, rows, length in shapes]
-    for length, shape, row, start, segment in zip(lengths, *layout[1:], strict=True):
+    placements = zip(lengths, layout.shape, layout.row, layout.start, layout.segment, strict=True)
+    for length, shape, row, start, segment in placements:
         assert start + length <= plan.row_lengths[shape] and 1 <= segment <= segments
         assert row < layout.micro_batches[shape] * plan.rows_per_micro_batch[shape]
         taken[shape][row, start : start + length] += 1
@@ -134,7 +144,8 @@ def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards
         assert rows % shards == 0 and rows // shards * length <= max(length, tokens)
         assert rows <= max(shards, 24 + shards - 1)
     again = lay_out(np.array(lengths, np.int64), plan)
-    assert all(np.array_equal(a, b) for a, b in zip(layout, again, strict=True))
+    for name, values in vars(layout).items():
+        assert np.array_equal(values, getattr(again, name)), name
 
 
 def _draws(seed, limit, prompts, group, shortest, longest):

@@ -69,7 +69,11 @@ def judged():
                 engine=engine, scorer=scorer, tokenizer=build_tokenizer(), turns=None
             )
             return evaluate(
-                parts, EncodedPrompts(problems, prompts, 0, 0), sampling, task="t", seed=7
+                parts,
+                EncodedPrompts(problems=problems, token_ids=prompts),
+                sampling,
+                task="t",
+                seed=7,
             ), engine
 
         yield run

@@ -37,7 +37,10 @@ def test_the_same_text_and_half_of_the_runs():
 def test_what_overlaps_can_be_left_out():
     problems = [Problem(text, "1", "s", index) for index, text in enumerate("abc")]
     prompts = EncodedPrompts(
-        problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0
+        problems=problems,
+        token_ids=[np.array([place]) for place in range(3)],
+        dropped=4,
+        with_control_tokens=0,
     )
     asked = ((HeldOutTask(name="t", location="t.jsonl", samples=1), prompts),)
     [(_, rest)] = leave_out(asked, {"t": [Overlap(problem=1, train_problem=9, share=1.0)]})

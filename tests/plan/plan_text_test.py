@@ -17,7 +17,16 @@ def test_a_step_at_lengths_by_hand():
     # Two mini-batches of 3 completions of 11 tokens after prompts of 1: rows of 16, two at a time.
     # Worst case: all rows of both micro-batches of each mini-batch, which is what is computed: 2 x
     # 2 x 2 x 16. Real are 6 x 12 = 72.
-    packing = RowShapes((16,), (2,), (2,), 2, 3, 1, 1, 16)
+    packing = RowShapes(
+        row_lengths=(16,),
+        rows_per_micro_batch=(2,),
+        micro_batches=(2,),
+        mini_batches=2,
+        completions=3,
+        segments_per_row=1,
+        row_shards=1,
+        longest=16,
+    )
     config = SimpleNamespace(task=SimpleNamespace(max_prompt_tokens=1))
     run = SimpleNamespace(placement=SimpleNamespace(packing=packing), config=config, model=MODEL)
     plan = SimpleNamespace(run=run, programs={})

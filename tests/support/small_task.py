@@ -42,7 +42,9 @@ def small_task(problems=8, *, group=GROUP, **sections):
         config, rollout=dataclasses.replace(config.rollout, group_size=group)
     )
     ids = [np.array([number], np.int32) for number in range(problems)]
-    train = EncodedPrompts([Problem(str(i), str(i), "s", i) for i in range(problems)], ids, 0, 0)
+    train = EncodedPrompts(
+        problems=[Problem(str(i), str(i), "s", i) for i in range(problems)], token_ids=ids
+    )
     return Task(
         config=config,
         model=None,
@@ -70,7 +72,16 @@ def small_services(engine):
 
 def small_placement(*, hosts=ONE_PROCESS, completions=4, length=4, samples_while_training=False):
     """One device; a mini-batch of rows of one completion."""
-    packing = RowShapes((length,), (completions,), (1,), 1, completions, 1, 1, length)
+    packing = RowShapes(
+        row_lengths=(length,),
+        rows_per_micro_batch=(completions,),
+        micro_batches=(1,),
+        mini_batches=1,
+        completions=completions,
+        segments_per_row=1,
+        row_shards=1,
+        longest=length,
+    )
     mesh = make_mesh(devices=jax.devices()[:1])
     return Placement(
         hosts=hosts,

@@ -110,7 +110,16 @@ def _inputs(seed, plan, mesh):
 @functools.cache
 def _reference():
     """One completion in each row of one length, on one device."""
-    plan = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP)
+    plan = RowShapes(
+        row_lengths=(CAP,),
+        rows_per_micro_batch=(COUNT,),
+        micro_batches=(1,),
+        mini_batches=1,
+        completions=COUNT,
+        segments_per_row=1,
+        row_shards=1,
+        longest=CAP,
+    )
     gradient = _gradient(plan, None)
     return {
         seed: jax.device_get(gradient(make_params(), *_inputs(seed, plan, None)))
@@ -192,7 +201,16 @@ def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
         leaves, lambda leaf: jnp.asarray(drawn.normal(0, 0.3, leaf.shape), jnp.float32)
     )
     own = {"policy": lambda adapters: adapted(make_params(), adapters, lora)}
-    one = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP)
+    one = RowShapes(
+        row_lengths=(CAP,),
+        rows_per_micro_batch=(COUNT,),
+        micro_batches=(1,),
+        mini_batches=1,
+        completions=COUNT,
+        segments_per_row=1,
+        row_shards=1,
+        longest=CAP,
+    )
     found, expected = (
         jax.device_get(_gradient(where, None, **own, **how)(tree, *_inputs(0, where, None)))
         for where, how in ((plan, packed), (one, {}))
@@ -209,7 +227,22 @@ def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypat
     stand_in_for_cudnn(monkeypatch)
     cudnn = _cudnn_plan()
     found = []
-    for plan, how in (cudnn, (RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP), {})):
+    for plan, how in (
+        cudnn,
+        (
+            RowShapes(
+                row_lengths=(CAP,),
+                rows_per_micro_batch=(COUNT,),
+                micro_batches=(1,),
+                mini_batches=1,
+                completions=COUNT,
+                segments_per_row=1,
+                row_shards=1,
+                longest=CAP,
+            ),
+            {},
+        ),
+    ):
         lagged = make_old_logprobs(_row_logprobs(plan, None, **how), mesh=None)
         batch = jax.device_get(lagged(make_params(), _inputs(0, plan, None)[0]))
         order = np.random.default_rng(len(plan.row_lengths)).permutation(COUNT)

@@ -51,7 +51,19 @@ def _rollout(count, tokens):
 
 def test_much_padding_is_told_once_with_the_setting(caplog):
     # Sixteen rows of 64 for 30 tokens each: 34 of 64 are padding, 53%.
-    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 1, 64), row_lengths=(64,))
+    batches = _batches(
+        RowShapes(
+            row_lengths=(64,),
+            rows_per_micro_batch=(4,),
+            micro_batches=(4,),
+            mini_batches=1,
+            completions=16,
+            segments_per_row=1,
+            row_shards=1,
+            longest=64,
+        ),
+        row_lengths=(64,),
+    )
     for step in (6, 7):
         _, _, metrics = batches._pack(_rollout(16, 30), step)
         assert metrics["rollout/padding_fraction"] == pytest.approx(34 / 64)
@@ -71,7 +83,18 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
 )
 def test_the_advice_names_a_setting_that_the_run_has(caplog, loss, setting):
     # 16 sequences for 4 devices are fewer than 8 for each.
-    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 4, 64))
+    batches = _batches(
+        RowShapes(
+            row_lengths=(64,),
+            rows_per_micro_batch=(4,),
+            micro_batches=(4,),
+            mini_batches=1,
+            completions=16,
+            segments_per_row=1,
+            row_shards=4,
+            longest=64,
+        )
+    )
     config = dataclasses.replace(batches._config.algorithm, loss=loss)
     batches._config = dataclasses.replace(batches._config, algorithm=config)
     batches._pack(_rollout(16, 30), 0)
@@ -80,6 +103,17 @@ def test_the_advice_names_a_setting_that_the_run_has(caplog, loss, setting):
 
 
 def test_little_padding_is_not_told(caplog):
-    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 1, 64))
+    batches = _batches(
+        RowShapes(
+            row_lengths=(64,),
+            rows_per_micro_batch=(4,),
+            micro_batches=(4,),
+            mini_batches=1,
+            completions=16,
+            segments_per_row=1,
+            row_shards=1,
+            longest=64,
+        )
+    )
     _, _, metrics = batches._pack(_rollout(16, 45), 0)
     assert metrics["rollout/padding_fraction"] == pytest.approx(19 / 64) and our_log(caplog) == []

@@ -27,7 +27,7 @@ _IDS = [
     for prompt, solution in zip(_PROMPTS, _SOLUTIONS, strict=True)
 ]
 _TARGETS = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(_IDS, _PROMPTS, strict=True)]
-_EXAMPLES = EncodedPrompts([], _IDS, 0, 0, _TARGETS)
+_EXAMPLES = EncodedPrompts(problems=[], token_ids=_IDS, targets=_TARGETS)
 
 
 def _table_logprobs(params, rows):
@@ -198,7 +198,7 @@ mesh = make_mesh(2)
 params = jax.device_put({"table": jnp.eye(256)}, replicated(mesh))
 settings = WarmupSettings(task="x", steps=2000, batch_size=2, learning_rate=1e-6)
 ids = [np.array([1, 2, 3, 1, 2, 3], np.int32)] * 4
-examples = EncodedPrompts([], ids, 0, 0, [np.arange(6) > 2] * 4)
+examples = EncodedPrompts(problems=[], token_ids=ids, targets=[np.arange(6) > 2] * 4)
 warm_up(params, examples, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
 print("done")
 """
