@@ -1,10 +1,9 @@
-"""Conversations to learn from: their token ids, which of them are targets, and whether these are
-what the row says.
-"""
+"""Conversations to learn from: token ids, the targets among them, and a check of the targets."""
 
 import bisect
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os.path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT_FIELDS = "reasoning_content", "reasoning", "thinking"
 _THOUGHT_TAGS = re.compile(r"</?think(?:ing)?>")
 # An answer that no template writes by itself.
 _ANSWER = "It is five."
@@ -63,13 +62,13 @@ class ConversationEncoder:
         self._has_marks = bool(_MARKS.search(str(tokenizer.chat_template)))
 
     def encode(
-        self, problem: Problem, asked: Sequence[Message], prompt_ids: Sequence[int]
+        self, problem: Problem, prompt_messages: Sequence[Message], prompt_ids: Sequence[int]
     ) -> tuple[list[int], np.ndarray]:
         """Encode a problem with its completion.
 
         Args:
             problem: has a completion, messages or text.
-            asked: messages of the prompt; empty where the completion is the whole chat.
+            prompt_messages: the prompt; empty where the completion is the whole chat.
             prompt_ids: the prompt, for a completion that is text.
 
         Returns:
@@ -81,7 +80,7 @@ class ConversationEncoder:
         """
         if not problem.completion:
             return self._encode_text(problem.solution, prompt_ids)
-        chat_to_learn = _Chat(self, problem, asked)
+        chat_to_learn = _Chat(self, problem, prompt_messages)
         try:
             ids, targets = chat_to_learn.encode()
         except UserError:
@@ -143,8 +142,7 @@ class ConversationEncoder:
 
     @functools.cached_property
     def call_format(self) -> tuple[bool, chat.CallFormat | None]:
-        """Whether the template takes the arguments of a call as JSON text, and the format in which
-        it writes calls.
+        """Whether the template takes a call's arguments as JSON text, and its format of calls.
 
         Templates take an object, or text that they write as it is. The format is None if it is not
         known.
@@ -163,8 +161,7 @@ class ConversationEncoder:
 
     @functools.cached_property
     def frame(self) -> tuple[str, str]:
-        """The text of the template before the words of an assistant's turn, and behind them; empty
-        if unknown.
+        """The template's text before and behind an assistant's words; empty if unknown.
 
         The text before a turn is that of the generation prompt as far as both agree, without a
         thought.
@@ -189,28 +186,29 @@ class _Chat:
     """One conversation, as the template writes it."""
 
     def __init__(
-        self, encoder: ConversationEncoder, problem: Problem, asked: Sequence[Message]
+        self, encoder: ConversationEncoder, problem: Problem, prompt_messages: Sequence[Message]
     ) -> None:
         self._encoder = encoder
         self._tokenizer = encoder._tokenizer
         self._problem = problem
-        self._num_asked = len(asked)
+        self._prompt_size = len(prompt_messages)
         self.name = f"problem {problem.index} of {problem.source}"
-        self._messages = [self._prepared(message) for message in (*asked, *problem.completion)]
+        messages = (*prompt_messages, *problem.completion)
+        self._messages = [self._prepared(message) for message in messages]
         self._turns = [
             number
             for number, message in enumerate(self._messages)
-            if message["role"] == "assistant" and number >= len(asked)
+            if message["role"] == "assistant" and number >= len(prompt_messages)
         ]
         completion = problem.completion
         self._learned_turns = [
-            turn for turn in self._turns if completion[turn - len(asked)].get(LEARNED, True)
+            turn
+            for turn in self._turns
+            if completion[turn - len(prompt_messages)].get(LEARNED, True)
         ]
 
     def _prepared(self, message: Message) -> Message:
-        """A message as the template takes it: one end token is the template's, and calls have their
-        form.
-        """
+        """A message as the template takes it: without an end token, calls in their form."""
         message = {field: value for field, value in message.items() if field != LEARNED}
         if message["role"] != "assistant":
             return message
@@ -259,7 +257,7 @@ class _Chat:
 
     def _place(self, turn: int) -> str:
         """The message in its field of the row."""
-        return f"{'completion' if self._num_asked else 'messages'}[{turn - self._num_asked}]"
+        return f"{'completion' if self._prompt_size else 'messages'}[{turn - self._prompt_size}]"
 
     # Templates with marks.
 
@@ -276,28 +274,22 @@ class _Chat:
 
         targets = np.zeros(len(ids), bool)
         turn_texts = {}
-        for place, turn in enumerate(self._turns):
-            first = bisect.bisect_left(starts, turn_starts[place])
-            next_start = turn_starts[place + 1] if place + 1 < len(turn_starts) else len(text)
-            in_turn = np.zeros(len(ids), bool)
-            in_turn[first : bisect.bisect_left(starts, next_start)] = True
-            in_turn &= marked
-            if turn in self._learned_turns:
-                targets |= in_turn
-                turn_texts[turn] = "".join(
-                    text[slice(*offsets[token])] for token in np.flatnonzero(in_turn)
-                )
+        spans = itertools.pairwise([*turn_starts, len(text)])
+        for turn, (start, end) in zip(self._turns, spans, strict=True):
+            if turn not in self._learned_turns:
+                continue
+            first = bisect.bisect_left(starts, start)
+            last = bisect.bisect_left(starts, end)
+            tokens = first + np.flatnonzero(marked[first:last])
+            targets[tokens] = True
+            turn_texts[turn] = "".join(text[slice(*offsets[token])] for token in tokens)
         targets[0] = False
         return ids, targets, turn_texts
 
     def _turn_starts(self, text: str) -> list[int]:
         """Where the words of each turn behind the prompt begin, in characters."""
         header, _ = self._encoder.frame
-        assistants = [
-            number
-            for number, message in enumerate(self._messages)
-            if message["role"] == "assistant"
-        ]
+        assistants = self._assistants()
         if header and text.count(header) == len(assistants):
             starts = [match.end() for match in re.finditer(re.escape(header), text)]
             return starts[len(assistants) - len(self._turns) :]
@@ -321,10 +313,10 @@ class _Chat:
         and the others are found between the texts that the template writes around a turn.
         """
         learned = self._learned_turns
-        places = np.linspace(0, len(learned) - 1, _COMPARED_TURNS).round().astype(int)
-        compared = (
-            learned if len(learned) <= _COMPARED_TURNS else [learned[place] for place in places]
-        )
+        compared = learned
+        if len(learned) > _COMPARED_TURNS:
+            spread = np.linspace(0, len(learned) - 1, _COMPARED_TURNS).round().astype(int)
+            compared = [learned[i] for i in spread]
         ids, spans, turn_texts = self._compared(text, compared)
         if len(compared) < len(learned):
             limits = self._turn_limits(text, turn_texts)
@@ -353,23 +345,22 @@ class _Chat:
     def _compared(
         self, text: str, turns: Sequence[int]
     ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
-        """Ids of the chat; for each turn its first token and the one behind its last, and its
-        text.
-        """
-        before = [self._text_before(turn) for turn in turns]
-        after = [self._write(self._messages[: turn + 1]) for turn in turns]
-        ids, *prefixes = encode_texts(self._tokenizer, [text, *before, *after], self.name)
-        before_ids = prefixes[: len(turns)]
-        after_ids = prefixes[len(turns) :]
+        """Ids of the chat; for each turn the span of its tokens, and its text."""
+        texts = [self._text_before(turn) for turn in turns]
+        texts += [self._write(self._messages[: turn + 1]) for turn in turns]
+        ids, *prefixes = encode_texts(self._tokenizer, [text, *texts], self.name)
 
         spans = {}
         turn_texts = {}
-        for place, turn in enumerate(turns):
-            start, end = before_ids[place], after_ids[place]
-            if ids[: len(start)] != start or ids[: len(end)] != end:
-                raise UserError(self._why_no_prefix(text, turn, before[place], after[place]))
-            spans[turn] = len(start), len(end)
-            turn_texts[turn] = text[len(before[place]) : len(after[place])]
+        for i, turn in enumerate(turns):
+            before = texts[i]
+            after = texts[i + len(turns)]
+            ids_before = prefixes[i]
+            ids_after = prefixes[i + len(turns)]
+            if ids[: len(ids_before)] != ids_before or ids[: len(ids_after)] != ids_after:
+                raise UserError(self._why_no_prefix(text, turn, before, after))
+            spans[turn] = len(ids_before), len(ids_after)
+            turn_texts[turn] = text[len(before) : len(after)]
         return ids, spans, turn_texts
 
     def _text_before(self, turn: int) -> str:
@@ -382,9 +373,7 @@ class _Chat:
 
     def _why_no_prefix(self, text: str, turn: int, before: str, after: str) -> str:
         message = self._messages[turn]
-        has_thought = "<think" in message["content"] or any(
-            message.get(field) for field in _THOUGHT_FIELDS
-        )
+        has_thought = "<think" in message["content"] or any(map(message.get, _THOUGHT_FIELDS))
         if chat.THOUGHT.search(before) and has_thought:
             field = self._changed_field(message, text[len(os.path.commonprefix([before, text])) :])
             if field:
@@ -403,22 +392,17 @@ class _Chat:
                 "strip that turn"
             )
         return (
-            f"the chat template writes the start of {self.name} otherwise once the chat goes on; mark the assistant's "
-            "turns in it with {% generation %}, or give each turn a row of its own"
+            f"the chat template writes the start of {self.name} otherwise once the chat goes on; "
+            "mark the assistant's turns in it with {% generation %}, or give each turn a row of "
+            "its own"
         )
 
     def _turn_limits(
         self, text: str, turn_texts: Mapping[int, str]
     ) -> dict[int, tuple[int, int]] | None:
-        """Start and end of each learned turn, in characters; None if they can't be told, or are not
-        the compared.
-        """
+        """Start and end of each learned turn in characters; None if unknown or not as compared."""
         header, tail = self._encoder.frame
-        assistants = [
-            number
-            for number, message in enumerate(self._messages)
-            if message["role"] == "assistant"
-        ]
+        assistants = self._assistants()
         if not header or not tail or text.count(header) != len(assistants):
             return None
         limits = {}
@@ -432,16 +416,21 @@ class _Chat:
             if not text[slice(*limits[turn])].endswith(turn_text) or not turn_text.endswith(tail):
                 return None
         # The generation prompt may begin a turn with a text of its own.
-        begun = {
+        beginnings = {
             text[slice(*limits[turn])].removesuffix(turn_text)
             for turn, turn_text in turn_texts.items()
         }
-        if len(begun) > 1:
+        if len(beginnings) > 1:
             return None
-        [own] = begun
-        if not all(text.startswith(own, start) for start, _ in limits.values()):
+        [beginning] = beginnings
+        if not all(text.startswith(beginning, start) for start, _ in limits.values()):
             return None
-        return {turn: (start + len(own), end) for turn, (start, end) in limits.items()}
+        return {turn: (start + len(beginning), end) for turn, (start, end) in limits.items()}
+
+    def _assistants(self) -> list[int]:
+        """The numbers of the assistant's messages, those of the prompt included."""
+        messages = enumerate(self._messages)
+        return [number for number, message in messages if message["role"] == "assistant"]
 
     def _token_span(
         self, offsets: Sequence[tuple[int, int]], start: int, end: int
@@ -459,9 +448,7 @@ class _Chat:
     # What is learned, read back.
 
     def _changed_field(self, message: Message, text: str) -> str | None:
-        """The first field of a message that its turn does not hold, in the order thought, content,
-        calls.
-        """
+        """The first of a message's thought, content and calls that its turn does not hold."""
         unread = text
         thoughts: set[str] = set()
         for field in _THOUGHT_FIELDS:
@@ -483,13 +470,11 @@ class _Chat:
         return "function_call" if message.get("function_call") else None
 
     def _content_pieces(self, content: str, text: str) -> list[str]:
-        """The content without space around it; around the tags of a thought, templates write their
-        own.
-        """
+        """The stripped content, split at thought tags, where templates write their own space."""
         content = content.strip()
         if content and content in text:
             return [content]
-        return [piece.strip() for piece in _THOUGHT_TAGS.split(content) if piece.strip()]
+        return list(filter(None, map(str.strip, _THOUGHT_TAGS.split(content))))
 
     def _holds_calls(self, text: str, calls: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a text has these calls, and no others where their format is known."""
@@ -516,27 +501,29 @@ class _Chat:
 
 def _words(value: Any) -> list[str]:
     """What a value is written with, in order."""
+    words = []
     if isinstance(value, Mapping):
-        return [word for name, entry in value.items() for word in (str(name), *_words(entry))]
+        for name, entry in value.items():
+            words += [str(name), *_words(entry)]
+        return words
     if isinstance(value, list):
-        return [word for entry in value for word in _words(entry)]
+        for entry in value:
+            words += _words(entry)
+        return words
     return [str(value)] if isinstance(value, str) and value else [json.dumps(value)]
 
 
 def _equal(written: Any, expected: Any, *, is_text: bool) -> bool:
-    """Whether values are the same, true and 1 not; with `is_text` also a text that says the
-    value.
-    """
+    """Whether values are the same, true and 1 not; with `is_text` also a text of the value."""
     if isinstance(written, Mapping) and isinstance(expected, Mapping):
-        same = written.keys() == expected.keys()
-        return same and all(
-            _equal(written[name], expected[name], is_text=is_text) for name in written
-        )
+        if written.keys() != expected.keys():
+            return False
+        return all(_equal(written[name], expected[name], is_text=is_text) for name in written)
     if isinstance(written, list) and isinstance(expected, list):
-        pairs = zip(written, expected, strict=False)
-        return len(written) == len(expected) and all(
-            _equal(a, b, is_text=is_text) for a, b in pairs
-        )
+        if len(written) != len(expected):
+            return False
+        pairs = zip(written, expected, strict=True)
+        return all(_equal(a, b, is_text=is_text) for a, b in pairs)
     if is_text and isinstance(written, str) and not isinstance(expected, str):
         if written.strip() == str(expected):
             return True

@@ -1,5 +1,4 @@
-"""Episodes: the tokens that an engine sampled after one prompt, with per-token columns that are
-each declared once.
+"""Episodes: the tokens that an engine sampled after one prompt, with columns for each token.
 
 An episode, the packed rows, what processes exchange, the shapes and the memory of a batch and the
 sidecar's replies follow from `COLUMNS`. A new column is one entry: an engine gives it with its
@@ -117,11 +116,11 @@ def column_shapes(names: Collection[str], *, k: int, routing: Sequence[int]) -> 
         routing: layers, and experts of a token in each.
     """
     sizes = {"k": k, "layers": routing[0], "experts_per_token": routing[1]}
-    return {
-        name: tuple(sizes[axis] for axis in column.axes)
-        for name, column in COLUMNS.items()
-        if name in names
-    }
+    shapes = {}
+    for name, column in COLUMNS.items():
+        if name in names:
+            shapes[name] = tuple(sizes[axis] for axis in column.axes)
+    return shapes
 
 
 def common_columns(
@@ -138,10 +137,10 @@ def common_columns(
             one of another shape; or a column that is not declared.
     """
     shapes = {name: values.shape[1:] for name, values in columns[0].items()} if columns else {}
-    for i, (found, length) in enumerate(zip(columns, lengths, strict=True)):
-        for name in sorted(found.keys() | shapes.keys()):
+    for i, (arrays, length) in enumerate(zip(columns, lengths, strict=True)):
+        for name in sorted(arrays.keys() | shapes.keys()):
             declared_column(name)
-            shape = found[name].shape if name in found else None
+            shape = arrays[name].shape if name in arrays else None
             expected = (int(length), *shapes[name]) if name in shapes else None
             if shape != expected:
                 label = name.replace("_", " ")
@@ -164,12 +163,12 @@ def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np
         [T, ...], the column's fill where `values` says nothing.
     """
     column = declared_column(name)
-    whole = np.full((sampled_mask.size, *values.shape[1:]), column.fill, column.dtype)
+    sequence = np.full((sampled_mask.size, *values.shape[1:]), column.fill, column.dtype)
     if column.covers_given:
-        whole[: len(values)] = values
+        sequence[: len(values)] = values
     else:
-        whole[sampled_mask] = values
-    return whole
+        sequence[sampled_mask] = values
+    return sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -203,9 +202,7 @@ class Episode:
 
     @property
     def policy_versions(self) -> np.ndarray:
-        """[T] int32, the training step whose weights sampled the token; undefined where not
-        sampled.
-        """
+        """[T] int32, the training step whose weights sampled; undefined where not sampled."""
         return self.columns["policy_versions"]
 
     def with_columns(self, **columns: np.ndarray) -> "Episode":
@@ -244,8 +241,7 @@ def single_turn(
     finish_reason: str,
     **columns: np.ndarray | None,
 ) -> Episode:
-    """Make the episode of one completion: all tokens after the prompt are sampled, by one version
-    of the policy.
+    """Make the episode of one completion, sampled by one version of the policy.
 
     Args:
         prompt_ids: [P] int32, at least one token.
@@ -258,13 +254,19 @@ def single_turn(
     token_ids = np.concatenate([prompt_ids, completion_ids], dtype=np.int32)
     sampled_mask = np.arange(token_ids.size) >= len(prompt_ids)
     versions = np.full(len(completion_ids), policy_version, np.int32)
-    found = {"rollout_logprobs": logprobs, "policy_versions": versions, **columns}
-    whole = {
-        name: over_sequence(name, values, sampled_mask)
-        for name, values in found.items()
-        if values is not None
-    }
-    return Episode(token_ids, sampled_mask, group, member, finish_reason, whole)
+    columns = {"rollout_logprobs": logprobs, "policy_versions": versions, **columns}
+    sequences = {}
+    for name, values in columns.items():
+        if values is not None:
+            sequences[name] = over_sequence(name, values, sampled_mask)
+    return Episode(
+        token_ids=token_ids,
+        sampled_mask=sampled_mask,
+        group=group,
+        member=member,
+        finish_reason=finish_reason,
+        columns=sequences,
+    )
 
 
 class OpenGroups:
@@ -279,9 +281,7 @@ class OpenGroups:
         self._waiting: dict[int, list[Episode]] = {}
 
     def add(self, episodes: Iterable[Episode]) -> list[Episode]:
-        """Add finished episodes; return the groups that they complete, in prompt order, maybe
-        none.
-        """
+        """Add finished episodes; return the groups that they complete, in prompt order."""
         complete: list[Episode] = []
         for episode in episodes:
             group = self._waiting.setdefault(episode.group, [])
@@ -297,33 +297,29 @@ def collect(groups: Iterable[Iterable[Episode]]) -> list[Episode]:
 
 
 def in_prompt_order(episodes: Iterable[Episode]) -> list[Episode]:
-    """Sort episodes by prompt, then member: in what order they finished must not change what is
-    learned.
-    """
+    """Sort episodes by prompt, then member: the order they finish in must not change learning."""
     return sorted(episodes, key=lambda episode: (episode.group, episode.member))
 
 
 def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Share of completions that equal another one of the same prompt, and its expectation for
-    independent samples.
+    """Share of completions that equal another of their prompt, and what independence gives.
 
     Given a completion of probability q under the engine, one of G - 1 independent others is equal
     with probability 1 - (1 - q)^(G - 1), so the means of both have one expectation, whatever the
     policy.
     """
     texts = [episode.token_ids.tobytes() for episode in episodes]
-    prompts = [episode.token_ids[: episode.prompt_length].tobytes() for episode in episodes]
-    same = Counter(texts)
-    others = Counter(prompts)
-    logs = [
-        float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64))
-        for episode in episodes
-    ]
-    counts = np.array([others[prompt] for prompt in prompts])
-    chances = 1 - (1 - np.minimum(np.exp(logs), 1.0)) ** (counts - 1)
+    prompts = [episode.prompt_ids.tobytes() for episode in episodes]
+    text_counts = Counter(texts)
+    prompt_counts = Counter(prompts)
+    logprobs = []
+    for episode in episodes:
+        sampled = episode.rollout_logprobs[episode.sampled_mask]
+        logprobs.append(float(sampled.sum(dtype=np.float64)))
+    group_sizes = np.array([prompt_counts[prompt] for prompt in prompts])
+    chances = 1 - (1 - np.minimum(np.exp(logprobs), 1.0)) ** (group_sizes - 1)
+    chance = float(np.nanmean(chances)) if np.isfinite(chances).any() else 0.0
     return {
-        "completion/identical_fraction": float(np.mean([same[text] > 1 for text in texts])),
-        "completion/identical_chance": float(np.nanmean(chances))
-        if np.isfinite(chances).any()
-        else 0.0,
+        "completion/identical_fraction": float(np.mean([text_counts[text] > 1 for text in texts])),
+        "completion/identical_chance": chance,
     }

@@ -1,6 +1,4 @@
-"""What a row of conversations says about itself: fields of tables, calls as objects, and which
-turns are learned.
-"""
+"""Rows of conversations: fields of tables, calls as objects, and which turns are learned."""
 
 import json
 import numbers
@@ -16,26 +14,12 @@ from dcmdp_jax.rewards.protocol import LEARNED, Message
 # (OpenAI and Mistral: weight; axolotl: train, training; ms-swift: loss; torchtune: masked).
 _LEARNED_FIELDS = (
     LEARNED,
-    "learn",
-    "weight",
-    "loss_weight",
-    "loss",
-    "train",
-    "training",
-    "trainable",
-    "loss_mask",
+    *"learn weight loss_weight loss train training trainable loss_mask".split(),
 )
 _MASKED_FIELDS = ("masked", "mask_loss")
 # What has no meaning here: parts of a turn, factors of tokens, and a mask whose direction differs
 # between frameworks.
-_REFUSED_FIELDS = (
-    "mask",
-    "train_detail",
-    "training_detail",
-    "loss_scale",
-    "token_weights",
-    "weights",
-)
+_REFUSED_FIELDS = "mask train_detail training_detail loss_scale token_weights weights".split()
 _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 _ROW_LISTS = ("weights", "loss_mask", "loss_masks", "loss_weights", "token_weights")
 
@@ -59,9 +43,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def check_row_weight(row: Mapping[str, Any]) -> None:
-    """Refuse weights of a whole row, or lists of them: each row is learned once, each of its tokens
-    alike.
-    """
+    """Refuse weights of a row, or lists of them: each row is learned once, its tokens alike."""
     for name in _ROW_WEIGHTS:
         weight = row.get(name)
         if weight is not None and (not isinstance(weight, numbers.Number) or weight != 1):
@@ -95,32 +77,31 @@ def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message,
 
 def messages_to_read(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
     """The messages of a prompt, none of which is learned: a weight of more than 0 is refused."""
+    prepared = []
     for number, message in enumerate(messages):
-        if _flag(message, f"{field}[{number}]"):
+        path = f"{field}[{number}]"
+        if _flag(message, path):
             raise UserError(
-                f"{field}[{number}] is to be learned, and a prompt is not: move it to the "
-                "completion"
+                f"{path} is to be learned, and a prompt is not: move it to the completion"
             )
-    return tuple(
-        _prepared(_without_flags(message), f"{field}[{number}]")
-        for number, message in enumerate(messages)
-    )
+        prepared.append(_prepared(_without_flags(message), path))
+    return tuple(prepared)
 
 
-def _prepared(message: Message, place: str) -> Message:
+def _prepared(message: Message, path: str) -> Message:
     """A message without its flags, its calls as objects."""
-    is_learned = _flag(message, place)
+    is_learned = _flag(message, path)
     prepared = _without_flags(message)
     if message["role"] != "assistant":
         if is_learned:
             raise UserError(
-                f"{place} is a turn of the {shorten_name(message['role'])} that is to be learned; "
+                f"{path} is a turn of the {shorten_name(message['role'])} that is to be learned; "
                 "only the assistant's are: leave its weight out"
             )
         return prepared
     if is_learned is False:
         prepared[LEARNED] = False
-    calls = _calls(message.get("tool_calls"), place)
+    calls = _calls(message.get("tool_calls"), path)
     if calls:
         prepared["tool_calls"] = calls
     else:
@@ -133,56 +114,56 @@ def _without_flags(message: Message) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in flags}
 
 
-def _flag(message: Message, place: str) -> bool | None:
+def _flag(message: Message, path: str) -> bool | None:
     """Whether a message says that it is learned; None if it does not say."""
     for name in _REFUSED_FIELDS:
         if message.get(name) is not None:
             raise UserError(
-                f"{place}.{name} is {shorten(message[name])}, which is not read: a weight of 0 or "
+                f"{path}.{name} is {shorten(message[name])}, which is not read: a weight of 0 or "
                 "1 says whether a turn is learned"
             )
-    said = {}
+    flags = {}
     for name in (*_LEARNED_FIELDS, *_MASKED_FIELDS):
         value = message.get(name)
         if value is None:
             continue
         if not isinstance(value, numbers.Number | np.bool_) or value not in (0, 1):
-            raise UserError(f"{place}.{name} is {shorten(value)}, must be 0 or 1, or false or true")
-        said[name] = bool(value) != (name in _MASKED_FIELDS)
-    if len(set(said.values())) > 1:
-        raise UserError(f"{place}: {' and '.join(said)} contradict each other")
-    return next(iter(said.values()), None)
+            raise UserError(f"{path}.{name} is {shorten(value)}, must be 0 or 1, or false or true")
+        flags[name] = bool(value) != (name in _MASKED_FIELDS)
+    if len(set(flags.values())) > 1:
+        raise UserError(f"{path}: {' and '.join(flags)} contradict each other")
+    return next(iter(flags.values()), None)
 
 
-def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _calls(calls: Any, path: str) -> list[dict[str, Any]]:
     """The calls of a message, their arguments as objects."""
     if isinstance(calls, str):
-        calls = _parsed(calls, f"{place}.tool_calls")
+        calls = _parsed(calls, f"{path}.tool_calls")
     if calls is None:
         return []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise UserError(f"{place}.tool_calls is {shorten(calls)}, must be a list of objects")
-    return [_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]
+        raise UserError(f"{path}.tool_calls is {shorten(calls)}, must be a list of objects")
+    return [_call(call, f"{path}.tool_calls[{number}]") for number, call in enumerate(calls)]
 
 
-def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{place} is {shorten(call)}, it needs a name and arguments")
+        raise UserError(f"{path} is {shorten(call)}, it needs a name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # As OpenAI's files have them; a call without arguments has an empty text in some.
-        arguments = _parsed(arguments, f"{place}.arguments") if arguments.strip() else {}
+        arguments = _parsed(arguments, f"{path}.arguments") if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{place}.arguments is {shorten(arguments)}, must be a JSON object")
+        raise UserError(f"{path}.arguments is {shorten(arguments)}, must be a JSON object")
     function = {**function, "arguments": dict(arguments)}
     return {**call, "function": function} if "function" in call else function
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parsed(text: str, path: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is {shorten(text)}, which is not valid JSON ({error})") from None
+        raise UserError(f"{path} is {shorten(text)}, which is not valid JSON ({error})") from None

@@ -27,16 +27,15 @@ CALL_FORMATS = {
         "example": "<function=...><parameter=...>...</parameter></function>",
     },
 }
-"""Formats that chat templates write calls in, by name: the syntax of a call, and the marks around
-it.
-"""
+"""Formats that chat templates write calls in: the syntax of a call, and the marks around it."""
 
 # Looping text is read from each of its braces to its end.
 _MOST_UNCLOSED_OBJECTS = 1000
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _START = {"json": r'\{(?=\s*+")', "xml": r"<function=(?P<name>[^<>\n]+)>"}
 _PARAMETER = re.compile(
-    r"\s*+<parameter=([^<>\n]+)>\n?(.*?)(?:</parameter>|(?=<parameter=|</function>|</tool_call>)|\Z)",
+    r"\s*+<parameter=([^<>\n]+)>\n?(.*?)"
+    r"(?:</parameter>|(?=<parameter=|</function>|</tool_call>)|\Z)",
     re.DOTALL,
 )
 _FUNCTION_END = re.compile(r"\s*+</function>")
@@ -80,7 +79,8 @@ def find_calls(
 
     calls: list[dict[str, Any]] = []
     problems: list[str] = []
-    call_end = unclosed_objects = 0
+    call_end = 0
+    unclosed_objects = 0
     is_marked = False
     unread = None  # where the text of an opening mark begins, until a call is read there
 
@@ -88,7 +88,8 @@ def find_calls(
         if event.start() < call_end:
             continue
         if event[0] in marks:
-            problems += [] if unread is None else [written]
+            if unread is not None:
+                problems.append(written)
             is_marked = event[0] == call_format["open"]
             unread = event.end() if is_marked else None
             continue
@@ -97,16 +98,16 @@ def find_calls(
         unclosed_objects += not end
         if unclosed_objects > _MOST_UNCLOSED_OBJECTS:
             break
-        if call is None or not (
-            is_marked or (call["name"] in functions and call["arguments"] is not None)
-        ):
+        if call is None:
+            continue
+        is_known = call["name"] in functions and call["arguments"] is not None
+        if not is_marked and not is_known:
             continue
         schemas = _properties(functions.get(call["name"], {}))
-        arguments = (call["arguments"] or {}).items()
-        typed = {
-            name: _typed(value, schemas.get(name, {}), is_text=is_xml) for name, value in arguments
-        }
-        calls.append({"name": call["name"], "arguments": typed})
+        arguments = {}
+        for name, value in (call["arguments"] or {}).items():
+            arguments[name] = _typed(value, schemas.get(name, {}), is_text=is_xml)
+        calls.append({"name": call["name"], "arguments": arguments})
         call_end = end
         unread = None
 
@@ -118,10 +119,12 @@ def find_calls(
 
 def tool_functions(tools: Sequence[Schema]) -> dict[str, Schema]:
     """The tools' descriptions by their names, of schemas with `function` around them or without."""
-    functions = [tool.get("function", tool) for tool in tools]
-    return {
-        function.get("name"): function for function in functions if isinstance(function, Mapping)
-    }
+    functions = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping):
+            functions[function.get("name")] = function
+    return functions
 
 
 def _properties(function: Schema) -> Schema:
@@ -130,9 +133,7 @@ def _properties(function: Schema) -> Schema:
 
 
 def _read_object(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
-    """The call that a JSON object is, None if it is none; and the object's end, 0 if it has
-    none.
-    """
+    """The call that a JSON object is, or None, and the object's end, 0 if it has none."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -156,11 +157,10 @@ def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int
         end = parameter.end()
         parameter = _PARAMETER.match(text, end)
     closing = _FUNCTION_END.match(text, end)
-    end = closing.end() if closing else end
-    return {
-        "name": start["name"].strip(),
-        "arguments": arguments if arguments or closing else None,
-    }, end
+    if closing:
+        end = closing.end()
+    is_complete = arguments or closing
+    return {"name": start["name"].strip(), "arguments": arguments if is_complete else None}, end
 
 
 def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
@@ -186,8 +186,7 @@ def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
 
 
 def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[str, Any]:
-    """The arguments of a call, which fit the tool's schema. Null for one that may be left out
-    leaves it out.
+    """The arguments of a call, which fit the tool's schema, without nulls of optional ones.
 
     Args:
         arguments: by name.
@@ -206,11 +205,11 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
         if name not in arguments:
             described = _described(schemas.get(name, {}))
             raise ValueError(f"{name} is missing, it must be {described or 'there'}")
-    return {
-        name: checked_value(value, schemas[name], name)
-        for name, value in arguments.items()
-        if value is not None or name in required or _allows_null(schemas[name])
-    }
+    checked = {}
+    for name, value in arguments.items():
+        if value is not None or name in required or _allows_null(schemas[name]):
+            checked[name] = checked_value(value, schemas[name], name)
+    return checked
 
 
 def checked_value(value: Any, schema: Schema, name: str) -> Any:
@@ -239,10 +238,10 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
         isinstance(value, _TYPES[type_name][1]) and is_bool == (type_name == "boolean")
         for type_name in types
     )
-    is_typed = bool(types) or "anyOf" in schema
     is_listed = listed is None or any(
         value == entry and is_bool == isinstance(entry, bool) for entry in listed
     )
+    is_typed = types or "anyOf" in schema
     if (is_typed and not fits) or not is_listed:
         raise ValueError(f"{name} must be {_described(schema)}, got {shorten(value)}")
 
@@ -250,10 +249,8 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
         if first and len(value) != len(first):
             raise ValueError(f"{name} must have {len(first)} entries, got {shorten(value)}")
         schemas = first or [schema.get("items")] * len(value)
-        return [
-            checked_value(value[place], schemas[place], f"{name}[{place}]")
-            for place in range(len(value))
-        ]
+        entries = enumerate(zip(value, schemas, strict=True))
+        return [checked_value(entry, schema, f"{name}[{i}]") for i, (entry, schema) in entries]
     if isinstance(value, dict):
         schema = schema.get("additionalProperties")
         return {key: checked_value(entry, schema, f"{name}.{key}") for key, entry in value.items()}
