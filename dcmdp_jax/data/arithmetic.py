@@ -52,22 +52,22 @@ _ERROR_SIZES = (-10, -2, -1, 1, 2, 10)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Level:
     operations: int
-    largest_operand: int
-    operators: str
     largest_value: int
-    precedence: bool
+    largest_operand: int = 9
+    operators: str = "+-"
+    precedence: bool = False
 
 
 LEVELS: dict[int, _Level] = {
-    1: _Level(operations=2, largest_operand=9, operators="+-", largest_value=27, precedence=False),
-    2: _Level(operations=3, largest_operand=9, operators="+-", largest_value=36, precedence=False),
-    3: _Level(operations=3, largest_operand=9, operators="+-*", largest_value=99, precedence=False),
-    4: _Level(operations=4, largest_operand=9, operators="+-*", largest_value=99, precedence=True),
+    1: _Level(operations=2, largest_value=27),
+    2: _Level(operations=3, largest_value=36),
+    3: _Level(operations=3, largest_value=99, operators="+-*"),
+    4: _Level(operations=4, largest_value=99, operators="+-*", precedence=True),
     5: _Level(
-        operations=5, largest_operand=20, operators="+-*", largest_value=999, precedence=True
+        operations=5, largest_value=999, largest_operand=20, operators="+-*", precedence=True
     ),
-    6: _Level(operations=24, largest_operand=9, operators="+-", largest_value=99, precedence=False),
-    7: _Level(operations=1, largest_operand=29, operators="+", largest_value=58, precedence=False),
+    6: _Level(operations=24, largest_value=99),
+    7: _Level(operations=1, largest_value=58, largest_operand=29, operators="+"),
 }
 """Difficulties. Without precedence a product stands first, so the steps run left to right."""
 
@@ -147,8 +147,8 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
     level = LEVELS[spec.difficulty]
     draw = random.Random(f"arithmetic {spec.difficulty} {spec.split} {spec.seed}")
     noise = random.Random(f"errors {spec.difficulty} {spec.split} {spec.seed}")
-    rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    rows = []
+    seen = set()
     fruitless = 0
     while len(rows) < spec.count and fruitless < _FRUITLESS_DRAWS:
         fruitless += 1
@@ -230,7 +230,7 @@ def _steps(
     """(first, operator, second, result) in the order worked: products first, from the left."""
     numbers = list(numbers)
     operators = list(operators)
-    steps: list[_Step] = []
+    steps = []
     while operators:
         position = operators.index("*") if "*" in operators else 0
         first = numbers[position]

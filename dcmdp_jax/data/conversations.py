@@ -450,7 +450,7 @@ class _Chat:
     def _changed_field(self, message: Message, text: str) -> str | None:
         """The first of a message's thought, content and calls that its turn does not hold."""
         unread = text
-        thoughts: set[str] = set()
+        thoughts = set()
         for field in _THOUGHT_FIELDS:
             # Some rows have one thought under two names.
             thought = str(message.get(field) or "").strip()

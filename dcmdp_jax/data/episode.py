@@ -282,7 +282,7 @@ class OpenGroups:
 
     def add(self, episodes: Iterable[Episode]) -> list[Episode]:
         """Add finished episodes; return the groups that they complete, in prompt order."""
-        complete: list[Episode] = []
+        complete = []
         for episode in episodes:
             group = self._waiting.setdefault(episode.group, [])
             group.append(episode)

@@ -79,7 +79,7 @@ def split_locations(text: str) -> list[str]:
 
     A comma before `key=value` belongs to the built-in task or the function that it continues.
     """
-    locations: list[str] = []
+    locations = []
     for item in text.split(","):
         last = locations[-1] if locations else ""
         is_setting = "=" in item and not _has_settings(item.strip())
@@ -102,7 +102,7 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
         UserError: in one line, for a part not of the form `key=value`, an unknown key, or a
             repeated one.
     """
-    values: dict[str, str] = {}
+    values = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")
         key = key.strip()

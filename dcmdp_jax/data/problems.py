@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ def load_problems(
         problems = problems[:limit]
         return [dataclasses.replace(problem, source=name or problem.source) for problem in problems]
 
-    unique: dict[tuple[Any, ...], Problem] = {}
+    unique = {}
     bad_rows = []
     repeated = 0
     source = name or source_name(location)
@@ -214,7 +214,7 @@ def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any
         ) from None
     name, _, config = location.partition("@")
     try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, config or None, split=split)
+        rows = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the library raises many kinds, of network, of names and of formats
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(

@@ -216,7 +216,7 @@ def _count_control_tokens(
     """The number of problems whose own text holds a control token; logged with the tokens."""
     pattern = control_tokens(tokenizer)
     affected = []
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for problem in problems:
         texts = [*chat.problem_texts(problem)]
         if learned:

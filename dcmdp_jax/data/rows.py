@@ -79,11 +79,11 @@ def problem_from_row(
         fields = row
     learned = answers == "learned"
     prompt = ""
-    messages: tuple[Message, ...] = ()
+    messages = ()
     if not learned or fields.get("messages") is None:
         prompt, messages = _prompt(fields)
     answer = None
-    completion: tuple[Message, ...] = ()
+    completion = ()
     if learned:
         check_row_weight(fields)
         messages = messages_to_read(messages, "prompt")
@@ -143,7 +143,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     """The text that is asked, and the chat that it is part of where the prompt is messages."""
     field, *_ = _present(row, _PROMPT_FIELDS, "prompt")
     value = _chat_or_text(row[field], field)
-    messages: tuple[Message, ...] = ()
+    messages = ()
     if isinstance(value, tuple):
         messages = value
         if not messages or messages[-1]["role"] not in _LAST_ROLES:

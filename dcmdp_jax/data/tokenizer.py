@@ -257,7 +257,7 @@ def end_token_ids(
         UserError: if one of the files is malformed, an id is outside the model's vocabulary, or
             nothing names an end token.
     """
-    ids: set[int] = set()
+    ids = set()
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
         if max(ids) >= vocab_size:

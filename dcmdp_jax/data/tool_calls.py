@@ -77,8 +77,8 @@ def find_calls(
     patterns = [*(re.escape(mark) for mark in marks if mark), _START[call_format["syntax"]]]
     written = f"it is written {call_format.get('example')}"
 
-    calls: list[dict[str, Any]] = []
-    problems: list[str] = []
+    calls = []
+    problems = []
     call_end = 0
     unclosed_objects = 0
     is_marked = False

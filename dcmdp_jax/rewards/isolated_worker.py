@@ -94,7 +94,7 @@ def serve(module: str, trainer: socket.socket) -> None:
         nonlocal function
         function = importlib.import_module(module).load(*args)
 
-    function: Callable[..., Any] = load
+    function = load
     process_id = os.getpid()
     number = 0
     with trainer, contextlib.suppress(EOFError, ConnectionError):

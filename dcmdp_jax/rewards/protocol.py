@@ -262,12 +262,11 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
         log_extra: Callable[[str, list[Any]], None],
         **columns: Sequence[Any],
     ) -> list[Any]:
-        scores: list[Any] = []
+        scores = []
         for row, completion in enumerate(completions):
             arguments = dict.fromkeys(_VERL_COLUMNS)
-            for name in _VERL_COLUMNS:
-                if name in columns:
-                    arguments[name] = columns[name][row]
+            for name in arguments.keys() & columns.keys():
+                arguments[name] = columns[name][row]
             model = arguments.pop("reward_model")
             if isinstance(model, Mapping):
                 arguments["ground_truth"] = model.get("ground_truth")
@@ -278,24 +277,18 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
         if any(map(inspect.isawaitable, scores)):
             scores = asyncio.run(gathered(scores))
 
-        rewards = []
-        details: list[Mapping[str, Any]] = []
-        names: dict[str, None] = {}
-        for row, score in enumerate(scores):
-            detail = score if isinstance(score, Mapping) else {"score": score}
-            reward_value = detail.get("score")
-            if reward_value is None:
+        results = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
+        for row, result in enumerate(results):
+            if result.get("score") is None:
                 raise RewardError(
-                    f"returned {shown(score)}, needs a number, or a dict with one under 'score'",
+                    f"returned {shown(scores[row])}, needs a number, or a dict with one under "
+                    "'score'",
                     row,
                 )
-            rewards.append(reward_value)
-            details.append(detail)
-            names |= dict.fromkeys(detail)
-        for name in names:
+        for name in dict.fromkeys(itertools.chain.from_iterable(results)):
             if name != "score":
-                log_extra(str(name), [detail.get(name) for detail in details])
-        return rewards
+                log_extra(str(name), [result.get(name) for result in results])
+        return [result["score"] for result in results]
 
     return reward
 

@@ -126,7 +126,7 @@ class RewardPool(Closing):
         Args:
             on_wait: called ten times a second; an exception from it ends the wait.
         """
-        results: dict[str, Returned | RewardError] = {}
+        results = {}
         for name, call in self._calls.items():
             try:
                 results[name] = Returned(**result_of(call, on_wait))

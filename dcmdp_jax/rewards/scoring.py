@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
+LoggedSums = Mapping[str, tuple[float, int]]
+"""Name -> sum and count of the numbers logged under it."""
 OWN_COLUMNS = {"answer": "answer", "source": "source", "reference_answer": "answer"}
 """Columns of every problem -> its attribute. A row's own field of the name goes before."""
 
@@ -53,7 +55,7 @@ class BatchScores:
     failed: dict[str, int]
     grades: Grades | None
     sources: tuple[str, ...] | None = None
-    logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    logged: LoggedSums = dataclasses.field(default_factory=dict)
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     def extra_of(self, index: int) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def merge_scores(batches: Sequence[BatchScores]) -> BatchScores:
     if first.sources is not None:
         sources = tuple(itertools.chain.from_iterable(scores.sources for scores in batches))
     names = itertools.chain.from_iterable(scores.extra for scores in batches)
-    extra: dict[str, list[Any]] = {name: [] for name in names}
+    extra = {name: [] for name in names}
     for scores in batches:
         for name, column in extra.items():
             column += scores.extra.get(name, [None] * len(scores.totals))
@@ -94,9 +96,9 @@ def merge_scores(batches: Sequence[BatchScores]) -> BatchScores:
     )
 
 
-def add_logged(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float, int]]:
+def add_logged(batches: Sequence[LoggedSums]) -> dict[str, tuple[float, int]]:
     """Sums and counts of logged numbers, added up by name, in the order of the first."""
-    totals: dict[str, tuple[float, int]] = {}
+    totals = {}
     for logged in batches:
         for name, (value, count) in logged.items():
             total, total_count = totals.get(name, (0.0, 0))
@@ -106,7 +108,7 @@ def add_logged(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, 
 
 def column_names(problems: Sequence[Problem]) -> list[str]:
     """Names of the columns that reward functions get, in the order of their first row."""
-    names: dict[str, None] = {}
+    names = {}
     for problem in problems:
         names |= dict.fromkeys(problem.columns)
     return list(names | dict.fromkeys(OWN_COLUMNS))
@@ -302,7 +304,7 @@ class BatchScoring:
             grades = scorer.verifier.grade(
                 [self._texts[row] for row in answers], list(answers.values())
             )
-        results: dict[str, Returned | RewardError] = dict.fromkeys(scorer.names, Returned([]))
+        results = dict.fromkeys(scorer.names, Returned([]))
         if rows:
             results = scorer.pool.collect(on_wait)
         if grades is not None:
@@ -322,10 +324,10 @@ class BatchScoring:
         """The scores of all rows from the results of each function."""
         scorer = self._scorer
         count = len(self._problems)
-        values: dict[str, list[float | None]] = {}
-        failed: dict[str, int] = {}
+        values = {}
+        failed = {}
         logged = []
-        extra: dict[str, list[Any]] = {}
+        extra = {}
         for function, name in scorer.names.items():
             result = results[function]
             returned = self._returned(function, result)
@@ -371,7 +373,7 @@ class BatchScoring:
 
     def _own_numbers(self) -> dict[str, tuple[float, int]]:
         """Sums and counts of what the scoring itself logs."""
-        logged: dict[str, tuple[float, int]] = {}
+        logged = {}
         if self._beyond:
             logged[_BEYOND] = float(self._beyond), self._tokens
             self._scorer.warn_once(
@@ -416,9 +418,7 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     with an environment. `completion/beyond_vocabulary_fraction` if there are such tokens.
     `logged/NAME`: mean of the numbers that functions logged under NAME.
     """
-    metrics: dict[str, float] = {
-        f"reward/{name}/failed": count for name, count in scores.failed.items()
-    }
+    metrics = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
     without_value = np.full(len(scores.totals), bool(scores.values))
     for name, values in scores.values.items():
         has_value = np.isfinite(values)

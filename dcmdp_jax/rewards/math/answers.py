@@ -406,7 +406,7 @@ def math_verify(
 
     # It warns about each time limit that it is given.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    rewards: list[float | None] = []
+    rewards = []
     for completion, answer in zip(completions, reference_answer, strict=True):
         gold = None if answer is None else library.parse(upright(rf"\boxed{{{answer}}}"))
         if gold:

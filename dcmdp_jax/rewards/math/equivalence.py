@@ -326,7 +326,7 @@ def _labels(items: list[str]) -> list[str | None]:
 
 def _without_repeats(items: list[str]) -> list[str]:
     """Drop the repeats of a tuple, one solution; a number stated twice may be two roots."""
-    unique: dict[str, str] = {}
+    unique = {}
     for index, item in enumerate(items):
         is_number = _bracketed(item) is None
         unique.setdefault(str(index) if is_number else without_spaces(item), item)
@@ -513,7 +513,7 @@ def _bracketed(text: str) -> str | None:
 def _elements(text: str) -> list[str]:
     r"""The elements of a list or set, `a \pm b` counted as two; one for a single answer."""
     inside = _inside_set(text)
-    elements: list[str] = []
+    elements = []
     for group in split_elements(text if inside is None else inside, ";"):
         for item in split_elements(group, ","):
             if item.count(r"\pm") == 1 and r"\mp" not in item:

@@ -119,8 +119,8 @@ def _with_roots(text: str) -> str:
 
 def closing_brackets(text: str, opening: str, closing: str) -> dict[int, int]:
     """Position of each opening bracket -> position of the one that closes it, in one pass."""
-    closes: dict[int, int] = {}
-    opened: list[int] = []
+    closes = {}
+    opened = []
     for position, character in enumerate(text):
         if character in opening:
             opened.append(position)

@@ -5,11 +5,11 @@ squared`), so it stays and the answer does not match. A reference answer may cou
 stands in the plural (`16 daps`).
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import re
+from collections import Counter
 from fractions import Fraction
 
 from dcmdp_jax.rewards.math.numbers import parse_number
@@ -295,7 +295,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
             continue
         if unit.dimension == (("angle", 1),) and PERIODIC.search(value):
             continue
-        powers = collections.Counter(dict(quantity.dimension))
+        powers = Counter(dict(quantity.dimension))
         for name, power in unit.dimension:
             if name in _CURRENCY.groupindex:
                 powers[name] = power
@@ -329,7 +329,7 @@ def _sum_of_amounts(text: str) -> Quantity | None:
 
 def _tail_start(text: str) -> list[int]:
     """At most `_MAX_PIECES` positions where the unit may start, the longest unit first."""
-    starts: list[int] = []
+    starts = []
     previous = ""
     for piece in _PIECE.finditer(text):
         kind = piece.lastgroup
@@ -393,99 +393,100 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     return unit.quantity()
 
 
+@dataclasses.dataclass
 class _UnitReader:
     """A unit that is read word by word.
 
     Attributes:
+        any_noun: whether a noun that no list has may count.
+        last: dimension, power and size of the word that an exponent would raise.
         is_joined: whether it has a `/` or "per".
         lone_letters: whether a word may be a variable.
     """
 
-    def __init__(self, any_noun: bool) -> None:
-        self._any_noun = any_noun
-        self._scale = Fraction(1)
-        self._size = Fraction(1)
-        self._percent = False
-        self._powers: collections.Counter[str] = collections.Counter()
-        # Dimension, power and size of the word that an exponent would raise.
-        self._last: tuple[str, int, Fraction] | None = None
-        self._next_power = 1
-        self._next_sign = 1
-        self._nouns: list[str] = []
-        self._has_plural = False
-        self.is_joined = False
-        self.lone_letters = False
+    any_noun: bool
+    scale: Fraction = Fraction(1)
+    size: Fraction = Fraction(1)
+    percent: bool = False
+    powers: Counter[str] = dataclasses.field(default_factory=Counter)
+    last: tuple[str, int, Fraction] | None = None
+    next_power: int = 1
+    next_sign: int = 1
+    nouns: tuple[str, ...] = ()
+    has_plural: bool = False
+    is_joined: bool = False
+    lone_letters: bool = False
 
     def read(self, token: re.Match[str]) -> bool:
         """Add a word; False where a unit can't have it."""
         word = token[0]
         plain = word.lower().rstrip(".")
         if word == "%" or plain in ("percent", "percentage", "pct"):
-            is_first = not self._percent and not self._powers
-            self._percent = True
+            is_first = not self.percent and not self.powers
+            self.percent = True
             return is_first
         if word.startswith("^"):
             return self._raise_last(int(token[1]))
         if word in ("/", "per"):
-            self._next_sign = -1
+            self.next_sign = -1
             self.is_joined = True
             return True
-        if plain in ("square", "sq", "cubic", "cu") and self._next_power == 1:
-            self._next_power = 2 if plain.startswith("sq") else 3
+        if plain in ("square", "sq", "cubic", "cu") and self.next_power == 1:
+            self.next_power = 2 if plain.startswith("sq") else 3
             return True
         scale = _SCALES.get(word) or _SCALES.get(word.removesuffix("s"))
         if scale:
-            self._scale *= scale
-            return not (self._powers or self._nouns or self._percent or self.is_joined)
+            self.scale *= scale
+            return not (self.powers or self.nouns or self.percent or self.is_joined)
 
         unit = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
         if unit is None:
             return self._read_noun(plain)
         self.lone_letters |= word in _AMBIGUOUS
-        self._last = (unit[0], self._next_sign * self._next_power, unit[1])
-        self._multiply(*self._last)
-        self._next_sign = 1
-        self._next_power = 1
+        self.last = (unit[0], self.next_sign * self.next_power, unit[1])
+        self._multiply(*self.last)
+        self.next_sign = 1
+        self.next_power = 1
         return True
 
     def quantity(self) -> Quantity | None:
         """The unit that was read, without a value; None if it is none."""
-        powers = self._powers
-        if self._next_power != 1 and not powers:
+        powers = self.powers
+        if self.next_power != 1 and not powers:
             return None
-        if self._nouns:
-            if not self._has_plural and not powers:
+        if self.nouns:
+            if not self.has_plural and not powers:
                 return None
-            powers[" ".join(self._nouns)] = 1
+            powers[" ".join(self.nouns)] = 1
         if powers.keys() in ({"angle", "celsius"}, {"angle", "fahrenheit"}):
             del powers["angle"]
-        if not powers and not self._percent and self._scale == 1:
+        if not powers and not self.percent and self.scale == 1:
             return None
         return Quantity(
             text="",
-            scale=self._scale,
+            scale=self.scale,
             dimension=tuple(sorted(item for item in powers.items() if item[1])),
-            size=self._size,
-            percent=self._percent,
+            size=self.size,
+            percent=self.percent,
         )
 
     def _raise_last(self, exponent: int) -> bool:
-        if self._last is None or self._percent or exponent == 0:
+        if self.last is None or self.percent or exponent == 0:
             return False
-        name, power, size = self._last
+        name, power, size = self.last
         self._multiply(name, power * exponent - power, size)
-        self._last = None
+        self.last = None
         return True
 
     def _multiply(self, name: str, power: int, size: Fraction) -> None:
-        self._powers[name] += power
-        self._size *= size**power
+        self.powers[name] += power
+        self.size *= size**power
 
     def _read_noun(self, noun: str) -> bool:
-        if not self._any_noun or not _NOUN.fullmatch(noun) or {noun, noun[:-1]} & _CHANGES_A_VALUE:
+        if not self.any_noun or not _NOUN.fullmatch(noun) or {noun, noun[:-1]} & _CHANGES_A_VALUE:
             return False
-        self._nouns.append(_singular(noun))
-        self._has_plural |= _PLURAL.fullmatch(noun) is not None
+        self.nouns += (_singular(noun),)
+        self.has_plural |= _PLURAL.fullmatch(noun) is not None
         return True
 
 

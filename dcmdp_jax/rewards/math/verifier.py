@@ -134,7 +134,7 @@ class Verifier(Closing):
         if self._closed:
             raise RuntimeError("the verifier is closed: make a new one")
         wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
-        pairs: list[_Pair | None] = []
+        pairs = []
         for completion, answer in zip(completions, answers, strict=True):
             prediction = self.found_answer(completion)
             if prediction is None:

@@ -69,7 +69,8 @@ def test_the_flexible_extraction_reads_what_small_models_write(completion, answe
 
 
 def test_every_rule_of_the_notation_does_what_its_case_says():
-    for pattern, replacement, case, result in notation._RULES:
+    for pattern, replacement, example in notation._RULES:
+        case, result = example.split(" => ")
         assert re.sub(pattern, replacement, case) == result != case, pattern
 
 
