@@ -488,7 +488,7 @@ def _by_columns(arguments: argparse.Namespace, names: dict[str, str]) -> Measure
 
 def _counts(recording: Recording, left_out: LeftOut) -> dict[str, str]:
     """The rows of a recording and what is left out of it, for `Measured.source`."""
-    used = "all" if recording.kept_every == 1 else f"every {recording.kept_every}th"
+    used = "all" if recording.stride == 1 else f"every {recording.stride}th"
     counts = {"rows": f"{recording.rows:,}, {used} used"}
     if str(left_out):
         counts[page.LEFT_OUT] = str(left_out)

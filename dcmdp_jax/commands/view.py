@@ -163,7 +163,7 @@ def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Ite
 
     left_out = recording_files.LeftOut()
     for file in over_training.find_files(paths, left_out):
-        for number, (file_place, source, columns, cells) in enumerate(
+        for number, (step_rank, source, columns, cells) in enumerate(
             formats.rows_of(file, left_out)
         ):
             row = recording.checked_row(
@@ -178,7 +178,7 @@ def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Ite
                 top = [_likeliest(word, *state) for state in states]
             yield Completion(
                 run=label,
-                step=file_place.step,
+                step=step_rank.step,
                 source=source,
                 prompt=_prompt(cells, decode),
                 tokens=list(map(word, row["token"].tolist())),

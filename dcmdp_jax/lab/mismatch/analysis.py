@@ -1,12 +1,10 @@
-"""Everything that is said about one pair of engines, gathered for the table, the JSON file and the
-page.
-"""
+"""The results for one pair of engines, gathered for the table, the JSON file and the page."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +26,23 @@ TokenText = Callable[[int], str]
 """Token id -> its text."""
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+"""Bounds of groups by q."""
 ENTROPY_EDGES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
+"""Nats, bounds of groups by entropy; the last group has no upper one."""
 _TOKENS_SHOWN = 20
-_MOST_ALIKE = 50
+"""Token ids in the table by token."""
 _WORST_SHOWN = 20
+"""Tokens shown in their context."""
+_MOST_ALIKE = 50
+"""Tokens looked at for each one shown: completions of a prompt may all have the same worst one."""
 _CONTEXT_BEFORE = 16
+"""Tokens shown before one of the worst."""
 _CONTEXT_AFTER = 4
+"""Tokens shown after it."""
 
 
-class Group(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
     """Tokens that share a property.
 
     Attributes:
@@ -54,7 +60,8 @@ class Group(NamedTuple):
     mean_log_ratio: float
 
 
-class WorstToken(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorstToken:
     """A token with a large |p - q|, in its context.
 
     Attributes:
@@ -77,19 +84,17 @@ class WorstToken(NamedTuple):
 def by_probability(pairs: TokenPairs) -> list[Group]:
     """Groups by q, the probability the engine sampled the token with."""
     q = np.exp(pairs.rollout_logprobs.astype(np.float64))
-    labels = [
-        f"{low:g} - {high:g}"
-        for low, high in zip(PROBABILITY_EDGES, PROBABILITY_EDGES[1:], strict=False)
-    ]
-    return _groups(pairs, np.digitize(q, PROBABILITY_EDGES[1:-1]), labels)
+    return _groups(pairs, np.digitize(q, PROBABILITY_EDGES[1:-1]), _ranges(PROBABILITY_EDGES))
 
 
 def by_position(pairs: TokenPairs) -> list[Group]:
     """Groups by place in the completion: 1, 2, 3-4, 5-8, ..."""
-    position = pairs.position
-    group = np.zeros(len(position), np.int64)
-    group[position > 0] = np.floor(np.log2(position[position > 0])).astype(np.int64) + 1
-    labels = ["1", *(f"{2**k + 1} - {2 ** (k + 1)}" if k else "2" for k in range(int(group.max())))]
+    later = pairs.position > 0
+    group = np.zeros(len(later), np.int64)
+    group[later] = np.floor(np.log2(pairs.position[later])).astype(np.int64) + 1
+    labels = ["1", "2"]
+    for power in range(1, int(group.max())):
+        labels.append(f"{2**power + 1} - {2 ** (power + 1)}")
     return _groups(pairs, group, labels)
 
 
@@ -97,14 +102,12 @@ def by_entropy(pairs: TokenPairs) -> list[Group]:
     """Groups by the entropy of the training stack's distribution; empty if it is not known."""
     if pairs.entropies is None:
         return []
-    labels = [
-        f"{low:g} - {high:g}" for low, high in zip(ENTROPY_EDGES, ENTROPY_EDGES[1:], strict=False)
-    ]
-    return _groups(
-        pairs,
-        np.digitize(pairs.entropies, ENTROPY_EDGES[1:]),
-        [*labels, f"over {ENTROPY_EDGES[-1]:g}"],
-    )
+    labels = [*_ranges(ENTROPY_EDGES), f"over {ENTROPY_EDGES[-1]:g}"]
+    return _groups(pairs, np.digitize(pairs.entropies, ENTROPY_EDGES[1:]), labels)
+
+
+def _ranges(edges: Sequence[float]) -> list[str]:
+    return [f"{low:g} - {high:g}" for low, high in itertools.pairwise(edges)]
 
 
 def by_token(pairs: TokenPairs, text: TokenText | None) -> list[Group]:
@@ -124,57 +127,68 @@ def by_lag(pairs: TokenPairs) -> list[Group]:
 
 
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
-    """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after
-    it.
+    """The 20 tokens of the largest |p - q|, largest first, each in its context.
 
     Completions of one prompt are often the same up to a token, which is then shown once.
     """
     delta = pairs.discrepancy
-    starts = pairs.starts
-    completion = pairs.completion
-    found: dict[tuple[bytes, str], WorstToken] = {}
-    for index in np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE].tolist():
-        row = int(completion[index])
-        same = pairs.token_ids[starts[row] : index + 1].tobytes(), f"{delta[index]:.3g}"
-        if same in found or len(found) == _WORST_SHOWN:
-            continue
-        begin, end = int(starts[row]), int(starts[row] + pairs.lengths[row])
-        bounds = (
-            max(begin, index - _CONTEXT_BEFORE),
-            index,
-            index + 1,
-            min(end, index + 1 + _CONTEXT_AFTER),
-        )
-        spans = [pairs.token_ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
-        texts = ["" if text is None else "".join(map(text, span)) for span in spans]
-        p, q = (
-            float(np.exp(np.float64(x[index])))
-            for x in (pairs.train_logprobs, pairs.rollout_logprobs)
-        )
-        found[same] = WorstToken(row, index - begin, int(pairs.token_ids[index]), p, q, *texts)
-    return list(found.values())
+    ranked = np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE]
+    worst: dict[tuple[bytes, str], WorstToken] = {}
+    for index in ranked.tolist():
+        row = int(pairs.completion[index])
+        beginning = pairs.token_ids[pairs.starts[row] : index + 1].tobytes()
+        key = (beginning, f"{delta[index]:.3g}")
+        if key not in worst:
+            worst[key] = _in_context(pairs, row, index, text)
+        if len(worst) == _WORST_SHOWN:
+            break
+    return list(worst.values())
+
+
+def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None) -> WorstToken:
+    span = pairs.span(row)
+
+    def decoded(start: int, stop: int) -> str:
+        tokens = pairs.token_ids[max(span.start, start) : min(span.stop, stop)].tolist()
+        return "" if text is None else "".join(map(text, tokens))
+
+    return WorstToken(
+        completion=row,
+        position=index - int(span.start),
+        token_id=int(pairs.token_ids[index]),
+        train=float(np.exp(np.float64(pairs.train_logprobs[index]))),
+        rollout=float(np.exp(np.float64(pairs.rollout_logprobs[index]))),
+        before=decoded(index - _CONTEXT_BEFORE, index),
+        text=decoded(index, index + 1),
+        after=decoded(index + 1, index + 1 + _CONTEXT_AFTER),
+    )
 
 
 def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:
     """Groups by number, in order, without the empty ones."""
     delta = pairs.discrepancy
-    d = np.abs(pairs.log_ratio)
-    counts, sums, ratios = (
-        np.bincount(group, weights, len(labels)) for weights in (None, delta, d)
-    )
     total = delta.sum()
-    return [
-        Group(label, int(n), s / n, s / total if total else 0.0, r / n)
-        for label, n, s, r in zip(
-            labels, counts.tolist(), sums.tolist(), ratios.tolist(), strict=True
+    counts = np.bincount(group, minlength=len(labels))
+    sums = np.bincount(group, delta, len(labels))
+    log_ratios = np.bincount(group, np.abs(pairs.log_ratio), len(labels))
+    groups = []
+    for number in np.flatnonzero(counts):
+        tokens = int(counts[number])
+        groups.append(
+            Group(
+                label=labels[number],
+                tokens=tokens,
+                mean=float(sums[number]) / tokens,
+                share=float(sums[number] / total) if total else 0.0,
+                mean_log_ratio=float(log_ratios[number]) / tokens,
+            )
         )
-        if n
-    ]
+    return groups
 
 
-class StateMeasure(NamedTuple):
-    """A measure of whole states and its estimate from sampled tokens; of the head's mass the exact
-    value alone.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateMeasure:
+    """A measure of whole states and its estimate from sampled tokens, NaN for the head's mass.
 
     Attributes:
         title: for people.
@@ -192,8 +206,7 @@ class StateMeasure(NamedTuple):
 
 
 def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
-    """How far two engines are apart in whole states, and how noisily the sampled tokens say so; see
-    `state_measures`.
+    """How far two engines are apart in whole states, and how noisily sampled tokens say so.
 
     The engine's k likeliest tokens give the exact value of a state, within its bound. Everybody's
     metric has the sampled token alone, whose term has that value as its mean under q:
@@ -203,6 +216,8 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         KL(p || q)             r log r
         expected |p - q|       |p - q|
 
+    See `state_measures`.
+
     Returns:
         Each measure over the states of sampled tokens, with its estimate; empty without likeliest
         tokens.
@@ -210,25 +225,33 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     if pairs.states is None:
         return ()
     log_ratio = pairs.log_ratio
-    states = pairs.states.astype(np.float64)
     ratio = np.exp(log_ratio)
-    terms = np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy
-    found = []
-    for place, (title, term) in enumerate(zip(STATE_MEASURES.values(), terms, strict=True)):
-        exact = states[:, 2 * place]
-        bound = states[:, 2 * place + 1]
-        noise = float(np.sqrt(np.sum((term - exact) ** 2)) / len(term))
-        found.append(
-            StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise)
+    terms = (np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy)
+    states = pairs.states.astype(np.float64)
+    measures = []
+    for index, (title, term) in enumerate(zip(STATE_MEASURES.values(), terms, strict=True)):
+        exact = states[:, 2 * index]
+        measures.append(
+            StateMeasure(
+                title=title,
+                exact=float(exact.mean()),
+                bound=float(states[:, 2 * index + 1].mean()),
+                sampled=float(term.mean()),
+                noise=float(np.sqrt(np.sum((term - exact) ** 2)) / len(term)),
+            )
         )
     mass, count = states[:, -2:].mean(axis=0)
-    return (
-        *found,
-        StateMeasure(f"mass of the engine's {count:g} likeliest", float(mass), *(math.nan,) * 3),
+    head = StateMeasure(
+        title=f"mass of the engine's {count:g} likeliest",
+        exact=float(mass),
+        bound=math.nan,
+        sampled=math.nan,
+        noise=math.nan,
     )
+    return (*measures, head)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Known):
     """A pair as it was measured, before anything is concluded.
 
@@ -253,7 +276,7 @@ class Measured(Known):
     over_training: OverTraining | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
     """The whole result for one pair.
 
@@ -286,7 +309,7 @@ class Analysis:
         """Plain values; what is not finite is None."""
         record = dataclasses.asdict(self)
         for plain, finding in zip(record["findings"], self.findings, strict=True):
-            plain |= {"title": finding.title, "remedy": finding.remedy}
+            plain.update(title=finding.title, remedy=finding.remedy)
         return json_values(record)
 
 
@@ -300,32 +323,36 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     pairs = measured.pairs
     text = measured.text
     floor = max(measured.floors.values(), default=None)
-    known = {field.name: getattr(measured, field.name) for field in dataclasses.fields(Known)}
-    legs = (
-        []
-        if measured.scored is None
-        else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
-    )
+    legs = []
+    if measured.scored is not None:
+        legs = legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
     over = measured.over_training
-    course = (
-        next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "")
-        if over
-        else ""
+    alarms = {alarm.name: alarm.text for alarm in over.alarms} if over else {}
+    evidence = collect(
+        pairs,
+        framework=measured.framework,
+        rounding=measured.rounding,
+        explanations=measured.explanations,
+        settings=measured.settings,
+        lifted=measured.lifted,
+        recurrent=measured.recurrent,
+        operators=measured.operators,
+        floor=floor,
+        legs=legs,
+        course=alarms.get("unseen_updates", ""),
     )
-    evidence = collect(pairs, floor=floor, legs=legs, course=course, **known)
+
     findings = tuple(diagnosis.diagnose(evidence))
     verdict = findings[0]
-    odd_rank = over.odd_rank if over else ""
-    defect = (
-        verdict.title
-        if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few"
-        else odd_rank or None
-    )
+    defect = over.odd_rank if over and over.odd_rank else None
+    if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few":
+        defect = verdict.title
     recommendation = recommend(evidence.mean, floor, defect)
     if tolerance is None and not math.isnan(recommendation.tolerance):
         tolerance = recommendation.tolerance
     if over is not None and math.isnan(recommendation.tolerance):
         over = over.without_recommendation()
+
     groups = {
         "probability under the engine": by_probability(pairs),
         "position in the completion": by_position(pairs),
@@ -341,7 +368,7 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         findings=findings,
         recommendation=recommendation,
         states=compare_states(pairs),
-        groups={heading: tuple(found) for heading, found in groups.items() if found},
+        groups={heading: tuple(listed) for heading, listed in groups.items() if listed},
         worst=tuple(worst_tokens(pairs, text)),
         evidence=evidence,
         over_training=over,

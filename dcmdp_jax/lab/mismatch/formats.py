@@ -1,5 +1,4 @@
-"""Recording formats of the frameworks: file patterns, identifying keys, and the meaning of each
-column.
+"""Recording formats of the frameworks: file patterns, keys, and the meaning of each column.
 
 To add a format, add an entry to `FORMATS`.
 """
@@ -9,7 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +26,20 @@ from dcmdp_jax.lab.mismatch.recording_files import (
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class StepRank:
     """Where in a run a row was recorded; None where it is not known."""
 
     step: int | None = None
     rank: int | None = None
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """What places are sorted by."""
+        return (-1 if self.step is None else self.step, -1 if self.rank is None else self.rank)
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
     """A framework's recording.
 
@@ -62,25 +67,26 @@ class Format:
     source: str = ""
     prepare: Callable[[dict[str, Any]], None] = lambda row: None
 
-    def place(self, path: Path, row: Mapping[str, Any]) -> Place:
+    def step_rank(self, path: Path, row: Mapping[str, Any]) -> StepRank:
         """Where in a run a row of a file was recorded."""
-        if named := re.search(self.named, path.as_posix()):
-            return Place(*map(int, named.groups()))
-        values = (row.get(name) for name in self.numbered)
-        return Place(
-            *(
-                value if isinstance(value, int) and not isinstance(value, bool) else None
-                for value in values
-            )
-        )
+        match = re.search(self.named, path.as_posix())
+        if match:
+            return StepRank(*map(int, match.groups()))
+        numbers = []
+        for name in self.numbered:
+            value = row.get(name)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            numbers.append(value if is_number else None)
+        return StepRank(*numbers)
 
 
-class RecordedFile(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedFile:
     """A file of a recording: its path, its framework, and the place of its first row."""
 
     path: Path
     framework: str
-    place: Place
+    step_rank: StepRank
 
 
 def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
@@ -90,57 +96,67 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
         UserError: with the keys found and the formats tried, if none knows them, or the file is not
             readable.
     """
-    if not (found := _keys(path, left_out)):
+    keys = _keys(path, left_out)
+    if not keys:
         return None
-    for name, each in FORMATS.items():
-        if each.keys <= set(found):
-            if (row := next(_file_rows(path, each, left_out), None)) is None:
+    for name, candidate in FORMATS.items():
+        if candidate.keys <= set(keys):
+            row = next(_file_rows(path, candidate, left_out), None)
+            if row is None:
                 return None
             framework = str(row.get("framework") or "columns") if name == "recorder" else name
-            return RecordedFile(path, framework, each.place(path, row))
-    keys = shorten_name(", ".join(map(str, found)))
+            return RecordedFile(
+                path=path, framework=framework, step_rank=candidate.step_rank(path, row)
+            )
+
+    listed = shorten_name(", ".join(map(str, keys)))
     if path.suffix != ".pt":
-        logprobs, ids = _numbers_of(path, found, left_out)
-        if logprobs:
-            more = f" and --token-column={ids[0]}" if ids else ""
-            raise UserError(
-                f"{path}: no format knows it. {shorten_name(', '.join(logprobs))} hold log-probs: "
-                "name the training stack's by --train-column, the engine's by "
-                f"--rollout-column{more}. Keys found: {keys}"
-            )
-        if not ids:
-            raise UserError(
-                f"{path}: text without log-probs. Keys found: {keys}. verl, TRL and SkyRL write "
-                "none by themselves: record both with dcmdp_jax.record in the trainer's process "
-                "(docs/probe.md), then probe that recording"
-            )
-    tried = "; ".join(f"{name} ({', '.join(sorted(each.keys))})" for name, each in FORMATS.items())
+        _refuse_columns(path, keys, listed, left_out)
+    formats = "; ".join(
+        f"{name} ({', '.join(sorted(file_format.keys))})" for name, file_format in FORMATS.items()
+    )
     raise UserError(
-        f"{path}: no format knows it. Keys found: {keys}. Formats tried: {tried}. "
+        f"{path}: no format knows it. Keys found: {listed}. Formats tried: {formats}. "
         "Columns of other names are given by --train-column, --rollout-column and so on"
     )
 
 
-def _numbers_of(path: Path, names: list[str], left_out: LeftOut) -> tuple[list[str], list[str]]:
-    """Columns whose cells in the first row are lists of log-probs, and of token ids."""
+def _refuse_columns(path: Path, names: list[str], listed: str, left_out: LeftOut) -> None:
+    """Say which columns of the first row hold log-probs and token ids, or that there are none."""
     row = next(read_rows(path, {}, names, left_out=left_out), {})
     logprobs = []
     ids = []
     for name in names:
-        cell = row.get(name)
-        values = [x for x in cell if x is not None] if isinstance(cell, list | np.ndarray) else []
-        if values and {type(x) for x in values} <= {
-            int,
-            float,
-            np.float32,
-            np.float64,
-            np.int32,
-            np.int64,
-        }:
-            column = np.array(values)
-            logprobs += [name] * bool(column.max() <= 0 > column.min())
-            ids += [name] * bool(column.min() >= 0 and (column % 1 == 0).all())
-    return logprobs, ids
+        column = _as_numbers(row.get(name))
+        if column is None:
+            continue
+        if column.max() <= 0 > column.min():
+            logprobs.append(name)
+        if column.min() >= 0 and (column % 1 == 0).all():
+            ids.append(name)
+
+    if logprobs:
+        token_option = f" and --token-column={ids[0]}" if ids else ""
+        raise UserError(
+            f"{path}: no format knows it. {shorten_name(', '.join(logprobs))} hold log-probs: "
+            "name the training stack's by --train-column, the engine's by "
+            f"--rollout-column{token_option}. Keys found: {listed}"
+        )
+    if not ids:
+        raise UserError(
+            f"{path}: text without log-probs. Keys found: {listed}. verl, TRL and SkyRL write "
+            "none by themselves: record both with dcmdp_jax.record in the trainer's process "
+            "(docs/probe.md), then probe that recording"
+        )
+
+
+def _as_numbers(cell: Any) -> np.ndarray | None:
+    """The values of a list of numbers, without nulls; None if it is none or empty."""
+    if not isinstance(cell, list | np.ndarray):
+        return None
+    values = [value for value in cell if value is not None]
+    numbers = {int, float, np.float32, np.float64, np.int32, np.int64}
+    return np.array(values) if values and {type(value) for value in values} <= numbers else None
 
 
 def format_of(framework: str) -> Format:
@@ -150,31 +166,40 @@ def format_of(framework: str) -> Format:
 
 def rows_of(
     file: RecordedFile, left_out: LeftOut
-) -> Iterator[tuple[Place, str | None, Columns, dict[str, Any]]]:
-    """Place, source, columns and cells of each row of a file; the columns name what this row
-    has.
+) -> Iterator[tuple[StepRank, str | None, Columns, dict[str, Any]]]:
+    """Place, source, columns and cells of each row of a file.
+
+    The columns name what this row has.
     """
-    each = format_of(file.framework)
-    for row in _file_rows(file.path, each, left_out):
-        place = each.place(file.path, row)
-        source = row.get(each.source) if each.source else None
-        each.prepare(row)
-        given = {kind: name for kind, name in each.optional.items() if row.get(name) is not None}
-        yield place, _source_name(source), dataclasses.replace(each.columns, **given), row
+    file_format = format_of(file.framework)
+    for row in _file_rows(file.path, file_format, left_out):
+        step_rank = file_format.step_rank(file.path, row)
+        source = row.get(file_format.source) if file_format.source else None
+        file_format.prepare(row)
+        present = {
+            kind: name for kind, name in file_format.optional.items() if row.get(name) is not None
+        }
+        columns = dataclasses.replace(file_format.columns, **present)
+        yield step_rank, _source_name(source), columns, row
 
 
 def files_below(directory: Path) -> list[Path]:
-    """Return the files at any depth that a format's pattern matches, or else all of a known
-    suffix.
-    """
-    known = [pattern for each in FORMATS.values() for pattern in each.patterns]
-    known += [f"{pattern}.gz" for pattern in known if pattern.endswith(".jsonl")]
-    for patterns in (known, [f"*{suffix}" for suffix in _SUFFIXES]):
-        if found := {
-            path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()
-        }:
-            return sorted(found)
-    return []
+    """Files at any depth that a format's pattern matches, or else all of a known suffix."""
+    patterns = []
+    for file_format in FORMATS.values():
+        for pattern in file_format.patterns:
+            patterns.append(pattern)
+            if pattern.endswith(".jsonl"):
+                patterns.append(f"{pattern}.gz")
+    files = _matching(directory, patterns)
+    return files or _matching(directory, [f"*{suffix}" for suffix in _SUFFIXES])
+
+
+def _matching(directory: Path, patterns: list[str]) -> list[Path]:
+    files = set()
+    for pattern in patterns:
+        files.update(path for path in directory.rglob(pattern) if path.is_file())
+    return sorted(files)
 
 
 def _source_name(source: Any) -> str | None:
@@ -189,13 +214,12 @@ def _source_name(source: Any) -> str | None:
 def _keys(path: Path, left_out: LeftOut) -> list[str]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
-        samples = payload.get("samples") if isinstance(payload, dict) else None
-        inner = (
-            list(samples[0])
-            if isinstance(samples, list) and samples and isinstance(samples[0], dict)
-            else []
-        )
-        return [*payload, *inner] if isinstance(payload, dict) else [type(payload).__name__]
+        if not isinstance(payload, dict):
+            return [type(payload).__name__]
+        samples = payload.get("samples")
+        if isinstance(samples, list) and samples and isinstance(samples[0], dict):
+            return [*payload, *samples[0]]
+        return list(payload)
     if suffix_of(path) not in _SUFFIXES:
         raise UserError(
             f"{path}: a recording is a {', '.join(_SUFFIXES)} file, a directory, or a glob of these"
@@ -203,21 +227,21 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
     return column_names(path, left_out)
 
 
-def _file_rows(path: Path, each: Format, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[dict[str, Any]]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
         for sample in payload["samples"]:
             yield {**sample, "rollout_id": payload.get("rollout_id")}
         return
-    optional = [*each.optional.values(), *filter(None, (each.source,)), *_PLACE, *_SHOWN]
-    yield from read_rows(path, each.columns.options(), optional, left_out=left_out)
+    optional = [*file_format.optional.values(), *_PLACE, *_SHOWN]
+    if file_format.source:
+        optional.append(file_format.source)
+    yield from read_rows(path, file_format.columns.options(), optional, left_out=left_out)
 
 
 @functools.lru_cache(maxsize=1)
 def _load_torch(path: Path) -> Any:
-    """The content of a torch file; a file is asked for its keys, its first row and all rows in
-    turn.
-    """
+    """The content of a torch file, cached: its keys, first row and all rows are asked for."""
     show_torch()
     try:
         import torch
@@ -263,9 +287,7 @@ def _slime_sample(row: dict[str, Any]) -> None:
 
 
 def _own_row(row: dict[str, Any]) -> None:
-    """The age of a token's weights; a token of step k was sampled for the update of version k -
-    1.
-    """
+    """Add the age of a token's weights; a token of step k is sampled for version k - 1's update."""
     versions = np.asarray(row["policy_versions"])
     row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
 

@@ -1,21 +1,18 @@
-"""What recordings hold: one file by its columns; many files of a run, measured over its steps,
-ranks and sources.
-"""
+"""The content of recordings: one file by its columns, or a run by step, rank and source."""
 
 import collections
+import dataclasses
 import glob
 import itertools
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.lab.mismatch.formats import (
-    Place,
     RecordedFile,
+    StepRank,
     files_below,
     format_of,
     identify,
@@ -28,20 +25,23 @@ from dcmdp_jax.lab.mismatch.pairs import (
     probability_difference,
     recommend,
 )
-from dcmdp_jax.lab.mismatch.recording import Columns, KeptRows, Row, checked_row, pairs_of
+from dcmdp_jax.lab.mismatch.recording import Columns, Row, RowSample, checked_row, pairs_of
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, read_rows
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 
 _SHOWN = 5
+"""Missing steps or ranks named in a message."""
 _FIRST_STEPS = 5
-# A rank or source stands out where its mean is this many times the others' median, and not within
-# float32's rounding.
+"""Steps whose mean recommends a c for the alarms."""
 _STANDS_OUT = 3.0
+"""Mean of a rank or source that stands out, in multiples of the others' median."""
 _ROUNDING = 1e-5
+"""Mean |p - q| that float32's rounding explains: within it nothing stands out."""
 
 
-class StepMismatch(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMismatch:
     """Mismatch of one training step.
 
     Attributes:
@@ -59,7 +59,8 @@ class StepMismatch(NamedTuple):
     engine_surprise: float
 
 
-class Slice(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
     """Mismatch of one rank or one source over all steps: its name, size, and mean |p - q|."""
 
     name: str
@@ -68,7 +69,8 @@ class Slice(NamedTuple):
     mean: float
 
 
-class OverTraining(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverTraining:
     """Mismatch over a run.
 
     Attributes:
@@ -95,24 +97,25 @@ class OverTraining(NamedTuple):
         """The same where no c is recommended: without the alarms that compare with one."""
         if not self.tolerance_from.startswith("recommended"):
             return self
-        kept = tuple(alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET)
-        return self._replace(alarms=kept, tolerance=np.nan, tolerance_from="")
+        alarms = tuple(alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET)
+        return dataclasses.replace(self, alarms=alarms, tolerance=np.nan, tolerance_from="")
 
 
-class Recording(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recording:
     """Content of a recording.
 
     Attributes:
         pairs: the tokens.
         rows: in the file.
-        kept_every: 1 if all rows are in `pairs`; k if only every k-th is, because of `max_tokens`.
+        stride: 1 if all rows are in `pairs`; k if only every k-th is, because of `max_tokens`.
         left_out: tokens and lines that are not in `pairs` nor in `rows`.
         over_training: None where the steps are not known.
     """
 
     pairs: TokenPairs
     rows: int
-    kept_every: int
+    stride: int
     left_out: LeftOut
     over_training: OverTraining | None = None
 
@@ -129,42 +132,47 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
         UserError: in one line, if there is none, no format knows one of them (with its keys and the
             formats tried), or they are of several frameworks.
     """
-    found: dict[Path, RecordedFile] = {}
+    recorded: dict[Path, RecordedFile] = {}
     for text in paths:
-        path = Path(text)
-        if (path / METRICS_FILE).is_file() and not any(
-            path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")
-        ):
-            raise UserError(
-                f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample "
-                f"anew with its model by --model={text}, or record by observe.rollouts_every_steps"
-            )
-        roots = [path] if path.exists() else sorted(map(Path, glob.glob(text, recursive=True)))
-        files = [
-            each for root in roots for each in (files_below(root) if root.is_dir() else [root])
-        ]
-        if not files and roots == [path]:
-            raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
-        if not files:
-            raise FileNotFoundError(2, "No such file or directory", text)
-        newest = max(files, key=lambda each: each.stat().st_mtime) if len(files) > 1 else None
-        for each in files:
+        files = _files_of(text)
+        newest = max(files, key=lambda path: path.stat().st_mtime) if len(files) > 1 else None
+        for path in files:
             try:
-                if (one := identify(each, left_out)) is not None:
-                    found.setdefault(each.resolve(), one)
+                file = identify(path, left_out)
             except UnreadableError:
-                if each != newest:
+                if path != newest:
                     raise
-                left_out.unfinished.append(str(each))
-    if not found:
+                left_out.unfinished.append(str(path))
+                continue
+            if file is not None:
+                recorded.setdefault(path.resolve(), file)
+
+    if not recorded:
         raise UserError(
             f"{shorten_name(', '.join(paths))}: no row in any file{left_out.after('; left out: ')}"
         )
-    _refuse_mixed(list(found.values()))
-    return sorted(
-        found.values(),
-        key=lambda each: ([-1 if at is None else at for at in each.place], each.path),
-    )
+    _refuse_mixed(recorded.values())
+    return sorted(recorded.values(), key=lambda file: (file.step_rank.order, file.path))
+
+
+def _files_of(text: str) -> list[Path]:
+    """The files of one path: itself, those below a directory, or those that a glob matches."""
+    path = Path(text)
+    is_run = (path / METRICS_FILE).is_file()
+    if is_run and not any(path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")):
+        raise UserError(
+            f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew "
+            f"with its model by --model={text}, or record by observe.rollouts_every_steps"
+        )
+    roots = [path] if path.exists() else sorted(map(Path, glob.glob(text, recursive=True)))
+    files = []
+    for root in roots:
+        files += files_below(root) if root.is_dir() else [root]
+    if not files and roots == [path]:
+        raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
+    if not files:
+        raise FileNotFoundError(2, "No such file or directory", text)
+    return files
 
 
 def read_run(
@@ -192,50 +200,63 @@ def read_run(
             is wrong.
     """
     if not allow_gaps:
-        left_out.unfinished += _refuse_gaps([file.place for file in files])
+        left_out.unfinished += _refuse_gaps([file.step_rank for file in files])
     _refuse_doubles(files)
-    kept = KeptRows(max_tokens)
-    places = set()
-    ranks, sources = (collections.defaultdict(lambda: np.zeros(3)) for _ in range(2))
+    sample = RowSample(max_tokens)
+    recorded = set()
+    ranks = collections.defaultdict(lambda: np.zeros(3))
+    sources = collections.defaultdict(lambda: np.zeros(3))
 
     def rows() -> Iterator[tuple[int | None, Row]]:
         for file in files:
-            for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
+            for number, (step_rank, source, columns, cells) in enumerate(rows_of(file, left_out)):
                 row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
-                kept.add(row)
-                if len(row["token"]):
-                    places.add(place)
-                    delta = probability_difference(row["train"], row["rollout"])
-                    for sums, part in ((ranks, place.rank), (sources, source)):
-                        if part is not None:
-                            sums[part] += (1, len(delta), delta.sum())
-                    yield place.step, row
+                sample.add(row)
+                if not len(row["token"]):
+                    continue
+                recorded.add(step_rank)
+                delta = probability_difference(row["train"], row["rollout"])
+                sums = (1, len(delta), delta.sum())
+                if step_rank.rank is not None:
+                    ranks[step_rank.rank] += sums
+                if source is not None:
+                    sources[source] += sums
+                yield step_rank.step, row
 
     steps: dict[int, StepMismatch] = {}
-    for step, group in itertools.groupby(rows(), key=operator.itemgetter(0)):
+    for step, group in itertools.groupby(rows(), key=lambda numbered: numbered[0]):
+        step_rows = (row for _, row in group)
         if step is None:
-            collections.deque(group, maxlen=0)
+            collections.deque(step_rows, maxlen=0)
         elif step in steps:
             raise UserError(
                 f"step {step}: its rows are not together; probe the files of one run alone"
             )
         else:
-            steps[step] = _step_mismatch(step, [row for _, row in group])
+            steps[step] = _step_mismatch(step, list(step_rows))
     if not allow_gaps:
-        _refuse_gaps(places)
-    where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
-    pairs = kept.pairs(where, format_of(files[0].framework).columns, left_out)
-    slices = _slices(ranks, "rank {}"), _slices(sources, "{}")
-    over = (
-        _over_training([steps[step] for step in sorted(steps)], *slices, tolerance, metrics)
-        if steps
-        else None
+        _refuse_gaps(recorded)
+
+    where = str(files[0].path)
+    if len(files) > 1:
+        where += f" and {len(files) - 1} more"
+    pairs = sample.pairs(where, format_of(files[0].framework).columns, left_out)
+    over = None
+    if steps:
+        in_order = [steps[step] for step in sorted(steps)]
+        rank_slices = _slices(ranks, "rank {}")
+        over = _over_training(in_order, rank_slices, _slices(sources, "{}"), tolerance, metrics)
+    return Recording(
+        pairs=pairs,
+        rows=sample.rows,
+        stride=sample.stride,
+        left_out=left_out,
+        over_training=over,
     )
-    return Recording(pairs, kept.rows, kept.every, left_out, over)
 
 
 def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Recording:
-    """Read a recording in bounded memory (`KeptRows`); every row is checked, kept or not.
+    """Read a recording in bounded memory (`RowSample`); every row is checked, kept or not.
 
     Args:
         path: .parquet, or .jsonl or .jsonl.gz with one JSON object a line.
@@ -252,33 +273,53 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     path = Path(path)
     options: dict[str, str] = {}
     for option, name in columns.options().items():
-        if (other := options.setdefault(name, option)) != option:
+        other = options.setdefault(name, option)
+        if other != option:
             raise UserError(
                 f"{other} and {option}: both are {shorten(name)}; name a column of its own for each"
             )
-    kept = KeptRows(max_tokens)
+    sample = RowSample(max_tokens)
     left_out = LeftOut()
     for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
-        kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
-    return Recording(kept.pairs(path, columns, left_out), kept.rows, kept.every, left_out)
+        sample.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
+    return Recording(
+        pairs=sample.pairs(path, columns, left_out),
+        rows=sample.rows,
+        stride=sample.stride,
+        left_out=left_out,
+    )
 
 
 def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
     pairs = pairs_of(rows)
-    entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
-    lag = np.nan if pairs.lags is None else float(pairs.lags.max())
+    entropy = lag = np.nan
+    if pairs.entropies is not None:
+        entropy = float(pairs.entropies.mean(dtype=np.float64))
+    if pairs.lags is not None:
+        lag = float(pairs.lags.max())
     return StepMismatch(
-        step, measure(pairs), entropy, lag, -float(pairs.rollout_logprobs.mean(dtype=np.float64))
+        step=step,
+        statistics=measure(pairs),
+        entropy=entropy,
+        lag=lag,
+        engine_surprise=-float(pairs.rollout_logprobs.mean(dtype=np.float64)),
     )
 
 
 def _slices(sums: Mapping[int | str, np.ndarray], title: str) -> list[Slice]:
-    """Rows, tokens and sum of |p - q| of each part as its `Slice`, in order."""
-    parts = ((part, *sums[part].tolist()) for part in sorted(sums))
-    return [
-        Slice(title.format(part), int(rows), int(tokens), total / tokens)
-        for part, rows, tokens, total in parts
-    ]
+    """In order; `sums` has rows, tokens and sum of |p - q| of each."""
+    slices = []
+    for name in sorted(sums):
+        rows, tokens, total = sums[name].tolist()
+        slices.append(
+            Slice(
+                name=title.format(name),
+                completions=int(rows),
+                tokens=int(tokens),
+                mean=total / tokens,
+            )
+        )
+    return slices
 
 
 def _over_training(
@@ -288,125 +329,132 @@ def _over_training(
     tolerance: float | None,
     metrics: Series | None,
 ) -> OverTraining:
-    odd = _standing_out(ranks)
-    notes = [*odd, *_standing_out(sources)]
+    odd_ranks = _standing_out(ranks)
     series = _series(steps) if metrics is None else dict(metrics)
-    said = "--tolerance"
+    origin = "--tolerance"
     if tolerance is None and "dual/tolerance" in series:
         tolerance = float(series["dual/tolerance"][1][-1])
-        said = "the run's own"
+        origin = "the run's own"
     if tolerance is None:
-        first = steps[:_FIRST_STEPS]
-        tokens = np.array([step.statistics.tokens for step in first], np.float64)
-        mean = float(np.average([step.statistics.mean for step in first], weights=tokens))
-        tolerance = recommend(mean, None, None).tolerance
-        said = f"recommended for the first {len(first)} steps"
-    numbers = np.array([step.step for step in steps])
-    if said != "the run's own" and np.isfinite(tolerance):
-        series["dual/tolerance"] = (numbers, np.full(len(numbers), tolerance))
+        first = [step.statistics for step in steps[:_FIRST_STEPS]]
+        tokens = np.array([statistics.tokens for statistics in first], np.float64)
+        mean = np.average([statistics.mean for statistics in first], weights=tokens)
+        tolerance = recommend(float(mean), None, None).tolerance
+        origin = f"recommended for the first {len(first)} steps"
+    if origin != "the run's own" and np.isfinite(tolerance):
+        numbers = np.array([step.step for step in steps])
+        series["dual/tolerance"] = (numbers, np.full(len(steps), tolerance))
     return OverTraining(
-        tuple(steps),
-        tuple(ranks if len(ranks) > 1 else ()),
-        tuple(sources if len(sources) > 1 else ()),
-        odd[0].partition(":")[0] if odd else "",
-        tuple(notes),
-        tuple(alarms(series)),
-        tolerance,
-        said,
+        steps=tuple(steps),
+        ranks=tuple(ranks) if len(ranks) > 1 else (),
+        sources=tuple(sources) if len(sources) > 1 else (),
+        odd_rank=odd_ranks[0].partition(":")[0] if odd_ranks else "",
+        notes=(*odd_ranks, *_standing_out(sources)),
+        alarms=tuple(alarms(series)),
+        tolerance=tolerance,
+        tolerance_from=origin,
     )
 
 
 def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The metrics that the alarms look at, as a run of ours has them."""
     numbers = np.array([step.step for step in steps], np.int64)
-    values: dict[str, list[float]] = {
-        "discrepancy/mean": [step.statistics.mean for step in steps],
-        "mismatch/k1": [step.statistics.k1 for step in steps],
-        "mismatch/k3": [step.statistics.k3 for step in steps],
-        "mismatch/effective_sample_size": [step.statistics.effective_sample_size for step in steps],
-        "policy/entropy": [step.entropy for step in steps],
-        "engine/surprise": [step.engine_surprise for step in steps],
-        "mismatch/median_log_ratio": [step.statistics.median_log_ratio for step in steps],
-        "rollout/staleness_max": [step.lag for step in steps],
+    columns: dict[str, Callable[[StepMismatch], float]] = {
+        "discrepancy/mean": lambda step: step.statistics.mean,
+        "mismatch/k1": lambda step: step.statistics.k1,
+        "mismatch/k3": lambda step: step.statistics.k3,
+        "mismatch/effective_sample_size": lambda step: step.statistics.effective_sample_size,
+        "policy/entropy": lambda step: step.entropy,
+        "engine/surprise": lambda step: step.engine_surprise,
+        "mismatch/median_log_ratio": lambda step: step.statistics.median_log_ratio,
+        "rollout/staleness_max": lambda step: step.lag,
     }
-    return {
-        name: (numbers, np.array(x, np.float64))
-        for name, x in values.items()
-        if np.isfinite(x).all()
-    }
+    series = {}
+    for name, value_of in columns.items():
+        values = np.array([value_of(step) for step in steps], np.float64)
+        if np.isfinite(values).all():
+            series[name] = (numbers, values)
+    return series
 
 
-def _standing_out(parts: list[Slice]) -> list[str]:
-    """A line for each part that differs far more than the others: a rank with other weights, a
-    broken environment.
-    """
+def _standing_out(slices: list[Slice]) -> list[str]:
+    """A line for each slice far above the others: other weights on a rank, a broken environment."""
     lines = []
-    for part in parts:
-        others = [each.mean for each in parts if each is not part]
-        usual = float(np.median(others)) if others else np.inf
-        if part.mean > max(_STANDS_OUT * usual, _ROUNDING):
+    for candidate in slices:
+        others = [other.mean for other in slices if other is not candidate]
+        median = float(np.median(others)) if others else np.inf
+        if candidate.mean > max(_STANDS_OUT * median, _ROUNDING):
             lines.append(
-                f"{part.name} stands out: mean |dp| {part.mean:.2g}, the others' median is "
-                f"{usual:.2g}."
+                f"{candidate.name} stands out: mean |dp| {candidate.mean:.2g}, the others' median "
+                f"is {median:.2g}."
             )
     return lines
 
 
-def _refuse_mixed(files: list[RecordedFile]) -> None:
+def _refuse_mixed(files: Iterable[RecordedFile]) -> None:
     first: dict[str, Path] = {}
     for file in files:
         first.setdefault(file.framework, file.path)
     if len(first) > 1:
-        said = ", ".join(f"{name} ({path})" for name, path in first.items())
-        raise UserError(f"recordings of several frameworks in one call: {said}; probe each alone")
+        frameworks = ", ".join(f"{name} ({path})" for name, path in first.items())
+        raise UserError(
+            f"recordings of several frameworks in one call: {frameworks}; probe each alone"
+        )
 
 
 def _refuse_doubles(files: Sequence[RecordedFile]) -> None:
-    seen: dict[Place, Path] = {}
+    seen: dict[StepRank, Path] = {}
     for file in files:
-        if (
-            file.place.step is not None
-            and (other := seen.setdefault(file.place, file.path)) != file.path
-        ):
-            rank = "" if file.place.rank is None else f", rank {file.place.rank}"
+        step_rank = file.step_rank
+        other = seen.setdefault(step_rank, file.path)
+        if step_rank.step is not None and other != file.path:
+            rank = "" if step_rank.rank is None else f", rank {step_rank.rank}"
             raise UserError(
-                f"step {file.place.step}{rank} is in {other} and in {file.path}; probe one run at "
+                f"step {step_rank.step}{rank} is in {other} and in {file.path}; probe one run at "
                 "a time"
             )
 
 
-def _refuse_gaps(places: Iterable[Place]) -> list[str]:
-    """One line for a step that is missing between others, and for a rank that is; what the last
-    step lacks.
-    """
+def _refuse_gaps(recorded: Iterable[StepRank]) -> list[str]:
+    """Refuse missing steps between others, and missing ranks; return what the last step lacks."""
     ranks: dict[int, set[int]] = {}
-    for place in places:
-        if place.step is not None:
-            ranks.setdefault(place.step, set()).update(() if place.rank is None else (place.rank,))
+    for step_rank in recorded:
+        if step_rank.step is not None:
+            ranks.setdefault(step_rank.step, set())
+            if step_rank.rank is not None:
+                ranks[step_rank.step].add(step_rank.rank)
+    if not ranks:
+        return []
+
     steps = sorted(ranks)
     spacing = min((b - a for a, b in itertools.pairwise(steps)), default=1)
-    if missing := [
-        step for a, b in itertools.pairwise(steps) for step in range(a + spacing, b, spacing)
-    ]:
+    missing = []
+    for step, following in itertools.pairwise(steps):
+        missing += range(step + spacing, following, spacing)
+    if missing:
         raise UserError(
             f"{_listed('step', missing)} between steps {steps[0]} and {steps[-1]}, {spacing} "
             "apart elsewhere; add the files, or read on without them by --allow-gaps"
         )
-    all_of_them = set(range(max(set().union(*ranks.values()), default=-1) + 1))
+
+    last_rank = max(set().union(*ranks.values()), default=-1)
     for step in steps:
-        if lacking := sorted(all_of_them - ranks[step]):
-            if step == steps[-1] and len(steps) > 1:
-                return [f"{_listed('rank', lacking)} in step {step}, the last one"]
+        lacking = sorted(set(range(last_rank + 1)) - ranks[step])
+        if lacking and step == steps[-1] and len(steps) > 1:
+            return [f"{_listed('rank', lacking)} in step {step}, the last one"]
+        if lacking:
             raise UserError(
-                f"{_listed('rank', lacking)} in step {step}, of 0 to {max(all_of_them)}; add the "
-                "files, or read on without them by --allow-gaps (prime-rl writes for the first "
-                "rank of each context-parallel group alone)"
+                f"{_listed('rank', lacking)} in step {step}, of 0 to {last_rank}; add the files, "
+                "or read on without them by --allow-gaps (prime-rl writes for the first rank of "
+                "each context-parallel group alone)"
             )
     return []
 
 
 def _listed(kind: str, numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN])) + (
-        f" and {len(numbers) - _SHOWN} more" * (len(numbers) > _SHOWN)
-    )
-    return f"{kind} {shown} is missing" if len(numbers) == 1 else f"{kind}s {shown} are missing"
+    if len(numbers) == 1:
+        return f"{kind} {numbers[0]} is missing"
+    text = ", ".join(map(str, numbers[:_SHOWN]))
+    if len(numbers) > _SHOWN:
+        text += f" and {len(numbers) - _SHOWN} more"
+    return f"{kind}s {text} are missing"

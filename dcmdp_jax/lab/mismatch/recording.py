@@ -1,6 +1,4 @@
-"""Recorded token ids with two log-prob columns, of any framework: each cell checked, kept in
-bounded memory.
-"""
+"""Recorded token ids with two log-prob columns: each cell checked, kept in bounded memory."""
 
 import dataclasses
 import json
@@ -17,17 +15,17 @@ from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs, measure_states
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.record import unpacked_top
 
-# Half precision may leave a log-prob a little above 0 and an entropy a little below.
 _ROUNDING = 1e-3
-# Half precision of differences, up to 20 nats of them.
+"""Nats by which half precision may leave a log-prob above 0, and an entropy below."""
 _HALF_PRECISION = 0.02
+"""Nats; the rounding of half-precision differences of up to 20 nats."""
 _LARGEST = np.iinfo(np.int32).max
 LISTS = ("top_ids", "top_train", "top_rollout")
-"""Of a row with likeliest tokens: ids, -1 for none, and log-probs of the training stack and of the
-engine.
-"""
+"""Likeliest tokens of a row: ids, -1 for none, and log-probs of both sides."""
 _BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
+"""Base of a logarithm -> its values in multiples of natural ones."""
 _OTHER_BASE_TOKENS = 16
+"""Tokens whose log-probs have one quotient, for a column to be in another base."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,27 +89,29 @@ def checked_row(
     sampled = np.ones(len(row["token"]), bool)
     if "mask" in row:
         mask = row.pop("mask")
+        sampled = mask == 1
         _refuse(
             f"{where}: {columns.mask}",
             mask,
-            (mask != 0) & (mask != 1),
+            ~sampled & (mask != 0),
             "a mask is 1 on sampled tokens, else 0",
         )
-        sampled = mask == 1
     if "entropy" in row and np.isnan(row["entropy"][sampled]).all():
         del row["entropy"]
-    finite = np.all(
-        [np.isfinite(row[kind]) for kind in ("train", "rollout", "entropy") if kind in row], axis=0
-    )
+    finite = np.ones(len(sampled), bool)
+    for kind in ("train", "rollout", "entropy"):
+        if kind in row:
+            finite &= np.isfinite(row[kind])
     left_out.tokens += int((sampled & ~finite).sum())
     sampled &= finite
+
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     if columns.top:
         lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row)
-        row |= {"states": measure_states(*lists)} | (
-            dict(zip(LISTS, lists, strict=True)) if keep_lists else {}
-        )
+        row["states"] = measure_states(*lists)
+        if keep_lists:
+            row |= zip(LISTS, lists, strict=True)
     return row
 
 
@@ -120,7 +120,8 @@ def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, n
     row: dict[str, np.ndarray] = {"token": _numbers(where, columns.token, cells[columns.token])}
     length = len(row["token"])
     for kind in ("train", "rollout", "mask", "entropy", "lag"):
-        if not (name := getattr(columns, kind)):
+        name = getattr(columns, kind)
+        if not name:
             continue
         cell = cells[name]
         if kind == "lag" and isinstance(cell, int | float):
@@ -138,11 +139,14 @@ def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, n
 def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
     if not wrong.any():
         return
-    place = int(np.argmax(wrong))
-    value = values[place]
-    whole = abs(value) < 2**63 and value % 1 == 0
-    said = "NaN or null" if np.isnan(value) else f"{value:.0f}" if whole else f"{value:g}"
-    raise UserError(f"{name} is {said} at token {place}; {rule}")
+    token = int(np.argmax(wrong))
+    value = values[token]
+    text = f"{value:g}"
+    if np.isnan(value):
+        text = "NaN or null"
+    elif abs(value) < 2**63 and value % 1 == 0:
+        text = f"{value:.0f}"
+    raise UserError(f"{name} is {text} at token {token}; {rule}")
 
 
 def _whole(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -160,26 +164,22 @@ def _finite(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
 
 
 def _logprobs(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    found = _finite(name, values, sampled)
+    logprobs = _finite(name, values, sampled)
     hint = ""
-    if (found >= 0).all():
-        probabilities = found.max(initial=0.0) <= 1
-        hint = (
-            "; they look like probabilities: take the logarithm"
-            if probabilities
-            else "; they look negated"
-        )
+    if (logprobs >= 0).all():
+        hint = "; they look negated"
+        if logprobs.max(initial=0.0) <= 1:
+            hint = "; they look like probabilities: take the logarithm"
     _refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
-    return np.minimum(found, np.float32(0))
+    return np.minimum(logprobs, np.float32(0))
 
 
 def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    found = _finite(name, values, sampled)
+    entropies = _finite(name, values, sampled)
     _refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
-    return np.maximum(found, np.float32(0))
+    return np.maximum(entropies, np.float32(0))
 
 
-# Kind of column -> check of its values on sampled tokens, which it returns.
 _VALUES = {
     "token": _whole,
     "train": _logprobs,
@@ -187,6 +187,7 @@ _VALUES = {
     "entropy": _entropies,
     "lag": _whole,
 }
+"""Kind of column -> check of its values on sampled tokens, which it returns."""
 
 
 def _likeliest(
@@ -211,45 +212,50 @@ def _likeliest(
     # A run with precision=exact has the trainer's values in the engine's place, whose order may be
     # another.
     tolerance = math.inf if np.array_equal(row["train"], row["rollout"]) else _HALF_PRECISION
-    for said, places in list_problems(
+    for problem, tokens in list_problems(
         ids, rollout, row["token"], row["rollout"], _LARGEST, tolerance
     ):
-        if places.any():
-            place = np.flatnonzero(sampled)[np.argmax(places)]
-            raise UserError(f"{where}, token {place}: {said}; record what the engine gave")
+        if tokens.any():
+            token = np.flatnonzero(sampled)[np.argmax(tokens)]
+            raise UserError(f"{where}, token {token}: {problem}; record what the engine gave")
     return ids, train, rollout
 
 
 def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
-    """[n] float64; null, which is how JSON may have NaN, is NaN. `truths` lets true and false be 1
-    and 0.
+    """[n] float64; null, which is how JSON may have NaN, is NaN.
+
+    Args:
+        where: file and row, for errors.
+        name: the column.
+        cell: its cell.
+        truths: whether true and false are 1 and 0; else they are no numbers.
     """
-    if (
-        isinstance(cell, np.ndarray)
-        and cell.ndim == 1
-        and cell.dtype.kind in ("iuf" if not truths else "iufb")
-    ):
-        return cell.astype(np.float64)
-    try:
-        # NumPy would take "1" and true for numbers.
-        kinds = {type(each) for each in cell} & {str, bytes, *(() if truths else (bool,))}
-        values = (
-            None
-            if kinds
-            else np.array([np.nan if each is None else each for each in cell], np.float64)
-        )
-    except (TypeError, ValueError, OverflowError):
+    if isinstance(cell, np.ndarray) and cell.dtype.kind in ("iufb" if truths else "iuf"):
+        values = cell.astype(np.float64)
+    elif isinstance(cell, str | bytes | dict):
         values = None
-    if values is None or values.ndim != 1 or isinstance(cell, str | bytes | dict):
+    else:
+        values = _listed_numbers(cell, {str, bytes} if truths else {str, bytes, bool})
+    if values is None or values.ndim != 1:
         raise UserError(f"{where}: {name} is {shorten(cell)}, must be a list of numbers")
     return values
+
+
+def _listed_numbers(cell: Any, refused: set[type]) -> np.ndarray | None:
+    """None if a value is no number; NumPy would take "1" and true for some."""
+    try:
+        if not refused.isdisjoint(map(type, cell)):
+            return None
+        return np.array([np.nan if value is None else value for value in cell], np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
     """Check what only many tokens show: a column that was never filled, or one in another base."""
     values = {columns.train: pairs.train_logprobs, columns.rollout: pairs.rollout_logprobs}
     for name, column in values.items():
-        if not column.any() and any(each.any() for each in values.values()):
+        if not column.any() and any(other.any() for other in values.values()):
             raise UserError(
                 f"{path}: {name} is 0 on every token; it looks like it was never filled in"
             )
@@ -272,34 +278,34 @@ Row = dict[str, np.ndarray]
 """Kind of column -> the sampled tokens' values; from `checked_row`."""
 
 
-class KeptRows:
+class RowSample:
     """Rows in bounded memory, spread evenly over all that come.
 
-    While more than `max_tokens` tokens are held, every second row held is dropped and half as many
-    are taken from there on. One row is always kept.
+    While there are more than `max_tokens` tokens, every second row is dropped and half as many are
+    taken from there on. One row is always kept.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._held = 0
-        self._kept: list[tuple[int, Row]] = []
+        self._tokens = 0
+        self._sample: dict[int, Row] = {}
         self.rows = 0
-        self.every = 1
+        self.stride = 1
 
     def add(self, row: Row) -> None:
         """Take the next row, or leave it out."""
         number = self.rows
-        self.rows = self.rows + 1
-        if number % self.every or not len(row["token"]):
+        self.rows += 1
+        if number % self.stride or not len(row["token"]):
             return
-        self._kept.append((number, row))
-        self._held += len(row["token"])
-        while self._held > self._max_tokens and len(self._kept) > 1:
-            self.every *= 2
-            self._kept = [each for each in self._kept if each[0] % self.every == 0] or self._kept[
-                :1
-            ]
-            self._held = sum(len(row["token"]) for _, row in self._kept)
+        self._sample[number] = row
+        self._tokens += len(row["token"])
+        while self._tokens > self._max_tokens and len(self._sample) > 1:
+            self.stride *= 2
+            spread = {n: row for n, row in self._sample.items() if n % self.stride == 0}
+            first = min(self._sample)
+            self._sample = spread or {first: self._sample[first]}
+            self._tokens = sum(len(row["token"]) for row in self._sample.values())
 
     def pairs(self, source: str | Path, columns: Columns, left_out: LeftOut) -> TokenPairs:
         """The tokens kept.
@@ -308,32 +314,33 @@ class KeptRows:
             UserError: naming `source`: there is none, with what was left out, or they show that a
                 column is wrong.
         """
-        if not self._kept:
+        if not self._sample:
             raise UserError(
                 f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}"
             )
-        pairs = pairs_of([row for _, row in self._kept])
-        if (
-            pairs.states is not None
-            and (counts := np.unique(pairs.states[:, -1]).astype(int).tolist())[1:]
-        ):
-            said = " and ".join(map(str, counts))
-            raise UserError(
-                f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each "
-                "alone"
-            )
+        pairs = pairs_of(list(self._sample.values()))
+        if pairs.states is not None:
+            sizes = np.unique(pairs.states[:, -1]).astype(int).tolist()
+            if len(sizes) > 1:
+                raise UserError(
+                    f"{source}: lists of {' and '.join(map(str, sizes))} likeliest tokens; a "
+                    "recording has one k, probe each alone"
+                )
         _check_whole(source, pairs, columns)
         return pairs
 
 
 def pairs_of(rows: list[Row]) -> TokenPairs:
-    """Concatenate the tokens of rows."""
-    optional = {"entropies": "entropy", "lags": "lag", "states": "states"}
-    given = {
-        key: [row[name] for row in rows]
-        for key, name in optional.items()
-        if all(name in row for row in rows)
-    }
+    """Concatenate the tokens of rows; a column that a row lacks is left out."""
+
+    def column(kind: str) -> list[np.ndarray] | None:
+        return [row[kind] for row in rows] if all(kind in row for row in rows) else None
+
     return make_pairs(
-        *([row[name] for row in rows] for name in ("token", "train", "rollout")), **given
+        column("token"),
+        column("train"),
+        column("rollout"),
+        entropies=column("entropy"),
+        lags=column("lag"),
+        states=column("states"),
     )

@@ -1,6 +1,4 @@
-"""Rows of .parquet, .jsonl and .jsonl.gz files, with what a job that is still writing has not
-finished left out.
-"""
+"""Rows of .parquet, .jsonl and .jsonl.gz files, without what a running job has not finished."""
 
 import contextlib
 import dataclasses
@@ -16,13 +14,13 @@ import numpy as np
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 
 _BATCH_ROWS = 64
+"""Rows of a parquet file in memory at a time."""
 _CUT_CHARACTER = "unexpected end of data"
+"""Python's reason for a UTF-8 text that ends within a character."""
 
 
 class UnreadableError(UserError):
-    """A file of a known kind that its reader does not take: damaged, or not yet written to its
-    end.
-    """
+    """A file of a known kind that its reader refuses: damaged, or not yet written to its end."""
 
 
 @dataclasses.dataclass
@@ -38,36 +36,36 @@ class LeftOut:
     unfinished: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        said = (
-            [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"]
-            if self.tokens
-            else []
-        )
-        if self.unfinished:
-            more = f" and {len(self.unfinished) - 1} more" * (len(self.unfinished) > 1)
-            said.append(
-                "what is cut or incomplete, as by a job that is still writing: "
-                f"{self.unfinished[0]}{more}"
+        descriptions = []
+        if self.tokens:
+            descriptions.append(
+                f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"
             )
-        return "; ".join(said)
+        if self.unfinished:
+            first, *others = self.unfinished
+            count = f" and {len(others)} more" if others else ""
+            descriptions.append(
+                f"what is cut or incomplete, as by a job that is still writing: {first}{count}"
+            )
+        return "; ".join(descriptions)
 
     def after(self, words: str) -> str:
         """These words and what was left out, or nothing if nothing was."""
         return f"{words}{self}" if str(self) else ""
 
 
-def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> None:
-    """Raise UserError unless each column of `wanted`, option -> name, is found once."""
-    for option, name in wanted.items():
-        if found.count(name) > 1:
+def require(where: str | Path, options: Mapping[str, str], names: list[str]) -> None:
+    """Raise UserError unless each column of `options`, option -> name, is in `names` once."""
+    for option, name in options.items():
+        count = names.count(name)
+        if count > 1:
             raise UserError(
-                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); "
-                "rename all but one"
+                f"{where}: {count} columns are named {shorten(name)} ({option}); rename all but one"
             )
-        if name not in found:
+        if not count:
             raise UserError(
                 f"{where}: no column {shorten(name)} ({option}); found are "
-                f"{shorten_name(', '.join(map(str, found)))}"
+                f"{shorten_name(', '.join(map(str, names)))}"
             )
 
 
@@ -77,13 +75,13 @@ def suffix_of(path: Path) -> str:
 
 
 def read_rows(
-    path: Path, wanted: Mapping[str, str], optional: Collection[str] = (), *, left_out: LeftOut
+    path: Path, options: Mapping[str, str], optional: Collection[str] = (), *, left_out: LeftOut
 ) -> Iterator[dict[str, Any]]:
     """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
 
     Args:
         path: the file.
-        wanted: option that names a column -> column, which must be there.
+        options: option that names a column -> column, which must be there.
         optional: columns to read where they are there.
         left_out: is told of a last line that is cut.
     """
@@ -92,21 +90,21 @@ def read_rows(
     if not path.is_file():
         raise FileNotFoundError(2, "No such file or directory", str(path))
     if path.suffix != ".parquet":
-        yield from _json_rows(path, wanted, left_out)
+        yield from _json_rows(path, options, left_out)
         return
     with _parquet(path) as file:
         names = file.schema_arrow.names
-        require(path, wanted, names)
-        read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(read)):
-            columns = {name: _cells(batch.column(name)) for name in batch.schema.names}
-            yield from (
-                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-            )
+        require(path, options, names)
+        columns = dict.fromkeys((*options.values(), *optional))
+        read_names = [name for name in columns if name in names]
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=read_names):
+            cells = [_cells(column) for column in batch.columns]
+            for row in zip(*cells, strict=True):
+                yield dict(zip(batch.schema.names, row, strict=True))
 
 
 def column_names(path: Path, left_out: LeftOut) -> list[str]:
-    """Names of a file's columns; of JSON lines, its first row's; empty without one.
+    """Names of a file's columns; of JSON lines those of the first row, empty without one.
 
     Raises:
         UserError: if it is not readable.
@@ -137,9 +135,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _cells(column: Any) -> list[Any]:
-    """The cells of a parquet column: arrays where it holds lists of numbers, which is much faster
-    than Python's.
-    """
+    """The cells of a parquet column: arrays where it holds lists of numbers, which is faster."""
     import pyarrow
 
     if pyarrow.types.is_list(column.type) and not column.null_count:
@@ -150,7 +146,7 @@ def _cells(column: Any) -> list[Any]:
     return column.to_pylist()
 
 
-def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut) -> "Iterator[_Object]":
+def _json_rows(path: Path, options: Mapping[str, str], left_out: LeftOut) -> "Iterator[_Object]":
     for number, line in _lines(path, left_out):
         if not line.strip():
             continue
@@ -159,19 +155,18 @@ def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut) -> "Ite
         try:
             row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
         except (ValueError, RecursionError) as error:
-            no_text = isinstance(error, UnicodeDecodeError)
-            if unfinished and (not no_text or error.reason == _CUT_CHARACTER):
+            expected = f"valid JSON ({shorten_name(str(error))})"
+            cut = unfinished
+            if isinstance(error, UnicodeDecodeError):
+                expected = f"UTF-8 ({error}); save the file in UTF-8"
+                cut = unfinished and error.reason == _CUT_CHARACTER
+            if cut:
                 left_out.unfinished.append(where)
                 return
-            said = (
-                f"UTF-8 ({error}); save the file in UTF-8"
-                if no_text
-                else f"valid JSON ({shorten_name(str(error))})"
-            )
-            raise UserError(f"{where}: not {said}") from None
+            raise UserError(f"{where}: not {expected}") from None
         if not isinstance(row, _Object):
             raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
-        require(where, wanted, row.names)
+        require(where, options, row.names)
         yield row
 
 
@@ -189,9 +184,7 @@ def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:
 
 
 class _Object(dict):
-    """A JSON object that keeps all its names; a dict would drop the first value of a name that
-    comes twice.
-    """
+    """A JSON object with all its names; a dict drops the first value of one that comes twice."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)

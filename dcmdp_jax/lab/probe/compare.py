@@ -148,11 +148,11 @@ def compare(
     # Until it is measured: `explained`.
     rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
     return Measured(
-        name,
-        source,
-        pairs,
-        setup.text,
-        floors,
+        name=name,
+        source=source,
+        pairs=pairs,
+        text=setup.text,
+        floors=floors,
         rounding=rounding,
         settings=setup.settings,
         operators=operators,

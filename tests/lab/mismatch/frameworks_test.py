@@ -143,7 +143,7 @@ def test_the_alarms_run_over_the_steps(tmp_path):
 def test_bounded_memory_keeps_every_step_exact(tmp_path):
     _recorded(tmp_path, steps=range(8))
     found = read_run(find_files([str(tmp_path)], LeftOut()), LeftOut(), max_tokens=30)
-    assert found.kept_every == 4 and len(found.pairs.token_ids) == 24 and found.rows == 32
+    assert found.stride == 4 and len(found.pairs.token_ids) == 24 and found.rows == 32
     assert [step.statistics.tokens for step in found.over_training.steps] == [12] * 8
 
 

@@ -43,7 +43,7 @@ def test_both_formats_give_the_same_tokens(tmp_path):
         ]
         assert found.pairs.train_logprobs.tolist() == [-0.5, -1.0, -2.0, -0.25]
         assert found.pairs.rollout_logprobs.tolist() == [-0.4000000059604645, -1.0, -2.5, 0.0]
-        assert (found.rows, found.kept_every) == (2, 1)
+        assert (found.rows, found.stride) == (2, 1)
 
 
 def test_mask_entropy_and_lag_columns(tmp_path):
@@ -131,7 +131,7 @@ def test_memory_is_bounded_and_rows_are_kept_evenly(tmp_path):
     rows = [{"ids": [n] * 10, "train": [-1.0] * 10, "rollout": [-1.0] * 10} for n in range(100)]
     found = _read(tmp_path, rows, max_tokens=300)
     # 100 rows of 10 tokens at most 300: every 2nd is 500, every 4th 250.
-    assert (found.rows, found.kept_every, len(found.pairs.lengths)) == (100, 4, 25)
+    assert (found.rows, found.stride, len(found.pairs.lengths)) == (100, 4, 25)
     assert found.pairs.token_ids[::10].tolist() == list(range(0, 100, 4))
     assert len(_read(tmp_path, rows, max_tokens=1).pairs.lengths) == 1
 
