@@ -79,7 +79,16 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     }
     run = Policy.of(saved, for_sampling(saved.settings, settings))
     problems = load_problems("examples/questions.jsonl", answers="optional")
-    session = Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print)
+    session = Session(
+        run=run,
+        problems=problems,
+        sampling=run.sampling,
+        score_temperature=1.0,
+        earlier=(),
+        load=lambda path: run,
+        rescore=False,
+        show=print,
+    )
     prompts = session.prompts(run)
     sampling = dataclasses.replace(session.sampling, stop_token_ids=run.stop_token_ids)
     total = session.total_tokens(prompts, [run])

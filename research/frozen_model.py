@@ -471,7 +471,16 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     }
     run = Policy.of(saved, for_sampling(saved.settings, settings))
     problems = load_problems(arguments.task, limit=arguments.prompts, answers="optional")
-    return Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print), spec
+    return Session(
+        run=run,
+        problems=problems,
+        sampling=run.sampling,
+        score_temperature=1.0,
+        earlier=(),
+        load=lambda path: run,
+        rescore=False,
+        show=print,
+    ), spec
 
 
 def main() -> None:

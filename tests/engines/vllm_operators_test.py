@@ -30,7 +30,7 @@ def engine(start):
 def analysis(engine, pushed):
     engine.push_weights(pushed, 0)
     asked = prompts(8, CONFIG)
-    setup = Setup(CONFIG, RIGHT, asked, 1.0, settings={})
+    setup = Setup(config=CONFIG, params=RIGHT, prompts=asked, temperature=1.0)
     pair = {"engine": engine, "trainer": TrainingStack(CONFIG, RIGHT, compute=Compute())}
     return analyze(compare("pair", {}, sample(engine, asked, SAMPLING, seed=0), pair, setup))
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,17 +46,26 @@ from dcmdp_jax.types import Array, Params, Rows
 logger = logging.getLogger(__name__)
 
 _SCORED_AGAIN = 16
+"""Completions scored one by one for a noise floor."""
 _SAMPLED_AGAIN = 4
+"""Completions sampled one by one for it, which takes longer."""
 _TOKENS_AGAIN = 32
+"""Tokens of each of these: later ones depend on the first that differs."""
 _ENOUGH = 0.95
+"""Share of the mismatch that settles the cause: nothing else is scored again."""
 _MOST_TOKENS = 4096
+"""Tokens that are scored again for each change, which takes a pass through the model."""
 _TEMPERATURES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Factors of the temperature to try first."""
 _GRIDS = 3
+"""Grids of temperatures, each between the neighbors of the best of the last."""
 _PROMISING = 0.2
+"""Share that a temperature of the first grid explains for a finer one to be worth it."""
 _LEAST_CHANGE = 0.02
+"""Least change of the temperature that is tried: nearer to 1 nothing is changed."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
     """Requests to both engines of a pair.
 
@@ -111,49 +119,57 @@ def compare(
         setup: the prompts and sampling that both engines got.
         show: called with a line on what is being done.
     """
+    (sampler_name, sampler), (scorer_name, scorer) = engines.items()
     prompts = [setup.prompts[index] for index in sampled.prompt_index]
-    (first, sampler), (_, scorer) = engines.items()
-    show(f"{name}: scoring {sum(map(len, sampled.completion_ids)):,} tokens")
+    completions = sampled.completion_ids
+    temperature = setup.temperature
+    show(f"{name}: scoring {sum(map(len, completions)):,} tokens")
     entropies = None
     states = None
-    asked = prompts, sampled.completion_ids
     if isinstance(scorer, TrainingStack):
-        train, entropies = scorer.score_with_entropies(*asked, temperature=setup.temperature)
+        train, entropies = scorer.score_with_entropies(
+            prompts, completions, temperature=temperature
+        )
         if sampled.top_ids is not None:
-            top = scorer.score_listed(*asked, sampled.top_ids, temperature=setup.temperature)
+            top = scorer.score_listed(
+                prompts, completions, sampled.top_ids, temperature=temperature
+            )
             states = list(map(measure_states, sampled.top_ids, top, sampled.top_logprobs))
     else:
-        train = scorer.score(*asked, temperature=setup.temperature)
+        train = scorer.score(prompts, completions, temperature=temperature)
     try:
-        scored = sampler.score(*asked, temperature=setup.temperature)
+        scored = sampler.score(prompts, completions, temperature=temperature)
     except EngineError as error:
         logger.warning("neither a noise floor nor the legs of the gap: %s", error)
         scored = None
-    floors = {} if setup.sampling_floor is None else {first: setup.sampling_floor}
-    for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
-        if together is not None:
-            try:
-                floor = noise_floor(engine, asked, together, temperature=setup.temperature)
-                floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
-            except EngineError as error:
-                logger.warning("no noise floor: %s", error)
-    pairs = make_pairs(
-        sampled.completion_ids, train, sampled.logprobs, entropies=entropies, states=states
-    )
+
+    floors = {}
+    if setup.sampling_floor is not None:
+        floors[sampler_name] = setup.sampling_floor
+    for engine_name, together in ((sampler_name, scored), (scorer_name, train)):
+        if together is None:
+            continue
+        try:
+            floor = noise_floor(
+                engines[engine_name], prompts, completions, together, temperature=temperature
+            )
+            floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
+        except EngineError as error:
+            logger.warning("no noise floor: %s", error)
     try:
-        operators = operator_differences(sampler, setup.params, setup.config, *asked)
+        operators = operator_differences(sampler, setup.params, setup.config, prompts, completions)
     except EngineError as error:
         logger.warning("the engine's operators are not looked into: %s", error)
         operators = []
-    # Until it is measured: `explained`.
-    rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
+
     return Measured(
         name=name,
         source=source,
-        pairs=pairs,
+        pairs=make_pairs(completions, train, sampled.logprobs, entropies=entropies, states=states),
         text=setup.text,
         floors=floors,
-        rounding=rounding,
+        # Until it is measured: `explained`.
+        rounding=FLOAT32_ROUNDING if setup.compute == "float32" else None,
         settings=setup.settings,
         operators=operators,
         scored=None if scored is None else np.concatenate(scored),
@@ -197,14 +213,13 @@ def explained(
 
 def is_settled(measured: Measured) -> bool:
     """Whether one change explains 95% of the mismatch."""
-    return any(each.share >= _ENOUGH for each in measured.explanations)
+    return any(explanation.share >= _ENOUGH for explanation in measured.explanations)
 
 
 def sampling_floor(
     engine: Engine, episodes: Sequence[Episode], sampling: SamplingParams, *, seed: int
 ) -> float | None:
-    """Mean |q - q'| of the first completions' beginnings, sampled among the others and each alone
-    (`sample_alone`).
+    """Mean |q - q'| of beginnings of completions, sampled among the others and each alone.
 
     Args:
         engine: the engine that sampled.
@@ -216,41 +231,41 @@ def sampling_floor(
     """
     if len(episodes) < 2:
         return None
-    short = dataclasses.replace(
-        sampling, max_completion_tokens=min(_TOKENS_AGAIN, sampling.max_completion_tokens)
-    )
-    together, alone = sample_alone(
-        engine, dict(enumerate(episodes[:_SAMPLED_AGAIN])), short, seed=seed, step=0
-    )
+    length = min(_TOKENS_AGAIN, sampling.max_completion_tokens)
+    short = dataclasses.replace(sampling, max_completion_tokens=length)
+    first = dict(enumerate(episodes[:_SAMPLED_AGAIN]))
+    together, alone = sample_alone(engine, first, short, seed=seed, step=0)
     return float(probability_difference(together, alone).mean()) if together.size else None
 
 
 def noise_floor(
     engine: Scorer,
-    asked: Sequence[Sequence[np.ndarray]],
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
     together: Sequence[np.ndarray],
     *,
     temperature: float,
 ) -> float:
-    """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all
-    together.
+    """Mean |p - p'| of an engine's scores of 16 completions, each alone and all together.
 
     Args:
         engine: the engine.
-        asked: prompts and completions, token ids.
+        prompts, completions: token ids.
         together: log-probs for all of them in one call.
         temperature: temperature of these.
     """
     alone = [
         engine.score([prompt], [completion], temperature=temperature)[0]
-        for prompt, completion in list(zip(*asked, strict=True))[:_SCORED_AGAIN]
+        for prompt, completion in zip(
+            prompts[:_SCORED_AGAIN], completions[:_SCORED_AGAIN], strict=True
+        )
     ]
-    return float(
-        probability_difference(*map(np.concatenate, (together[: len(alone)], alone))).mean()
-    )
+    expected = np.concatenate(together[: len(alone)])
+    return float(probability_difference(expected, np.concatenate(alone)).mean())
 
 
-class _Change(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Change:
     """One thing that is changed.
 
     Attributes:
@@ -261,8 +276,8 @@ class _Change(NamedTuple):
         params, prompts: others than the setup's.
     """
 
-    name: str
-    cause: str
+    name: str = ""
+    cause: str = ""
     dtype: str = "float32"
     precision: str = ""
     fp8_cache: bool = False
@@ -270,15 +285,16 @@ class _Change(NamedTuple):
     prompts: Sequence[np.ndarray] | None = None
 
 
-_CHANNELS, _BLOCKS = (
-    f"weights, a scale for each {part}" for part in ("output channel", "block of 128 x 128")
-)
 _EMULATED = (
     *(
-        _Change(f"{each} {_CHANNELS}", "quantized_weights", precision=each)
-        for each in ("int8", "int4", "fp8")
+        _Change(
+            name=f"{precision} weights, a scale for each output channel",
+            cause="quantized_weights",
+            precision=precision,
+        )
+        for precision in ("int8", "int4", "fp8")
     ),
-    _Change("an fp8 key-value cache", "quantized_cache", fp8_cache=True),
+    _Change(name="an fp8 key-value cache", cause="quantized_cache", fp8_cache=True),
 )
 
 
@@ -311,55 +327,73 @@ class Rescoring:
 
     @functools.cached_property
     def _plain(self) -> np.ndarray:
-        return self._ask(_Change("", "", self._setup.compute))
+        return self._ask(_Change(dtype=self._setup.compute))
 
     def explanations(self) -> Iterator[Explanation]:
         """Every re-scoring, the likeliest and cheapest first."""
-        setup = self._setup
-        compute = self._setup.compute
-        if setup.as_rounded is not None:
-            yield self._tried(
+        yield from self._other_precisions()
+        yield self._temperature()
+        for name, prompts in self._setup.prompt_variants.items():
+            yield self._explanation(
                 _Change(
-                    "the adapters merged as the engine rounds", "merge", params=setup.as_rounded
+                    name=f"the prompt rendered as {name}", cause="chat_template", prompts=prompts
                 )
             )
-        yield Explanation(f"the model in {compute}", "rounding", self._share(self._plain))
-        emulated = sorted(_EMULATED, key=lambda change: change.cause not in setup.settings)
-        if (own := setup.precision) in GROUPED:
-            emulated.insert(
-                0,
-                _Change(
-                    f"{own} weights, a scale for each group", "quantized_weights", precision=own
-                ),
+        for name, earlier in self._setup.earlier.items():
+            yield self._explanation(
+                _Change(name=f"the weights of {name}", cause="stale_weights", params=earlier)
             )
-        for change in emulated:
-            yield self._tried(change._replace(dtype=compute))
-        blocks = _in_blocks(setup.params, setup.config)
-        yield self._tried(_Change(f"fp8 {_BLOCKS}", "quantized_weights", params=blocks))
-        del blocks
-        if compute != "float32":
-            yield self._tried(_Change("the model in float32", "rounding"))
-        yield self._temperature()
-        for name, prompts in setup.prompt_variants.items():
-            yield self._tried(
-                _Change(f"the prompt rendered as {name}", "chat_template", prompts=prompts)
-            )
-        for name, earlier in setup.earlier.items():
-            yield self._tried(_Change(f"the weights of {name}", "stale_weights", params=earlier))
             yield from self._unsynchronized(name, earlier)
 
-    def _tried(self, change: _Change) -> Explanation:
-        explanation = Explanation(change.name, change.cause, self._share(self._ask(change)))
+    def _other_precisions(self) -> Iterator[Explanation]:
+        setup = self._setup
+        if setup.as_rounded is not None:
+            yield self._explanation(
+                _Change(
+                    name="the adapters merged as the engine rounds",
+                    cause="merge",
+                    params=setup.as_rounded,
+                )
+            )
+        yield Explanation(
+            name=f"the model in {setup.compute}", cause="rounding", share=self._share(self._plain)
+        )
+        for change in self._emulated():
+            yield self._explanation(change)
+        yield self._explanation(
+            _Change(
+                name="fp8 weights, a scale for each block of 128 x 128",
+                cause="quantized_weights",
+                params=_in_blocks(setup.params, setup.config),
+            )
+        )
+        if setup.compute != "float32":
+            yield self._explanation(_Change(name="the model in float32", cause="rounding"))
+
+    def _emulated(self) -> Iterator[_Change]:
+        """Quantizations, in the engine's dtype, those of its own settings first."""
+        setup = self._setup
+        changes = sorted(_EMULATED, key=lambda change: change.cause not in setup.settings)
+        if setup.precision in GROUPED:
+            in_groups = _Change(
+                name=f"{setup.precision} weights, a scale for each group",
+                cause="quantized_weights",
+                precision=setup.precision,
+            )
+            changes.insert(0, in_groups)
+        for change in changes:
+            yield dataclasses.replace(change, dtype=setup.compute)
+
+    def _explanation(self, change: _Change) -> Explanation:
+        share = self._share(self._ask(change))
         release_freed_memory()
-        return explanation
+        return Explanation(name=change.name, cause=change.cause, share=share)
 
     def _share(self, logprobs: np.ndarray) -> float:
-        whole = probability_difference(self._train, self._rollout).sum()
-        return (
-            float(1 - probability_difference(logprobs, self._rollout).sum() / whole)
-            if whole
-            else 0.0
-        )
+        mismatch = probability_difference(self._train, self._rollout).sum()
+        if not mismatch:
+            return 0.0
+        return float(1 - probability_difference(logprobs, self._rollout).sum() / mismatch)
 
     def _ask(self, change: _Change, factors: Sequence[float] = (1.0,)) -> np.ndarray:
         """Log-probs [K, tokens] at the temperature times each of K factors."""
@@ -367,68 +401,68 @@ class Rescoring:
         inverse = np.zeros(len(_TEMPERATURES), np.float32)
         inverse[: len(factors)] = 1 / (np.asarray(factors) * setup.temperature)
         params = setup.params if change.params is None else change.params
-        weights = _as_multiplied(params, setup.config, change.precision)
-        static = {
-            "config": setup.config,
-            "compute": Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK),
-        }
-        run = functools.partial(
-            _logprobs_at, weights, inverse, change.fp8_cache, cache=setup.cache, **static
-        )
         prompts = setup.prompts if change.prompts is None else change.prompts
-        found = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
-        return np.concatenate(found, axis=1)[: len(factors)]
+        run = functools.partial(
+            _logprobs_at,
+            _as_multiplied(params, setup.config, change.precision),
+            inverse,
+            change.fp8_cache,
+            config=setup.config,
+            compute=Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK),
+            cache=setup.cache,
+        )
+        logprobs = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
+        return np.concatenate(logprobs, axis=1)[: len(factors)]
 
     def _temperature(self) -> Explanation:
-        """The best temperature but the one scored at: grids, each between the neighbors of the best
-        of the last.
-        """
+        """The best temperature but the one scored at, by ever finer grids."""
         factors = _TEMPERATURES
         shares = {}
         for _ in range(_GRIDS):
-            shares |= zip(
-                factors, map(self._share, self._ask(_Change("", ""), factors)), strict=True
-            )
+            for factor, logprobs in zip(factors, self._ask(_Change(), factors), strict=True):
+                shares[factor] = self._share(logprobs)
             best = max(shares, key=shares.get)
-            known = sorted(shares)
             if shares[best] < _PROMISING:
                 break
-            place = known.index(best)
-            low, high = known[max(place - 1, 0)], known[min(place + 1, len(known) - 1)]
-            # Never near 1, where nothing is changed.
-            low, high = (
-                (max(low, 1 + _LEAST_CHANGE), high)
-                if best > 1
-                else (low, min(high, 1 - _LEAST_CHANGE))
-            )
+            low = max((factor for factor in shares if factor < best), default=best)
+            high = min((factor for factor in shares if factor > best), default=best)
+            if best > 1:
+                low = max(low, 1 + _LEAST_CHANGE)
+            else:
+                high = min(high, 1 - _LEAST_CHANGE)
             factors = np.linspace(low, high, len(_TEMPERATURES)).tolist()
-        temperature = best * self._setup.temperature
-        name = f"temperature {temperature:.2f} in place of {self._setup.temperature:.2f}"
-        return Explanation(name, "temperature", shares[best])
+        usual = self._setup.temperature
+        return Explanation(
+            name=f"temperature {best * usual:.2f} in place of {usual:.2f}",
+            cause="temperature",
+            share=shares[best],
+        )
 
     def _unsynchronized(self, name: str, earlier: Params) -> Iterator[Explanation]:
-        """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is
-        shown.
-        """
+        """The best of every tensor of the earlier weights alone, and of all tensors of a layer."""
         now = self._setup.params
-        tensors = {}
+        changed = {}
         layers = {}
-        for tensor, place in hf_tensors(self._setup.config).items():
-            if not np.array_equal(_part(now, place), _part(earlier, place)):
-                tensors[tensor] = [place]
-                if place.index:
-                    layers.setdefault(f"layer {'.'.join(map(str, place.index))}", []).append(place)
-        for candidates in (tensors, layers):
-            if len(tensors) > 1 and candidates:
-                shares = {
-                    each: self._share(
-                        self._ask(_Change("", "", params=_swapped(now, earlier, places)))
-                    )
-                    for each, places in candidates.items()
-                }
+        for tensor_name, tensor in hf_tensors(self._setup.config).items():
+            if np.array_equal(_values(now, tensor), _values(earlier, tensor)):
+                continue
+            changed[tensor_name] = [tensor]
+            if tensor.index:
+                layer = f"layer {'.'.join(map(str, tensor.index))}"
+                layers.setdefault(layer, []).append(tensor)
+        if len(changed) < 2:
+            return
+        for candidates in (changed, layers):
+            shares = {}
+            for candidate, tensors in candidates.items():
+                swapped = _swapped(now, earlier, tensors)
+                shares[candidate] = self._share(self._ask(_Change(params=swapped)))
+            if shares:
                 best = max(shares, key=shares.get)
                 yield Explanation(
-                    f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best]
+                    name=f"{best} of {name}, all else as it is",
+                    cause="unsynchronized_tensor",
+                    share=shares[best],
                 )
 
 
@@ -456,47 +490,56 @@ def _logprobs_at(
     Returns:
         [K, R, L] float32 nats; 0 where none is wanted.
     """
-    place = rows.input_ids, rows.position_ids, rows.segment_ids
-    how = {
-        "temperature": 1.0,
-        "chunk": compute.logprob_chunk,
-        "ops": choose_ops(jax.default_backend()),
-    }
-    hidden = functools.partial(hidden_states, weights, config, *place, compute)
+    hidden = functools.partial(
+        hidden_states,
+        weights,
+        config,
+        rows.input_ids,
+        rows.position_ids,
+        rows.segment_ids,
+        compute,
+    )
 
-    def at(k: jax.Array, found: jax.Array) -> jax.Array:
+    def at(k: jax.Array, logprobs: jax.Array) -> jax.Array:
         scaled = (states * inverse[k]).astype(states.dtype)
-        logprobs = token_logprobs(
-            scaled, weights["output"], rows.input_ids, rows.completion_mask, **how
+        row_logprobs = token_logprobs(
+            scaled,
+            weights["output"],
+            rows.input_ids,
+            rows.completion_mask,
+            temperature=1.0,
+            chunk=compute.logprob_chunk,
+            ops=choose_ops(jax.default_backend()),
         )[0]
-        return found.at[k].set(logprobs)
+        return logprobs.at[k].set(row_logprobs)
 
     with products_in(compute.dtype):
         states = jax.lax.cond(
             fp8_cache, functools.partial(hidden, scheme=Scheme(cache=cache)), hidden
         )
-        found = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
-        return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, found)
+        zeros = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
+        return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, zeros)
 
 
 def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Params:
-    """Weights as an engine of this precision multiplies by them: values and scales of 1 for "", all
-    in float32.
+    """Weights, in float32, as an engine of this precision multiplies by them.
+
+    Values and scales of 1 for "".
     """
-
-    def leaf(x: jax.Array, chosen: bool) -> jax.Array | QuantizedKernel:
-        return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if chosen else x
-
     layers = params["layers"]
     output = output_kernel(params)
-    chosen = quantized_leaves(config)["layers"]
+    quantized = quantized_leaves(config)["layers"]
     if precision in GROUPED:
-        layers = straight_through(layers, chosen, precision)
+        layers = straight_through(layers, quantized, precision)
         output = straight_through(output, True, precision)
     elif precision:
         return params | _quantized(params, config=config, precision=precision)
+
+    def leaf(x: jax.Array, is_quantized: bool) -> jax.Array | QuantizedKernel:
+        return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if is_quantized else x
+
     return params | {
-        "layers": with_rounded_inputs(jax.tree.map(leaf, layers, chosen), precision),
+        "layers": with_rounded_inputs(jax.tree.map(leaf, layers, quantized), precision),
         "output": output,
     }
 
@@ -510,13 +553,11 @@ def _quantized(params: Params, *, config: ModelConfig, precision: str) -> Params
 
 
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
-    """The matrices that engines quantize, rounded as vLLM does with a scale for each block of 128 x
-    128.
-    """
+    """The matrices that engines quantize, as vLLM rounds them by blocks of 128 x 128."""
 
-    def leaf(x: jax.Array, chosen: bool) -> jax.Array:
+    def leaf(x: jax.Array, is_quantized: bool) -> jax.Array:
         # One after another: the temporary memory of each is several times its own.
-        return jax.block_until_ready(_block_rounded(x)) if chosen else x
+        return jax.block_until_ready(_block_rounded(x)) if is_quantized else x
 
     return jax.tree.map(leaf, params, quantized_leaves(config))
 
@@ -526,17 +567,17 @@ def _block_rounded(x: jax.Array) -> jax.Array:
     return jax.lax.map(_block_rounded, x) if x.ndim > 2 else rounded_in_blocks(x)
 
 
-def _part(params: Params, place: HFTensor) -> np.ndarray:
-    return np.asarray(place.leaf(params)[place.index])
+def _values(params: Params, tensor: HFTensor) -> np.ndarray:
+    return np.asarray(tensor.leaf(params)[tensor.index])
 
 
-def _swapped(now: Params, earlier: Params, places: Sequence[HFTensor]) -> Params:
+def _swapped(now: Params, earlier: Params, tensors: Sequence[HFTensor]) -> Params:
     """`now`, with some tensors of `earlier`."""
 
     def leaf(path: tuple[jax.tree_util.DictKey, ...], x: jax.Array) -> jax.Array:
-        for place in places:
-            if place.path == tuple(key.key for key in path):
-                x = jnp.asarray(x).at[place.index].set(_part(earlier, place))
+        for tensor in tensors:
+            if tensor.path == tuple(key.key for key in path):
+                x = jnp.asarray(x).at[tensor.index].set(_values(earlier, tensor))
         return x
 
     return jax.tree_util.tree_map_with_path(leaf, now)

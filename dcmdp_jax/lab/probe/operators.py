@@ -103,7 +103,8 @@ def operator_differences(
     looked_up = embedding_scale(
         config, params["embedding"].astype(jnp.float32)[np.concatenate(tokens.rows)]
     )
-    found = [OperatorDifference("embedding", None, float(_relative(seen.embedding, looked_up)))]
+    relative = float(_relative(seen.embedding, looked_up))
+    found = [OperatorDifference(operator="embedding", layer=None, relative=relative)]
     kinds = zip(config.layer_ropes, config.layer_windows(tokens.positions.size), strict=True)
     for index, (pairs, kind) in enumerate(zip(seen.layers, kinds, strict=True)):
         trained = layer_of(params["layers"], config, index)

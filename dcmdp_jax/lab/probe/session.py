@@ -26,10 +26,11 @@ from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.run.saved_model import Policy, SavedModel
 
 _MOST_LIFTED = 64
+"""Completions scored again by an engine without one of its settings."""
 _SYSTEM = "You are a helpful assistant."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
     """Objects that all pairs of a probe share.
 
@@ -79,14 +80,18 @@ class Session:
         """
         limit = self.sampling.max_completion_tokens
         longest = max(map(len, prompts))
-        if (total := longest + limit) > (
-            room := min(run.model.max_position_embeddings for run in runs)
-        ):
+        total = longest + limit
+        room = _room(runs)
+        if total > room:
             raise UserError(
                 f"config.rollout.max_completion_tokens: {limit} and the longest prompt of "
                 f"{longest} make {total} tokens, the model has max_position_embeddings={room}"
             )
         return total
+
+
+def _room(runs: Sequence[Policy]) -> int:
+    return min(run.model.max_position_embeddings for run in runs)
 
 
 def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
@@ -116,8 +121,9 @@ def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
 
 
 def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec) -> list[Measured]:
-    """Measure each engine of `first` against `second`. One that this machine can't run is left out
-    with a line.
+    """Measure each engine of `first` against `second`.
+
+    One that this machine can't run is left out with a line.
 
     Raises:
         UserError: if the engines' vocabularies differ, a prompt leaves no room, or no pair could be
@@ -125,9 +131,9 @@ def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec)
     """
     measured: list[Measured] = []
     for spec in first:
-        found = _probe(session, spec, second, lambda one: session.keep([*measured, one]))
-        if found is not None:
-            measured.append(found)
+        pair = _probe(session, spec, second, lambda pair: session.keep([*measured, pair]))
+        if pair is not None:
+            measured.append(pair)
     if not measured:
         raise UserError("no pair could be measured; the lines above say why")
     return measured
@@ -137,55 +143,44 @@ def _probe(
     session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]
 ) -> Measured | None:
     """A pair; None, with a line, where an engine does not start here."""
-    models = [
-        session.load(Path(each.model)) if each.model else session.run for each in (spec, other)
-    ]
+    specs = (spec, other)
+    runs = []
+    for engine_spec in specs:
+        model = engine_spec.model
+        runs.append(session.load(Path(model)) if model else session.run)
+    sampling_run, scoring_run = runs
     # Both may be of one kind.
     names = (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
-    engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
-    # Each engine renders the prompts by its own tokenizer, as two frameworks would.
-    prompts = [session.prompts(model) for model in models]
-    total = session.total_tokens([*prompts[0], *prompts[1]], models)
-    config = session.run.config
-    limit = session.sampling.max_completion_tokens
-    room = min(model.model.max_position_embeddings for model in models)
-    variants = (
-        prompt_variants(session.problems, models[1].tokenizer, config.task)
-        if session.rescore
-        else {}
+    engines.check_same_tokens(
+        sampling_run.tokenizer.get_vocab(), scoring_run.tokenizer.get_vocab(), names
     )
-    variants = {
-        name: side for name, side in variants.items() if max(map(len, side)) + limit <= room
-    }
+    # Each engine renders the prompts by its own tokenizer, as two frameworks would.
+    sampling_prompts = session.prompts(sampling_run)
+    scoring_prompts = session.prompts(scoring_run)
+    total = session.total_tokens([*sampling_prompts, *scoring_prompts], runs)
+    longest_prompt = _room(runs) - session.sampling.max_completion_tokens
+
     with contextlib.ExitStack() as stack:
-        built = []
-        for place, (each, model) in enumerate(zip((spec, other), models, strict=True)):
-            session.show(f"starting {each}")
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / str(place)
+        pair = {}
+        for name, engine_spec, run in zip(names, specs, runs, strict=True):
+            session.show(f"starting {engine_spec}")
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / str(len(pair))
             try:
-                engine = engines.build(each, model, directory=directory, max_total_tokens=total)
+                engine = engines.build(
+                    engine_spec, run, directory=directory, max_total_tokens=total
+                )
             except (UserError, EngineError, MemoryError) as error:
                 session.show(f"{spec} left out: {' '.join(str(error).split())}")
                 return None
-            built.append(stack.enter_context(contextlib.closing(engine)))
-        sampling = dataclasses.replace(session.sampling, stop_token_ids=models[0].stop_token_ids)
-        session.show(f"{names[0]}: sampling {len(prompts[0]) * sampling.group_size} completions")
-        sampled = engines.sample(built[0], prompts[0], sampling, seed=session.seed)
-        setup = Setup(
-            session.run.model,
-            session.run.params,
-            prompts[1],
-            session.score_temperature,
-            {saved.name: saved.load("float32") for saved in session.earlier},
-            variants,
-            token_text(models[1].tokenizer),
-            spec.compute,
-            spec.costs,
-            sampling_floor(built[0], sampled.episodes, sampling, seed=session.seed),
-            session.run.saved.load_as_rounded(spec.precision) if session.rescore else None,
-            engines.cache_rounding(spec),
-            spec.precision,
-        )
+            pair[name] = stack.enter_context(contextlib.closing(engine))
+
+        sampling = dataclasses.replace(session.sampling, stop_token_ids=sampling_run.stop_token_ids)
+        sampler = pair[names[0]]
+        completions = len(sampling_prompts) * sampling.group_size
+        session.show(f"{names[0]}: sampling {completions} completions")
+        sampled = engines.sample(sampler, sampling_prompts, sampling, seed=session.seed)
+        floor = sampling_floor(sampler, sampled.episodes, sampling, seed=session.seed)
+        setup = _setup(session, spec, scoring_run, scoring_prompts, longest_prompt, floor)
         source = {
             "model": session.run.saved.name,
             "family": session.run.model.model_type,
@@ -195,18 +190,51 @@ def _probe(
             "scored",
             "top-p": f"{sampling.top_p:g}",
         }
-        pair = dict(zip(names, built, strict=True))
         release_freed_memory()
         measured = compare(f"{spec} - {other}", source, sampled, pair, setup, show=session.show)
     release_freed_memory()
     keep(measured)
     if not session.rescore:
         return measured
+
     measured = explained(measured, sampled.prompt_index, setup, show=session.show, keep=keep)
     if is_settled(measured):
         return measured
-    return dataclasses.replace(
-        measured, lifted=_lifted(session, spec, models[0], prompts[0], sampled, measured, total)
+    lifted = _lifted(session, spec, sampling_run, sampling_prompts, sampled, measured, total)
+    return dataclasses.replace(measured, lifted=lifted)
+
+
+def _setup(
+    session: Session,
+    spec: ProbeSpec,
+    scoring_run: Policy,
+    prompts: Sequence[np.ndarray],
+    longest_prompt: int,
+    floor: float | None,
+) -> Setup:
+    variants = {}
+    as_rounded = None
+    if session.rescore:
+        as_rounded = session.run.saved.load_as_rounded(spec.precision)
+        task = session.run.config.task
+        rendered = prompt_variants(session.problems, scoring_run.tokenizer, task)
+        for name, variant in rendered.items():
+            if max(map(len, variant)) <= longest_prompt:
+                variants[name] = variant
+    return Setup(
+        config=session.run.model,
+        params=session.run.params,
+        prompts=prompts,
+        temperature=session.score_temperature,
+        earlier={saved.name: saved.load("float32") for saved in session.earlier},
+        prompt_variants=variants,
+        text=token_text(scoring_run.tokenizer),
+        compute=spec.compute,
+        settings=spec.costs,
+        sampling_floor=floor,
+        as_rounded=as_rounded,
+        cache=engines.cache_rounding(spec),
+        precision=spec.precision,
     )
 
 
@@ -219,30 +247,20 @@ def _lifted(
     measured: Measured,
     total: int,
 ) -> list[Lifted]:
-    """Price of each quantization, by the engine without it; empty if that engine does not run
-    here.
-    """
+    """Price of each quantization, by the engine without it; none if that does not run here."""
     with tempfile.TemporaryDirectory() as directory:
 
         def build(other: ProbeSpec) -> engines.Scorer:
             session.show(f"{measured.name}: scoring with {other}")
-            return engines.build(
-                other, run, directory=Path(directory) / other.cache, max_total_tokens=total
-            )
+            path = Path(directory) / other.cache
+            return engines.build(other, run, directory=path, max_total_tokens=total)
 
+        temperature = session.sampling.temperature
         try:
-            return lift(
-                spec,
-                build,
-                prompts,
-                sampled,
-                measured.pairs,
-                temperature=session.sampling.temperature,
-            )
+            return lift(spec, build, prompts, sampled, measured.pairs, temperature=temperature)
         except (UserError, EngineError, MemoryError) as error:
-            session.show(
-                f"{measured.name}: not scored without its settings: {' '.join(str(error).split())}"
-            )
+            reason = " ".join(str(error).split())
+            session.show(f"{measured.name}: not scored without its settings: {reason}")
             return []
 
 
@@ -275,64 +293,61 @@ def lift(
     count = min(_MOST_LIFTED, len(pairs.lengths))
     tokens = int(pairs.lengths[:count].sum())
     train = pairs.train_logprobs[:tokens]
-    whole = pairs.discrepancy[:tokens].sum()
-    asked = (
-        [prompts[index] for index in sampled.prompt_index[:count]],
-        sampled.completion_ids[:count],
-    )
-    found = []
+    mismatch = pairs.discrepancy[:tokens].sum()
+    asked_prompts = [prompts[index] for index in sampled.prompt_index[:count]]
+    completions = sampled.completion_ids[:count]
+    lifted = []
     for cause in spec.costs:
         other = spec.without(cause)
         with contextlib.closing(build(other)) as engine:
-            left = probability_difference(
-                np.concatenate(engine.score(*asked, temperature=temperature)), train
-            ).sum()
-        found.append(Lifted(str(other), cause, float(1 - left / whole) if whole else 0.0))
-    return found
+            logprobs = engine.score(asked_prompts, completions, temperature=temperature)
+        remaining = probability_difference(np.concatenate(logprobs), train).sum()
+        share = float(1 - remaining / mismatch) if mismatch else 0.0
+        lifted.append(Lifted(engine=str(other), cause=cause, share=share))
+    return lifted
 
 
 def prompt_variants(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, task: TaskSettings
 ) -> dict[str, list[np.ndarray]]:
-    """The prompts as a wrong pipeline would render them: name -> token ids; those equal to the
-    right ones are left out.
+    """The prompts as a wrong pipeline would render them: name -> token ids.
 
     Without the chat template, without the start of the assistant's turn, with a system message,
-    without the suffix, with the beginning-of-sequence token in front.
+    without the suffix, with the beginning-of-sequence token in front. Those equal to the right ones
+    are left out.
     """
-
     variables = template_variables(task.chat_template_kwargs, tokenizer)
     suffix = task.prompt_suffix
 
-    def chat(
-        problem: Problem, *, system: bool = False, ending: str = suffix, generation: bool = True
-    ) -> str:
-        messages = [
-            *([{"role": "system", "content": _SYSTEM}] if system else []),
-            *chat_messages(problem, ending),
+    def chats(*, system: bool = False, ending: str = suffix, generation: bool = True) -> list[str]:
+        first = [{"role": "system", "content": _SYSTEM}] if system else []
+        return [
+            render_chat(
+                tokenizer,
+                [*first, *chat_messages(problem, ending)],
+                problem.tools,
+                generation=generation,
+                **variables,
+            )
+            for problem in problems
         ]
-        return render_chat(tokenizer, messages, problem.tools, generation=generation, **variables)
 
-    right = [chat(problem) for problem in problems]
-    texts = {"text without a chat template": [with_suffix(problem, suffix) for problem in problems]}
-    texts["a chat without the start of the assistant's turn"] = [
-        chat(each, generation=False) for each in problems
-    ]
-    with contextlib.suppress(
-        Exception
-    ):  # templates raise what they like at a role they do not have
-        texts["a chat with a system message in front"] = [
-            chat(each, system=True) for each in problems
-        ]
-    texts["a chat without the prompt suffix"] = [chat(each, ending="") for each in problems]
-    if tokenizer.bos_token:
-        texts["a chat with the beginning-of-sequence token in front"] = [
-            tokenizer.bos_token + text for text in right
-        ]
-    return {
-        name: [
-            np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, rendered, "the prompts")
-        ]
-        for name, rendered in texts.items()
-        if rendered != right and all(rendered)
+    right = chats()
+    texts = {
+        "text without a chat template": [with_suffix(problem, suffix) for problem in problems],
+        "a chat without the start of the assistant's turn": chats(generation=False),
     }
+    # Templates raise what they like at a role they do not have.
+    with contextlib.suppress(Exception):
+        texts["a chat with a system message in front"] = chats(system=True)
+    texts["a chat without the prompt suffix"] = chats(ending="")
+    if tokenizer.bos_token:
+        in_front = [tokenizer.bos_token + text for text in right]
+        texts["a chat with the beginning-of-sequence token in front"] = in_front
+
+    variants = {}
+    for name, rendered in texts.items():
+        if rendered != right and all(rendered):
+            encoded = encode_texts(tokenizer, rendered, "the prompts")
+            variants[name] = [np.asarray(ids, np.int32) for ids in encoded]
+    return variants

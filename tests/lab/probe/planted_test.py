@@ -68,10 +68,17 @@ def analysis(
     weights=None,
     **more,
 ):
-    others = ({"step 3": params(True)}, {"text without a chat template": BARE})
     weights = weights or params()
     setup = Setup(
-        CONFIG, weights, PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute, **more
+        config=CONFIG,
+        params=weights,
+        prompts=PROMPTS,
+        temperature=temperature,
+        earlier={"step 3": params(True)},
+        prompt_variants={"text without a chat template": BARE},
+        text=TOKENIZER.decode,
+        compute=compute,
+        **more,
     )
     trainer = TrainingStack(CONFIG, weights, compute=Compute(dtype=train_compute))
     measured = compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup)
@@ -238,7 +245,9 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(
 
     first = build(spec)
     found = sampled(first)
-    setup = Setup(CONFIG, params(), PROMPTS, 1.0, settings=spec.costs)
+    setup = Setup(
+        config=CONFIG, params=params(), prompts=PROMPTS, temperature=1.0, settings=spec.costs
+    )
     pair = {"engine": first, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
     measured = explained(compare("pair", {}, found, pair, setup), found.prompt_index, setup)
     lifted = lift(spec, build, PROMPTS, found, measured.pairs, temperature=1.0)
@@ -364,7 +373,7 @@ def other_matrix(engine):
 def test_an_operator_that_differs_is_named_with_its_layer(plant, cause, place):
     engine = local()
     plant(engine)
-    setup = Setup(CONFIG, params(), PROMPTS, 1.0)
+    setup = Setup(config=CONFIG, params=params(), prompts=PROMPTS, temperature=1.0)
     pair = {"engine": engine, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
     found = analyze(compare("pair", {}, sampled(engine), pair, setup))
     assert (
