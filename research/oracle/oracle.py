@@ -57,7 +57,7 @@ from research.oracle.gradients import (
 
 Grade = Callable[[Sequence[Problem], Sequence[np.ndarray]], np.ndarray]
 
-EXACT = ProbeSpec("local", "float32", "float32")
+EXACT = ProbeSpec(kind="local", precision="float32", compute="float32")
 """The control's engine: the embedded one in the trainer's precision, whose log-probs are then the
 trainer's own.
 """

@@ -1,5 +1,4 @@
-"""What a probe compares: engines by name, as the command line gives them, and the training stack,
-as things that score.
+"""Engines that a probe compares, by name, and the training stack as one that scores.
 
 A name is `vllm:bfloat16,cache=fp8,model=DIR`.
 """
@@ -9,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +33,13 @@ SAMPLING_KINDS = tuple(ENGINES)
 """Built-in engines that sample. `SCORERS` only score."""
 _DTYPES = ("float32", "bfloat16", "float16")
 """What a server with weights of its own may compute in, and the trainer."""
+_OPTIONS = ("compute", "cache", "model", "like")
 SCORERS = {"trainer": _DTYPES, "hf": ("float32",)}
 """What only scores -> precisions; the first is the default."""
 
 
-class ProbeSpec(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeSpec:
     """An engine to build.
 
     Attributes:
@@ -67,35 +68,36 @@ class ProbeSpec(NamedTuple):
     @property
     def costs(self) -> dict[str, str]:
         """Cause of `mismatch.causes` -> the setting that has it as its price."""
-        found = {}
+        costs = {}
         if self.record is not None and self.precision in self.record.quantized:
-            found["quantized_weights"] = f"the engine's weights are {self.precision}"
+            costs["quantized_weights"] = f"the engine's weights are {self.precision}"
         if self.record is not None and self.cache != "auto":
-            found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
-        return found
+            costs["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
+        return costs
 
     def without(self, cause: str) -> "ProbeSpec":
         """The same engine without the setting that has this cause of `costs` as its price."""
-        other = {"cache": "auto"} if cause == "quantized_cache" else {"precision": self.compute}
-        return self._replace(**other)
+        if cause == "quantized_cache":
+            return dataclasses.replace(self, cache="auto")
+        return dataclasses.replace(self, precision=self.compute)
 
     def __str__(self) -> str:
-        usual = {
-            "compute": (self.precision, _default_compute(self.kind, self.precision)),
-            "cache": ("auto",),
-        }
-        options = {name: getattr(self, name) for name in ("compute", "like", "cache", "model")}
-        given = [
-            f"{name}={value}"
-            for name, value in options.items()
-            if value not in usual.get(name, ("",))
-        ]
-        return ",".join([f"{self.kind}:{self.precision}", *given])
+        text = f"{self.kind}:{self.precision}"
+        if self.compute not in (self.precision, _default_compute(self.kind, self.precision)):
+            text += f",compute={self.compute}"
+        if self.like:
+            text += f",like={self.like}"
+        if self.cache != "auto":
+            text += f",cache={self.cache}"
+        if self.model:
+            text += f",model={self.model}"
+        return text
 
 
 def parse_spec(text: str) -> ProbeSpec:
-    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`; KIND may be `file.py:NAME`
-    or `module:NAME`.
+    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`.
+
+    KIND may be `file.py:NAME` or `module:NAME`.
 
     The trainer takes `like=KIND:PRECISION`, and with it `cache=DTYPE`, of an engine whose roundings
     it repeats.
@@ -105,42 +107,48 @@ def parse_spec(text: str) -> ProbeSpec:
     """
     head, *options = text.split(",")
     kind, _, precision = head.partition(":")
-    if (
-        precision
-        and kind not in (*SCORERS, *SAMPLING_KINDS)
-        and ("." in kind or (kind and find_spec(kind)))
-    ):
+    built_in = (*SCORERS, *SAMPLING_KINDS)
+    by_path = precision and kind not in built_in
+    if by_path and ("." in kind or (kind and find_spec(kind))):
         name, _, precision = precision.partition(":")
         kind = f"{kind}:{name}"
         record = find_engine(kind)
     else:
-        _one_of("engine", kind, (*SCORERS, *SAMPLING_KINDS), text)
+        _check("engine", kind, built_in, text)
         record = ENGINES.get(kind)
     precisions = SCORERS[kind] if record is None else record.precisions or _DTYPES
     precision = precision or precisions[0]
-    _one_of("precision", precision, precisions, text)
-    values = {
-        "compute": _default_compute(kind, precision),
-        "cache": "auto",
-        "model": "",
-        "like": "",
-    }
-    allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes} if record else {}
+    _check("precision", precision, precisions, text)
+
+    allowed = {}
+    if record:
+        allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes}
     if kind == "trainer":
-        repeated = [one for one in TRAINABLE.values() if one.emulated]
-        allowed["like"] = tuple(
-            f"{one.name}:{each}" for one in repeated for each in one.precisions if each != "exact"
-        )
+        allowed["like"] = _repeated_engines()
+    values = {"compute": _default_compute(kind, precision)}
     for option in options:
         name, _, value = option.partition("=")
         if name == "like" and value in allowed.get("like", ()):
             allowed["cache"] = ("auto", *TRAINABLE[value.partition(":")[0]].emulated_caches)
-        known = [key for key in values if key == "model" or allowed.get(key)]
-        _one_of("option", name, tuple(known), text)
+        possible = [key for key in _OPTIONS if key == "model" or allowed.get(key)]
+        _check("option", name, tuple(possible), text)
         if name != "model":
-            _one_of(name, value, allowed[name], text)
+            _check(name, value, allowed[name], text)
         values[name] = value
-    return ProbeSpec(kind, precision, **values)
+    return ProbeSpec(kind=kind, precision=precision, **values)
+
+
+def _repeated_engines() -> tuple[str, ...]:
+    """KIND:PRECISION of the engines whose roundings the trainer repeats."""
+    names = []
+    for record in TRAINABLE.values():
+        if record.emulated:
+            names += [
+                f"{record.name}:{precision}"
+                for precision in record.precisions
+                if precision != "exact"
+            ]
+    return tuple(names)
 
 
 def _default_compute(kind: str, precision: str) -> str:
@@ -150,11 +158,11 @@ def _default_compute(kind: str, precision: str) -> str:
     return find_engine(kind).quantized_compute
 
 
-def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:
+def _check(subject: str, value: str, allowed: tuple[str, ...], text: str) -> None:
     if value not in allowed:
         near = suggestion(value, allowed)
         raise UserError(
-            f"engine {shorten(text)}: {what} {shorten(value)}, allowed are "
+            f"engine {shorten(text)}: {subject} {shorten(value)}, allowed are "
             f"{', '.join(allowed)}{near}"
         )
 
@@ -162,8 +170,11 @@ def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:
 LOGPROB_CHUNK = 256
 """Tokens whose logits exist at one time: 50 MB of a vocabulary of 50,000."""
 _MOST_ROWS = 32
+"""Rows in one call, at most."""
 _ROWS = 8
+"""Rows of a call are a multiple of it, where there are as many, so that few shapes compile."""
 _SHORTEST = 16
+"""Tokens of the shortest row; longer ones are a multiple of it."""
 
 
 class TrainingStack:
@@ -209,12 +220,9 @@ class TrainingStack:
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
         program = _program(self._config, self._compute, self._scheme, temperature)
-        return tuple(
-            zip(
-                *in_rows(functools.partial(program, self._params), prompts, completions),
-                strict=True,
-            )
-        )
+        run = functools.partial(program, self._params)
+        results = in_rows(run, prompts, completions)
+        return [logprobs for logprobs, _ in results], [entropies for _, entropies in results]
 
     def score_listed(
         self,
@@ -226,12 +234,8 @@ class TrainingStack:
     ) -> list[np.ndarray]:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
         program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
-        return [
-            one[0]
-            for one in in_rows(
-                functools.partial(program, self._params), prompts, completions, listed
-            )
-        ]
+        run = functools.partial(program, self._params)
+        return [logprobs for (logprobs,) in in_rows(run, prompts, completions, listed)]
 
     def close(self) -> None:
         """Nothing to free: the parameters are the caller's."""
@@ -251,8 +255,8 @@ def _program(
     )
 
     def scored(params: Params, rows: Rows) -> jax.Array:
-        found = row_logprobs(params, rows)
-        return found.top_logprobs[None] if listed else jnp.stack(found[:2])
+        scores = row_logprobs(params, rows)
+        return scores.top_logprobs[None] if listed else jnp.stack(scores[:2])
 
     return jax.jit(scored)
 
@@ -263,48 +267,59 @@ def in_rows(
     completions: Sequence[np.ndarray],
     listed: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """Run a program on completions, one a row, and cut its results [K, R, L, ...] to their tokens:
-    [K, T_i, ...] each.
+    """Run a program on completions, one a row, and cut its results to their tokens.
 
-    Rows are at most 32 a call, of one length for each power of two, so few shapes compile. With
-    `listed`, ids [T_i, k], they have the column `top_ids`.
+    Rows are at most 32 a call, of one length for each power of two, so few shapes compile.
+
+    Args:
+        run: makes [K, R, L, ...] of R rows.
+        prompts, completions: token ids.
+        listed: ids [T_i, k] of each completion, which the rows have as the column `top_ids`.
+
+    Returns:
+        [K, T_i, ...] for each completion.
     """
     totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    buckets = [max(_SHORTEST, 1 << (total - 1).bit_length()) for total in totals]
-    found: list[Any] = [None] * len(totals)
-    for bucket in sorted(set(buckets)):
-        members = [index for index, other in enumerate(buckets) if other == bucket]
-        length = -(-max(totals[index] for index in members) // _SHORTEST) * _SHORTEST
-        count = (
-            len(members)
-            if len(members) < _ROWS
-            else min(_MOST_ROWS, -(-len(members) // _ROWS) * _ROWS)
-        )
+    buckets: dict[int, list[int]] = {}
+    for index, total in enumerate(totals):
+        buckets.setdefault(max(_SHORTEST, 1 << (total - 1).bit_length()), []).append(index)
+
+    results: dict[int, np.ndarray] = {}
+    for _, members in sorted(buckets.items()):
+        length = _rounded_up(max(totals[index] for index in members), _SHORTEST)
+        count = len(members)
+        if count >= _ROWS:
+            count = min(_MOST_ROWS, _rounded_up(count, _ROWS))
         for start in range(0, len(members), count):
-            part = members[start : start + count]
+            indices = members[start : start + count]
             rows = one_a_row(
-                [prompts[i] for i in part], [completions[i] for i in part], length, count
+                [prompts[index] for index in indices],
+                [completions[index] for index in indices],
+                length,
+                count,
             )
             if listed is not None:
-                rows = rows.with_columns(
-                    **{TOP_IDS: in_places(rows, np.concatenate([listed[i] for i in part]))}
-                )
-            results = np.asarray(run(rows))
-            for place, index in enumerate(part):
-                found[index] = results[:, place, len(prompts[index]) : totals[index]].copy()
-    return found
+                ids = np.concatenate([listed[index] for index in indices])
+                rows = rows.with_columns(**{TOP_IDS: in_places(rows, ids)})
+            outputs = np.asarray(run(rows))
+            for row, index in enumerate(indices):
+                results[index] = outputs[:, row, len(prompts[index]) : totals[index]].copy()
+    return [results[index] for index in range(len(totals))]
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
-    """A column [R, L, ...] of rows, from values [n, ...] of all sampled tokens in order; 0
-    elsewhere.
-    """
+    """A column [R, L, ...] of rows from values [n, ...] of all sampled tokens; 0 elsewhere."""
     column = np.zeros((*rows.input_ids.shape, *values.shape[1:]), values.dtype)
     column[rows.completion_mask] = values
     return column
 
 
 _MIN_ROWS = 32
+"""Completions that an engine decodes at a time, however few are left: one shape to compile."""
 
 
 class Scorer(Protocol):
@@ -323,7 +338,7 @@ class Scorer(Protocol):
         """Free what it holds."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled:
     """Completions of an engine, N of them.
 
@@ -353,16 +368,19 @@ def sample(
 ) -> Sampled:
     """Sample from an engine; the one place that reads what `Engine.generate` gives."""
     episodes = collect(engine.generate(prompts, sampling, seed=seed, step=0))
-    lists = [name for name in (TOP_IDS, TOP_LOGPROBS) if name in episodes[0].columns]
-    if lists:
-        protocol.check_top_logprobs(
-            episodes, episodes[0].columns[TOP_IDS].shape[-1], engine.config.vocab_size
-        )
+    top_ids = None
+    top_logprobs = None
+    if TOP_IDS in episodes[0].columns:
+        k = episodes[0].columns[TOP_IDS].shape[-1]
+        protocol.check_top_logprobs(episodes, k, engine.config.vocab_size)
+        top_ids = [episode.columns[TOP_IDS][episode.sampled_mask] for episode in episodes]
+        top_logprobs = [episode.columns[TOP_LOGPROBS][episode.sampled_mask] for episode in episodes]
     return Sampled(
-        np.array([episode.group for episode in episodes]),
-        [episode.completion_ids for episode in episodes],
-        [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
-        *([episode.columns[name][episode.sampled_mask] for episode in episodes] for name in lists),
+        prompt_index=np.array([episode.group for episode in episodes]),
+        completion_ids=[episode.completion_ids for episode in episodes],
+        logprobs=[episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
         episodes=episodes,
     )
 
@@ -402,7 +420,8 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
         kind.check_top_logprobs(arguments.top_logprobs)
         engine = kind.start(arguments)
     try:
-        if kind.pushes:  # else it is a server of the same model
+        # Else it is a server of the same model.
+        if kind.pushes:
             engine.push_weights(params, 0)
     except BaseException:
         engine.close()
@@ -411,9 +430,7 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
 
 
 def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
-    """The settings of an engine that samples, from its spec; `engine_args` for one by path
-    alone.
-    """
+    """The settings of an engine that samples, `engine_args` for one by path alone."""
     return dataclasses.replace(
         rollout,
         engine=spec.kind,
@@ -425,15 +442,18 @@ def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
 
 
 def cache_rounding(spec: ProbeSpec) -> str:
-    """How the fp8 cache of an engine rounds here, of `scheme.CACHES`: its own cache, or the one it
-    could have.
-    """
+    """How the fp8 cache of an engine rounds, its own or what it could have: of `scheme.CACHES`."""
     if spec.kind not in TRAINABLE:
         return "fp8"
     cache = spec.cache if spec.cache in spec.record.emulated_caches else "fp8"
-    return _scheme(
-        ProbeSpec("trainer", "float32", "float32", cache, like=f"{spec.kind}:full"), None
-    ).cache
+    trainer = ProbeSpec(
+        kind="trainer",
+        precision="float32",
+        compute="float32",
+        cache=cache,
+        like=f"{spec.kind}:full",
+    )
+    return _scheme(trainer, None).cache
 
 
 def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
@@ -452,10 +472,9 @@ def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
         min_rows=0,
         settings=kind.settings(),
     )
-    precision, cache = (
-        chosen if chosen in repeated else "full"
-        for chosen, repeated in ((precision, kind.emulated), (spec.cache, kind.emulated_caches))
-    )
+    if precision not in kind.emulated:
+        precision = "full"
+    cache = spec.cache if spec.cache in kind.emulated_caches else "full"
     return kind.scheme(arguments, precision, cache, jax.default_backend())
 
 
@@ -473,25 +492,23 @@ def check_same_tokens(
     """
     if first == second:
         return
-    texts = [
-        {number: text for text, number in vocabulary.items()} for vocabulary in (first, second)
-    ]
+    first_texts = {number: text for text, number in first.items()}
+    second_texts = {number: text for text, number in second.items()}
     differing = [
-        n for n in sorted(texts[0].keys() | texts[1].keys()) if texts[0].get(n) != texts[1].get(n)
+        number
+        for number in first_texts | second_texts
+        if first_texts.get(number) != second_texts.get(number)
     ]
-    said = " and ".join(
-        f"{side.get(differing[0])!r} for {name}" for side, name in zip(texts, names, strict=True)
-    )
+    number = min(differing)
     raise UserError(
-        f"the engines' vocabularies differ in {len(differing)} tokens: token {differing[0]} is "
-        f"{said}; log-probs of token ids can't be compared, give both the same tokenizer"
+        f"the engines' vocabularies differ in {len(differing)} tokens: token {number} is "
+        f"{first_texts.get(number)!r} for {names[0]} and {second_texts.get(number)!r} for "
+        f"{names[1]}; log-probs of token ids can't be compared, give both the same tokenizer"
     )
 
 
 class HuggingFace:
-    """The model as transformers computes it in float32 on the CPU, which shares no code with ours;
-    unpadded.
-    """
+    """The model as transformers computes it in float32 on the CPU, unpadded: no code is ours."""
 
     def __init__(self, config: ModelConfig, params: Params, directory: Path) -> None:
         """Write the parameters to `directory` in float32 and load them with transformers.
@@ -524,16 +541,14 @@ class HuggingFace:
     ) -> list[np.ndarray]:
         """Log-probs, float32 nats, one array for each completion."""
         torch = self._torch
-        found = []
+        scores = []
         with torch.no_grad():
             for prompt, completion in zip(prompts, completions, strict=True):
                 ids = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long)
-                logits = (
-                    self._model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
-                )
-                logprobs = torch.log_softmax(logits, dim=-1)
-                found.append(logprobs.gather(1, ids[len(prompt) :, None])[:, 0].numpy())
-        return found
+                logits = self._model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
+                logprobs = torch.log_softmax(logits / temperature, dim=-1)
+                scores.append(logprobs.gather(1, ids[len(prompt) :, None])[:, 0].numpy())
+        return scores
 
     def close(self) -> None:
         """Free the model."""

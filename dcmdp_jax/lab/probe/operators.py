@@ -1,8 +1,9 @@
 """The operators of an engine, each compared with the training stack's on the engine's input."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +30,20 @@ from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.types import Params
 
 _TOKENS = 256
+"""Tokens that operators are compared on: their outputs are held for all layers."""
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
 Pair = tuple[Any, Any]
+"""What an operator read and gave, [T, width] each, floating point."""
 Sizes = dict[str, jax.Array]
-"""What an operator read and gave, [T, width] each, floating point; operator -> relative
-difference.
-"""
+"""Operator -> relative difference."""
 
 Cached = Callable[[jax.Array], jax.Array]
 """Keys or values -> the same as a cache gives them back."""
 
 
-class OnePass(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnePass:
     """The first rows, of at most 256 tokens together, one after the other.
 
     Attributes:
@@ -54,7 +56,8 @@ class OnePass(NamedTuple):
     segment_ids: np.ndarray
 
 
-class Observed(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observed:
     """What the operators of an engine read and gave while it computed `OnePass` in one pass.
 
     Attributes:
@@ -98,47 +101,54 @@ def operator_differences(
         EngineError: see `VllmEngine.observe`.
     """
     tokens = _tokens_of(prompts, completions)
-    if getattr(engine, "config", config) != config or (seen := _observed(engine, tokens)) is None:
+    if getattr(engine, "config", config) != config:
         return []
-    looked_up = embedding_scale(
-        config, params["embedding"].astype(jnp.float32)[np.concatenate(tokens.rows)]
-    )
-    relative = float(_relative(seen.embedding, looked_up))
-    found = [OperatorDifference(operator="embedding", layer=None, relative=relative)]
+    observed = _observed(engine, tokens)
+    if observed is None:
+        return []
+
+    rows = params["embedding"].astype(jnp.float32)[np.concatenate(tokens.rows)]
+    relative = float(_relative(observed.embedding, embedding_scale(config, rows)))
+    differences = [OperatorDifference(operator="embedding", layer=None, relative=relative)]
     kinds = zip(config.layer_ropes, config.layer_windows(tokens.positions.size), strict=True)
-    for index, (pairs, kind) in enumerate(zip(seen.layers, kinds, strict=True)):
-        trained = layer_of(params["layers"], config, index)
-        found += in_order(
-            _layer(trained, dict(pairs), tokens[1:], config, (*kind, seen.rounding)), index
+    for index, (pairs, (rope, window)) in enumerate(zip(observed.layers, kinds, strict=True)):
+        sizes = _layer(
+            layer_of(params["layers"], config, index),
+            dict(pairs),
+            tokens.positions,
+            tokens.segment_ids,
+            config=config,
+            rope=rope,
+            window=window,
+            rounding=observed.rounding,
         )
+        differences += in_order(sizes, index)
     outer = {key: leaf for key, leaf in params.items() if key != "layers"}
-    return found + in_order(_last(outer, seen.norm, seen.head, config=config), None)
+    return differences + in_order(_last(outer, observed.norm, observed.head, config=config), None)
 
 
 def _tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> OnePass:
     """The tokens to look at."""
     rows: list[np.ndarray] = []
-    for pair in zip(prompts, completions, strict=False):
-        if len(row := np.concatenate(pair)[: _TOKENS - sum(map(len, rows))]):
+    room = _TOKENS
+    for prompt, completion in zip(prompts, completions, strict=False):
+        row = np.concatenate([prompt, completion])[:room]
+        if len(row):
             rows.append(row)
+            room -= len(row)
     lengths = [len(row) for row in rows]
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    return OnePass(
-        rows, positions[None], np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None]
-    )
+    segment_ids = np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)
+    return OnePass(rows=rows, positions=positions[None], segment_ids=segment_ids[None])
 
 
 def _observed(engine: Any, tokens: OnePass) -> Observed | None:
-    """Have an engine that has weights compute the tokens; None of one that nobody can look into."""
+    """The operators' inputs and outputs for these tokens; None if the engine shows none."""
     if isinstance(engine, VllmEngine):
         return _of_vllm(engine, tokens)
-    if (
-        isinstance(engine, LocalEngine)
-        and engine.weights is not None
-        and engine.program.mesh.size == 1
-    ):
-        return _of_embedded(engine.program, engine.weights, tokens)
-    return None
+    if not isinstance(engine, LocalEngine) or engine.weights is None:
+        return None
+    return _of_embedded(engine, tokens) if engine.program.mesh.size == 1 else None
 
 
 def _mixer(
@@ -149,142 +159,185 @@ def _mixer(
     platform: str,
     cached: Cached,
 ) -> Attend | gated_delta.Recur:
-    """What mixes the tokens of packed rows in a layer; `cached` makes of keys and values what a
-    cache would.
+    """What mixes the tokens of packed rows in a layer.
+
+    Args:
+        layer, config: the layer's parameters, and the model.
+        segment_ids: [1, T] int32.
+        window: see `attention.row_attention`.
+        platform: where it is computed.
+        cached: makes of keys and values what a cache would.
     """
+    if is_recurrent(layer):
+        return functools.partial(recurrent_rows, config, segment_ids)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-        kernel = attention.choose_kernel("auto", query.dtype, platform, query.shape[1])
-        how = {
-            "kernel": kernel,
-            "one_segment": False,
-            "ops": choose_ops(platform),
-            "window": window,
-        }
-        return attention.row_attention(query, cached(key), cached(value), segment_ids, **how), None
+        attended = attention.row_attention(
+            query,
+            cached(key),
+            cached(value),
+            segment_ids,
+            kernel=attention.choose_kernel("auto", query.dtype, platform, query.shape[1]),
+            one_segment=False,
+            ops=choose_ops(platform),
+            window=window,
+        )
+        return attended, None
 
-    return functools.partial(recurrent_rows, config, segment_ids) if is_recurrent(layer) else attend
-
-
-def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
-    norm = jnp.linalg.norm(trained)
-    return jnp.linalg.norm(own.astype(jnp.float32) - trained) / jnp.maximum(
-        norm, jnp.finfo(jnp.float32).tiny
-    )
+    return attend
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kind"))
+def _relative(output: jax.Array, trained: jax.Array) -> jax.Array:
+    size = jnp.maximum(jnp.linalg.norm(trained), jnp.finfo(jnp.float32).tiny)
+    return jnp.linalg.norm(output.astype(jnp.float32) - trained) / size
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rope", "window", "rounding"))
 def _layer(
-    trained: Params,
+    layer: Params,
     pairs: dict[str, Pair],
-    rows: Pair,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
     config: ModelConfig,
-    kind: tuple[str, int, str],
+    rope: str,
+    window: int,
+    rounding: str,
 ) -> Sizes:
-    """The relative difference of each operator of a layer of a kind: rotary embedding, window,
-    rounding.
-    """
-    (positions, segment_ids), (rope, window, rounding) = rows, kind
-    block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
-    platform = jax.default_backend()
-    rotary = all_rotary_tables(config, positions)[rope]
-    sizes = {}
-    mixer = functools.partial(_mixer, trained, config, segment_ids, window, platform)
-    ops = choose_ops(platform)
+    """The relative difference of each operator of a layer.
 
-    def compare(part: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
-        read, gave = pairs[part]
+    Args:
+        layer: the training stack's parameters.
+        pairs: what the engine's operators read and gave.
+        positions, segment_ids: of `OnePass`.
+        config: the model.
+        rope, window: rotary embedding and attention window of the layer.
+        rounding: of `Observed`.
+    """
+    block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layer), config)
+    platform = jax.default_backend()
+    ops = choose_ops(platform)
+    rotary = all_rotary_tables(config, positions)[rope]
+    mixer = functools.partial(_mixer, layer, config, segment_ids, window, platform)
+    sizes = {}
+
+    def compare(name: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
+        read, output = pairs[name]
         trained = operator(read.astype(jnp.float32)[None])
-        sizes[part] = _relative(gave, jax.tree.leaves(trained)[0][0])
+        sizes[name] = _relative(output, jax.tree.leaves(trained)[0][0])
         return trained
 
     with products.products_in("float32"):
         mix = mixer(lambda x: scheme_products.round_cache(x, rounding))
-        block(jnp.zeros_like(pairs["mlp"][0], jnp.float32)[None], rotary, mix, ops, observe=compare)
+        zeros = jnp.zeros_like(pairs["mlp"][0], jnp.float32)[None]
+        block(zeros, rotary, mix, ops, observe=compare)
         if "cache" in pairs:
             compare("cache", lambda x: block.attention(x, rotary, mixer(lambda x: x), ops), None)
-    return {
-        "norm": jnp.max(jnp.stack([sizes.pop(part) for part in NORMS if part in sizes])),
-        **sizes,
-    }
+    norms = [sizes.pop(name) for name in NORMS if name in sizes]
+    return {"norm": jnp.max(jnp.stack(norms)), **sizes}
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _last(params: Params, norm: Pair, head: Pair, *, config: ModelConfig) -> Sizes:
     """The last norm, and the head's logits less their mean."""
+
+    def centered(logits: jax.Array) -> jax.Array:
+        return logits - jnp.mean(logits, -1, keepdims=True)
+
     with products.products_in("float32"):
-        own_logits = head[0].astype(jnp.float32) @ output_kernel(params).astype(jnp.float32)
-        centered = (each - jnp.mean(each, -1, keepdims=True) for each in (head[1], own_logits))
+        logits = head[0].astype(jnp.float32) @ output_kernel(params).astype(jnp.float32)
         hidden = final_norm(params, config, norm[0].astype(jnp.float32))
-        return {"norm": _relative(norm[1], hidden), "head": _relative(*centered)}
+        return {
+            "norm": _relative(norm[1], hidden),
+            "head": _relative(centered(head[1]), centered(logits)),
+        }
 
 
 def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
-    """By hooks. Its attention reads the cache in one pass too, so the training stack's has that
-    rounding.
+    """Observe vLLM by hooks.
+
+    Its attention reads the cache in one pass too, so the training stack's has that rounding.
     """
     config = engine.config
-    rounding = engine.cache_rounding
-    parts = dict(config.family.norms)
-    mixers = {"recurrent": "linear_attn"}
-    every = [
-        parts | {"attention": mixers.get(kind, "self_attn"), "mlp": "mlp"}
-        for kind, _ in config.layer_kinds
-    ]
-    layers = [
-        {part: f"model.layers.{n}.{name}" for part, name in own.items()}
-        for n, own in enumerate(every)
-    ]
-    outer = "model.embed_tokens", "model.norm", "logits_processor"
-    seen = engine.observe(
-        tokens.rows, [*outer, *(name for names in layers for name in names.values())]
-    )
-    pairs = [{part: seen[name] for part, name in names.items()} for names in layers]
-    pairs = [each | ({"cache": each["attention"]} if rounding else {}) for each in pairs]
-    (_, looked_up), *last = (seen[name] for name in outer)
-    return Observed(embedding_scale(config, looked_up), pairs, *last, rounding)
-
-
-def _of_embedded(program: layout.Program, weights: Params, tokens: OnePass) -> Observed:
-    config = program.config
+    modules = ["model.embed_tokens", "model.norm", "logits_processor"]
     layers = []
-    outer = program.own_weights({key: leaf for key, leaf in weights.items() if key != "layers"})
-    x = looked_up = forward.embed(outer, np.concatenate(tokens.rows)[None], program).astype(
-        program.compute_dtype
+    for index, (kind, _) in enumerate(config.layer_kinds):
+        mixer = "linear_attn" if kind == "recurrent" else "self_attn"
+        names = dict(config.family.norms) | {"attention": mixer, "mlp": "mlp"}
+        layers.append({key: f"model.layers.{index}.{name}" for key, name in names.items()})
+        modules += layers[-1].values()
+    pairs = engine.observe(tokens.rows, modules)
+
+    layer_pairs = []
+    for names in layers:
+        observed = {operator: pairs[name] for operator, name in names.items()}
+        if engine.cache_rounding:
+            observed["cache"] = observed["attention"]
+        layer_pairs.append(observed)
+    _, looked_up = pairs["model.embed_tokens"]
+    return Observed(
+        embedding=embedding_scale(config, looked_up),
+        layers=layer_pairs,
+        norm=pairs["model.norm"],
+        head=pairs["logits_processor"],
+        rounding=engine.cache_rounding,
     )
+
+
+def _of_embedded(engine: LocalEngine, tokens: OnePass) -> Observed:
+    program = engine.program
+    config = program.config
+    outer = {key: leaf for key, leaf in engine.weights.items() if key != "layers"}
+    outer = program.own_weights(outer)
+    embedded = forward.embed(outer, np.concatenate(tokens.rows)[None], program)
+    x = looked_up = embedded.astype(program.compute_dtype)
+    layers = []
     kinds = zip(config.layer_ropes, config.layer_windows(x.shape[1]), strict=True)
-    for layer, kind in zip(weights["layers"], kinds, strict=True):
-        x, pairs = _engine_layer(layer, x, tokens[1:], program=program, kind=kind)
+    for layer, (rope, window) in zip(engine.weights["layers"], kinds, strict=True):
+        x, pairs = _engine_layer(
+            layer,
+            x,
+            tokens.positions,
+            tokens.segment_ids,
+            program=program,
+            rope=rope,
+            window=window,
+        )
         layers.append(pairs)
-    return Observed(looked_up[0], layers, *_engine_last(outer, x[0], program=program))
+    norm, head = _engine_last(outer, x[0], program=program)
+    return Observed(embedding=looked_up[0], layers=layers, norm=norm, head=head)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "kind"))
+@functools.partial(jax.jit, static_argnames=("program", "rope", "window"))
 @products.in_compute_dtype
 def _engine_layer(
-    own: Params, x: jax.Array, rows: Pair, *, program: layout.Program, kind: tuple[str, int]
+    layer: Params,
+    x: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    program: layout.Program,
+    rope: str,
+    window: int,
 ) -> tuple[jax.Array, dict[str, Pair]]:
     """The residual stream after the layer, and what its operators read and gave."""
-    (positions, segment_ids), (rope, window), config = rows, kind, program.config
-    block = block_of(program.own_weights(own), config)
+    config = program.config
+    block = block_of(program.own_weights(layer), config)
     rotary = all_rotary_tables(config, positions)[rope]
-    seen = {}
-    mixer = functools.partial(_mixer, own, config, segment_ids, window, program.platform)
+    mixer = functools.partial(_mixer, layer, config, segment_ids, window, program.platform)
+    pairs = {}
 
-    def keep(part: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
-        gave = operator(read)
-        seen[part] = read[0], jax.tree.leaves(gave)[0][0]
-        return gave
+    def record(name: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
+        output = operator(read)
+        pairs[name] = read[0], jax.tree.leaves(output)[0][0]
+        return output
 
-    after, _, _ = block(x, rotary, mixer(lambda x: x), program.ops, observe=keep)
-    if program.cache_dtype != program.compute_dtype and not is_recurrent(own):
+    after, _, _ = block(x, rotary, mixer(lambda x: x), program.ops, observe=record)
+    if program.cache_dtype != program.compute_dtype and not is_recurrent(layer):
         mix = mixer(lambda x: load(store(x, program.cache_dtype), x.dtype))
-        keep(
-            "cache",
-            lambda x: block.attention(x, rotary, mix, program.ops),
-            seen["attention"][0][None],
-        )
-    return after, seen
+        read = pairs["attention"][0][None]
+        record("cache", lambda x: block.attention(x, rotary, mix, program.ops), read)
+    return after, pairs
 
 
 @functools.partial(jax.jit, static_argnames=("program",))

@@ -322,7 +322,7 @@ def test_completions_that_were_decoded_and_encoded_again():
             ids = np.concatenate([ids[: len(ids) // 2], ids[len(ids) // 2 + 1 :]])
         completions.append(ids)
         logprobs.append(values[: len(ids)])
-    broken = Sampled(found.prompt_index, completions, logprobs)
+    broken = Sampled(prompt_index=found.prompt_index, completion_ids=completions, logprobs=logprobs)
     finding = named(engine, broken)[0]
     assert finding.cause == "retokenization" and "25.0% of the completions" in finding.evidence[0]
 

@@ -10,21 +10,43 @@ from dcmdp_jax.lab.probe.session import check_specs
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("trainer", ProbeSpec("trainer", "float32", "float32")),
-        ("trainer:bfloat16", ProbeSpec("trainer", "bfloat16", "bfloat16")),
-        ("local:fp8", ProbeSpec("local", "fp8", "float32")),
-        ("local:int8,compute=bfloat16", ProbeSpec("local", "int8", "bfloat16")),
-        ("vllm:bfloat16,cache=fp8", ProbeSpec("vllm", "bfloat16", "bfloat16", "fp8")),
-        ("vllm:fp8_per_block", ProbeSpec("vllm", "fp8_per_block", "bfloat16")),
-        ("local:exact,model=a/b", ProbeSpec("local", "exact", "float32", "auto", "a/b")),
-        ("hf", ProbeSpec("hf", "float32", "float32")),
+        ("trainer", ProbeSpec(kind="trainer", precision="float32", compute="float32")),
+        ("trainer:bfloat16", ProbeSpec(kind="trainer", precision="bfloat16", compute="bfloat16")),
+        ("local:fp8", ProbeSpec(kind="local", precision="fp8", compute="float32")),
+        (
+            "local:int8,compute=bfloat16",
+            ProbeSpec(kind="local", precision="int8", compute="bfloat16"),
+        ),
+        (
+            "vllm:bfloat16,cache=fp8",
+            ProbeSpec(kind="vllm", precision="bfloat16", compute="bfloat16", cache="fp8"),
+        ),
+        (
+            "vllm:fp8_per_block",
+            ProbeSpec(kind="vllm", precision="fp8_per_block", compute="bfloat16"),
+        ),
+        (
+            "local:exact,model=a/b",
+            ProbeSpec(
+                kind="local", precision="exact", compute="float32", cache="auto", model="a/b"
+            ),
+        ),
+        ("hf", ProbeSpec(kind="hf", precision="float32", compute="float32")),
         (
             "tests/engines/stub_engine.py:ENGINE",
-            ProbeSpec("tests/engines/stub_engine.py:ENGINE", "float32", "float32"),
+            ProbeSpec(
+                kind="tests/engines/stub_engine.py:ENGINE", precision="float32", compute="float32"
+            ),
         ),
         (
             "tests.engines.stub_engine:ENGINE:float32,model=a/b",
-            ProbeSpec("tests.engines.stub_engine:ENGINE", "float32", "float32", "auto", "a/b"),
+            ProbeSpec(
+                kind="tests.engines.stub_engine:ENGINE",
+                precision="float32",
+                compute="float32",
+                cache="auto",
+                model="a/b",
+            ),
         ),
     ],
 )
