@@ -77,9 +77,9 @@ class RecordedRun:
     label: str
     series: Series
     config: dict[str, Any]
-    held_out: list[jsonl.Record] = dataclasses.field(default_factory=list)
-    starts: list[jsonl.Record] = dataclasses.field(default_factory=list)
-    nodes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    held_out: list[jsonl.Record]
+    starts: list[jsonl.Record]
+    nodes: dict[str, list[str]]
 
     def until(self, step: int) -> Self:
         """The same run with its metrics up to a step."""
@@ -285,12 +285,14 @@ def _metrics(runs: Runs) -> dict[str, Any]:
                 run.series[name][1][-1] if name in run.series else math.nan for run in runs
             ]
         metric = metric_names.metric_of(name)
-        text = number
+        write = number
         unit = metric.unit
         if metric.unit == "fraction":
-            text = percent
+            write = percent
             unit = "share"
-        rows.append([name, *(text(float(value)) for value in row_values), unit, metric.description])
+        rows.append(
+            [name, *(write(float(value)) for value in row_values), unit, metric.description]
+        )
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 

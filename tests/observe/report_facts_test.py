@@ -29,7 +29,7 @@ def _texts(facts):
 
 
 def _run(series, **config):
-    return RecordedRun(label="run", series=series, config=config)
+    return RecordedRun(label="run", series=series, config=config, held_out=[], starts=[], nodes={})
 
 
 def test_facts_by_hand():
@@ -245,6 +245,6 @@ def test_the_sentence_of_a_supervised_run_names_no_engine():
         "rollout.engine": "local",
         "rollout.precision": "exact",
     }
-    said = verdict(RecordedRun(label="run", series=series, config=config))
+    said = verdict(_run(series, **config))
     # A loss is no share: not "from 75% to 50%".
     assert said == "2 supervised steps of m: held-out rows/loss went from 0.75 to 0.5."
