@@ -289,6 +289,8 @@ def _by_columns(evidence: Evidence) -> Iterator[Finding]:
     completions = evidence.completions
     if evidence.course:
         yield _say("unseen_updates", evidence.course)
+
+    # Columns that are not of the same tokens.
     filled = evidence.filled
     if filled is not None:
         yield _say(
@@ -317,6 +319,8 @@ def _by_columns(evidence: Evidence) -> Iterator[Finding]:
         )
         if columns.unrelated + columns.exchanged > ALL_SHIFTED * completions:
             return
+
+    # Tokens or contexts that are not the engine's.
     yield from _support(evidence)
     if evidence.broken > 0:
         yield _say(
@@ -333,6 +337,8 @@ def _by_columns(evidence: Evidence) -> Iterator[Finding]:
             f"and {evidence.start_expected:.2g} over later ones that the engine finds as likely: "
             "the completions begin in different contexts.",
         )
+
+    # What changes the log-probs from token to token.
     cause, lines = _temperature(evidence)
     if cause:
         yield _say(cause, *lines)
@@ -506,6 +512,7 @@ def _others_tokens(evidence: Evidence) -> Iterator[Finding]:
     surprise = evidence.surprise
     if np.isnan(surprise.mean):
         return
+
     enough = evidence.uncertain >= _FEWEST_UNCERTAIN
     if enough and surprise.differs(0, _most_surprise(evidence)):
         yield _say(
@@ -719,8 +726,8 @@ def _operator(evidence: Evidence) -> Iterator[Finding]:
     median = float(np.median([operator.relative for operator in evidence.operators]))
     yield _say(
         first.operator,
-        f"On the same input the {first}{others} gives something else: by {first.relative:.2g} of its "
-        f"size, where half of the {len(evidence.operators)} operators are within {median:.1g}.",
+        f"On the same input the {first}{others} gives something else: by {first.relative:.2g} of "
+        f"its size, where half of the {len(evidence.operators)} operators are within {median:.1g}.",
     )
 
 

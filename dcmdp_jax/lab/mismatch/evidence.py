@@ -850,10 +850,10 @@ def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple
     after = np.zeros(len(size), bool)
     for row in wild_rows:
         span = pairs.span(row)
-        place = break_at(size[span])
-        if place is not None:
+        first_wild = break_at(size[span])
+        if first_wild is not None:
             broken[row] = True
-            after[span][place:] = True
+            after[span][first_wild:] = True
 
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
     before = ~after & (pairs.position >= _START_TOKENS) & ~misplaced[pairs.completion]

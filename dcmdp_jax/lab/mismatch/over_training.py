@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import glob
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -359,22 +359,25 @@ def _over_training(
 def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The metrics that the alarms look at, as a run of ours has them."""
     numbers = np.array([step.step for step in steps], np.int64)
-    columns: dict[str, Callable[[StepMismatch], float]] = {
-        "discrepancy/mean": lambda step: step.statistics.mean,
-        "mismatch/k1": lambda step: step.statistics.k1,
-        "mismatch/k3": lambda step: step.statistics.k3,
-        "mismatch/effective_sample_size": lambda step: step.statistics.effective_sample_size,
-        "policy/entropy": lambda step: step.entropy,
-        "engine/surprise": lambda step: step.engine_surprise,
-        "mismatch/median_log_ratio": lambda step: step.statistics.median_log_ratio,
-        "rollout/staleness_max": lambda step: step.lag,
+    statistics = {
+        "discrepancy/mean": "mean",
+        "mismatch/k1": "k1",
+        "mismatch/k3": "k3",
+        "mismatch/effective_sample_size": "effective_sample_size",
+        "mismatch/median_log_ratio": "median_log_ratio",
     }
-    series = {}
-    for name, value_of in columns.items():
-        values = np.array([value_of(step) for step in steps], np.float64)
-        if np.isfinite(values).all():
-            series[name] = (numbers, values)
-    return series
+    values = {
+        "policy/entropy": [step.entropy for step in steps],
+        "engine/surprise": [step.engine_surprise for step in steps],
+        "rollout/staleness_max": [step.lag for step in steps],
+    }
+    for metric, name in statistics.items():
+        values[metric] = [getattr(step.statistics, name) for step in steps]
+    return {
+        metric: (numbers, np.array(column, np.float64))
+        for metric, column in values.items()
+        if np.isfinite(column).all()
+    }
 
 
 def _standing_out(slices: list[Slice]) -> list[str]:

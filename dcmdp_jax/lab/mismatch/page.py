@@ -95,8 +95,8 @@ def _completions(measured: Measured) -> Iterator[page_kit.Completion]:
 
 def table(analyses: Sequence[Analysis]) -> str:
     """A table of the pairs, one column each, for a terminal."""
-    columns = [["", *_LABELS], *map(_column, analyses)]
-    lines = text_table(list(zip(*columns, strict=True)))
+    columns = [_column(analysis) for analysis in analyses]
+    lines = text_table(list(zip(("", *_LABELS), *columns, strict=True)))
     for analysis in analyses:
         lines.append("")
         if LEFT_OUT in analysis.source:

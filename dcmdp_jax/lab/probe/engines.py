@@ -125,7 +125,7 @@ def parse_spec(text: str) -> ProbeSpec:
         allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes}
     if kind == "trainer":
         allowed["like"] = _repeated_engines()
-    values = {"compute": _default_compute(kind, precision)}
+    spec = ProbeSpec(kind=kind, precision=precision, compute=_default_compute(kind, precision))
     for option in options:
         name, _, value = option.partition("=")
         if name == "like" and value in allowed.get("like", ()):
@@ -134,8 +134,8 @@ def parse_spec(text: str) -> ProbeSpec:
         _check("option", name, tuple(possible), text)
         if name != "model":
             _check(name, value, allowed[name], text)
-        values[name] = value
-    return ProbeSpec(kind=kind, precision=precision, **values)
+        spec = dataclasses.replace(spec, **{name: value})
+    return spec
 
 
 def _repeated_engines() -> tuple[str, ...]:
