@@ -69,7 +69,14 @@ def compile_and_read(
     """Compile a jitted function whose only loops that depend on data are those over blocks of
     rows.
     """
-    return read(Lowerable(name, lambda: function.trace(*arguments), {}, (), 0), blocks_at_most)
+    program = Lowerable(
+        name=name,
+        trace=lambda: function.trace(*arguments),
+        resident={},
+        row_lengths=(),
+        tokens=0,
+    )
+    return read(program, blocks_at_most)
 
 
 def read(program: Lowerable, trip_counts: TripCounts) -> tuple[jax.stages.Compiled, Compiled]:

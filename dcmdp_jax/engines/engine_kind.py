@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.errors import ArgumentError, shorten
 from dcmdp_jax.models.scheme import Scheme, weights_alone
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dcmdp_jax.models.row_logprobs import Probe
 
 
-class Workload(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
     """The calls that an engine's memory and programs are planned for.
 
     Attributes:
@@ -107,13 +108,14 @@ class EngineArguments:
     lora: Lora | None = None
 
 
-class Lowerable(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowerable:
     """A program of the run, not compiled yet.
 
     Attributes:
         name: "step", "prefill", ...
         trace: gives the traced program.
-        held: bytes on each device of its arguments that live longer than it, by kind.
+        resident: bytes on each device of its arguments that live longer than it, by kind.
         row_lengths: lengths of the rows that attention runs over; empty where each row has one
             query.
         tokens: fewest tokens of a device in a forward pass.
@@ -121,12 +123,13 @@ class Lowerable(NamedTuple):
 
     name: str
     trace: Callable[[], jax.stages.Traced]
-    held: dict[str, int]
+    resident: dict[str, int]
     row_lengths: tuple[int, ...]
     tokens: int
 
 
-class EnginePlan(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnginePlan:
     """An engine's programs at their largest shapes, for `dcmdp plan`.
 
     Attributes:
@@ -145,7 +148,8 @@ class EnginePlan(NamedTuple):
     refills: bool
 
 
-class DeviceShare(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceShare:
     """How an engine in another process and the trainer share the memory of devices.
 
     Attributes:
@@ -212,11 +216,10 @@ class EngineKind:
         raise NotImplementedError
 
     def check(self, arguments: EngineArguments) -> None:
-        """Refuse settings that do not fit each other, nor a model that is known; nothing is loaded
-        or started.
+        """Refuse settings that do not fit each other, or the model.
 
-        Called twice, for the settings alone (`model` None, `platform` ""), and when model and
-        platform are known.
+        Nothing is loaded or started. Called twice, for the settings alone (`model` None, `platform`
+        ""), and when model and platform are known.
         """
 
     def check_machine(self, arguments: EngineArguments) -> str:
@@ -224,18 +227,16 @@ class EngineKind:
         return ""
 
     def takes_adapters(self, settings: Any) -> bool:
-        """Whether a trainer of adapters pushes `models.lora.Adapted`: the base, and A and B,
-        unmerged.
-        """
+        """Whether a trainer of adapters pushes base, A and B unmerged (`models.lora.Adapted`)."""
         return False
 
     def scheme(
         self, arguments: EngineArguments, precision: str, cache: str, platform: str
     ) -> Scheme:
-        """The roundings of a precision and a cache, each may be "full". Refuses what the trainer
-        can't repeat.
+        """The roundings of a precision and a cache, each may be "full".
 
-        By default the roundings of the weights, and of a cache to nearest.
+        By default those of the weights, and of a cache to nearest. Refuses what the trainer can't
+        repeat.
 
         Args:
             arguments: the engine's.
@@ -277,27 +278,29 @@ class EngineKind:
                 missing.
         """
         engine = self.build(arguments)
-        wanted = ("push_weights", "generate", "release_weights", "close", *("score",) * self.scores)
-        if missing := [name for name in wanted if not callable(getattr(engine, name, None))]:
-            raise ArgumentError(
-                "engine",
-                f"{self.name}: build returned {shorten(engine)}, which has no method {missing[0]}",
-            )
+        names = ["push_weights", "generate", "release_weights", "close"]
+        if self.scores:
+            names.append("score")
+        for name in names:
+            if not callable(getattr(engine, name, None)):
+                raise ArgumentError(
+                    "engine",
+                    f"{self.name}: build returned {shorten(engine)}, which has no method {name}",
+                )
         return engine
 
     def check_start(self, engine: Engine) -> None:
-        """Raise the EngineError of a start that `build` with `prepare` left to go on, if it has
-        failed by now.
-        """
+        """Raise the EngineError of a start that goes on after `build`, if it has failed by now."""
 
     @property
     def choices(self) -> dict[str, tuple[str, ...]]:
         """Allowed values of the arguments that depend on the engine, by name."""
-        names = ("precision", "compute_dtype", "kv_cache_dtype")
-        found = dict(
-            zip(names, (self.precisions, self.compute_dtypes, self.cache_dtypes), strict=True)
-        )
-        return {name: allowed for name, allowed in found.items() if allowed}
+        choices = {
+            "precision": self.precisions,
+            "compute_dtype": self.compute_dtypes,
+            "kv_cache_dtype": self.cache_dtypes,
+        }
+        return {name: allowed for name, allowed in choices.items() if allowed}
 
     def check_top_logprobs(self, count: int) -> None:
         """Refuse more likeliest tokens than the engine returns.
@@ -306,12 +309,10 @@ class EngineKind:
             UserError: naming `top_logprobs` and what is allowed.
         """
         if count > self.most_top_logprobs:
-            most = (
-                f"at most {self.most_top_logprobs:g} likeliest tokens"
-                if self.most_top_logprobs
-                else "none"
-            )
-            raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {most}")
+            allowed = "none"
+            if self.most_top_logprobs:
+                allowed = f"at most {self.most_top_logprobs:g} likeliest tokens"
+            raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {allowed}")
 
     def check_temperature(self, temperature: float) -> None:
         """See the function `check_temperature`."""

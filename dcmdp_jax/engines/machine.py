@@ -1,21 +1,22 @@
 """Memory of a run, the capacity of a machine and the parts of its use."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
 MEMORY_PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
-# Name of the part with the caches of rows that wait to continue; it is held while any program
-# samples.
 PREEMPTED = "preempted caches, at most"
+"""Name of the part with the caches of preempted rows, held while any program samples."""
 LOGITS_HELD = 3
 """Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked
 copy.
 """
 
 
-class Machine(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
     """Memory of the machine.
 
     Attributes:
@@ -34,27 +35,41 @@ class Machine(NamedTuple):
     host_bytes: int | None
     process_bytes: int = 0
 
-    def on_each(self, size: int, count: int) -> dict[str, int]:
-        """Arguments of `MemoryPart` for an array of `size` bytes on each of `count` devices."""
-        return {"host": size * count} if self.platform == "cpu" else {"each": size}
+    def part(
+        self,
+        devices: int,
+        name: str,
+        size: int,
+        lower: str,
+        phases: frozenset[str] = _ALWAYS,
+        sure: int = 0,
+    ) -> "MemoryPart":
+        """A part of `size` bytes on each of `devices` devices, of which `sure` are certain."""
+        if self.platform == "cpu":
+            return MemoryPart(
+                name,
+                host=size * devices,
+                phases=phases,
+                lower=lower,
+                certain=(0, 0, sure * devices),
+            )
+        return MemoryPart(name, per_device=size, phases=phases, lower=lower, certain=(sure, 0, 0))
 
     def product_item(self, dtype: str) -> int:
-        """Bytes of a number in a product: XLA's CPU backend multiplies bfloat16 in float32, and
-        copies for it.
+        """Bytes of a number in a product.
+
+        XLA's CPU backend multiplies bfloat16 in float32, and copies for it.
         """
         return 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
 
-    def on_first(self, size: int) -> dict[str, int]:
-        """Arguments of `MemoryPart` for an array on the first device only."""
-        return {"host": size} if self.platform == "cpu" else {"first": size}
 
-
-class MemoryPart(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MemoryPart:
     """One kind of memory, in bytes.
 
     Attributes:
         name: shown in the table.
-        each: bytes on each device.
+        per_device: bytes on each device.
         first: further bytes on the first device.
         host: bytes in the host's memory.
         phases: phases of a step in which it is held.
@@ -64,26 +79,23 @@ class MemoryPart(NamedTuple):
     """
 
     name: str
-    each: int = 0
+    _: dataclasses.KW_ONLY
+    per_device: int = 0
     first: int = 0
     host: int = 0
     phases: frozenset[str] = _ALWAYS
     lower: str = ""
     certain: tuple[int, int, int] = (0, 0, 0)
 
-    def on(self, place: str, *, certain: bool = False) -> int:
-        """Bytes on the "first" device, on each of the "other" devices, or in the "host"'s
-        memory.
-        """
-        each, first, host = self.certain if certain else (self.each, self.first, self.host)
-        return {"first": each + first, "other": each, "host": host}[place]
+    def on(self, device: str, *, certain: bool = False) -> int:
+        """Bytes on the "first" device, on each "other" one, or in the "host"'s memory."""
+        amounts = self.certain if certain else (self.per_device, self.first, self.host)
+        per_device, first, host = amounts
+        return {"first": per_device + first, "other": per_device, "host": host}[device]
 
 
-def certain(each: int = 0, first: int = 0, host: int = 0) -> tuple[int, int, int]:
-    """`MemoryPart.certain` for arguments of `Machine.on_each` and `Machine.on_first`."""
-    return each, first, host
-
-
-def exact(name: str, *, each: int = 0, first: int = 0, host: int = 0, **options: Any) -> MemoryPart:
-    """A part whose bytes are all certain."""
-    return MemoryPart(name, each, first, host, certain=certain(each, first, host), **options)
+def exact(name: str, **options: Any) -> MemoryPart:
+    """A part whose bytes are all certain; `options` are fields of `MemoryPart`."""
+    estimate = MemoryPart(name, **options)
+    certain = (estimate.per_device, estimate.first, estimate.host)
+    return dataclasses.replace(estimate, certain=certain)

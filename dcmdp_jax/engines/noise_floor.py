@@ -45,8 +45,9 @@ def noise_floor(
     first: int = 0,
     drop: bool = False,
 ) -> tuple[float | None, dict[int, np.ndarray]]:
-    """Measure the distance of an engine's log-probs from its own in another batch shape. No budget
-    below it can be met.
+    """Measure the distance of an engine's log-probs from its own in another batch shape.
+
+    No budget below it can be met.
 
     Completions are scored in one pass, and the first few sampled once more, each alone: the larger
     distance counts.
@@ -69,31 +70,40 @@ def noise_floor(
     Raises:
         EngineError: if the engine breaks, unless `drop`.
     """
+    if step not in NOISE_FLOOR_STEPS:
+        return None, {}
     rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
     usable = {first + row: episodes[row] for row in itertools.islice(rows, SCORED_AGAIN)}
-    if step not in NOISE_FLOOR_STEPS or not usable:
+    if not usable:
         return None, {}
-    few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
-    pairs = zip(
-        *((episode.prompt_ids, episode.completion_ids) for episode in usable.values()), strict=True
-    )
+
+    resampled = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
     try:
-        scored = engine.score(*map(list, pairs), temperature=sampling.temperature)
-        together, alone = sample_alone(engine, few, sampled_again(sampling), seed=seed, step=step)
+        scored = engine.score(
+            [episode.prompt_ids for episode in usable.values()],
+            [episode.completion_ids for episode in usable.values()],
+            temperature=sampling.temperature,
+        )
+        together, alone = sample_alone(
+            engine, resampled, sampled_again(sampling), seed=seed, step=step
+        )
     except EngineError as error:
         if not drop:
             raise
         logger.warning("no noise floor: %s", error)
         return None, {}
-    masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
-    again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
-    sampled = np.concatenate(
-        [episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()]
-    )
+
+    distances = []
+    scores = {}
     # An engine scores with its whole distribution.
-    distances = [] if sampling.cuts else [distance(again, sampled)]
+    if not sampling.cuts:
+        scores = dict(zip(usable, scored, strict=True))
+        again = []
+        sampled = []
+        for episode, logprobs in zip(usable.values(), scored, strict=True):
+            again.append(logprobs[episode.sampled_mask[episode.prompt_length :]])
+            sampled.append(episode.rollout_logprobs[episode.sampled_mask])
+        distances.append(distance(np.concatenate(again), np.concatenate(sampled)))
     if together.size:
         distances.append(distance(alone, together))
-    return max(distances, default=None), {} if sampling.cuts else dict(
-        zip(usable, scored, strict=True)
-    )
+    return max(distances, default=None), scores

@@ -1,6 +1,4 @@
-"""Memory of a command's process: unneeded libraries, freed heap. Imports nothing large, so it can
-come first.
-"""
+"""Memory of a command's process: unneeded libraries, freed heap. Imports nothing large."""
 
 import ctypes
 import importlib.util
@@ -100,10 +98,12 @@ def release_freed_memory(above: int = 0) -> None:
 
 
 def jax_takes_cpu() -> bool:
-    """Whether JAX will use the CPU: `JAX_PLATFORMS` says so, or no other backend is installed. Does
-    not import JAX.
+    """Whether JAX will use the CPU, by `JAX_PLATFORMS` or for want of another installed backend.
+
+    Does not import JAX.
     """
-    if platforms := os.environ.get("JAX_PLATFORMS"):
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
         return platforms.split(",")[0] == "cpu"
     # JAX finds GPU backends in the namespace package jax_plugins; TPUs need libtpu.
     return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))

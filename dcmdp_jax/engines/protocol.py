@@ -1,6 +1,4 @@
-"""The protocol that every inference engine implements, and the validation of its inputs and
-outputs.
-"""
+"""The protocol of inference engines, and the validation of their inputs and outputs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,8 +64,7 @@ class Engine(Protocol):
     """
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Take the trainer's parameters, converted to the engine's own precision; return when they
-        are in use.
+        """Convert the trainer's parameters to the engine's precision; return once they are in use.
 
         Returns:
             What was measured on the way, by the names of observe/metric_names.py.
@@ -141,17 +138,14 @@ class Engine(Protocol):
         """
 
     def release_weights(self) -> None:
-        """Free the weights until the next push if they are in the trainer's memory, which its step
-        needs.
-        """
+        """Free the weights until the next push, if they are in memory that the trainer needs."""
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""
 
 
 def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
-    """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more
-    than rounding.
+    """Episodes in which the log-prob of a sampled token is broken, [N] bool.
 
     Args:
         episodes: result of the engine's `generate`.
@@ -161,17 +155,16 @@ def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarr
         EngineError: naming the first such completion, token and value, unless `drop`; or if all are
             unusable.
     """
-    unusable = np.array([broken_tokens(episode).any() for episode in episodes], bool)
+    broken = [broken_tokens(episode) for episode in episodes]
+    unusable = np.array([tokens.any() for tokens in broken], bool)
     if unusable.any() and not drop:
         i = int(np.argmax(unusable))
-        t = int(np.argmax(broken_tokens(episodes[i])))
-        token = (
-            f"token {t - episodes[i].prompt_length} (id {episodes[i].token_ids[t]}) of "
-            f"completion {i}"
-        )
+        t = int(np.argmax(broken[i]))
+        episode = episodes[i]
         raise EngineError(
-            f"rollout: log-prob of {token} is {episodes[i].rollout_logprobs[t]}; the engine's "
-            "numbers are broken, or set `drop` to leave it out"
+            f"rollout: log-prob of token {t - episode.prompt_length} (id {episode.token_ids[t]}) "
+            f"of completion {i} is {episode.rollout_logprobs[t]}; the engine's numbers are "
+            "broken, or set `drop` to leave it out"
         )
     if unusable.all():
         raise EngineError(
@@ -181,7 +174,7 @@ def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarr
 
 
 def broken_tokens(episode: Episode) -> np.ndarray:
-    """[T] bool: sampled tokens whose log-prob is NaN, infinite or above 0 by more than rounding."""
+    """Sampled tokens whose log-prob is NaN, infinite or above 0 by more than rounding, [T] bool."""
     logprobs = episode.rollout_logprobs
     return episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
 
@@ -193,56 +186,70 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
         EngineError: naming both versions.
     """
     for row, episode in enumerate(episodes):
-        found = episode.policy_versions[episode.sampled_mask]
-        if (found != version).any():
-            other = int(found[found != version][0])
+        versions = episode.policy_versions[episode.sampled_mask]
+        others = versions[versions != version]
+        if others.size:
             raise EngineError(
-                f"completion {row} has tokens of version {other}, version {version} was pushed "
-                "for them; with a lag the weights of each step are those that were announced"
+                f"completion {row} has tokens of version {int(others[0])}, version {version} was "
+                "pushed for them; with a lag the weights of each step are those that were announced"
             )
 
 
 def check_top_logprobs(
-    episodes: Sequence[Episode], count: int, vocab_size: int, *, whole: bool = False
+    episodes: Sequence[Episode], count: int, vocab_size: int, *, complete: bool = False
 ) -> None:
-    """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be
-    wrong, silently.
+    """Refuse likeliest tokens that can't be the engine's.
+
+    Measures of whole distributions would be wrong, silently.
 
     Args:
         episodes: answer of an engine that was asked for them.
         count: k.
         vocab_size: ids are below it.
-        whole: the lists must hold all tokens that the engine samples from.
+        complete: the lists must hold all tokens that the engine samples from.
 
     Raises:
         EngineError: naming the first completion and token, and what is wrong.
     """
     for i, episode in enumerate(episodes):
-        found = [episode.columns.get(name) for name in (TOP_IDS, TOP_LOGPROBS)]
         expected = (len(episode.token_ids), count)
-        if wrong := [x for x in found if x is None or x.shape != expected]:
-            had = (
-                "no likeliest tokens"
-                if wrong[0] is None
-                else f"likeliest tokens of shape {wrong[0].shape}"
-            )
-            raise EngineError(
-                f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} "
-                "(`top_logprobs`)"
-            )
+        for name in (TOP_IDS, TOP_LOGPROBS):
+            column = episode.columns.get(name)
+            if column is None or column.shape != expected:
+                actual = "no likeliest tokens"
+                if column is not None:
+                    actual = f"likeliest tokens of shape {column.shape}"
+                raise EngineError(
+                    f"rollout: completion {i}: {actual}, expected [tokens, k] = {expected} "
+                    "(`top_logprobs`)"
+                )
+
         usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
-        sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
-        listed = [x[usable] for x in found]
-        mass = np.where(listed[0] >= 0, np.exp(listed[1]), 0).sum(axis=1)
-        problems = list_problems(*listed, *sampled, vocab_size, _LIST_TOLERANCE)
-        for said, places in (*problems, (_MORE, whole & (mass < 1 - _LIST_TOLERANCE))):
-            if places.any():
-                place = usable[np.argmax(places)] - episode.prompt_length
-                said += f" (`top_logprobs` is {count}, 0 asks for none)"
-                raise EngineError(f"rollout: completion {i}, token {place}: {said}")
+        ids = episode.columns[TOP_IDS][usable]
+        logprobs = episode.columns[TOP_LOGPROBS][usable]
+        problems = list(
+            list_problems(
+                ids,
+                logprobs,
+                episode.token_ids[usable],
+                episode.rollout_logprobs[usable],
+                vocab_size,
+                _LIST_TOLERANCE,
+            )
+        )
+        if complete:
+            mass = np.where(ids >= 0, np.exp(logprobs), 0).sum(axis=1)
+            problems.append((_INCOMPLETE, mass < 1 - _LIST_TOLERANCE))
+        for problem, tokens in problems:
+            if tokens.any():
+                token = usable[np.argmax(tokens)] - episode.prompt_length
+                raise EngineError(
+                    f"rollout: completion {i}, token {token}: {problem} (`top_logprobs` is "
+                    f"{count}, 0 asks for none)"
+                )
 
 
-_MORE = "the engine samples from more tokens than it lists; set a larger number"
+_INCOMPLETE = "the engine samples from more tokens than it lists; set a larger number"
 # Nats, and probability: more than rounding.
 _LIST_TOLERANCE = 1e-3
 
@@ -250,8 +257,9 @@ _LIST_TOLERANCE = 1e-3
 def check_routed_experts(
     episodes: Sequence[Episode], layers: int, per_token: int, experts: int
 ) -> None:
-    """Refuse experts that the model does not have: a forward pass would take others in their place,
-    silently.
+    """Refuse experts that the model does not have.
+
+    A forward pass would take others in their place, silently.
 
     Args:
         episodes: answer of an engine that was asked for the experts of each token.
@@ -265,16 +273,15 @@ def check_routed_experts(
     """
     for i, episode in enumerate(episodes):
         expected = (len(episode.token_ids), layers, per_token)
-        if problem := _routing_problem(episode.columns.get("routed_experts"), expected, experts):
+        problem = _routing_problem(episode.columns.get("routed_experts"), expected, experts)
+        if problem:
             raise EngineError(f"rollout: completion {i}: {problem} (`routed_experts`)")
 
 
 def _routing_problem(
     routed: np.ndarray | None, expected: tuple[int, int, int], experts: int
 ) -> str:
-    """Describe the first thing wrong with the experts of an episode's tokens; empty if nothing
-    is.
-    """
+    """The first problem with the experts of an episode's tokens; "" for none."""
     if routed is None:
         return "the engine returned no routed experts"
     if routed.shape != expected:
@@ -297,22 +304,22 @@ class _Reader(Protocol):
 
 
 def checked_sequences(
-    engine: _Reader, sequences: Sequence[np.ndarray], what: str, *, reserve: int = 0
+    engine: _Reader, sequences: Sequence[np.ndarray], name: str, *, reserve: int = 0
 ) -> list[np.ndarray]:
-    """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or
-    too long.
+    """The sequences as int32 vectors, checked for vocabulary and length.
 
     Args:
         engine: reads them; bounds the ids, and the tokens of a sequence and `reserve` together.
         sequences: token ids.
-        what: their name in errors, "prompt".
+        name: their name in errors, "prompt".
         reserve: tokens that are to come after it.
 
     Raises:
-        ValueError: naming the first that is wrong.
+        ValueError: naming the first that is empty, no vector of integers, outside the vocabulary
+            or too long; or if there are none.
     """
     if not len(sequences):
-        raise ValueError(f"{what}s: got none, at least one is needed")
+        raise ValueError(f"{name}s: got none, at least one is needed")
     checked = []
     vocab_size = engine.config.vocab_size
     limit = engine.max_total_tokens
@@ -320,18 +327,18 @@ def checked_sequences(
         ids = np.asarray(sequence)
         if ids.ndim != 1 or ids.size == 0:
             raise ValueError(
-                f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids"
+                f"{name} {index}: shape {ids.shape}, must be a non-empty vector of token ids"
             )
         if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"{what} {index}: dtype {ids.dtype}, token ids must be integers")
+            raise ValueError(f"{name} {index}: dtype {ids.dtype}, token ids must be integers")
         outside = (ids < 0) | (ids >= vocab_size)
         if outside.any():
             token = ids[outside][0]
-            raise ValueError(f"{what} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
+            raise ValueError(f"{name} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
         if ids.size + reserve > limit:
             extra = f" and max_completion_tokens={reserve}" if reserve else ""
             raise ValueError(
-                f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}"
+                f"{name} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}"
             )
         checked.append(ids.astype(np.int32))
     return checked
@@ -381,8 +388,7 @@ def sample_alone(
     seed: int,
     step: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs of completions as they were sampled among others, and of the same tokens sampled
-    alone.
+    """Log-probs of tokens as they were sampled among others, and as they are sampled alone.
 
     Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding
     tips over; each completion is compared up to there. What differs is the batch that the engine
@@ -409,9 +415,8 @@ def sample_alone(
             engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row)
         )
         length = min(len(episode.completion_ids), len(other.completion_ids))
-        same = np.cumprod(episode.completion_ids[:length] == other.completion_ids[:length]).astype(
-            bool
-        )
+        same = episode.completion_ids[:length] == other.completion_ids[:length]
+        same = np.cumprod(same).astype(bool)
         same &= episode.sampled_mask[episode.prompt_length :][:length]
         together.append(episode.rollout_logprobs[episode.prompt_length :][:length][same])
         again.append(other.rollout_logprobs[other.prompt_length :][:length][same])

@@ -16,36 +16,39 @@ ENGINES: dict[str, engine_kind.EngineKind] = {
 
 @functools.cache
 def find_engine(name: str) -> engine_kind.EngineKind:
-    """The kind of an engine: a built-in one, or that of `package.module:NAME` or
-    `path/to/file.py:NAME`.
+    """The kind of an engine: built in, or of `package.module:NAME` or `path/to/file.py:NAME`.
 
     Raises:
         UserError: in one line, for another name, what can't be imported or is not an `EngineKind`,
             or has an attribute of another type than in the base class.
     """
-    if (kind := ENGINES.get(name)) is not None:
-        return kind
+    if name in ENGINES:
+        return ENGINES[name]
     if not is_place(name):
         raise unknown_engine(name, tuple(ENGINES))
     try:
-        found = load_object(name)
+        loaded = load_object(name)
     except UserError as error:
         raise ArgumentError("engine", f"{error}") from error
-    kind = (
-        found() if inspect.isclass(found) and issubclass(found, engine_kind.EngineKind) else found
-    )
+
+    kind = loaded
+    if inspect.isclass(loaded) and issubclass(loaded, engine_kind.EngineKind):
+        kind = loaded()
     if not isinstance(kind, engine_kind.EngineKind):
         raise ArgumentError(
             "engine",
-            f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.engine_kind.EngineKind",
+            f"{name} is {shorten(loaded)}, must be a dcmdp_jax.engines.engine_kind.EngineKind",
         )
     for attribute, default in vars(engine_kind.EngineKind).items():
         value = getattr(kind, attribute)
         if inspect.isfunction(default) and not callable(value):
             raise ArgumentError("engine", f"{name}: {attribute}={shorten(value)}, must be a method")
         if isinstance(default, tuple | bool) and type(value) is not type(default):
-            said = "a tuple" if isinstance(default, tuple) else "True or False"
-            raise ArgumentError("engine", f"{name}: {attribute}={shorten(value)}, must be {said}")
+            type_name = "a tuple" if isinstance(default, tuple) else "True or False"
+            raise ArgumentError(
+                "engine", f"{name}: {attribute}={shorten(value)}, must be {type_name}"
+            )
+
     try:
         declared(kind.settings)
     except (TypeError, KeyError, NameError) as error:
@@ -59,10 +62,11 @@ def find_engine(name: str) -> engine_kind.EngineKind:
 
 def unknown_engine(name: str, allowed: tuple[str, ...]) -> UserError:
     """The error for an unknown engine."""
-    servers = (
-        ""
-        if "http" in allowed
-        else "; http, a server of yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+    servers = ""
+    if "http" not in allowed:
+        servers = "; http, a server of yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+    return ArgumentError(
+        "engine",
+        f"got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME"
+        f"{servers}{suggestion(name, allowed)}",
     )
-    said = f"got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME"
-    return ArgumentError("engine", f"{said}{servers}{suggestion(name, allowed)}")

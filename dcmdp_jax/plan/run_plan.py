@@ -133,9 +133,9 @@ class CompiledRun:
         ]
         if self.engine is not None:
             pushed = {
-                component.name: component.each
+                component.name: component.per_device
                 for component in self.run.placement.engine.memory.parts
-                if "push" in component.phases and component.each
+                if "push" in component.phases and component.per_device
             }
             phases.append(Phase(name="push", beside=pushed))
             return phases
@@ -144,7 +144,7 @@ class CompiledRun:
         if share is not None and share.sampling:
             size = int(share.sampling * self.topology.chip.memory_gib * GIB)
             phases.append(
-                Phase(name="sample", beside=self.step.held | {"the engine's share": size})
+                Phase(name="sample", beside=self.step.resident | {"the engine's share": size})
             )
         return phases
 
@@ -155,13 +155,13 @@ class CompiledRun:
         if name == "step":
             counted = memory_use.CUDNN_WORKSPACE
         elif self.engine is not None:
-            beside |= self.step.held
+            beside |= self.step.resident
             # New rows enter a batch while it decodes.
             if name in ("prefill", "decode") and self.engine.refills:
                 counted = PREEMPTED
         for component in self.run.placement.engine.memory.parts:
-            if component.name == counted and component.each:
-                beside[counted] = component.each
+            if component.name == counted and component.per_device:
+                beside[counted] = component.per_device
         if name == "prefill" and counted:
             beside["engine's cache"] = self.engine.cache_bytes
         return beside
@@ -289,7 +289,7 @@ def plan_step(run: PlannedRun) -> Lowerable:
     return Lowerable(
         name="step",
         trace=functools.partial(programs.train_step.trace, state, batch, frozen),
-        held=resident_bytes,
+        resident=resident_bytes,
         row_lengths=packing.row_lengths,
         tokens=min(predicted_tokens(packing, mesh)),
     )
@@ -339,7 +339,12 @@ def compile_run(
         config,
         mesh,
         model=model,
-        machine=Machine(platform_of(topology.name), len(topology.devices), usable, None),
+        machine=Machine(
+            platform=platform_of(topology.name),
+            devices=len(topology.devices),
+            device_bytes=usable,
+            host_bytes=None,
+        ),
     )
     if refuse:
         run.placement.engine.memory.check()

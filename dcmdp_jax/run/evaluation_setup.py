@@ -163,7 +163,12 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
     machine = this_machine(make_mesh(data=-1).devices.flat[0].platform)
     lengths, completions = task.requests
     workload = Workload(
-        completions, 1, lengths, config.rollout.max_completion_tokens, dtype, training=False
+        completions=completions,
+        group_size=1,
+        prompt_lengths=lengths,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        param_dtype=dtype,
+        training=False,
     )
     others = loaded_parameters(model, dtype, machine) if kind.pushes else []
     return fit_engine(kind, arguments, workload, machine, others)

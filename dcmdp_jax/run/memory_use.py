@@ -29,7 +29,6 @@ from dcmdp_jax.engines.machine import (
     MEMORY_PHASES,
     Machine,
     MemoryPart,
-    certain,
     exact,
 )
 from dcmdp_jax.engines.process_memory import release_freed_memory
@@ -54,7 +53,6 @@ from dcmdp_jax.parallel.sharding import (
 )
 
 _GIB = 2**30
-_ALWAYS = frozenset(MEMORY_PHASES)
 _STEP = frozenset({"step"})
 _Maker = Callable[..., MemoryPart]
 _KEPT_BYTES = int(1.05 * _GIB)
@@ -207,7 +205,7 @@ def fit_engine(
     def use(rows: int) -> MemoryUse:
         with as_settings(names):
             parts = kind.memory(arguments, workload, machine, rows)
-        parts = [part._replace(lower=in_settings(part.lower, names)) for part in parts]
+        parts = [dataclasses.replace(part, lower=in_settings(part.lower, names)) for part in parts]
         note = in_settings(kind.memory_note(arguments), names)
         return MemoryUse((*others, *parts), machine, note, rows)
 
@@ -237,12 +235,17 @@ def this_machine(platform: str) -> Machine:
     free = free_host_bytes()
     if platform != "cpu":
         stats = devices[0].memory_stats() or {}
-        return Machine(platform, len(devices), stats.get("bytes_limit"), free)
+        return Machine(
+            platform=platform,
+            devices=len(devices),
+            device_bytes=stats.get("bytes_limit"),
+            host_bytes=free,
+        )
     if free is None:
-        return Machine(platform, len(devices), None, None)
+        return Machine(platform=platform, devices=len(devices), device_bytes=None, host_bytes=None)
     return Machine(
-        platform,
-        len(devices),
+        platform=platform,
+        devices=len(devices),
         device_bytes=None,
         host_bytes=free + _resident_bytes(),
         process_bytes=_first_resident_bytes(),
@@ -301,7 +304,7 @@ def training_memory(
         lora: shape of the adapters; None trains all parameters.
         teacher: shape of the teacher that is held too; None without.
     """
-    make = functools.partial(_part, machine, mesh.size)
+    make = functools.partial(machine.part, mesh.size)
     parts = [
         *_state_parts(make, config, model, mesh, machine, lora),
         *_step_parts(make, model, compute, scheme, mesh, packing, machine),
@@ -311,32 +314,21 @@ def training_memory(
         values = _values(model_declarations(teacher), mesh)
         size = jnp.dtype(config.teacher_dtype).itemsize * values
         parts.append(make("teacher", size, "a smaller teacher", sure=size))
-    return [part for part in parts if part.each or part.host]
-
-
-def _part(
-    machine: Machine,
-    devices: int,
-    name: str,
-    size: int,
-    lower: str,
-    phases: frozenset[str] = _ALWAYS,
-    sure: int = 0,
-) -> MemoryPart:
-    """A part of `size` bytes on each of the devices, of which `sure` are certain."""
-    return MemoryPart(
-        name,
-        **machine.on_each(size, devices),
-        phases=phases,
-        lower=lower,
-        certain=certain(**machine.on_each(sure, devices)),
-    )
+    return [part for part in parts if part.per_device or part.host]
 
 
 def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
     """Parameters on the first device, that are pushed to an engine without a trainer."""
-    size = machine.on_first(num_params(model) * jnp.dtype(dtype).itemsize)
-    return [exact("parameters", **size, phases=frozenset({"push"}), lower="a smaller model")]
+    size = num_params(model) * jnp.dtype(dtype).itemsize
+    on_cpu = machine.platform == "cpu"
+    parameters = exact(
+        "parameters",
+        first=0 if on_cpu else size,
+        host=size if on_cpu else 0,
+        phases=frozenset({"push"}),
+        lower="a smaller model",
+    )
+    return [parameters]
 
 
 def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:
@@ -540,4 +532,4 @@ def _batch_parts(
     )
     name = "recorded likeliest tokens"
     listed = make(name, 4 * values, f"{lower}, or rollout.top_logprobs", _STEP)
-    return [*parts, listed._replace(host=listed.host + 30 * values)]
+    return [*parts, dataclasses.replace(listed, host=listed.host + 30 * values)]

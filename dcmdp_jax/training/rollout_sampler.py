@@ -240,6 +240,6 @@ class StepRollouts:
                     joined.episodes,
                     rollout.top_logprobs,
                     task.model.vocab_size,
-                    whole=task.sampling.cuts,
+                    complete=task.sampling.cuts,
                 )
         return dataclasses.replace(joined, dropped=dropped)

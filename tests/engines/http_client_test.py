@@ -106,9 +106,15 @@ def broken(monkeypatch):
         server.shutdown()
 
 
-def _engine(broken, **settings):
-    settings = {"max_total_tokens": 16, "timeout_s": HANGS_S, "retries": 2, **settings}
-    return remote_engine(CONFIG, server=broken.server_address, **settings)
+def _engine(broken, *, timeout_s=HANGS_S, retries=2, **settings):
+    return remote_engine(
+        CONFIG,
+        server=broken.server_address,
+        max_total_tokens=16,
+        timeout_s=timeout_s,
+        retries=retries,
+        **settings,
+    )
 
 
 _PROMPT = np.array([1, 2], np.int32)
@@ -444,6 +450,7 @@ def test_a_dead_server(broken):
     ],
 )
 def test_settings_out_of_range(settings, said):
+    settings = {"server": "http://host", "max_total_tokens": 16} | settings
     with pytest.raises(ValueError) as refused:
-        remote_engine(CONFIG, **{"server": "http://host", "max_total_tokens": 16, **settings})
+        remote_engine(CONFIG, **settings)
     assert str(refused.value).startswith(said) and "secret" not in str(refused.value)

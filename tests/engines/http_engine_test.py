@@ -3,6 +3,7 @@ http_client_test.py.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -225,9 +226,12 @@ def reference():
 def remote(vllm, monkeypatch):
     """Makes an engine on the server."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    return lambda **given: remote_engine(
-        _model()[0], **{"server": vllm.socket, "max_total_tokens": CONTEXT, **given}
-    )
+
+    def start(*, server=vllm.socket, max_total_tokens=CONTEXT, **settings):
+        config, _ = _model()
+        return remote_engine(config, server=server, max_total_tokens=max_total_tokens, **settings)
+
+    return start
 
 
 def _prompts():
@@ -478,19 +482,21 @@ def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path
     """
     model = Path(vllm.socket).parent / "model"
     server = f"--config.rollout.engine_args={json.dumps({'server': vllm.socket})}"
-    ask = (
+    code, _, errors = run_command(
+        probe.main,
+        "probe",
+        capsys,
+        f"--model={model}",
         "--a=http",
         server,
         "--config.task.train=arithmetic:difficulty=1,count=2,seed=0",
         "--no-rescoring",
-    )
-    limits = (
         "--config.rollout.max_completion_tokens=8",
         "--config.rollout.group_size=4",
         f"--out={tmp_path}",
+        # The server has room for 64 tokens.
+        "--config.task.prompt_suffix=",
     )
-    limits += ("--config.task.prompt_suffix=",)  # the server has room for 64 tokens
-    code, _, errors = run_command(probe.main, "probe", capsys, f"--model={model}", *ask, *limits)
     assert code == 0, errors
     [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     decoding, one_pass = pair["evidence"]["legs"]
@@ -512,7 +518,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution(remote, vllm, top_k)
     sampling = SamplingParams(group_size=6, max_completion_tokens=8, temperature=0.7, top_k=top_k)
     with vllm.mode("processed_logprobs"):
         mine = collect(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
-    check_top_logprobs(mine, 6, config.vocab_size, whole=sampling.cuts)
+    check_top_logprobs(mine, 6, config.vocab_size, complete=sampling.cuts)
     for a, b in zip(
         mine, collect(local.generate(_prompts(), sampling, seed=0, step=0)), strict=True
     ):
@@ -591,7 +597,7 @@ def test_bad_input_is_refused_before_anything_is_sent(remote, vllm):
 @needs_vllm
 def test_what_the_server_refuses_is_not_tried_again(remote, vllm, monkeypatch):
     engine = remote()
-    engine.config = ModelConfig(**{**vars(engine.config), "vocab_size": 300})
+    engine.config = dataclasses.replace(engine.config, vocab_size=300)
     asked = vllm.requests()
     with pytest.raises(EngineError) as refused:
         sample(engine, [np.array([1, 200], np.int32)], SamplingParams(1, 4), seed=0, step=0)

@@ -69,8 +69,10 @@ def params(config: ModelConfig = QWEN3, seed: int = 0) -> Params:
     return jax.tree_util.tree_map_with_path(perturb, fresh)
 
 
-def engine(config: ModelConfig = QWEN3, *, seed: int = 0, **settings) -> LocalEngine:
-    made = local_engine(config, **{"precision": "float32", "max_total_tokens": 64, **settings})
+def engine(
+    config: ModelConfig = QWEN3, *, seed: int = 0, precision: str = "float32", **settings
+) -> LocalEngine:
+    made = local_engine(config, precision=precision, max_total_tokens=64, **settings)
     made.push_weights(params(config, seed), 0)
     return made
 

@@ -278,13 +278,17 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
     draw = Draw(np.float32(1), np.float32(1), np.zeros(1, np.int32))
     # A length that no other test has: traced programs are cached by their arguments.
     program = Program(DENSE, "float32", "float32", engine_mesh(None))
-    options = {
-        "program": program,
-        "prompt_slots": 16 + keeps_quantized,
-        "prefix_slots": 18,
-        "mode": "sample",
-    }
-    traced = decode.trace(shapes, cache, rows, limits, draw, **options)
+    traced = decode.trace(
+        shapes,
+        cache,
+        rows,
+        limits,
+        draw,
+        program=program,
+        prompt_slots=16 + keeps_quantized,
+        prefix_slots=18,
+        mode="sample",
+    )
     before = [False] * 9
     assert list(_conversions(traced.jaxpr.jaxpr)) == ([True] * 9 if keeps_quantized else before)
     # Another in the sampler's branch for GPUs.

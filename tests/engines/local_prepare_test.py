@@ -44,8 +44,15 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
     """The first call's rows end at once, the others' by chance or at the limit: batches of 8, 4 and
     2 rows, caches of 4, 8 and 16 tokens.
     """
-    settings = {"max_rows": 8, "min_rows": 2, "cache_block": 4}
-    engine = local_engine(MODEL, precision="float32", max_total_tokens=40, prepare=True, **settings)
+    engine = local_engine(
+        MODEL,
+        precision="float32",
+        max_total_tokens=40,
+        prepare=True,
+        max_rows=8,
+        min_rows=2,
+        cache_block=4,
+    )
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     prompts = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -56,7 +63,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
         return {len(ids) for ids in sampled.completion_ids}
 
     assert call(0, tuple(range(37))) == {1}
-    concurrent.futures.wait(engine.preparation.asked)
+    concurrent.futures.wait(engine.preparation.compilations)
     assert compiled.count("jit_decode") == 3 * 3
     # As many stop tokens: their number is a shape.
     lengths = set()
@@ -89,7 +96,7 @@ def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
     )
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(4, 8), seed=0, step=0)
-    concurrent.futures.wait(engine.preparation.asked)
+    concurrent.futures.wait(engine.preparation.compilations)
     assert sorted(threads) == ["decode", "first_tokens", "prefill"]
     assert [compiled.count(f"jit_{name}") for name in sorted(threads)] == [1, 1, 1]
     engine.close()
@@ -100,7 +107,9 @@ def test_lengths_that_are_scored_are_compiled_side_by_side(compiled, monkeypatch
     both = threading.Barrier(2, timeout=HANGS_S)
     beside = engine_module.compile_beside
     monkeypatch.setattr(
-        engine_module, "compile_beside", lambda of, name: beside(lambda: (both.wait(), of()), name)
+        engine_module,
+        "compile_beside",
+        lambda program, name: beside(lambda: (both.wait(), program()), name),
     )
     engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True)
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
@@ -146,7 +155,7 @@ def test_first_calls_find_their_programs_compiled(
         first_calls=[(prompts, sampling), (prompts, None)],
         mesh=Mesh(np.asarray(jax.devices()[:devices]), ("data",)),
     )
-    concurrent.futures.wait(engine.preparation.asked)
+    concurrent.futures.wait(engine.preparation.compilations)
     expected = [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")]
     # Buckets of 16 and 32 slots: a prefill and a decode each. Two threads may compile the same
     # `first_tokens`.
@@ -172,7 +181,7 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
     monkeypatch.setattr(programs, "usable_cores", lambda: 2)
     preparation = Preparation()
     done = []
-    held = threading.Event()
+    may_end = threading.Event()
     began = threading.Event()
 
     def failing():
@@ -181,18 +190,18 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
     failed = preparation.add(failing, "score")
     compiled = preparation.add(lambda: done.append(1), "decode")
     assert "no such program" in str(failed()) and compiled() is None and done == [1]
-    preparation.add(lambda: began.set() or held.wait(HANGS_S), "prefill")
+    preparation.add(lambda: began.set() or may_end.wait(HANGS_S), "prefill")
     preparation.add(lambda: done.append(2), "decode")
     began.wait(HANGS_S)
-    assert [each.name for each in threading.enumerate() if each.name.startswith(COMPILING)] == [
-        "compiling prefill (2)"
-    ]
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name.startswith(COMPILING)
+    ] == ["compiling prefill (2)"]
     preparation.stop()
-    held.set()
-    concurrent.futures.wait(preparation.asked[:3])
-    assert preparation.asked[3].cancelled()
+    may_end.set()
+    concurrent.futures.wait(preparation.compilations[:3])
+    assert preparation.compilations[3].cancelled()
     assert done == [1] and not [
-        each for each in threading.enumerate() if each.name.startswith(COMPILING)
+        thread for thread in threading.enumerate() if thread.name.startswith(COMPILING)
     ]
 
 

@@ -71,7 +71,7 @@ def prompts() -> tuple[np.ndarray, ...]:
 def generate(
     sampling: SamplingParams = SAMPLING, *, config: ModelConfig = MODEL, **settings
 ) -> Rollout:
-    engine = local_engine(config, **{"precision": "float32", "max_total_tokens": 64, **settings})
+    engine = local_engine(config, precision="float32", max_total_tokens=64, **settings)
     engine.push_weights(params(config), 0)
     return sample(engine, prompts(), sampling, seed=1, step=2)
 
@@ -206,10 +206,9 @@ def test_preempted_rows_are_bounded(monkeypatch):
     original = schedule.Scheduler._blocked
 
     def blocked(self, level):
-        kept = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
-        aside.append(
-            sum(kept.cache[0][1].shape[0] * kept.cache[0][1].shape[2] for kept in kept.values())
-        )
+        sources = {row.source for queue in self._queues[1:] for row in queue}
+        values = [source.cache[0][1] for source in sources]
+        aside.append(sum(array.shape[0] * array.shape[2] for array in values))
         refused.append(original(self, level))
         return refused[-1]
 

@@ -38,18 +38,15 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
         dtype="float32",
         tokenizer_dir=tmp_path / "tokenizer",
     )
-    own = (f"--config.run_dir={tmp_path / 'run'}", f"--config.model.path={tmp_path / 'model'}")
-    settings = (
-        "--config.training.steps=1",
-        "--config.evaluation.every_steps=0",
-        "--config.warmup.steps=0",
-    )
     finished(
         "-m",
         "bin.train",
         "--config=configs/demo_vllm.py:debug",
-        *own,
-        *settings,
+        f"--config.run_dir={tmp_path / 'run'}",
+        f"--config.model.path={tmp_path / 'model'}",
+        "--config.training.steps=1",
+        "--config.evaluation.every_steps=0",
+        "--config.warmup.steps=0",
         env=run_environment,
     )
     [record] = [

@@ -254,7 +254,7 @@ def test_sharded_parameters_give_the_same_bytes(name, precision, sizes, segment,
     )
     whole, sharded = segment(bridge), segment(bridge)
     count = math.prod(sizes.values())
-    mesh = make_mesh(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes}, devices=jax.devices()[:count])
+    mesh = make_mesh(**sizes, devices=jax.devices()[:count])
     placed = jax.device_put(
         params, param_shardings(logical_axes(config), param_shapes(config), mesh)
     )

@@ -46,10 +46,17 @@ class StubEngine:
                 (np.array(ids, np.int32), np.array(logprobs, np.float32))
                 for ids, logprobs in sampled
             ]
-            same = {"policy_version": version, "group": group, "finish_reason": "length"}
             yield [
-                single_turn(prompt, *pair, member=member, **same)
-                for member, pair in enumerate(arrays)
+                single_turn(
+                    prompt,
+                    ids,
+                    logprobs,
+                    policy_version=version,
+                    group=group,
+                    member=member,
+                    finish_reason="length",
+                )
+                for member, (ids, logprobs) in enumerate(arrays)
             ]
 
     def score(self, prompts, completions, *, temperature):

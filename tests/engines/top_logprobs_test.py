@@ -87,7 +87,7 @@ def test_a_draw_of_the_k_likeliest_lists_those_renormalized():
     for top_p, sizes in ((1.0, {5}), (0.7, {1, 2, 3, 4, 5})):
         sampling = dataclasses.replace(SAMPLING, top_k=5, top_p=top_p)
         episodes = collect(engine(top_logprobs=8).generate(prompts(), sampling, **NUMBERS))
-        check_top_logprobs(episodes, 8, 40, whole=True)
+        check_top_logprobs(episodes, 8, 40, complete=True)
         for episode, expected in zip(episodes, _states(episodes), strict=True):
             ids, values = (
                 episode.columns[name][episode.sampled_mask] for name in ("top_ids", "top_logprobs")
@@ -109,7 +109,7 @@ def test_a_draw_of_the_k_likeliest_lists_those_renormalized():
     with pytest.raises(
         EngineError, match=r"than it lists; set a larger number \(`top_logprobs` is \d, 0 asks"
     ):
-        check_top_logprobs(short, 4, 40, whole=True)
+        check_top_logprobs(short, 4, 40, complete=True)
 
 
 @pytest.mark.skipif(

@@ -2,6 +2,7 @@
 alone.
 """
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -180,18 +181,19 @@ WIDE = ModelConfig("llama", 64, 1024, 2048, 2, 16, 16, 64)
     ],
 )
 def test_what_vllm_does_not_hold_is_refused_before_it_starts(model, lora, platform, said):
-    settings = vllm_settings(adapters=True)
-    fields = {
-        "model": model,
-        "platform": platform,
-        "lora": lora,
-        "settings": settings,
-        "host_devices": 1,
-    }
+    arguments = EngineArguments(
+        "float32",
+        "float32",
+        model=model,
+        platform=platform,
+        lora=lora,
+        settings=vllm_settings(adapters=True),
+        host_devices=1,
+    )
     with pytest.raises(ArgumentError) as error:
-        ENGINE.check(EngineArguments("float32", "float32", **fields))
+        ENGINE.check(arguments)
     assert str(error.value) == f"adapters: got True with {said}: set False"
-    ENGINE.check(EngineArguments("float32", "float32", **fields | {"lora": None}))
+    ENGINE.check(dataclasses.replace(arguments, lora=None))
 
 
 def test_the_setting_without_adapters_is_refused():

@@ -141,7 +141,7 @@ def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p, to
     mine, theirs = (
         collect(one.generate(asked, sampling, seed=1, step=2)) for one in (engine, embedded)
     )
-    check_top_logprobs(mine, LISTED, engine.config.vocab_size, whole=sampling.cuts)
+    check_top_logprobs(mine, LISTED, engine.config.vocab_size, complete=sampling.cuts)
     outside = 0
     for a, b in zip(mine, theirs, strict=True):
         first = a.prompt_length  # the same state in both, whatever was sampled there

@@ -88,9 +88,14 @@ def test_a_run_with_a_cache_in_fp8_is_refused_before_anything_starts(
     pretend(PROCESSORS["avx2"], tmp_path, monkeypatch)
     monkeypatch.setattr(launch, "installed_vllm", lambda python: ("0.32.0", "cpu"))
     monkeypatch.setattr(VllmEngine, "__init__", None)
-    own = f"--config.run_dir={tmp_path / 'run'}"
-    asked = ("--config=configs/demo_vllm.py:fp8_kv", own, *dry_run)
-    code, said, line = run_command(train.main, "train", capsys, *asked)
+    code, said, line = run_command(
+        train.main,
+        "train",
+        capsys,
+        "--config=configs/demo_vllm.py:fp8_kv",
+        f"--config.run_dir={tmp_path / 'run'}",
+        *dry_run,
+    )
     assert (code, said, line.count("\n"), (tmp_path / "run").exists()) == (2, "", 1, False)
     assert line.startswith(
         "error: config.rollout.kv_cache_dtype: got 'fp8', which vLLM's CPU build computes with AVX-"

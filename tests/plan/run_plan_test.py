@@ -28,22 +28,22 @@ def test_memory_by_kind_is_that_of_the_shards(plan):
         if "norm" in str(path)
     )
     on_device = (num_params(plan.run.model) - norms) // 8 + norms
-    assert plan.step.held["parameters"] == 4 * on_device
+    assert plan.step.resident["parameters"] == 4 * on_device
     # Two moments, and Adam's two counters.
-    assert 8 * on_device <= plan.step.held["optimizer"] <= 8 * on_device + 16
+    assert 8 * on_device <= plan.step.resident["optimizer"] <= 8 * on_device + 16
     step = plan.programs["step"]
-    assert step.peak >= plan.step.held["parameters"] + plan.step.held["optimizer"]
+    assert step.peak >= plan.step.resident["parameters"] + plan.step.resident["optimizer"]
     (of_step,) = (phase for phase in plan.phases if phase.name == "step")
     assert of_step.total == step.peak  # the engine has no weights then
     (of_decode,) = (phase for phase in plan.phases if phase.name == "decode")
-    assert of_decode.beside == plan.step.held
+    assert of_decode.beside == plan.step.resident
 
 
 def test_memory_beside_the_engines_programs(plan):
     """32 completions in batches of 32: none waits, no cache lives beside a program. With smaller
     batches some do.
     """
-    state = plan.step.held
+    state = plan.step.resident
     (push,) = (phase for phase in plan.phases if phase.name == "push")
     assert push.peak == 0 and push.beside["engine's weights"] == plan.engine.weights_bytes
     assert push.total > sum(state.values()) + plan.engine.weights_bytes
@@ -83,7 +83,10 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     (step,) = dataclasses.replace(beside_vllm, run=run_awake).phases
     assert step.name == "step"
     (_, sample) = dataclasses.replace(beside_vllm, run=run_asleep).phases
-    assert sample.total == plan.step.held["parameters"] + plan.step.held["optimizer"] + 32 * GIB
+    assert (
+        sample.total
+        == plan.step.resident["parameters"] + plan.step.resident["optimizer"] + 32 * GIB
+    )
 
 
 def test_a_plan_looks_at_no_run_directory(tmp_path):

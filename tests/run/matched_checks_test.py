@@ -92,11 +92,21 @@ def test_rounded_weights_are_counted_by_hand():
     """
     config = qwen3_8b.get_config("local")
     config.rollout.precision = config.model.forward_precision = "fp8"
-    plan = memory_plan_of(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))
+    plan = memory_plan_of(
+        config,
+        QWEN3_8B,
+        Machine(platform="gpu", devices=8, device_bytes=80 * 2**30, host_bytes=1000 * 2**30),
+        (1, 8, 1),
+    )
     assert (
-        part_of(plan, "rounded factors").each
+        part_of(plan, "rounded factors").per_device
         == 4 * (36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 151936 * 4096) // 8
     )
     config.rollout.precision, config.model.forward_precision = "bfloat16", "full"
-    plan = memory_plan_of(config, QWEN3_8B, Machine("gpu", 8, 80 * 2**30, 1000 * 2**30), (1, 8, 1))
+    plan = memory_plan_of(
+        config,
+        QWEN3_8B,
+        Machine(platform="gpu", devices=8, device_bytes=80 * 2**30, host_bytes=1000 * 2**30),
+        (1, 8, 1),
+    )
     assert not [part for part in plan.parts if part.name.startswith("rounded")]

@@ -10,11 +10,13 @@ _GIB = 2**30
 
 def test_totals_and_peaks_of_a_plan():
     parts = (
-        exact("a", each=3, first=1, lower="one"),
-        MemoryPart("b", each=10, phases=frozenset({"sample"}), lower="two", certain=(4, 0, 0)),
+        exact("a", per_device=3, first=1, lower="one"),
+        MemoryPart(
+            "b", per_device=10, phases=frozenset({"sample"}), lower="two", certain=(4, 0, 0)
+        ),
         exact("c", host=5, phases=frozenset({"step"}), lower="three"),
     )
-    plan = MemoryUse(parts, Machine("gpu", 2, 12, 4))
+    plan = MemoryUse(parts, Machine(platform="gpu", devices=2, device_bytes=12, host_bytes=4))
     assert plan.peak("first") == ("sample", 14) and plan.peak("other") == ("sample", 13)
     assert plan.peak("first", certain=True) == ("sample", 8) and plan.peak("host") == ("step", 5)
     assert len(plan.shortages()) == 2 and len(plan.shortages(certain=True)) == 1
@@ -30,14 +32,18 @@ def _words(plan):
 
 def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does_not_fit():
     parts = (
-        exact("parameters", each=2 * _GIB),
+        exact("parameters", per_device=2 * _GIB),
         exact("gathered", first=_GIB, phases=frozenset({"push"})),
         MemoryPart(
-            "logits", each=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"
+            "logits", per_device=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"
         ),
         exact("copies", host=_GIB // 2),
     )
-    plan = MemoryUse(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")
+    plan = MemoryUse(
+        parts,
+        Machine(platform="gpu", devices=2, device_bytes=4 * _GIB, host_bytes=8 * _GIB),
+        "besides: something",
+    )
     # Push 2 + 1 on the first device, step 2 + 3; the host holds the same in every phase.
     assert _words(plan) == [
         "the first device: 5.00 of 4.00 GiB, in the phase 'step'",
@@ -53,5 +59,8 @@ def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does
 
 
 def test_small_plans_are_in_mib():
-    plan = MemoryUse((exact("parameters", host=3 * 2**20),), Machine("cpu", 4, None, None))
+    plan = MemoryUse(
+        (exact("parameters", host=3 * 2**20),),
+        Machine(platform="cpu", devices=4, device_bytes=None, host_bytes=None),
+    )
     assert _words(plan) == ["this machine: 3.00 MiB, in the phase 'push'", "parameters 3.00"]

@@ -48,16 +48,19 @@ QWEN3_0_6B = ModelConfig(
 def test_older_versions_and_batches_ahead_are_counted_where_they_are():
     """Lag 2 on eight GPUs: two sharded copies; a run that they do not fit says so."""
     config = qwen3_8b.get_config("local")
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=60 * _GIB, host_bytes=1000 * _GIB)
     without = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     config.rollout.lag = 2
     kept = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     item = {"float32": 4, "bfloat16": 2}[config.model.param_dtype]
     share = (8_190_735_360 - 308_224) // 8 + 308_224
-    assert part_of(kept, "parameters of 2 older").each == 2 * share * item
+    assert part_of(kept, "parameters of 2 older").per_device == 2 * share * item
     batch = part_of(kept, "batch")
     ahead = part_of(kept, "2 batch(es) sampled ahead")
-    assert ahead.each == 2 * batch.each and batch.each > part_of(without, "batch").each
+    assert (
+        ahead.per_device == 2 * batch.per_device
+        and batch.per_device > part_of(without, "batch").per_device
+    )
     config.rollout.lag = 60
     with pytest.raises(
         ValueError,
@@ -71,49 +74,50 @@ def test_layers_without_a_loop_are_cast_and_their_gradients_kept():
     bfloat16.
     """
     config = qwen3_8b.get_config("local")
-    machine = Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=200 * _GIB, host_bytes=1000 * _GIB)
     config.model.remat, config.model.scan_unroll = "none", 36
     plan = memory_plan_of(config, QWEN3_8B, machine, (8, 1, 1))
     whole = 2 * 2 * 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
-    assert part_of(plan, "layers in model.compute_dtype").each == whole
+    assert part_of(plan, "layers in model.compute_dtype").per_device == whole
     # Master copies of an eighth on each device.
     split = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
-    assert part_of(split, "layers in model.compute_dtype").each == whole // 8
+    assert part_of(split, "layers in model.compute_dtype").per_device == whole // 8
     config.model.scan_unroll = 1
     looped = memory_plan_of(config, QWEN3_8B, machine, (8, 1, 1))
     assert not [part for part in looped.parts if part.name.startswith("layers in")]
 
 
 def test_qwen3_8b_on_eight_gpus_by_hand():
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=60 * _GIB, host_bytes=1000 * _GIB)
     plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     params = 8_190_735_360
     # Norms are replicated: 36 (2 * 4096 + 2 * 128) + 4096 = 308,224; the rest is split over eight.
     share = (params - 308_224) // 8 + 308_224
     assert share == 1_024_111_616
-    assert part_of(plan, "parameters").each == 4 * share
-    assert part_of(plan, "Adam's moments").each == 8 * share
-    assert part_of(plan, "gradients").each == 4 * share
+    assert part_of(plan, "parameters").per_device == 4 * share
+    assert part_of(plan, "Adam's moments").per_device == 8 * share
+    assert part_of(plan, "gradients").per_device == 4 * share
     # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096
     # twice, with both.
-    assert part_of(plan, "layers on their way").each == 2 * 2 * (2 * 151_936 * 4096 + 4096)
+    assert part_of(plan, "layers on their way").per_device == 2 * 2 * (2 * 151_936 * 4096 + 4096)
     # bfloat16 weights, replicated: 15.3 GiB.
     assert (
-        part_of(plan, "engine's weights").each == 2 * params and round(2 * params / _GIB, 1) == 15.3
+        part_of(plan, "engine's weights").per_device == 2 * params
+        and round(2 * params / _GIB, 1) == 15.3
     )
     # 2 * 36 layers * 8 heads * 128 * 2 bytes = 147,456 a slot; 1,024 + 8,192 slots: 1.27 GiB a row,
     # 3.8 with the caches of preempted rows. State 11.4 GiB and the engine's weights leave 33.3 of
     # 60, less what attention of eight prompts takes, 1.0: 8 rows a device, 30.4. (Nine are 34.2.)
     assert plan.rows == 8 * 8
     cache = part_of(plan, "key-value cache")
-    assert cache.each == 8 * 9216 * 147_456
-    assert part_of(plan, "preempted caches").each == 2 * cache.each
+    assert cache.per_device == 8 * 9216 * 147_456
+    assert part_of(plan, "preempted caches").per_device == 2 * cache.per_device
     # For sure rows begin with 128 slots each, after their prompt's bucket.
     assert cache.certain == (8 * (1024 + 128) * 147_456, 0, 0)
     # Orbax copies the state to the host before the next step: no device holds a second one. Twice
     # while it is written.
     for name in ("checkpoint's copy", "checkpoint being written"):
-        assert (part_of(plan, name).each, part_of(plan, name).host) == (0, 8 * 12 * share)
+        assert (part_of(plan, name).per_device, part_of(plan, name).host) == (0, 8 * 12 * share)
     # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
     assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
     assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
@@ -123,7 +127,7 @@ def test_the_packed_layout_of_cudnn_by_hand():
     """A micro-batch of 9,216 tokens: 4 bytes of each head, and 8 of each of its 128 elements, 16
     times.
     """
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=60 * _GIB, host_bytes=1000 * _GIB)
     plans = []
     for segments in (1, 16, 33):
         config = qwen3_8b.get_config("local")
@@ -131,40 +135,45 @@ def test_the_packed_layout_of_cudnn_by_hand():
         config.training.segments_per_row = segments
         plans.append(memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1)))
     one, packed, masked = plans
-    assert part_of(packed, "cuDNN's workspace").each == 8 * 9216 * 32 * 128 * 16
+    assert part_of(packed, "cuDNN's workspace").per_device == 8 * 9216 * 32 * 128 * 16
     # remat=full: of one layer at a time.
     assert (
-        part_of(packed, "activations").each - part_of(one, "activations").each == 4 * 9216 * 32 * 16
+        part_of(packed, "activations").per_device - part_of(one, "activations").per_device
+        == 4 * 9216 * 32 * 16
     )
     # More segments have a mask.
-    assert part_of(masked, "activations").each == part_of(one, "activations").each
+    assert part_of(masked, "activations").per_device == part_of(one, "activations").per_device
     assert not any(
         part.name == "cuDNN's workspace" for plan in (one, masked) for part in plan.parts
     )
 
 
 def test_an_engine_over_tensor_has_room_for_more_rows():
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=60 * _GIB, host_bytes=1000 * _GIB)
     config = qwen3_8b.get_config("local")
     config.rollout.local.tensor = 8
     plan = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     # Norms are replicated, as above.
-    assert part_of(plan, "engine's weights").each == 2 * ((8_190_735_360 - 308_224) // 8 + 308_224)
+    assert part_of(plan, "engine's weights").per_device == 2 * (
+        (8_190_735_360 - 308_224) // 8 + 308_224
+    )
     # All 64 rows' heads are split over eight devices, one each.
     cache = part_of(plan, "key-value cache")
-    assert cache.each == plan.rows * 9216 * 147_456 // 8
+    assert cache.per_device == plan.rows * 9216 * 147_456 // 8
     assert 64 < plan.rows < 256 and not plan.shortages()
     # With more memory all of 512 completions fit into batches of 256.
-    wide = memory_plan_of(config, QWEN3_8B, machine._replace(device_bytes=200 * _GIB), (1, 8, 1))
+    wide = memory_plan_of(
+        config, QWEN3_8B, dataclasses.replace(machine, device_bytes=200 * _GIB), (1, 8, 1)
+    )
     assert wide.rows == 256
 
 
 def test_a_replicated_state_is_copied_to_the_host_once():
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=60 * _GIB, host_bytes=1000 * _GIB)
     plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (2, 4, 1))
     # Orbax has each replica copy a part. As above with four shards: norms on each.
     share = (8_190_735_360 - 308_224) // 4 + 308_224
-    assert part_of(plan, "parameters").each == 4 * share
+    assert part_of(plan, "parameters").per_device == 4 * share
     assert part_of(plan, "checkpoint's copy").host == 4 * 12 * share
 
 
@@ -174,7 +183,7 @@ def test_router_replay_is_counted_where_it_is_held():
     config.mesh.fsdp, config.mesh.expert = 8, 1
     config.rollout.engine = "local"
     model = from_hf(PUBLISHED["Qwen3-30B-A3B"])
-    machine = Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=200 * _GIB, host_bytes=1000 * _GIB)
     without = memory_plan_of(config, model, machine, (1, 8, 1))
     config.rollout.router_replay = True
     plan = memory_plan_of(config, model, machine, (1, 8, 1))
@@ -186,11 +195,13 @@ def test_router_replay_is_counted_where_it_is_held():
     assert part_of(plan, "engine's record").host == completions * 8192 * 768
     # Each device decodes an eighth of the rows; for sure the first 128 of each one's tokens.
     rows = plan.rows // 8
-    assert part_of(plan, "experts of decoded").each == rows * 8192 * 768
+    assert part_of(plan, "experts of decoded").per_device == rows * 8192 * 768
     assert part_of(plan, "experts of decoded").certain == (rows * 128 * 768, 0, 0)
     # Five int32, a float32 and a bool for each token of a row, and its experts.
-    assert part_of(without, "batch").each * (25 + 768) == part_of(plan, "batch").each * 25
-    assert part_of(plan, "batch, before").host == 8 * part_of(plan, "batch").each
+    assert (
+        part_of(without, "batch").per_device * (25 + 768) == part_of(plan, "batch").per_device * 25
+    )
+    assert part_of(plan, "batch, before").host == 8 * part_of(plan, "batch").per_device
     assert not any(
         part.name.startswith(("experts of", "engine's record")) for part in without.parts
     )
@@ -217,20 +228,25 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
 
 def test_memory_is_one_line_where_half_of_it_stays_free():
     parts = (MemoryPart("weights", host=3 * _GIB),)
-    free = MemoryUse(parts, Machine("cpu", 1, None, 8 * _GIB))
+    free = MemoryUse(
+        parts, Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=8 * _GIB)
+    )
     assert free.lines(full=False) == ["3.0 of 8.0 GiB of this machine (--dry_run lists the parts)"]
     assert free.lines(full=True) == free.table() and len(free.table()) == 2
     for limit in (5 * _GIB, None):  # above half, and unknown
-        use = MemoryUse(parts, Machine("cpu", 1, None, limit))
+        use = MemoryUse(
+            parts, Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=limit)
+        )
         assert use.lines(full=False) == use.table()
     device = MemoryUse(
-        (MemoryPart("weights", each=3 * _GIB),), Machine("gpu", 1, 5 * _GIB, 8 * _GIB)
+        (MemoryPart("weights", per_device=3 * _GIB),),
+        Machine(platform="gpu", devices=1, device_bytes=5 * _GIB, host_bytes=8 * _GIB),
     )
     assert device.lines(full=False) == device.table()
 
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
-    machine = Machine("gpu", 8, 28 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=28 * _GIB, host_bytes=1000 * _GIB)
     plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     # One row for each device: 26.7 GiB of state and engine, and 3.8.
     assert plan.rows == 8 and 30 < plan.total("sample", "first") / _GIB < 31
@@ -246,7 +262,9 @@ def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
     plan.check()
     assert round(plan.peak("first", certain=True)[1] / _GIB, 1) == 26.9
     assert refused(
-        dataclasses.replace(plan, machine=machine._replace(device_bytes=20 * _GIB)).check
+        dataclasses.replace(
+            plan, machine=dataclasses.replace(machine, device_bytes=20 * _GIB)
+        ).check
     ) == (
         "memory: the first device has 20.0 GiB and the phase 'sample' takes at least 26.9, of "
         "which engine's weights 15.3; smaller with a smaller model, more devices along "
@@ -261,7 +279,11 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 1
     config.training.row_lengths = (112,)
     plan = memory_plan_of(
-        config, QWEN3_0_6B, Machine("cpu", 1, None, 23 * _GIB), (1, 1, 1), prompts=(40,)
+        config,
+        QWEN3_0_6B,
+        Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=23 * _GIB),
+        (1, 1, 1),
+        prompts=(40,),
     )
     params = 596_049_920
     assert num_params(QWEN3_0_6B) == params
@@ -287,7 +309,7 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
 
 def test_a_cpus_devices_share_the_hosts_memory():
     config = demo.get_config()
-    machine = Machine("cpu", 4, None, 23 * _GIB)
+    machine = Machine(platform="cpu", devices=4, device_bytes=None, host_bytes=23 * _GIB)
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     one = memory_plan_of(config, model, machine, (1, 1, 1), prompts=(20,))
     four = memory_plan_of(config, model, machine, (4, 1, 1), prompts=(20,))
@@ -300,7 +322,11 @@ def test_a_cpus_devices_share_the_hosts_memory():
         assert part_of(four, name).host == times * part_of(one, name).host
     # Besides, what the process has already, a quarter, and what it keeps, 1.05 GiB.
     begun = memory_plan_of(
-        config, model, machine._replace(process_bytes=_GIB // 4), (1, 1, 1), prompts=(20,)
+        config,
+        model,
+        dataclasses.replace(machine, process_bytes=_GIB // 4),
+        (1, 1, 1),
+        prompts=(20,),
     )
     assert begun.total("step", "host") == one.total("step", "host") + _GIB // 4 + int(1.05 * _GIB)
     # Rows are divided: the caches of all devices together are as large as one's.
@@ -347,8 +373,15 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
             model=model,
             mesh=lambda tensor, expert: make_mesh(data=2, devices=jax.devices()[:2]),
         )
-        load = Workload(8, 1, [5], 4, "float32", training=False)
-        machine = Machine(device, 2, None, None)
+        load = Workload(
+            completions=8,
+            group_size=1,
+            prompt_lengths=[5],
+            max_completion_tokens=4,
+            param_dtype="float32",
+            training=False,
+        )
+        machine = Machine(platform=device, devices=2, device_bytes=None, host_bytes=None)
         own = loaded_parameters(model, load.param_dtype, machine)
         plan = fit_engine(ENGINES["local"], arguments, load, machine, own).memory
         place = "first" if device == "gpu" else "host"
@@ -363,7 +396,7 @@ def test_vllms_two_copies_are_counted_in_the_host():
     config = qwen3_8b.get_config("local")
     config.rollout.engine = "vllm"
     config.rollout.vllm.kv_cache_gib = 2.0
-    machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
+    machine = Machine(platform="gpu", devices=8, device_bytes=60 * _GIB, host_bytes=1000 * _GIB)
     plan = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
     # Two copies of 8,190,735,360 bfloat16; every tensor of this model is a multiple of 64 bytes.
     assert part_of(plan, "two copies").host == 2 * 2 * 8_190_735_360
@@ -373,13 +406,13 @@ def test_vllms_two_copies_are_counted_in_the_host():
         for part in plan.parts
     )
     on_cpu = memory_plan_of(
-        config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True
+        config, QWEN3_8B, dataclasses.replace(machine, platform="cpu"), (1, 1, 1), vllm_on_cpu=True
     )
     assert part_of(on_cpu, "vLLM's weights").host == 2 * 8_190_735_360
     assert part_of(on_cpu, "vLLM's key-value cache").host == 2 * _GIB
     config.rollout.vllm.replicas = 3
     three = memory_plan_of(
-        config, QWEN3_8B, machine._replace(platform="cpu"), (1, 1, 1), vllm_on_cpu=True
+        config, QWEN3_8B, dataclasses.replace(machine, platform="cpu"), (1, 1, 1), vllm_on_cpu=True
     )
     assert part_of(three, "two copies").host == part_of(on_cpu, "two copies").host
     assert part_of(three, "vLLM's weights").host == 3 * 2 * 8_190_735_360
@@ -391,7 +424,13 @@ def test_a_reference_policy_is_counted():
     config = demo.get_config()
     config.algorithm.kl_coefficient = 0.1
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
-    plan = memory_plan_of(config, model, Machine("cpu", 1, None, None), (1, 1, 1), prompts=(20,))
+    plan = memory_plan_of(
+        config,
+        model,
+        Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=None),
+        (1, 1, 1),
+        prompts=(20,),
+    )
     assert part_of(plan, "reference policy").host == 4 * num_params(model)
     assert plan.shortages() == []  # nobody knows what there is
 

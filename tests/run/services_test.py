@@ -37,7 +37,8 @@ def _task():
 
 def _setup(kind, *, needed=0, free=None):
     memory = MemoryUse(
-        (exact("weights", host=needed, lower="a smaller model"),), Machine("cpu", 1, None, free)
+        (exact("weights", host=needed, lower="a smaller model"),),
+        Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=free),
     )
     return EngineSetup(kind=kind, arguments=EngineArguments(), workload=None, memory=memory)
 

@@ -165,7 +165,11 @@ def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, mon
 
     def started(free, rows=256):
         monkeypatch.setattr(
-            placement, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40)
+            placement,
+            "this_machine",
+            lambda platform: Machine(
+                platform="gpu", devices=1, device_bytes=free, host_bytes=2**40
+            ),
         )
         return _plan(tmp_path, rollout__max_rows=rows, rollout__min_rows=8)
 
@@ -176,13 +180,13 @@ def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, mon
     [cache] = [
         part for part in roomy.engine.memory.parts if part.name.startswith("key-value cache")
     ]
-    assert cache.each == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
+    assert cache.per_device == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
     full = roomy.engine.memory.total("sample", "first")
-    small = started(full - cache.each // 2)
+    small = started(full - cache.per_device // 2)
     setup = small.placement.engine
     rows = setup.memory.rows
     assert 8 <= rows < 256 and setup.arguments.max_rows == rows
-    assert setup.memory.total("sample", "first") <= full - cache.each // 2
+    assert setup.memory.total("sample", "first") <= full - cache.per_device // 2
     assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in describe(small)
     (tmp_path / "run").mkdir()
     run_directory.record_config(small.task.config, rows)

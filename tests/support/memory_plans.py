@@ -36,11 +36,11 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
         platform="cpu" if vllm_on_cpu else "cuda",
     )
     load = Workload(
-        completions,
-        config.rollout.group_size,
-        prompts,
-        config.rollout.max_completion_tokens,
-        config.model.param_dtype,
+        completions=completions,
+        group_size=config.rollout.group_size,
+        prompt_lengths=prompts,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        param_dtype=config.model.param_dtype,
     )
     scheme = forward_scheme(config, machine.platform, model=model)
     trainer = training_memory(

@@ -1,6 +1,4 @@
-"""A vLLM server reached over HTTP: completions of token ids, many at a time, each with a time
-limit.
-"""
+"""A vLLM server reached over HTTP: completions of token ids, many at a time, with time limits."""
 
 import asyncio
 import contextlib
@@ -27,9 +25,9 @@ _INSPECTION_S = 30.0
 _POLL_S = 0.05
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-# All that shapes the distribution is said: what is left out comes from the model's
+# All fields that shape the distribution: what is left out comes from the model's
 # generation_config.json.
-_PLAIN: dict[str, Any] = {
+_NEUTRAL: dict[str, Any] = {
     "n": 1,
     "stream": False,
     "top_p": 1.0,
@@ -45,6 +43,9 @@ _PLAIN: dict[str, Any] = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
 }
+
+# Errors of reading an answer that is not what was asked for.
+_UNUSABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError)
 
 
 class VllmHttpClient:
@@ -75,17 +76,17 @@ class VllmHttpClient:
 
     def complete(
         self,
-        what: str,
+        kind: str,
         payloads: Sequence[dict[str, Any]],
         read: Callable[[int, dict[str, Any]], T],
     ) -> Iterator[list[tuple[int, T]]]:
-        """Request one completion for each payload, `max_concurrent` at a time; the first failure
-        ends them all.
+        """Request one completion for each payload, `max_concurrent` at a time.
 
-        Closed before its end, or interrupted, it cancels what is in flight, on the server too.
+        The first failure ends them all. Closed before its end, or interrupted, it cancels what is
+        in flight, on the server too.
 
         Args:
-            what: begins the name of a request in errors; its number follows.
+            kind: begins the name of a request in errors; its number follows.
             payloads: fields of /v1/completions, with "prompt" a list of token ids; what is not
                 named is neutral.
             read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError,
@@ -98,68 +99,60 @@ class VllmHttpClient:
         Raises:
             EngineError: in one line that names the request.
         """
-        calls = Calls([lambda calls: asyncio.run(self._complete(what, payloads, read, calls))])
+        calls = Calls([lambda calls: asyncio.run(self._complete(kind, payloads, read, calls))])
         with contextlib.closing(calls.values()) as values:
             for answer in values:
                 yield [] if answer is None else [answer]
 
     def complete_all(
         self,
-        what: str,
+        kind: str,
         payloads: Sequence[dict[str, Any]],
         read: Callable[[int, dict[str, Any]], T],
     ) -> list[T]:
         """All that `complete` yields, in the order of the payloads."""
-        results = dict(itertools.chain.from_iterable(self.complete(what, payloads, read)))
+        results = dict(itertools.chain.from_iterable(self.complete(kind, payloads, read)))
         return [results[index] for index in range(len(payloads))]
 
     async def _complete(
         self,
-        what: str,
+        kind: str,
         payloads: Sequence[dict[str, Any]],
         read: Callable[[int, dict[str, Any]], T],
         calls: Calls,
     ) -> None:
-        waiting = iter(range(len(payloads)))
+        indices = iter(range(len(payloads)))
 
         async def work(client: httpx.AsyncClient) -> None:
-            for index in waiting:
-                name = f"{what} {index}"
-                body = {"model": self.model, **_PLAIN, **payloads[index]}
-                answer = _json(
-                    await self._request(client, name, "/v1/completions", body, self.timeout_s), name
+            for index in indices:
+                name = f"{kind} {index}"
+                body = {"model": self.model, **_NEUTRAL, **payloads[index]}
+                response = await self._request(
+                    client, name, "/v1/completions", body, self.timeout_s
                 )
+                answer = _json(response, name)
                 try:
                     (choice,) = answer["choices"]
                     if choice["prompt_token_ids"] != body["prompt"]:
                         raise ValueError("its prompt_token_ids are not those sent")
                     result = read(index, choice)
-                except (
-                    ValueError,
-                    KeyError,
-                    TypeError,
-                    IndexError,
-                    AttributeError,
-                    OverflowError,
-                ) as error:
-                    found = (
-                        f"no {error} in it" if isinstance(error, KeyError) else one_line(error, 300)
-                    )
+                except _UNUSABLE as error:
+                    reason = one_line(error, 300)
+                    if isinstance(error, KeyError):
+                        reason = f"no {error} in it"
                     raise EngineError(
-                        f"{name}: the answer of {self.address} can't be used: {found}"
+                        f"{name}: the answer of {self.address} can't be used: {reason}"
                     ) from None
                 calls.put((index, result))
 
         async with self._client() as client:
-            workers = [
-                asyncio.create_task(work(client))
-                for _ in range(min(self._max_concurrent, len(payloads)))
-            ]
-            left = set(workers)
+            count = min(self._max_concurrent, len(payloads))
+            workers = [asyncio.create_task(work(client)) for _ in range(count)]
+            running = set(workers)
             try:
-                while left and not calls.stopped.is_set():
-                    done, left = await asyncio.wait(
-                        left, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                while running and not calls.stopped.is_set():
+                    done, running = await asyncio.wait(
+                        running, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
                     )
                     for worker in done:
                         worker.result()
@@ -173,17 +166,22 @@ class VllmHttpClient:
         limit = min(self.timeout_s, _INSPECTION_S)
         async with self._client() as client:
             await self._request(client, "health", "/health", None, limit)
-            said = _json(await self._request(client, "version", "/version", None, limit), "version")
-            models = _json(
-                await self._request(client, "models", "/v1/models", None, limit), "models"
-            )
-        version = str(said.get("version", "")) if isinstance(said, dict) else ""
-        if known := unsupported_version(version):
+            response = await self._request(client, "version", "/version", None, limit)
+            answer = _json(response, "version")
+            response = await self._request(client, "models", "/v1/models", None, limit)
+            models = _json(response, "models")
+
+        version = ""
+        if isinstance(answer, dict):
+            version = str(answer.get("version", ""))
+        supported = unsupported_version(version)
+        if supported:
             raise ArgumentError(
                 "server",
                 f"{self.address} runs vLLM {one_line(version, 300) or 'of no version'}; its "
-                f"answers are known for {known}: start one of those",
+                f"answers are known for {supported}: start one of those",
             )
+
         try:
             # Adapters are listed too; their parent is the model.
             card = next(card for card in models["data"] if not card.get("parent"))
@@ -196,32 +194,36 @@ class VllmHttpClient:
     def _client(self) -> httpx.AsyncClient:
         # `_request` keeps the time, and the number of workers bounds that of connections.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrent)
-        shared = {"verify": self._tls, "limits": limits}
-        transport = (
-            None if self._socket is None else httpx.AsyncHTTPTransport(uds=self._socket, **shared)
-        )
+        transport = None
+        if self._socket is not None:
+            transport = httpx.AsyncHTTPTransport(uds=self._socket, verify=self._tls, limits=limits)
         return httpx.AsyncClient(
-            base_url=self._url, headers=self._headers, transport=transport, timeout=None, **shared
+            base_url=self._url,
+            headers=self._headers,
+            transport=transport,
+            timeout=None,
+            verify=self._tls,
+            limits=limits,
         )
 
     async def _request(
         self,
         client: httpx.AsyncClient,
-        what: str,
+        name: str,
         path: str,
         body: dict[str, Any] | None,
         limit_s: float,
     ) -> httpx.Response:
-        """GET, or POST of a body; tried again with growing pauses after what may pass."""
+        """GET, or POST of a body; retried with growing pauses after errors that may pass."""
         trouble = ""
+        method = "GET" if body is None else "POST"
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
+
             try:
                 async with asyncio.timeout(limit_s):
-                    response = await client.request(
-                        "GET" if body is None else "POST", path, json=body
-                    )
+                    response = await client.request(method, path, json=body)
             except TimeoutError:
                 trouble = f"no answer within {limit_s:g} s (timeout_s={self.timeout_s:g})"
             except (httpx.RequestError, OSError) as error:
@@ -231,17 +233,16 @@ class VllmHttpClient:
                     return response
                 trouble = f"HTTP {response.status_code}: {_message(response)}"
                 if response.status_code < 500:
-                    hint = (
-                        f"; set {_KEY_VARIABLE} to the server's key"
-                        if response.status_code == 401
-                        else ""
-                    )
+                    hint = ""
+                    if response.status_code == 401:
+                        hint = f"; set {_KEY_VARIABLE} to the server's key"
                     raise EngineError(
-                        f"{what}: {self.address} refused the request, {trouble}{hint}"
+                        f"{name}: {self.address} refused the request, {trouble}{hint}"
                     )
+
         times = f"{self._retries + 1} attempts" if self._retries else "1 attempt"
         raise EngineError(
-            f"{what}: {trouble}, after {times}; is the vLLM server at {self.address} up and well?"
+            f"{name}: {trouble}, after {times}; is the vLLM server at {self.address} up and well?"
         )
 
 
@@ -261,6 +262,7 @@ def _parsed_address(address: str) -> tuple[str, str | None]:
                 "server", f"got {address!r}, must be http://host:port or https://host"
             )
         return address.rstrip("/").removesuffix("/v1"), None
+
     path = address.removeprefix("unix:")
     if not path.startswith("/"):
         raise ArgumentError(
@@ -285,12 +287,12 @@ def _authorization(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _json(response: httpx.Response, what: str) -> Any:
+def _json(response: httpx.Response, name: str) -> Any:
     try:
         return json.loads(response.content)
     except ValueError:
         raise EngineError(
-            f"{what}: the server's answer is not JSON: {one_line(response.text, 300)!r}"
+            f"{name}: the server's answer is not JSON: {one_line(response.text, 300)!r}"
         ) from None
 
 

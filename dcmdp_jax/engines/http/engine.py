@@ -2,16 +2,16 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
-from dcmdp_jax.engines import engine_kind, vllm_common
+from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams, checked_sequences, scored_rows
+from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
 
@@ -24,8 +24,7 @@ _MEASURED_TOKENS = 5
 
 
 class RemoteEngine:
-    """Keeps the `Engine` protocol, but for new weights, over the OpenAI-compatible interface of a
-    vLLM server.
+    """The `Engine` protocol over a vLLM server's OpenAI-compatible interface, but for new weights.
 
     Token ids cross the wire, never text. Each completion is a request with a seed of its own, a
     function of (seed, step, row): the same call gives the same tokens as far as the server repeats
@@ -42,7 +41,7 @@ class RemoteEngine:
     once.
     """
 
-    def __init__(self, arguments: engine_kind.EngineArguments, *, retries: int = 3) -> None:
+    def __init__(self, arguments: EngineArguments, *, retries: int = 3) -> None:
         """Ask the server for its model and version, and refuse one that won't do.
 
         The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and
@@ -67,7 +66,8 @@ class RemoteEngine:
             max_concurrent=arguments.max_rows,
             retries=retries,
         )
-        if (context := self.server.max_model_len) < self.max_total_tokens:
+        context = self.server.max_model_len
+        if context < self.max_total_tokens:
             raise ArgumentError(
                 "max_total_tokens",
                 f"got {self.max_total_tokens}, the server at {server} has "
@@ -98,8 +98,7 @@ class RemoteEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """See `Engine.generate`; log-probs are NaN where the server's belong to another
-        distribution (see the class).
+        """See `Engine.generate`; log-probs are NaN where the server's are of another distribution.
 
         Raises:
             ValueError: also for a temperature that vLLM does not take as it is. Nothing was sent
@@ -108,73 +107,62 @@ class RemoteEngine:
         """
         temperature = sampling.temperature
         group = sampling.group_size
-        engine_kind.check_temperature("http", temperature, vllm_common.VLLM_TEMPERATURES)
+        check_temperature("http", temperature, VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
-        seeds = vllm_common.request_seeds(
-            seed, step, first_prompt * group + np.arange(len(prompts) * group)
-        ).tolist()
-        known = (
+        rows = first_prompt * group + np.arange(len(prompts) * group)
+        seeds = request_seeds(seed, step, rows).tolist()
+        reports_logprobs = (
             temperature == 0
             or (temperature == 1 and not sampling.cuts)
             or self._reports_processed(prompts[0])
         )
         top = self._top_logprobs if temperature else 0
-        if top and not known:
+        if top and not reports_logprobs:
             raise EngineError(
                 f"generate: the server at {self.server.address} was not seen to report log-probs "
                 "of the distribution sampled from, which `top_logprobs` needs; start it with "
                 "--logprobs-mode processed_logprobs"
             )
-        drawn = {
-            "max_tokens": sampling.max_completion_tokens,
-            "temperature": temperature,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-        if temperature:
-            drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
-        if known:
-            drawn["logprobs"] = top
-        payloads = [
-            {"prompt": prompts[row // group].tolist(), **drawn} for row in range(len(seeds))
-        ]
-        if temperature:
-            payloads = [
-                {**payload, "seed": number} for payload, number in zip(payloads, seeds, strict=True)
-            ]
 
-        def read(
-            row: int, choice: dict[str, Any]
-        ) -> tuple[np.ndarray, np.ndarray, str, dict[str, np.ndarray]]:
+        payloads = []
+        for row, row_seed in enumerate(seeds):
+            payload = {
+                "prompt": prompts[row // group].tolist(),
+                "max_tokens": sampling.max_completion_tokens,
+                "temperature": temperature,
+                "stop_token_ids": list(sampling.stop_token_ids),
+            }
+            if temperature:
+                payload |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "seed": row_seed}
+            if reports_logprobs:
+                payload["logprobs"] = top
+            payloads.append(payload)
+
+        def read(row: int, choice: dict[str, Any]) -> Episode:
             tokens, reason = _sampled(choice, sampling, self.config.vocab_size)
-            if not known:
-                return tokens, np.full(tokens.size, np.nan, np.float32), reason, {}
-            logprobs = _logprobs(choice["logprobs"]["token_logprobs"], tokens.size)
-            return (
+            logprobs = np.full(tokens.size, np.nan, np.float32)
+            columns = {}
+            if reports_logprobs:
+                logprobs = _logprobs(choice["logprobs"]["token_logprobs"], tokens.size)
+            if top:
+                columns = _likeliest(choice["logprobs"]["top_logprobs"], tokens, top)
+            return single_turn(
+                prompts[row // group],
                 tokens,
                 logprobs,
-                reason,
-                _likeliest(choice["logprobs"]["top_logprobs"], tokens, top) if top else {},
+                policy_version=0,
+                group=row // group,
+                member=row % group,
+                finish_reason=reason,
+                **columns,
             )
 
         def groups() -> Iterator[list[Episode]]:
-            waiting = OpenGroups(group)
-            with contextlib.closing(
-                self.server.complete("generate: completion", payloads, read)
-            ) as answers:
+            open_groups = OpenGroups(group)
+            answers = self.server.complete("generate: completion", payloads, read)
+            with contextlib.closing(answers):
                 for arrived in answers:
-                    yield waiting.add(
-                        single_turn(
-                            prompts[row // group],
-                            tokens,
-                            logprobs,
-                            policy_version=0,
-                            group=row // group,
-                            member=row % group,
-                            finish_reason=reason,
-                            **columns,
-                        )
-                        for row, (tokens, logprobs, reason, columns) in arrived
-                    )
+                    yield open_groups.add(episode for _, episode in arrived)
 
         return groups()
 
@@ -197,8 +185,9 @@ class RemoteEngine:
                 f"got {temperature}, a vLLM server scores at 1 (or 0, which means 1) alone",
             )
         prompts, rows = scored_rows(self, prompts, completions, temperature)
+        context = self.server.max_model_len
         for index, row in enumerate(rows):
-            if row.size >= (context := self.server.max_model_len):
+            if row.size >= context:
                 raise UserError(
                     f"prompt and completion {index}: {row.size} tokens, to be scored they must "
                     f"leave one of the server's max_model_len={context} free; start it with "
@@ -210,14 +199,16 @@ class RemoteEngine:
         ]
 
         def read(index: int, choice: dict[str, Any]) -> np.ndarray:
-            listed = choice["prompt_logprobs"]
-            tokens = rows[index][prompts[index].size :].tolist()
-            if len(listed) != rows[index].size:
-                raise ValueError(f"{len(listed)} prompt_logprobs for {rows[index].size} tokens")
-            entries = zip(listed[prompts[index].size :], tokens, strict=True)
-            return _logprobs(
-                [entry[str(token)]["logprob"] for entry, token in entries], len(tokens)
-            )
+            entries = choice["prompt_logprobs"]
+            prompt_length = prompts[index].size
+            tokens = rows[index][prompt_length:].tolist()
+            if len(entries) != rows[index].size:
+                raise ValueError(f"{len(entries)} prompt_logprobs for {rows[index].size} tokens")
+            logprobs = [
+                entry[str(token)]["logprob"]
+                for entry, token in zip(entries[prompt_length:], tokens, strict=True)
+            ]
+            return _logprobs(logprobs, len(tokens))
 
         return self.server.complete_all("score: completion", payloads, read)
 
@@ -228,40 +219,9 @@ class RemoteEngine:
         """Nothing is held between calls; safe to call any number of times."""
 
     def _reports_processed(self, prompt: np.ndarray) -> bool:
-        """Whether the server's log-probs follow the temperature, measured at the first token after
-        `prompt`.
-
-        From temperature 1 to 2 the distances of the most likely tokens from the first stay as they
-        are in raw log-probs and halve in processed ones. If that is unclear the answer is no, and
-        the next call measures again.
-        """
+        """Whether the server's log-probs follow the temperature; measured until it is clear."""
         if self._processed is None:
-            asked = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}
-
-            def read(index: int, choice: dict[str, Any]) -> dict[str, float]:
-                (top,) = choice["logprobs"]["top_logprobs"]
-                total = float(
-                    np.exp(_logprobs(list(top.values()), len(top)), dtype=np.float64).sum()
-                )
-                if total > 1 + _ROUNDING:
-                    raise ValueError(
-                        _logits(f"{len(top)} tokens have a probability of {total:.4g} together")
-                    )
-                return top
-
-            payloads = [{**asked, "temperature": temperature} for temperature in (1.0, 2.0)]
-            cool, hot = self.server.complete_all("log-probs mode: measurement", payloads, read)
-            common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
-            before, after = (
-                np.asarray([top[token] - top[common[0]] for token in common]) for top in (cool, hot)
-            )
-            # Half a nat and more between the tokens, so that the rounding of one batch and another
-            # can't decide.
-            slope = (
-                float(before @ after / (before @ before)) if before @ before > 0.25 else math.nan
-            )
-            if abs(slope - 0.5) < 0.15 or abs(slope - 1) < 0.15:
-                self._processed = slope < 0.75
+            self._processed = self._measure_processed(prompt)
         if not self._processed and not self._warned:
             self._warned = True
             logger.warning(
@@ -271,6 +231,43 @@ class RemoteEngine:
                 self.server.address,
             )
         return bool(self._processed)
+
+    def _measure_processed(self, prompt: np.ndarray) -> bool | None:
+        """Whether log-probs follow the temperature at the first token after `prompt`.
+
+        From temperature 1 to 2 the distances of the most likely tokens from the first stay as they
+        are in raw log-probs and halve in processed ones.
+
+        Returns:
+            None if that is unclear.
+        """
+        payload = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}
+        payloads = [payload | {"temperature": temperature} for temperature in (1.0, 2.0)]
+
+        def read(index: int, choice: dict[str, Any]) -> dict[str, float]:
+            (top,) = choice["logprobs"]["top_logprobs"]
+            logprobs = _logprobs(list(top.values()), len(top))
+            total = float(np.exp(logprobs, dtype=np.float64).sum())
+            if total > 1 + _ROUNDING:
+                raise ValueError(
+                    _logits(f"{len(top)} tokens have a probability of {total:.4g} together")
+                )
+            return top
+
+        cool, hot = self.server.complete_all("log-probs mode: measurement", payloads, read)
+        common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
+        before = np.asarray([cool[token] - cool[common[0]] for token in common])
+        after = np.asarray([hot[token] - hot[common[0]] for token in common])
+        # Half a nat and more between the tokens, so that the rounding of one batch and another
+        # can't decide.
+        if not before @ before > 0.25:
+            return None
+        slope = float(before @ after / (before @ before))
+        if abs(slope - 0.5) < 0.15:
+            return True
+        if abs(slope - 1) < 0.15:
+            return False
+        return None
 
 
 def _sampled(
@@ -285,10 +282,14 @@ def _sampled(
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(f"token id {token!r} is outside 0 .. {vocab_size - 1}")
-    stops = [place for place, token in enumerate(ids) if token in sampling.stop_token_ids]
-    expected = "stop" if stops else "length"
-    whole = stops == [len(ids) - 1] if stops else len(ids) == limit
-    if reason != expected or not whole:
+    stops = [index for index, token in enumerate(ids) if token in sampling.stop_token_ids]
+    if stops:
+        expected = "stop"
+        complete = stops == [len(ids) - 1]
+    else:
+        expected = "length"
+        complete = len(ids) == limit
+    if reason != expected or not complete:
         raise ValueError(
             f"finish_reason {reason!r} after {len(ids)} of {limit} tokens, the last being "
             f"{ids[-1]}, agrees with neither stop_token_ids nor the limit; start the server with "
@@ -312,27 +313,28 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
 
 
 def _likeliest(listed: list[dict[str, Any]], tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
-    """The columns of the likeliest tokens; the server lists `top` and, where it is none of them,
-    the sampled token.
+    """The columns of the likeliest tokens.
+
+    The server lists `top` and, where it is none of them, the sampled token.
     """
     if len(listed) != tokens.size:
         raise ValueError(f"{len(listed)} top_logprobs for {tokens.size} tokens")
     ids = np.full((tokens.size, top), -1, np.int32)
     logprobs = np.zeros((tokens.size, top), np.float32)
-    for place, (entries, token) in enumerate(zip(listed, tokens.tolist(), strict=True)):
-        named = {
+    for index, (entries, token) in enumerate(zip(listed, tokens.tolist(), strict=True)):
+        listed_logprobs = {
             int(name.removeprefix("token_id:")): float(value) for name, value in entries.items()
         }
-        if token not in named:
-            raise ValueError(f"the top_logprobs of token {place} lack the sampled token {token}")
-        likely = sorted(named.items(), key=lambda entry: -entry[1])[:top]
-        likely = [(token, value) for token, value in likely if value > _MINUS_INFINITY]
-        ids[place, : len(likely)], logprobs[place, : len(likely)] = zip(*likely, strict=True)
+        if token not in listed_logprobs:
+            raise ValueError(f"the top_logprobs of token {index} lack the sampled token {token}")
+        likely = sorted(listed_logprobs.items(), key=lambda entry: -entry[1])[:top]
+        likely = [entry for entry in likely if entry[1] > _MINUS_INFINITY]
+        ids[index, : len(likely)], logprobs[index, : len(likely)] = zip(*likely, strict=True)
     return {TOP_IDS: ids, TOP_LOGPROBS: logprobs}
 
 
-def _logits(found: str) -> str:
+def _logits(symptom: str) -> str:
     return (
-        f"{found}: the server reports logits; start it with --logprobs-mode processed_logprobs "
+        f"{symptom}: the server reports logits; start it with --logprobs-mode processed_logprobs "
         "or raw_logprobs"
     )

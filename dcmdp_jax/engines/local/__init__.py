@@ -58,15 +58,12 @@ class LocalKind(EngineKind):
             from dcmdp_jax.engines.local.layout import check_mesh
 
             check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
-            if (
-                not 2
-                <= arguments.max_total_tokens
-                <= (most := arguments.model.max_position_embeddings)
-            ):
+            limit = arguments.model.max_position_embeddings
+            if not 2 <= arguments.max_total_tokens <= limit:
                 raise ArgumentError(
                     "max_total_tokens",
                     f"got {arguments.max_total_tokens}, must be between 2 and the model's "
-                    f"max_position_embeddings={most}",
+                    f"max_position_embeddings={limit}",
                 )
 
     def build(self, arguments: EngineArguments) -> "Engine":

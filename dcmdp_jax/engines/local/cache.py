@@ -9,6 +9,7 @@ tokens up to the last.
 """
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,7 @@ Cache = tuple[Layer, ...]
 
 
 def key_axes(platform: str) -> tuple[int, ...]:
-    """The axes of keys [R, S, K, h] as the cache has them: [R, K, S, h] on a GPU, else [R, K, h,
-    S].
-    """
+    """Axes of keys [R, S, K, h] as the cache has them: [R, K, S, h] on a GPU, else [R, K, h, S]."""
     return (0, 2, 1, 3) if platform == "gpu" else (0, 2, 3, 1)
 
 
@@ -51,36 +50,33 @@ def abstract(
 ) -> Cache:
     """Shapes of a cache of `rows` rows with `slots` slots, keys and values stored as `dtype`."""
 
-    def held(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+    def by_row(dtype: str, dims: Iterable[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
     stored = "uint8" if dtype == FLOAT8 else dtype
-    sizes = (rows, slots, config.num_kv_heads, config.head_dim)
-    layer = tuple(
-        held(stored, *(sizes[axis] for axis in axes[1:]))
-        for axes in (key_axes(platform), (0, 2, 1, 3))
-    )
-    state = gated_delta.State(*(held("float32", *dims) for dims in config.state_sizes))
+    values = (config.num_kv_heads, slots, config.head_dim)
+    keys = values if platform == "gpu" else (config.num_kv_heads, config.head_dim, slots)
+    layer = (by_row(stored, keys), by_row(stored, values))
+    state = gated_delta.State(*(by_row("float32", dims) for dims in config.state_sizes))
     return tuple(state if kind == "recurrent" else layer for kind, _ in config.layer_kinds)
 
 
 def slots_of(cache: Cache) -> int:
     """Return the number of token slots per row."""
-    return next(layer for layer in cache if not isinstance(layer, gated_delta.State))[1].shape[2]
+    _, values = next(layer for layer in cache if not isinstance(layer, gated_delta.State))
+    return values.shape[2]
 
 
 def store(x: jax.Array, cache_dtype: str) -> jax.Array:
-    """Cast to the cache's dtype; float8 saturates where a plain cast gives NaN (scale 1, vLLM's
-    default).
+    """Cast to the cache's dtype; float8 saturates where a plain cast gives NaN.
 
-    float8 is stored as uint8 bits: XLA:CPU has no float8 copy and would convert the whole cache to
-    write one slot, which takes ten times as long as a decode step.
+    Its scale is 1, vLLM's default. It is stored as uint8 bits: XLA:CPU has no float8 copy and would
+    convert the whole cache to write one slot, which takes ten times as long as a decode step.
     """
     if cache_dtype != FLOAT8:
         return x.astype(cache_dtype)
-    return jax.lax.bitcast_convert_type(
-        jnp.clip(x, -quantize.FP8_MAX, quantize.FP8_MAX).astype(cache_dtype), jnp.uint8
-    )
+    saturated = jnp.clip(x, -quantize.FP8_MAX, quantize.FP8_MAX)
+    return jax.lax.bitcast_convert_type(saturated.astype(cache_dtype), jnp.uint8)
 
 
 def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -99,28 +95,27 @@ def take(
     local: bool = False,
     release: bool = False,
 ) -> Cache:
-    """Make a new cache from the rows `rows` [R'] int32, in that order, with `extra` more slots;
-    None takes all rows.
+    """Make a new cache from rows of another.
 
-    On several devices all selected rows are exchanged, which takes five times as long as keeping
-    them in place. With `local`, nothing is exchanged: each device takes its own rows, and `rows`
-    are indices local to it.
-
-    With `release`, each layer of the old cache is freed before the next layer is copied, so that
-    memory never holds both caches whole.
+    Args:
+        cache: the other cache.
+        rows: [R'] int32, rows in the order of the new cache; None takes all.
+        extra: slots of a row that the new cache has more.
+        sharding: sharding of both caches.
+        local: each device takes its own rows, and `rows` are indices local to it. Else the selected
+            rows of several devices are exchanged, which takes five times as long.
+        release: free each layer of the old cache before the next layer is copied, so that memory
+            never holds both caches.
     """
-    taken = []
+    layers = []
     for layer in cache:
         # Wait for each layer: see `parallel.backend.MAX_IN_FLIGHT_PROGRAMS`.
-        taken.append(
-            jax.block_until_ready(
-                _take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)
-            )
-        )
+        copy = _take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)
+        layers.append(jax.block_until_ready(copy))
         if release:
-            for old in layer:
-                old.delete()
-    return tuple(taken)
+            for array in layer:
+                array.delete()
+    return tuple(layers)
 
 
 @functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
@@ -139,9 +134,12 @@ def _take_of_layer(
         )
 
     if local:
-        specs = sharding.spec, P(sharding.spec[0])
         longer = jax.shard_map(
-            longer, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False
+            longer,
+            mesh=sharding.mesh,
+            in_specs=(sharding.spec, P(sharding.spec[0])),
+            out_specs=sharding.spec,
+            check_vma=False,
         )
     return jax.lax.with_sharding_constraint(longer(layer, rows), sharding)
 
@@ -159,15 +157,17 @@ def insert(
         places: [U] int32, rows of `cache`; entries out of range are skipped.
         sharding: sharding of both caches.
     """
-    held = slots_of(source)
+    filled = slice(slots_of(source))
 
-    def copied(layer: Layer, other: Layer) -> Layer:
+    def copied(layer: Layer, source_layer: Layer) -> Layer:
         if isinstance(layer, gated_delta.State):
-            return jax.tree.map(lambda x, y: x.at[places].set(y[rows], mode="drop"), layer, other)
+            return jax.tree.map(
+                lambda x, y: x.at[places].set(y[rows], mode="drop"), layer, source_layer
+            )
         return tuple(
-            x.at[(places, *[slice(None)] * (slots - 1), slice(held))].set(y[rows], mode="drop")
-            for x, y, slots in zip(layer, other, _slot_axes(sharding), strict=True)
+            x.at[(places, *[slice(None)] * (slots - 1), filled)].set(y[rows], mode="drop")
+            for x, y, slots in zip(layer, source_layer, _slot_axes(sharding), strict=True)
         )
 
-    moved = tuple(copied(*pair) for pair in zip(cache, source, strict=True))
-    return jax.lax.with_sharding_constraint(moved, sharding)
+    layers = tuple(map(copied, cache, source))
+    return jax.lax.with_sharding_constraint(layers, sharding)

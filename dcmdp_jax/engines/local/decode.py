@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,11 @@ from dcmdp_jax.engines.local.forward import (
     embed,
     forward_rows,
     on_devices,
-    routed_experts,
+    run_layers,
     sample_tokens,
 )
-from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
-from dcmdp_jax.models import decoder, gated_delta, layers, products
+from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program
+from dcmdp_jax.models import gated_delta, layers, products
 from dcmdp_jax.models.gated_delta import State
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.models.sampler import Draw, token_words
@@ -35,9 +36,9 @@ class RowState(NamedTuple):
         last: [R] int32, last sampled token; its key and value are not in the cache yet.
         sampled: [R] int32, tokens of the completion so far, at least 1.
         done: [R] bool, a stop token was sampled, or the slot is empty.
-        held: [R, prefix_slots - prompt_slots] int32, the token of the completion that each slot of
-            the prefix holds: a window that went round begins anywhere. None without sliding layers,
-            which alone read it.
+        slot_tokens: [R, prefix_slots - prompt_slots] int32, the token of the completion that each
+            slot of the prefix holds: a window that went round begins anywhere. None without sliding
+            layers, which alone read it.
     """
 
     keys: jax.Array
@@ -45,7 +46,7 @@ class RowState(NamedTuple):
     last: jax.Array
     sampled: jax.Array
     done: jax.Array
-    held: jax.Array | None = None
+    slot_tokens: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
@@ -60,7 +61,7 @@ def prefill(
         prompts: [P, prompt_slots] int32, right-padded.
         lengths: [P] int32.
         program: static arguments.
-        groups: run the prompts in this many parts, one after another; divides P. Bounds the memory
+        groups: run the prompts in this many chunks, one after another; divides P. Bounds the memory
             of attention.
 
     Returns:
@@ -68,34 +69,33 @@ def prefill(
         and if the program asks for them the experts of each token, [P, prompt_slots, layers, k]
         int16, else None.
     """
-    local = functools.partial(_prefill_local, program=program, groups=groups)
+
+    def local(weights: Params, prompts: jax.Array, lengths: jax.Array) -> tuple[Any, ...]:
+        weights = program.own_weights(weights)
+
+        def run(
+            chunk: tuple[jax.Array, jax.Array],
+        ) -> tuple[jax.Array, list[Layer], jax.Array | None]:
+            tokens, lengths = chunk
+            hidden, stored, routed = forward_rows(weights, tokens, lengths, program)
+            return hidden[jnp.arange(hidden.shape[0]), lengths - 1], stored, routed
+
+        if groups == 1:
+            last, stored, routed = run((prompts, lengths))
+        else:
+            chunks = (prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1))
+            results = jax.lax.map(run, chunks)
+            last, stored, routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+        cache = []
+        for layer in stored:
+            if not isinstance(layer, State):
+                keys, values = layer
+                layer = (keys.transpose(key_axes(program.platform)), values.transpose(0, 2, 1, 3))
+            cache.append(layer)
+        return tuple(cache), last, routed
+
     return on_devices(program, local, (ROWS, ROWS), (CACHE, ROWS, ROWS))(weights, prompts, lengths)
-
-
-def _prefill_local(
-    weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
-) -> tuple[Cache, jax.Array, jax.Array | None]:
-    """Run `prefill` on one device, with its share of the prompts."""
-    weights = program.own_weights(weights)
-
-    def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[Layer], jax.Array | None]:
-        hidden, stored, routed = forward_rows(weights, *part, program)
-        return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored, routed
-
-    if groups == 1:
-        last, stored, routed = run((prompts, lengths))
-    else:
-        parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
-        mapped = jax.lax.map(run, parts)
-        last, stored, routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
-    axes = key_axes(program.platform)
-    return tuple(_laid_out(layer, axes) for layer in stored), last, routed
-
-
-def _laid_out(stored: Layer, axes: tuple[int, ...]) -> Layer:
-    if isinstance(stored, State):
-        return stored
-    return stored[0].transpose(axes), stored[1].transpose(0, 2, 1, 3)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
@@ -199,8 +199,7 @@ def decode(
     prefix_slots: int,
     mode: str,
 ) -> tuple[Cache, Decoded]:
-    """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are
-    unfinished.
+    """Sample tokens until `steps` are taken or at most `live_floor` rows are unfinished.
 
     Devices with rows of their own synchronize the count of unfinished rows only every
     `_STEPS_ALONE` steps, so they may take that many extra steps, unless all rows are done. Devices
@@ -226,17 +225,24 @@ def decode(
         mode: see `sampler.choose_tokens`.
     """
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
-    options = {
-        "program": program,
-        "prompt_slots": prompt_slots,
-        "prefix_slots": prefix_slots,
-        "mode": mode,
-    }
-    sampled = P(None, ROW_AXES)
-    whole = P()
-    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled, sampled)
-    local = functools.partial(_decode_local, **options)
-    return on_devices(program, local, (CACHE, ROWS, whole, whole), (CACHE, decoded))(
+    by_step = P(None, ROW_AXES)
+    decoded = Decoded(
+        tokens=by_step,
+        logprobs=by_step,
+        steps=P(),
+        sampled=ROWS,
+        done=ROWS,
+        routed_experts=by_step,
+        top=by_step,
+    )
+    local = functools.partial(
+        _decode_local,
+        program=program,
+        prompt_slots=prompt_slots,
+        prefix_slots=prefix_slots,
+        mode=mode,
+    )
+    return on_devices(program, local, (CACHE, ROWS, P(), P()), (CACHE, decoded))(
         weights, cache, rows, limits, draw
     )
 
@@ -254,8 +260,7 @@ def _decode_local(
     mode: str,
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
-    clock, steps, live_floor = limits
-    config = program.part
+    config = program.device_model
     weights = program.own_weights(weights)
     slots = jnp.arange(slots_of(cache))
     window = slots_of(cache) - prefix_slots
@@ -279,99 +284,118 @@ def _decode_local(
             of_prompt = position - slots[:prompt_slots]
             of_window = jnp.broadcast_to(ages[prefix_slots:], (sampled.size, window))
             distances = jnp.concatenate(
-                [of_prompt, (sampled - 1)[:, None] - rows.held, of_window], axis=1
+                [of_prompt, (sampled - 1)[:, None] - rows.slot_tokens, of_window], axis=1
             )
             biases[max(spans)] = jnp.where(seen & (distances < max(spans)), 0.0, HIDDEN)
         rotary = jax.tree.map(lambda table: table[position], tables)
+
         x = embed(weights, last, program)[:, None]
-        kept = []
-        reports = []
-        for layer, held, rope, span in zip(
-            weights["layers"], cache, config.layer_ropes, spans, strict=True
-        ):
-            layer, x = convert_late(layer, x, program)
-            attend = functools.partial(
-                _attend_cached, cache=held, slot=slot, bias=biases[span], program=program
+        mixers = []
+        for cached, span in zip(cache, spans, strict=True):
+            mixer = functools.partial(
+                _attend_cached, cache=cached, slot=slot, bias=biases[span], program=program
             )
-            if isinstance(held, State):
-                attend = functools.partial(gated_delta.decode, config, held)
-            x, held, aux = decoder.block_of(layer, config)(
-                x,
-                rotary[rope],
-                attend,
-                program.ops,
-                mesh=program.expert_mesh,
-                reduce=program.reduce,
-            )
-            kept.append(held)
-            reports.append(aux)
-        return (
-            tuple(kept),
-            decoder.final_norm(weights, config, x)[:, 0],
-            routed_experts(reports, program),
-        )
+            if isinstance(cached, State):
+                mixer = functools.partial(gated_delta.decode, config, cached)
+            mixers.append(mixer)
+        hidden, cache, routed = run_layers(weights, x, rotary, mixers, program)
+        return tuple(cache), hidden[:, 0], routed
 
-    def live(state: _State) -> jax.Array:
-        return jnp.sum(~state[2].done, dtype=jnp.int32)
-
-    def body(state: _State) -> _State:
+    def take_step(state: _State) -> _State:
         cache, last, decoded = state
         step = decoded.steps
         sampled = decoded.sampled
-        cache, hidden, routed = forward(cache, last, sampled, clock + step)
+        cache, hidden, routed = forward(cache, last, sampled, limits.clock + step)
         if routed is not None:
             routed = decoded.routed_experts.at[step].set(routed[:, 0])
         words = token_words(rows.keys, sampled)
         tokens, logprobs, *top = sample_tokens(weights, hidden, words, draw, mode, program)
-        return (
-            cache,
-            tokens,
-            Decoded(
-                jax.lax.dynamic_update_slice(decoded.tokens, tokens[None], (step, 0)),
-                jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (step, 0)),
-                step + 1,
-                sampled + ~decoded.done,
-                decoded.done | jnp.any(tokens[:, None] == draw.stop_ids, axis=-1),
-                routed,
-                tuple(whole.at[step].set(one) for whole, one in zip(decoded.top, top, strict=True)),
+        next_decoded = Decoded(
+            tokens=jax.lax.dynamic_update_slice(decoded.tokens, tokens[None], (step, 0)),
+            logprobs=jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (step, 0)),
+            steps=step + 1,
+            sampled=sampled + ~decoded.done,
+            done=decoded.done | jnp.any(tokens[:, None] == draw.stop_ids, axis=-1),
+            routed_experts=routed,
+            top=tuple(
+                column.at[step].set(values) for column, values in zip(decoded.top, top, strict=True)
             ),
         )
+        return cache, tokens, next_decoded
+
+    # Without stop tokens no row finishes early: no need to synchronize the count.
+    period = _STEPS_ALONE if draw.stop_ids.size else window
+    state = (cache, rows.last, _no_tokens(rows, window, mode, program))
+    cache, _, decoded = _repeat(take_step, state, limits, period, program)
+    return cache, decoded
+
+
+def _no_tokens(rows: RowState, window: int, mode: str, program: Program) -> Decoded:
+    """The result before the first step."""
+    shape = (window, rows.done.shape[0])
+    tokens = jnp.zeros(shape, jnp.int32)
+    logprobs = jnp.zeros(shape, jnp.float32)
+    steps = jnp.int32(0)
+    routed = None
+    if program.routed_experts:
+        routed = jnp.zeros((*shape, *program.device_model.routing[:2]), jnp.int16)
+    top = ()
+    count = program.listed(mode)
+    if count:
+        top = (jnp.zeros((*shape, count), jnp.int32), jnp.zeros((*shape, count), jnp.float32))
+    return Decoded(
+        tokens=tokens,
+        logprobs=logprobs,
+        steps=steps,
+        sampled=rows.sampled,
+        done=rows.done,
+        routed_experts=routed,
+        top=top,
+    )
+
+
+def _repeat(
+    take_step: Callable[[_State], _State],
+    state: _State,
+    limits: Limits,
+    period: int,
+    program: Program,
+) -> _State:
+    """Take steps until `limits` end the call.
+
+    Devices with rows of their own count the unfinished rows of all every `period` steps.
+    """
+
+    def live(state: _State) -> jax.Array:
+        return jnp.sum(~state[2].done, dtype=jnp.int32)
 
     def until(state: _State, end: jax.Array, floor: jax.Array | int) -> _State:
         return jax.lax.while_loop(
-            lambda state: (state[2].steps < end) & (live(state) > floor), body, state
+            lambda state: (state[2].steps < end) & (live(state) > floor), take_step, state
         )
 
-    shape = (window, rows.done.shape[0])
-    empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
-    routed = jnp.zeros((*shape, *config.routing[:2]), jnp.int16) if program.routed_experts else None
-    count = program.listed(mode)
-    top = tuple(jnp.zeros((*shape, count), dtype) for dtype in (jnp.int32, jnp.float32) if count)
-    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done, routed, top)
     if program.row_shards == 1:
-        cache, _, decoded = until(state, steps, live_floor)
-        return cache, decoded
+        return until(state, limits.steps, limits.live_floor)
 
     def everywhere(state: _State) -> jax.Array:
         return jax.lax.psum(live(state), ROW_AXES)
 
-    # Devices that exchange tokens take every step together. Without stop tokens no row finishes
-    # early: no need to synchronize the count.
+    # Devices that exchange tokens take every step together.
     together = program.expert_mesh is not None
-    period = 1 if together else _STEPS_ALONE if draw.stop_ids.size else window
 
     def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
-        end = jnp.minimum(carry[1] + period, steps)
-        state = body(carry[0]) if together else until(carry[0], end, 0)
+        state, start, _ = carry
+        end = jnp.minimum(start + (1 if together else period), limits.steps)
+        state = take_step(state) if together else until(state, end, 0)
         return state, end, everywhere(state)
 
-    (cache, _, decoded), _, _ = jax.lax.while_loop(
-        lambda carry: (carry[1] < steps) & (carry[2] > live_floor),
+    (cache, last, decoded), _, _ = jax.lax.while_loop(
+        lambda carry: (carry[1] < limits.steps) & (carry[2] > limits.live_floor),
         alone,
         (state, jnp.int32(0), everywhere(state)),
     )
     # A device whose rows are all done has taken fewer steps; its cache is no longer used.
-    return cache, decoded._replace(steps=jax.lax.pmax(decoded.steps, ROW_AXES))
+    return cache, last, decoded._replace(steps=jax.lax.pmax(decoded.steps, ROW_AXES))
 
 
 def _attend_cached(
@@ -387,23 +411,25 @@ def _attend_cached(
     """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
     rows, _, heads, width = query.shape
     kv_heads = key.shape[2]
-    dtype = program.cache_dtype
-    late = program.platform != "gpu"
-    (keys, values), axes, at = cache, key_axes(program.platform), (0, slot, 0, 0)
-    keys = jax.lax.dynamic_update_slice(
-        keys, store(key, dtype).transpose(axes), [at[axis] for axis in axes]
-    )
-    values = jax.lax.dynamic_update_slice(
-        values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0)
-    )
+    axes = key_axes(program.platform)
+    keys, values = cache
+    start = (0, slot, 0, 0)
+    key = store(key, program.cache_dtype).transpose(axes)
+    keys = jax.lax.dynamic_update_slice(keys, key, [start[axis] for axis in axes])
+    value = store(value, program.cache_dtype).transpose(0, 2, 1, 3)
+    values = jax.lax.dynamic_update_slice(values, value, (0, 0, slot, 0))
+
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
-    read = load(keys, query.dtype).transpose(0, 1, axes.index(3), axes.index(1))
-    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, read, preferred_element_type=jnp.float32)
+    loaded_keys = load(keys, query.dtype).transpose(0, 1, axes.index(3), axes.index(1))
+    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, loaded_keys, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
-    exponentials = jnp.exp(scores - program.ops.softmax_maximum(scores))
-    inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
+    shares = jnp.exp(scores - program.ops.softmax_maximum(scores))
+    inverse = 1.0 / jnp.sum(shares, axis=-1, keepdims=True)
     # On a GPU a whole softmax is one kernel; a sum to divide by later would read the scores again.
-    shares = exponentials if late else exponentials * inverse
+    late = program.platform != "gpu"
+    if not late:
+        shares = shares * inverse
     attended = jnp.einsum("rkgs,rksh->rkgh", shares.astype(query.dtype), load(values, query.dtype))
-    attended = attended * inverse.astype(query.dtype) if late else attended
+    if late:
+        attended = attended * inverse.astype(query.dtype)
     return attended.reshape(rows, 1, heads, width), (keys, values)

@@ -3,7 +3,6 @@
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,12 +13,14 @@ from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.programs import Preparation, sampling_programs, scoring_programs
-from dcmdp_jax.engines.local.schedule import Completions, Scheduler, Sizes
+from dcmdp_jax.engines.local.programs import Preparation, SamplingShapes, ScoringShape
+from dcmdp_jax.engines.local.schedule import CallPlan, Completions, Scheduler
 from dcmdp_jax.engines.local.sizes import (
+    BatchSizes,
     batch_rows,
     default_cache_block,
     length_bucket,
+    padded_rows,
     round_up,
     score_rows,
     smallest_batch,
@@ -91,20 +92,19 @@ class LocalEngine:
         self._cache_block = cache_block or default_cache_block(platform)
         self.preparation = Preparation()
         self._prepares = arguments.prepare
-        self._how = {"program": self.program, "dtype": arguments.param_dtype}
-        self._compiled: dict[str, list[Callable[[], object]]] = {}
+        self._param_dtype = arguments.param_dtype
+        # Functions that wait for programs, by the shapes that they are compiled for.
+        self._waits: dict[SamplingShapes | ScoringShape, list[Callable[[], object]]] = {}
         for prompts, sampling in arguments.first_calls:
             if sampling is None:
-                shape = self._scored(self.max_total_tokens, len(prompts))
-                self._compile(self.preparation.add, scoring_programs, *shape)
+                shape = self._scoring_shape(self.max_total_tokens, len(prompts))
+                self._compile(shape, self.preparation.add)
                 continue
-            mode, draw, sizes, buckets = self._batches(prompts, sampling)
-            for bucket, members in buckets:
-                scheduler = Scheduler(
-                    None, None, draw, mode, sizes, members, bucket, program=self.program
-                )
-                of = scheduler.shapes()[:1], sampling.group_size, draw.stop_ids.size, bucket, mode
-                self._compile(self.preparation.add, sampling_programs, *of)
+            plan = self._plan(prompts, sampling)
+            for bucket, _ in plan.buckets:
+                shapes = _sampling_shapes(plan, bucket, plan.sizes.batches(bucket)[:1])
+                self._compile(shapes, self.preparation.add)
+
         self.weights: Params | None = None
         self._policy_version: int | None = None
         # CRC-32 of the checksums of the weights in use (`weights.Conversion.proof`); None without
@@ -128,17 +128,18 @@ class LocalEngine:
         check_params(params, self.config)
         mesh = conversion_mesh(params, self.program.mesh)
         if mesh.size == 1:
-            own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
-            params = jax.device_put(own, mesh.devices.flat[0])
+            replicated = NamedSharding(mesh, P())
+            params = jax.tree.map(lambda leaf: to_local(leaf, replicated), params)
+            params = jax.device_put(params, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.release_weights()
         convert = conversion(self.config, self.precision, mesh)
         weights = convert.weights(params)
         expected, consumed = convert.proof(params, weights)
-        if (wrong := np.flatnonzero(expected != consumed)).size:
+        wrong = np.count_nonzero(expected != consumed)
+        if wrong:
             raise EngineError(
-                f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums "
-                "differ"
+                f"weights of version {policy_version}: {wrong} of {expected.size} checksums differ"
             )
         self.weights = share_copies(weights, self.program.mesh)
         self._policy_version = policy_version
@@ -159,10 +160,10 @@ class LocalEngine:
         step: int,
         first_prompt: int = 0,
     ) -> Iterator[list[Episode]]:
-        """See `Engine.generate`. Samples while the caller waits for the next list, whenever a
-        program returns.
+        """See `Engine.generate`. Samples while the caller waits for the next list.
 
-        A push of other weights in between changes nothing of this call.
+        A list comes whenever a program returns. A push of other weights in between changes nothing
+        of this call.
         """
         if self.weights is None:
             raise EngineError("no weights: push_weights must come before generate")
@@ -171,79 +172,114 @@ class LocalEngine:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         group = sampling.group_size
-        limit = sampling.max_completion_tokens
-        mode, draw, sizes, buckets = self._batches(prompts, sampling)
-        routed = self.config.routing[:2] if self.program.routed_experts else None
-        first_row = first_prompt * group
-        asked = {"routed_shape": routed, "top": self.program.listed(mode)}
-        sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, **asked)
+        plan = self._plan(prompts, sampling)
+        completions = Completions(
+            prompts,
+            group,
+            sampling.max_completion_tokens,
+            seed,
+            step,
+            first_row=first_prompt * group,
+            routed_shape=self.config.routing[:2] if self.program.routed_experts else None,
+            top=self.program.listed(plan.mode),
+        )
         weights = self.weights
-        options = {"program": self.program, "trims": not self._prepares}
         version = self._policy_version
-        stops = set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
-            tokens = sampled.tokens[row, : sampled.sampled[row]]
+            tokens = completions.tokens[row, : completions.sampled[row]]
+            stopped = int(tokens[-1]) in sampling.stop_token_ids
             return single_turn(
                 prompts[row // group],
                 tokens,
-                sampled.logprobs[row, : tokens.size],
+                completions.logprobs[row, : tokens.size],
                 policy_version=version,
                 group=row // group,
                 member=row % group,
-                finish_reason="stop" if int(tokens[-1]) in stops else "length",
-                **sampled.columns_of(row),
+                finish_reason="stop" if stopped else "length",
+                **completions.columns_of(row),
             )
 
         def groups() -> Iterator[list[Episode]]:
-            waiting = OpenGroups(group)
-            for bucket, members in buckets:
+            open_groups = OpenGroups(group)
+            for bucket, members in plan.buckets:
                 scheduler = Scheduler(
-                    weights, sampled, draw, mode, sizes, members, bucket, **options
+                    weights,
+                    completions,
+                    plan,
+                    members,
+                    bucket,
+                    program=self.program,
+                    trims=not self._prepares,
                 )
-                shapes = scheduler.shapes()
-                of = (group, draw.stop_ids.size, bucket, mode)
-                for wait in self._compile(compile_beside, sampling_programs, shapes[:1], *of):
-                    wait()
+                batches = plan.sizes.batches(bucket)
+                self._compile_now([_sampling_shapes(plan, bucket, batches[:1])])
                 for _ in scheduler.sample():
-                    yield waiting.add(map(episode, sampled.take_finished()))
-                self._compile(self.preparation.add, sampling_programs, shapes, *of)
-            yield waiting.add(map(episode, sampled.take_finished()))
+                    yield open_groups.add(map(episode, completions.take_finished()))
+                # What later calls like this one can need.
+                self._compile(_sampling_shapes(plan, bucket, batches), self.preparation.add)
+            yield open_groups.add(map(episode, completions.take_finished()))
 
         return groups()
 
-    def _batches(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> tuple[Any, ...]:
-        """A call's mode and draw, shapes of its batches, and the prompts of each bucket."""
-        mode = "sample" if sampling.top_p == 1 else "nucleus"
-        mode += f":{min(sampling.top_k, self.config.vocab_size)}" if sampling.top_k else ""
-        mode = mode if sampling.temperature else "greedy"
-        inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
-        draw = Draw(
-            inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32)
-        )
+    def _plan(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> CallPlan:
+        """How `generate` samples the completions of these prompts."""
         group = sampling.group_size
-        limit = sampling.max_completion_tokens
-        size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
-        sizes = Sizes(
-            round_up(size, self.program.mesh.size), self._min_rows, self._cache_block, limit
+        rows = batch_rows(self._max_rows, group, len(prompts) * group, 1)
+        return CallPlan(
+            mode=_mode(sampling, self.config.vocab_size),
+            draw=Draw(
+                np.float32(1 / sampling.temperature if sampling.temperature else 1),
+                np.float32(sampling.top_p),
+                np.asarray(sampling.stop_token_ids, np.int32),
+            ),
+            sizes=BatchSizes(
+                rows=round_up(rows, self.program.mesh.size),
+                min_rows=self._min_rows,
+                cache_block=self._cache_block,
+                limit=sampling.max_completion_tokens,
+                devices=self.program.mesh.size,
+            ),
+            group=group,
+            buckets=_by_bucket(prompts, -(-rows // group)),
         )
-        return mode, draw, sizes, _by_bucket(prompts, -(-size // group))
 
     def _compile(
-        self, in_thread: Callable, programs: Callable[..., list], *of: Any
+        self,
+        shapes: SamplingShapes | ScoringShape,
+        in_thread: Callable[[Callable[[], None], str], Callable[[], object]],
     ) -> list[Callable[[], object]]:
-        """Have programs compiled, if this engine prepares its calls; functions that wait for
-        them.
-        """
-        if self._prepares and (key := str(of)) not in self._compiled:
-            self._compiled[key] = [in_thread(*program) for program in programs(*of, **self._how)]
-        return self._compiled.get(str(of), [])
+        """Have programs compiled once, if this engine prepares its calls.
 
-    def _scored(self, tokens: int, count: int) -> tuple[int, int]:
-        """Rows of a pass that scores so many of them, and the length that they are padded to."""
+        Args:
+            shapes: shapes of the programs.
+            in_thread: starts the compilation of a program with a name; returns a function that
+                waits for it.
+
+        Returns:
+            Functions that wait for the programs, whichever call had them compiled.
+        """
+        if not self._prepares:
+            return []
+        if shapes not in self._waits:
+            compilations = shapes.compilations(self.program, self._param_dtype)
+            self._waits[shapes] = [in_thread(program.run, program.name) for program in compilations]
+        return self._waits[shapes]
+
+    def _compile_now(self, all_shapes: Sequence[SamplingShapes | ScoringShape]) -> None:
+        """Have the programs of these shapes compiled side by side, and wait for them."""
+        waits = []
+        for shapes in all_shapes:
+            waits += self._compile(shapes, compile_beside)
+        for wait in waits:
+            wait()
+
+    def _scoring_shape(self, tokens: int, count: int) -> ScoringShape:
+        """The shape of a pass that scores `count` rows of this many tokens."""
         length = length_bucket(tokens)
-        most = min(self._max_rows, 1 << (count - 1).bit_length())
-        return score_rows(self.config.num_heads, length, most, self.program.row_shards), length
+        max_rows = min(self._max_rows, 1 << (count - 1).bit_length())
+        rows = score_rows(self.config.num_heads, length, max_rows, self.program.row_shards)
+        return ScoringShape(rows=rows, length=length)
 
     def score(
         self,
@@ -258,29 +294,24 @@ class LocalEngine:
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         inverse = np.float32(1 / temperature if temperature else 1)
         buckets = [length_bucket(row.size) for row in rows]
-        shapes = [self._scored(length, buckets.count(length)) for length in sorted(set(buckets))]
-        for wait in sum(
-            [self._compile(compile_beside, scoring_programs, *shape) for shape in shapes], []
-        ):
-            wait()
+        shapes = [
+            self._scoring_shape(length, buckets.count(length)) for length in sorted(set(buckets))
+        ]
+        self._compile_now(shapes)
+
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
-        for size, length in shapes:
-            members = [index for index, bucket in enumerate(buckets) if bucket == length]
-            for start in range(0, len(members), size):
-                part = members[start : start + size]
-                padded = np.zeros((size, length), np.int32)
-                lengths = np.ones(size, np.int32)
-                for place, index in enumerate(part):
-                    padded[place, : rows[index].size] = rows[index]
-                    lengths[place] = rows[index].size
-                padded, lengths = jax.device_put((padded, lengths), self.program.rows)
+        for shape in shapes:
+            members = [index for index, bucket in enumerate(buckets) if bucket == shape.length]
+            for start in range(0, len(members), shape.rows):
+                batch = members[start : start + shape.rows]
+                padded = padded_rows([rows[index] for index in batch], shape.rows, shape.length)
+                tokens, lengths = jax.device_put(padded, self.program.rows)
                 logprobs = np.asarray(
-                    score_program(self.weights, padded, lengths, inverse, program=self.program)
+                    score_program(self.weights, tokens, lengths, inverse, program=self.program)
                 )
-                for place, index in enumerate(part):
-                    results[index] = logprobs[
-                        place, prompts[index].size - 1 : rows[index].size - 1
-                    ].copy()
+                for index, values in zip(batch, logprobs, strict=False):
+                    completion = slice(prompts[index].size - 1, rows[index].size - 1)
+                    results[index] = values[completion].copy()
         check_finite(results)
         return results
 
@@ -289,20 +320,41 @@ class LocalEngine:
         self.weights = self._policy_version = self.weights_fingerprint = None
 
     def close(self) -> None:
-        """See `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
+        """Free the weights and drop programs that are not compiled yet. Safe to call twice."""
         self.release_weights()
         self.preparation.stop()
 
 
-def _by_bucket(prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
-    """Group prompts by bucket, ascending; a bucket with fewer than `fill` prompts joins the next
-    one in use.
+def _mode(sampling: SamplingParams, vocab_size: int) -> str:
+    """The mode of `sampler.choose_tokens` for a distribution."""
+    if not sampling.temperature:
+        return "greedy"
+    mode = "sample" if sampling.top_p == 1 else "nucleus"
+    return f"{mode}:{min(sampling.top_k, vocab_size)}" if sampling.top_k else mode
+
+
+def _sampling_shapes(
+    plan: CallPlan, bucket: int, batches: tuple[tuple[int, int, int], ...]
+) -> SamplingShapes:
+    return SamplingShapes(
+        batches=batches,
+        group=plan.group,
+        stops=plan.draw.stop_ids.size,
+        bucket=bucket,
+        mode=plan.mode,
+    )
+
+
+def _by_bucket(prompts: Sequence[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
+    """Group prompts by bucket, ascending.
+
+    A bucket with fewer than `fill` prompts joins the next one in use.
     """
-    runs: list[tuple[int, list[int]]] = []
+    buckets: list[tuple[int, list[int]]] = []
     for index in np.argsort([prompt.size for prompt in prompts], kind="stable").tolist():
         bucket = length_bucket(prompts[index].size)
-        if runs and (runs[-1][0] == bucket or len(runs[-1][1]) < fill):
-            runs[-1] = (bucket, [*runs[-1][1], index])
-        else:
-            runs.append((bucket, [index]))
-    return runs
+        members: list[int] = []
+        if buckets and (buckets[-1][0] == bucket or len(buckets[-1][1]) < fill):
+            _, members = buckets.pop()
+        buckets.append((bucket, [*members, index]))
+    return buckets

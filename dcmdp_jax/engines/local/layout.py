@@ -1,5 +1,4 @@
-"""The embedded engine's mesh: what each device holds of weights, cache and rows, by the trainer's
-logical axes.
+"""The embedded engine's mesh: each device's share of weights, cache and rows.
 
 Rows are split over data, fsdp and expert, weights over tensor (heads, MLP, vocabulary) and expert.
 All programs are `shard_map`s over the whole mesh: each device computes its own rows with its own
@@ -64,8 +63,9 @@ class Program:
     precision: str = ""
 
     def listed(self, mode: str) -> int:
-        """Number of likeliest tokens to return: none of a greedy draw, whose log-probs are another
-        distribution's.
+        """Number of likeliest tokens to return.
+
+        None for a greedy draw, whose log-probs are of another distribution.
         """
         return 0 if mode == "greedy" else self.top_logprobs
 
@@ -73,8 +73,15 @@ class Program:
     def of(cls, arguments: EngineArguments, mesh: Mesh) -> "Program":
         """The static arguments of an engine."""
         cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
-        more = arguments.routed_experts, arguments.top_logprobs, arguments.precision
-        return cls(arguments.model, arguments.compute_dtype, cache, mesh, *more)
+        return cls(
+            config=arguments.model,
+            compute_dtype=arguments.compute_dtype,
+            cache_dtype=cache,
+            mesh=mesh,
+            routed_experts=arguments.routed_experts,
+            top_logprobs=arguments.top_logprobs,
+            precision=arguments.precision,
+        )
 
     @property
     def rows(self) -> NamedSharding:
@@ -98,9 +105,7 @@ class Program:
 
     @property
     def splits_vocab(self) -> bool:
-        """True if each device has its own part of the vocabulary; one of another size is
-        replicated.
-        """
+        """Whether each device has its own part of the vocabulary; else it is replicated."""
         return self.tensor > 1 and self.config.vocab_size % self.tensor == 0
 
     @property
@@ -120,18 +125,17 @@ class Program:
 
     @property
     def keeps_quantized(self) -> bool:
-        """True if matrices in 8 bits stay so inside the programs. XLA's CPU backend would convert
-        them in memory at each product.
+        """Whether matrices in 8 bits stay so inside the programs.
+
+        XLA's CPU backend would convert them in memory at each product.
         """
         return self.platform != "cpu"
 
     @property
-    def part(self) -> ModelConfig:
+    def device_model(self) -> ModelConfig:
         """The model as one device of a tensor group computes it."""
         config = self.config
         ways = self.tensor
-        if ways == 1:
-            return config
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // ways,
@@ -143,7 +147,9 @@ class Program:
     @property
     def reduce(self) -> decoder.Reduce | None:
         """Sum over the tensor group, for `decoder.Block`; None where there is nothing to add."""
-        return None if self.tensor == 1 else functools.partial(jax.lax.psum, axis_name=TENSOR)
+        if self.tensor == 1:
+            return None
+        return functools.partial(jax.lax.psum, axis_name=TENSOR)
 
     def own_weights(self, weights: Params) -> Params:
         """Weights of the device, inside a `shard_map`, as a loop uses them again and again.
@@ -151,34 +157,39 @@ class Program:
         Rows of the embedding are converted once they are looked up, not all of it before the loop.
         A bias of the attention's output is added on one device of a tensor group only.
         """
-        looked_up = {name: weights[name] for name in ("embedding",) if name in weights}
-        weights = (
-            dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized)
-            | looked_up
-        )
-        weights = with_rounded_inputs(weights, self.precision, TENSOR if self.tensor > 1 else "")
+        dtype = jnp.dtype(self.compute_dtype)
+        converted = dequantize(weights, dtype, keep_quantized=self.keeps_quantized)
+        if "embedding" in weights:
+            converted["embedding"] = weights["embedding"]
+        axis = TENSOR if self.tensor > 1 else ""
+        weights = with_rounded_inputs(converted, self.precision, axis)
         if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
             return weights
-        once = jax.lax.axis_index(TENSOR) == 0
+
+        adds_bias = jax.lax.axis_index(TENSOR) == 0
 
         def layer(tree: Params) -> Params:
             output = tree["attention"]["o"]
-            output = {**output, "bias": jnp.where(once, output["bias"], 0)}
+            output = {**output, "bias": jnp.where(adds_bias, output["bias"], 0)}
             return {**tree, "attention": {**tree["attention"], "o": output}}
 
         return {**weights, "layers": [layer(tree) for tree in weights["layers"]]}
 
 
 def engine_mesh(mesh: Mesh | None) -> Mesh:
-    """The engine's mesh, with the trainer's axes: `mesh` if it has them, else its devices along
-    data.
+    """The engine's mesh, with the trainer's axes.
 
-    None is the first local device.
+    Args:
+        mesh: used as it is if it has these axes; else its devices are along data. None: the first
+            local device.
     """
-    if mesh is not None and mesh.axis_names == AXES:
+    if mesh is None:
+        devices = np.asarray(jax.local_devices()[:1])
+    elif mesh.axis_names == AXES:
         return mesh
-    devices = np.asarray(jax.local_devices()[:1]) if mesh is None else mesh.devices
-    return Mesh(devices.reshape(-1, *(1 for _ in AXES[1:])), AXES)
+    else:
+        devices = mesh.devices
+    return Mesh(devices.reshape(-1, *[1] * (len(AXES) - 1)), AXES)
 
 
 def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
@@ -188,11 +199,16 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
         UserError: naming the axis, the size and what it has to divide.
     """
     for name in ("num_kv_heads", *config.mlp_fields):
-        if (size := getattr(config, name)) % tensor:
+        size = getattr(config, name)
+        if size % tensor:
             raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
-    norms = "norms all heads of q and k together" if config.family.qk_norm == "width" else ""
-    if tensor > 1 and (why := "has recurrent layers" if config.recurrent_layers else norms):
-        raise ArgumentError("tensor", f"got {tensor}, must be 1: {config.model_type} {why}")
+    reason = ""
+    if config.recurrent_layers:
+        reason = "has recurrent layers"
+    elif config.family.qk_norm == "width":
+        reason = "norms all heads of q and k together"
+    if tensor > 1 and reason:
+        raise ArgumentError("tensor", f"got {tensor}, must be 1: {config.model_type} {reason}")
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
         raise ArgumentError(
             "expert",
@@ -202,16 +218,19 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _axes(config: ModelConfig) -> dict[tuple[str, ...], Axes]:
-    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path
-    without indices and kinds of layers.
+    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's.
+
+    Keys are paths without indices and kinds of layers.
     """
-    axes = {declared.path: declared.axes for declared in params.model_declarations(config)}
+    axes = {}
+    for leaf in params.model_declarations(config):
+        axes[leaf.path] = leaf.axes
     for kind, fused in itertools.product(config.kinds, (False, True)):
         block = decoder.Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)
-        axes |= {
-            ("layers", *declared.path): declared.axes for declared in declare.declarations(block)
-        }
-    return axes | {("output",): ("embed", "vocab")}
+        for leaf in declare.declarations(block):
+            axes["layers", *leaf.path] = leaf.axes
+    axes["output",] = ("embed", "vocab")
+    return axes
 
 
 def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
@@ -225,19 +244,20 @@ def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
     """
 
     def spec(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = tuple(
-            entry.key for entry in path if hasattr(entry, "key") and entry.key not in config.kinds
-        )
+        names = [entry.key for entry in path if hasattr(entry, "key")]
+        keys = tuple(name for name in names if name not in config.kinds)
         axes = _axes(config)[keys]
         if "router" in keys:
             # Every device routes its own tokens.
             axes = (None,) * len(axes)
         if config.vocab_size % mesh.shape[TENSOR]:
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
-        if isinstance(leaf, QuantizedKernel):
-            scales = partition_spec(axes if leaf.grouped else (*axes[:-2], axes[-1]), _WEIGHT_AXES)
-            return QuantizedKernel(partition_spec(axes, _WEIGHT_AXES), scales)
-        return partition_spec(axes, _WEIGHT_AXES)
+        values = partition_spec(axes, _WEIGHT_AXES)
+        if not isinstance(leaf, QuantizedKernel):
+            return values
+        if leaf.grouped:
+            return QuantizedKernel(values, values)
+        return QuantizedKernel(values, partition_spec((*axes[:-2], axes[-1]), _WEIGHT_AXES))
 
     return jax.tree_util.tree_map_with_path(spec, weights, is_leaf=is_quantized)
 
@@ -253,8 +273,7 @@ def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Param
         x: [R, T, D], what the matrices are multiplied with.
         program: static arguments.
     """
-    if not program.keeps_quantized or not any(
-        map(is_quantized, jax.tree.leaves(weights, is_leaf=is_quantized))
-    ):
-        return weights, x
-    return jax.lax.optimization_barrier((weights, x))
+    leaves = jax.tree.leaves(weights, is_leaf=is_quantized)
+    if program.keeps_quantized and any(map(is_quantized, leaves)):
+        return jax.lax.optimization_barrier((weights, x))
+    return weights, x

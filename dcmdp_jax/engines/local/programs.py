@@ -1,23 +1,19 @@
-"""The embedded engine's programs with abstract arguments: for any mesh, and compiled ahead of the
-calls.
-"""
+"""The embedded engine's programs, planned for any mesh or compiled ahead of the calls."""
 
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
 from dcmdp_jax.engines.local import decode, forward, layout, sizes
-from dcmdp_jax.engines.local.cache import abstract
+from dcmdp_jax.engines.local.cache import Cache, abstract
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.models import sampler
@@ -36,225 +32,269 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     Raises:
         UserError: if `tensor` or `expert` does not divide the devices or the model.
     """
-    model = arguments.model
-    split = dataclasses.asdict(arguments.settings)
-    engine = arguments.mesh(**split)
-    program = layout.Program.of(arguments, engine)
-    weights = abstract_weights(program, load.param_dtype)
+    settings = arguments.settings
+    mesh = arguments.mesh(tensor=settings.tensor, expert=settings.expert)
+    program = layout.Program.of(arguments, mesh)
     group = load.group_size
+    heads = arguments.model.num_heads
     bucket = sizes.length_bucket(max(load.prompt_lengths))
-    rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
-    cache, *decoded = _decode_arguments(program, rows, slots, 0, 1, sharded=True)
-    cache_bytes = bytes_per_device(cache)
-
-    def by_row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=program.rows)
-
-    prompts, groups = sizes.prefill_shape(
-        model.num_heads, max(1, rows // group), bucket, engine.size
+    rows = sizes.batch_rows(arguments.max_rows, group, load.completions, mesh.size)
+    sampling = SamplingShapes(
+        batches=((rows, slots, bucket),), group=group, stops=1, bucket=bucket, mode="sample"
     )
+    prefill, _, decoding = sampling.compilations(program, load.param_dtype, sharded=True)
+    prompts, chunks = sizes.prefill_shape(heads, max(1, rows // group), bucket, mesh.size)
     length = sizes.length_bucket(arguments.max_total_tokens)
-    scored = sizes.score_rows(model.num_heads, length, arguments.max_rows, program.row_shards)
-    held = {"engine's weights": bytes_per_device(weights)}
+    scored = sizes.score_rows(heads, length, arguments.max_rows, program.row_shards)
+    shape = ScoringShape(rows=scored, length=length)
+    (scoring,) = shape.compilations(program, load.param_dtype, sharded=True)
+
+    weights, cache, *_ = decoding.arguments
+    weights_bytes = bytes_per_device(weights)
+    cache_bytes = bytes_per_device(cache)
+    resident = {"engine's weights": weights_bytes}
     programs = (
         Lowerable(
-            "prefill",
-            functools.partial(
-                decode.prefill.trace,
-                weights,
-                by_row(jnp.int32, prompts, bucket),
-                by_row(jnp.int32, prompts),
-                program=program,
-                groups=groups,
-            ),
-            held,
-            (bucket,),
-            prompts // groups // program.row_shards * bucket,
+            name=prefill.name,
+            trace=prefill.trace,
+            resident=resident,
+            row_lengths=(bucket,),
+            tokens=prompts // chunks // program.row_shards * bucket,
         ),
         Lowerable(
-            "decode",
-            functools.partial(
-                decode.decode.trace,
-                weights,
-                cache,
-                *decoded,
-                program=program,
-                prompt_slots=bucket,
-                prefix_slots=bucket,
-                mode="sample",
-            ),
-            held | {"engine's cache": cache_bytes},
-            (),
+            name=decoding.name,
+            trace=decoding.trace,
+            resident=resident | {"engine's cache": cache_bytes},
+            row_lengths=(),
             # One token of each row, whose logits are wanted.
-            rows + 1,
+            tokens=rows + 1,
         ),
         Lowerable(
-            "score",
-            functools.partial(
-                forward.score.trace,
-                weights,
-                by_row(jnp.int32, scored, length),
-                by_row(jnp.int32, scored),
-                jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(engine, P())),
-                program=program,
-            ),
-            held,
-            (length,),
-            scored // program.row_shards * length,
+            name=scoring.name,
+            trace=scoring.trace,
+            resident=resident,
+            row_lengths=(length,),
+            tokens=scored // program.row_shards * length,
         ),
     )
     return EnginePlan(
-        programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions
+        programs=programs,
+        weights_bytes=weights_bytes,
+        cache_bytes=cache_bytes,
+        rows=rows,
+        slots=slots,
+        refills=rows < load.completions,
     )
 
 
 def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
     """Shapes and shardings of the engine's tree, pushed by a trainer with parameters of a dtype."""
-    model = program.config
-    mesh = program.mesh
-    shapes = engine_shapes(model, program.precision, param_dtype)
-    return sharded(
-        shapes,
-        jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), layout.weight_specs(shapes, model, mesh)
-        ),
-    )
+    shapes = engine_shapes(program.config, program.precision, param_dtype)
+    specs = layout.weight_specs(shapes, program.config, program.mesh)
+    return sharded(shapes, jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs))
 
 
 def _decode_arguments(
-    program: layout.Program, rows: int, slots: int, sampled: int, stops: int, *, sharded: bool
-) -> tuple[Any, ...]:
-    """Shapes of the arguments of `decode` after the weights: cache, rows, limits, draw.
+    program: layout.Program, rows: int, slots: int, prefix: int, stops: int, *, sharded: bool
+) -> tuple[Cache, decode.RowState, decode.Limits, sampler.Draw]:
+    """Shapes of the arguments of `decode` after the weights.
 
     Args:
         program: static arguments.
-        rows, slots, sampled, stops: rows, cache slots of each, slots of the prefix after the
-            prompt, stop tokens.
+        rows, slots: rows, and cache slots of each.
+        prefix: slots of the prefix after the prompt.
+        stops: stop tokens.
         sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the
             cache.
     """
-    of_rows, whole = (program.rows, NamedSharding(program.mesh, P())) if sharded else (None, None)
+    replicated = NamedSharding(program.mesh, P()) if sharded else None
+    row_sharding = program.rows if sharded else None
 
-    def given(
-        kind: str, *dims: int, sharding: NamedSharding | None = whole
-    ) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, kind, sharding=sharding)
+    def by_row(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=row_sharding)
 
-    by_row = functools.partial(given, sharding=of_rows)
-    number = given("int32")
-    real = given("float32")
-    integers = by_row("int32", rows)
-    held = by_row("int32", rows, sampled) if program.config.sliding_window else None
-    return (
-        abstract(
-            program.config,
-            rows,
-            slots,
-            dtype=program.cache_dtype,
-            platform=program.platform,
-            sharding=program.cache,
-        ),
-        decode.RowState(
-            by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held
-        ),
-        decode.Limits(number, number, number),
-        sampler.Draw(real, real, given("int32", stops)),
+    def whole_array(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=replicated)
+
+    cache = abstract(
+        program.config,
+        rows,
+        slots,
+        dtype=program.cache_dtype,
+        platform=program.platform,
+        sharding=program.cache,
     )
+    integers = by_row("int32")
+    state = decode.RowState(
+        keys=by_row("uint32", 2),
+        prompt_lengths=integers,
+        last=integers,
+        sampled=integers,
+        done=by_row("bool"),
+        slot_tokens=by_row("int32", prefix) if program.config.sliding_window else None,
+    )
+    number = whole_array("int32")
+    real = whole_array("float32")
+    draw = sampler.Draw(real, real, whole_array("int32", stops))
+    return cache, state, decode.Limits(number, number, number), draw
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A program to compile before the call that needs it; JAX keeps it.
+
+    Attributes:
+        function: the jitted function.
+        arguments: shapes of its arguments.
+        options: its static arguments.
+    """
+
+    function: jax.stages.Wrapped
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.__name__
+
+    def trace(self) -> jax.stages.Traced:
+        """Trace the program."""
+        return self.function.trace(*self.arguments, **self.options)
+
+    def run(self) -> None:
+        """Compile the program."""
+        self.trace().lower().compile()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingShapes:
+    """What the shapes of the programs depend on that sample a bucket of a call's prompts.
+
+    Attributes:
+        batches: rows, cache slots and prefix slots of each `decode`, see `BatchSizes.batches`.
+        group: rows of a prompt.
+        stops: number of stop tokens.
+        bucket: cache slots of a prompt.
+        mode: see `sampler.choose_tokens`.
+    """
+
+    batches: tuple[tuple[int, int, int], ...]
+    group: int
+    stops: int
+    bucket: int
+    mode: str
+
+    def compilations(
+        self, program: layout.Program, param_dtype: str, *, sharded: bool = False
+    ) -> list[Compilation]:
+        """`prefill`, `first_tokens` and each `decode`; for arguments see `ScoringShape`."""
+        weights = abstract_weights(program, param_dtype)
+        sharding = program.rows if sharded else None
+        rows = self.batches[0][0]
+        prompts, chunks = sizes.prefill_shape(
+            program.config.num_heads, max(1, rows // self.group), self.bucket, program.mesh.size
+        )
+        padded = jax.ShapeDtypeStruct((prompts, self.bucket), "int32", sharding=sharding)
+        lengths = jax.ShapeDtypeStruct((prompts,), "int32", sharding=sharding)
+        prefill = Compilation(
+            function=decode.prefill,
+            arguments=(weights, padded, lengths),
+            options={"program": program, "groups": chunks},
+        )
+
+        hidden = jax.ShapeDtypeStruct(
+            (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
+        )
+        _, state, _, draw = _decode_arguments(
+            program, rows, self.bucket, 0, self.stops, sharded=sharded
+        )
+        first_tokens = Compilation(
+            function=decode.first_tokens,
+            arguments=(weights, hidden, state.last, state.keys, draw),
+            options={"program": program, "mode": self.mode},
+        )
+
+        compilations = [prefill, first_tokens]
+        for rows, slots, prefix in self.batches:
+            arguments = _decode_arguments(
+                program, rows, slots, prefix - self.bucket, self.stops, sharded=sharded
+            )
+            decoding = Compilation(
+                function=decode.decode,
+                arguments=(weights, *arguments),
+                options={
+                    "program": program,
+                    "mode": self.mode,
+                    "prompt_slots": self.bucket,
+                    "prefix_slots": prefix,
+                },
+            )
+            compilations.append(decoding)
+        return compilations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoringShape:
+    """The shape of a pass that scores `rows` rows, each padded to `length` tokens."""
+
+    rows: int
+    length: int
+
+    def compilations(
+        self, program: layout.Program, param_dtype: str, *, sharded: bool = False
+    ) -> list[Compilation]:
+        """`score`.
+
+        Args:
+            program: static arguments.
+            param_dtype: dtype of the pushed parameters.
+            sharded: see `_decode_arguments`.
+        """
+        padded = jax.ShapeDtypeStruct((self.rows, self.length), "int32", sharding=program.rows)
+        lengths = jax.ShapeDtypeStruct((self.rows,), "int32", sharding=program.rows)
+        replicated = NamedSharding(program.mesh, P()) if sharded else None
+        inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=replicated)
+        weights = abstract_weights(program, param_dtype)
+        compilation = Compilation(
+            function=forward.score,
+            arguments=(weights, padded, lengths, inverse_temperature),
+            options={"program": program},
+        )
+        return [compilation]
 
 
 class Preparation:
-    """Threads that compile programs in their order, one for each core but the main thread's. JAX
-    keeps the programs.
+    """Threads that compile programs in order, one for each core but the main thread's.
 
-    Nothing is executed and no array is made. A program that fails to compile fails again in the
-    call that needs it.
+    JAX keeps the programs. Nothing is executed and no array is made. A program that fails to
+    compile fails again in the call that needs it.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max(1, usable_cores() - 1))
-        self.asked = list[Future[None]]()
+        self.compilations = list[Future[None]]()
 
     def add(self, program: Callable[[], object], name: str) -> Callable[[], object]:
-        """Compile this one too; returns a function that waits for it."""
-        self.asked.append(self._threads.submit(self._compile, program, name))
-        return self.asked[-1].exception
+        """Compile a program in the background; returns a function that waits for it."""
+        compilation = self._threads.submit(self._compile, program, name)
+        self.compilations.append(compilation)
+        return compilation.exception
 
     def stop(self) -> None:
-        """Drop what is not begun; nobody waits for what is."""
+        """Drop the compilations that have not begun, and do not wait for the others."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, program: Callable[[], object], name: str) -> None:
         thread = threading.current_thread()
-        left = sum(not asked.done() for asked in self.asked)
-        thread.name = f"{COMPILING}{name} ({left})"
+        remaining = sum(not compilation.done() for compilation in self.compilations)
+        thread.name = f"{COMPILING}{name} ({remaining})"
         try:
             program()
         finally:
             thread.name = "idle"
-            if left == 1:
+            if remaining == 1:
                 # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M
                 # parameters.
                 release_freed_memory()
-
-
-def sampling_programs(
-    shapes: Sequence[tuple[int, int, int]],
-    group: int,
-    stops: int,
-    bucket: int,
-    mode: str,
-    *,
-    program: layout.Program,
-    dtype: str,
-) -> list[tuple[Callable[[], object], str]]:
-    """Calls that compile `prefill`, `first_tokens` and each `decode`, with these names.
-
-    Args:
-        shapes: rows, cache slots, slots of the prefix of each `decode`, see `Scheduler.shapes`.
-        group: rows of a prompt.
-        stops: number of stop tokens.
-        bucket, mode, program: see `decode`; `bucket` is its `prompt_slots`.
-        dtype: of the pushed parameters.
-    """
-    config = program.config
-    array = jax.ShapeDtypeStruct
-    how = {"program": program, "mode": mode}
-    prompts, groups = sizes.prefill_shape(
-        config.num_heads, max(1, shapes[0][0] // group), bucket, program.mesh.size
-    )
-    padded = array((prompts, bucket), "int32"), array((prompts,), "int32")
-    hidden = array((prompts, config.hidden_size), program.compute_dtype, sharding=program.rows)
-    _, state, _, draw = _decode_arguments(program, shapes[0][0], bucket, 0, stops, sharded=False)
-    weights = abstract_weights(program, dtype)
-    made = [(decode.prefill, padded, {"program": program, "groups": groups})]
-    made += [(decode.first_tokens, (hidden, state.last, state.keys, draw), how)]
-    for rows, slots, prefix in shapes:
-        given = _decode_arguments(program, rows, slots, prefix - bucket, stops, sharded=False)
-        made += [(decode.decode, given, how | {"prompt_slots": bucket, "prefix_slots": prefix})]
-    return [
-        (lambda of=of: of[0].lower(weights, *of[1], **of[2]).compile(), of[0].__name__)
-        for of in made
-    ]
-
-
-def scoring_programs(
-    rows: int, length: int, *, program: layout.Program, dtype: str
-) -> list[tuple[Callable, str]]:
-    """The call that compiles `score` for rows of a length, with its name. Arguments as of
-    `sampling_programs`.
-    """
-    array = jax.ShapeDtypeStruct
-    how = {"sharding": program.rows}
-    given = (
-        array((rows, length), "int32", **how),
-        array((rows,), "int32", **how),
-        array((), "float32"),
-    )
-    weights = abstract_weights(program, dtype)
-    return [
-        (
-            lambda: forward.score.lower(weights, *given, program=program).compile(),
-            forward.score.__name__,
-        )
-    ]

@@ -1,23 +1,20 @@
-"""Scheduling of rows into batches: batches are refilled, and caches grow only as long as their rows
-need.
-"""
+"""Scheduling of rows into batches, which are refilled and whose caches grow with their rows."""
 
 import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
-from dcmdp_jax.engines.local import decode as programs
-from dcmdp_jax.engines.local import layout
+from dcmdp_jax.engines.local import decode, layout
 from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.engines.local.sizes import (
     PREEMPTED_CACHES,
-    cache_capacities,
+    BatchSizes,
+    padded_rows,
     prefill_shape,
     round_up,
 )
@@ -26,29 +23,29 @@ from dcmdp_jax.models import sampler
 from dcmdp_jax.types import Params
 
 _REFILL = 4
-"""A batch is refilled when one in this many of its slots is free."""
+"""A batch is refilled when one in this many of its places is free."""
 _STEPS_OF_A_MOVE = 8
 """A move to half the rows takes about as long as half of this many steps; with fewer left before
 the next one, which halves the rows as well, it saves nothing.
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Batch shapes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallPlan:
+    """How the rows of a call are sampled.
 
     Attributes:
-        rows: rows of a full batch; a multiple of the number of devices.
-        min_rows: batches do not shrink below this.
-        cache_block: completion slots in the cache of new rows. The cache doubles as rows grow; if
-            the first doubling would reach `limit`, it has `limit` slots from the start.
-        limit: max tokens of a completion.
+        mode, draw: the distribution, see `sampler.choose_tokens`.
+        sizes: batch shapes.
+        group: rows of a prompt.
+        buckets: cache slots of a prompt, and the prompts of the call that are no longer.
     """
 
-    rows: int
-    min_rows: int
-    cache_block: int
-    limit: int
+    mode: str
+    draw: sampler.Draw
+    sizes: BatchSizes
+    group: int
+    buckets: list[tuple[int, list[int]]]
 
 
 class Completions:
@@ -63,8 +60,8 @@ class Completions:
         routed_experts: [N, limit, layers, k] int16, of the tokens that were read, all but a row's
             last; None if no one asked.
         prompt_routed_experts: the same of each prompt, [P, layers, k].
-        top: ids and log-probs of the likeliest tokens, [N, limit, k] each; () if no one asked.
-        held: [N, limit] int32, the token that each cache slot after the prompt holds; see
+        top: columns of the likeliest tokens, [N, limit, k] each; empty if no one asked.
+        slot_tokens: [N, limit] int32, the token that each cache slot after the prompt holds; see
             `decode.RowState`.
         finished: rows that ended since `take_finished`.
     """
@@ -81,26 +78,27 @@ class Completions:
         routed_shape: tuple[int, int] | None = None,
         top: int = 0,
     ) -> None:
+        self.prompts = prompts
+        self.group = group
         self.finished: list[int] = []
         count = len(prompts) * group
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
         self.sampled = np.zeros(count, np.int32)
-        self.held = np.zeros((count, limit), np.int32)
+        self.slot_tokens = np.zeros((count, limit), np.int32)
         rows = first_row + np.arange(count, dtype=np.uint32)
         self.keys = np.asarray(sampler.row_keys(np.uint32(seed), np.uint32(step), rows))
-        self.prompt_lengths = np.repeat(
-            np.asarray([prompt.size for prompt in prompts], np.int32), group
-        )
-        self.routed_experts = (
-            None if routed_shape is None else np.empty((count, limit, *routed_shape), np.int16)
-        )
+        lengths = np.asarray([prompt.size for prompt in prompts], np.int32)
+        self.prompt_lengths = np.repeat(lengths, group)
+
+        self.routed_experts: np.ndarray | None = None
+        if routed_shape is not None:
+            self.routed_experts = np.empty((count, limit, *routed_shape), np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}
-        self.top = tuple(
-            np.empty((count, limit, top), dtype) for dtype in (np.int32, np.float32) if top
-        )
-        self.prompts = prompts
-        self.group = group
+        self.top: dict[str, np.ndarray] = {}
+        if top:
+            self.top[TOP_IDS] = np.empty((count, limit, top), np.int32)
+            self.top[TOP_LOGPROBS] = np.empty((count, limit, top), np.float32)
 
     def add(
         self,
@@ -111,19 +109,22 @@ class Completions:
         routed: np.ndarray | None = None,
         top: Sequence[np.ndarray] = (),
     ) -> None:
-        """Append [steps, rows] tokens; `sampled` is each row's new length, tokens beyond it are
-        undefined.
+        """Append [steps, rows] tokens.
 
-        `routed` are the experts of the tokens before them, `top` the likeliest tokens in their
-        places.
+        Args:
+            rows: rows of the call.
+            tokens, logprobs: the tokens; undefined beyond `sampled`.
+            sampled: each row's new length.
+            routed: experts of the tokens before them.
+            top: the likeliest tokens in their places.
         """
-        places = self.sampled[rows][:, None] + np.arange(tokens.shape[0])
-        self.tokens[rows[:, None], places] = tokens.T
-        self.logprobs[rows[:, None], places] = logprobs.T
+        places = (rows[:, None], self.sampled[rows][:, None] + np.arange(tokens.shape[0]))
+        self.tokens[places] = tokens.T
+        self.logprobs[places] = logprobs.T
         if routed is not None:
-            self.routed_experts[rows[:, None], places - 1] = routed.swapaxes(0, 1)
-        for whole, values in zip(self.top, top, strict=True):
-            whole[rows[:, None], places] = values.swapaxes(0, 1)
+            self.routed_experts[places[0], places[1] - 1] = routed.swapaxes(0, 1)
+        for column, values in zip(self.top.values(), top, strict=True):
+            column[places] = values.swapaxes(0, 1)
         self.sampled[rows] = sampled
 
     def columns_of(self, row: int) -> dict[str, np.ndarray]:
@@ -132,16 +133,13 @@ class Completions:
         The experts of its prompt and its completion without the last token, [P + C - 1, layers, k],
         and the likeliest tokens of its completion, [C, k].
         """
-        columns = {}
         count = self.sampled[row]
+        columns = {name: values[row, :count] for name, values in self.top.items()}
         if self.routed_experts is not None:
-            parts = [
-                self.prompt_routed_experts[row // self.group],
-                self.routed_experts[row, : count - 1],
-            ]
-            columns["routed_experts"] = np.concatenate(parts)
-        lists = zip((TOP_IDS, TOP_LOGPROBS), self.top, strict=False)
-        return columns | {name: whole[row, :count] for name, whole in lists}
+            prompt_experts = self.prompt_routed_experts[row // self.group]
+            experts = self.routed_experts[row, : count - 1]
+            columns["routed_experts"] = np.concatenate([prompt_experts, experts])
+        return columns
 
     def take_finished(self) -> list[int]:
         """Return the rows that finished since the last call."""
@@ -152,18 +150,43 @@ class Completions:
 
 @dataclasses.dataclass(eq=False)
 class _QueuedCache:
-    """A cache whose rows are queued for a batch."""
+    """A cache, the first `used` rows of which were queued for a batch."""
 
     cache: Cache
     used: int
 
 
-class _Waiting(NamedTuple):
-    """A queued row of the call, and the location of its cache."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _QueuedRow:
+    """A row of the call that waits for a batch, and where its cache is."""
 
-    kept: _QueuedCache
-    place: int
     row: int
+    source: _QueuedCache
+    position: int
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Batch:
+    """A batch that is decoded.
+
+    Attributes:
+        level: see `Scheduler`.
+        rows: [R], the row of the call in each place, -1 where it is free.
+        cache: cache of R rows.
+        prefix: cache slots of the prompt and of the tokens sampled before the window.
+        clock: steps taken in the window, see `decode.decode`.
+    """
+
+    level: int
+    rows: np.ndarray
+    cache: Cache
+    prefix: int
+    clock: int = 0
+
+    @property
+    def live(self) -> np.ndarray:
+        """Places that are not free."""
+        return np.flatnonzero(self.rows >= 0)
 
 
 class Scheduler:
@@ -181,9 +204,7 @@ class Scheduler:
         self,
         weights: Params,
         completions: Completions,
-        draw: sampler.Draw,
-        mode: str,
-        sizes: Sizes,
+        plan: CallPlan,
         members: Sequence[int],
         bucket: int,
         *,
@@ -195,8 +216,7 @@ class Scheduler:
         Args:
             weights: the engine's tree.
             completions: completions of the call; the rows of `members` are filled.
-            draw, mode: the distribution.
-            sizes: batch shapes.
+            plan: the distribution and batch shapes.
             members: prompts of the call, none longer than `bucket`.
             bucket: cache slots of a prompt.
             program: static arguments of the programs.
@@ -205,177 +225,63 @@ class Scheduler:
         """
         self._weights = weights
         self._completions = completions
-        self._draw = draw
-        self._mode = mode
-        self._sizes = sizes
-        self._program = program
-        self._devices = program.mesh.size
-        self._trims = trims
-        self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
-        self._capacities = cache_capacities(sizes.cache_block, sizes.limit)
+        self._draw = plan.draw
+        self._mode = plan.mode
+        self._sizes = plan.sizes
         self._members = deque(members)
         self._bucket = bucket
-        self._slots = [bucket + capacity for capacity in self._capacities]
-        self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
+        self._program = program
+        self._trims = trims
+        self._unit = round_up(max(1, plan.sizes.rows // _REFILL), plan.sizes.devices)
+        self._capacities = plan.sizes.capacities
+        self._queues: list[deque[_QueuedRow]] = [deque() for _ in self._capacities]
 
     def sample(self) -> Iterator[None]:
         """Sample all rows of the prompts. Pauses whenever rows may have finished."""
-        while any(self._has(level) for level in range(len(self._queues))):
-            levels = [level for level in range(len(self._queues)) if self._has(level)]
+        while levels := [level for level in range(len(self._queues)) if self._has(level)]:
             yield from self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
-
-    def shapes(self) -> list[tuple[int, int, int]]:
-        """Rows, cache slots and prefix slots of all batches that prompts of the bucket can come
-        to.
-        """
-        sizes = [self._sizes.rows]
-        while (half := self._shrunk(sizes[-1], -(-sizes[-1] // 2))) < sizes[-1]:
-            sizes.append(half)
-        pairs = itertools.pairwise([self._bucket, *self._slots])
-        return [(rows, *pair[::-1]) for pair in pairs for rows in sizes]
 
     def _has(self, level: int) -> bool:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
 
     def _blocked(self, level: int) -> bool:
-        """Return whether the preempted rows use too much memory for new rows to enter this
-        level.
-        """
+        """Whether preempted rows use too much memory for new rows to enter this level."""
         if level == len(self._queues) - 1:
             return False
-        aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
+        sources = {queued.source for queued in itertools.chain(*self._queues[1:])}
+        preempted = sum(slots_of(source.cache) for source in sources)
         # The rows of the running batch may come on top.
-        most = (PREEMPTED_CACHES - 1) * (self._bucket + self._sizes.limit)
-        return sum(slots_of(kept.cache) for kept in aside.values()) > most
+        return preempted > (PREEMPTED_CACHES - 1) * (self._bucket + self._sizes.limit)
 
     def _run(self, level: int) -> Iterator[None]:
         """Run a batch, refilling it, until all its rows are done or preempted."""
-        completions = self._completions
-        sizes = self._sizes
-        waiting = self._supply(level, sizes.rows)
-        if not waiting:
+        queued = self._supply(level, self._sizes.rows)
+        if not queued:
             return
-        first = [row for row in waiting if row.kept is waiting[0].kept]
-        size = self._shrunk(sizes.rows, len(waiting))
-        source = first[0].kept.cache
-        # Other queued rows may still use this cache.
-        cache, order = self._take(
-            source, [row.place for row in first], size, self._slots[level], release=False
-        )
-        places = _ordered([row.row for row in first], order)
-        cache = self._enter(cache, places, waiting[len(first) :])
-        clock = 0
-        prefix = slots_of(first[0].kept.cache)
+        batch = self._new_batch(level, queued)
         while True:
-            more = self._has(level) and not self._blocked(level)
-            free = int((places < 0).sum())
-            if more and (free >= self._unit or free == places.size):
-                cache = self._enter(cache, places, self._supply(level, free))
-                more = self._has(level) and not self._blocked(level)
-            live = np.flatnonzero(places >= 0)
-            if not live.size:
-                if more:
+            refills = self._refill(batch)
+            if not batch.live.size:
+                if refills:
                     continue
                 return
-            pays = self._steps_left(level, places[live]) > _STEPS_OF_A_MOVE
-            if (
-                pays
-                and not more
-                and (smaller := self._shrunk(places.size, live.size)) < places.size
-            ):
-                cache, order = self._take(cache, live, smaller, slots_of(cache))
-                places = _ordered(places[live], order)
-                live = np.flatnonzero(places >= 0)
-            cache, steps = self._decode(cache, places, live, level, clock, prefix, more)
-            clock += steps
+
+            if not refills:
+                self._shrink(batch)
+            self._decode(batch, refills)
             yield
-            full = np.flatnonzero(
-                (places >= 0) & (completions.sampled[places] > self._capacities[level])
-            )
+
+            lengths = self._completions.sampled[batch.rows]
+            full = np.flatnonzero((batch.rows >= 0) & (lengths > self._capacities[batch.level]))
             if not full.size:
                 continue
-            if full.size == (places >= 0).sum() and self._keeps_together(level, full.size, more):
-                prefix = slots_of(cache)
-                size = self._shrunk(places.size, full.size)
-                level = level + 1
-                clock = 0
-                if size == places.size:
-                    extra = self._slots[level] - prefix
-                    cache = self._trimmed(
-                        take(cache, None, extra=extra, sharding=self._program.cache, release=True)
-                    )
-                else:
-                    cache, order = self._take(cache, full, size, self._slots[level])
-                    places = _ordered(places[full], order)
+            all_full = full.size == batch.live.size
+            if all_full and self._keeps_together(batch.level, full.size, refills):
+                self._move_up(batch)
             else:
-                self._preempt(cache, places, full, level + 1)
+                self._preempt(batch, full)
 
-    def _decode(
-        self,
-        cache: Cache,
-        places: np.ndarray,
-        live: np.ndarray,
-        level: int,
-        clock: int,
-        prefix: int,
-        more: bool,
-    ) -> tuple[Cache, int]:
-        """Decode until rows should leave the batch; finished rows are removed from `places`."""
-        completions = self._completions
-        sampled = completions.sampled[places]
-        rows = programs.RowState(
-            keys=completions.keys[places],
-            prompt_lengths=completions.prompt_lengths[places],
-            last=completions.tokens[places, sampled - 1],
-            sampled=sampled,
-            done=places < 0,
-            held=completions.held[places, : prefix - self._bucket]
-            if self._program.config.sliding_window
-            else None,
-        )
-        half = round_up(-(-places.size // 2), self._devices)
-        shrinkable = self._sizes.min_rows <= half < min(places.size, live.size)
-        floor = places.size - self._unit if more else half if shrinkable else 0
-        steps = np.int32(self._steps_left(level, places[live]))
-        cache, decoded = programs.decode(
-            self._weights,
-            cache,
-            rows,
-            programs.Limits(np.int32(clock), steps, np.int32(floor)),
-            self._draw,
-            program=self._program,
-            prompt_slots=self._bucket,
-            prefix_slots=prefix,
-            mode=self._mode,
-        )
-        decoded = jax.device_get(decoded)
-        steps = int(decoded.steps)
-        of = places[live]
-        written = prefix - self._bucket + (clock + np.arange(steps)) % (slots_of(cache) - prefix)
-        completions.held[of[:, None], written] = sampled[live][:, None] - 1 + np.arange(steps)
-        routed = None if decoded.routed_experts is None else decoded.routed_experts[:steps, live]
-        tokens, logprobs, *top = (
-            x[:steps, live] for x in (decoded.tokens, decoded.logprobs, *decoded.top)
-        )
-        completions.add(of, tokens, logprobs, decoded.sampled[live], routed, top)
-        ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
-        places[live] = np.where(ended, -1, of)
-        completions.finished += of[ended].tolist()
-        return cache, steps
-
-    def _steps_left(self, level: int, rows: np.ndarray) -> int:
-        """Steps until one of these rows fills its cache or ends."""
-        return min(self._capacities[level] + 1, self._sizes.limit) - int(
-            self._completions.sampled[rows].max()
-        )
-
-    def _keeps_together(self, level: int, count: int, more: bool) -> bool:
-        """Return whether a batch of full rows moves up whole: none to wait for, or too many to copy
-        twice.
-        """
-        return count >= 0.75 * self._sizes.rows or not (more or self._queues[level + 1])
-
-    def _supply(self, level: int, count: int) -> list[_Waiting]:
+    def _supply(self, level: int, count: int) -> list[_QueuedRow]:
         """Return at most `count` rows that can enter this level."""
         queue = self._queues[level]
         while level == 0 and len(queue) < count and self._members:
@@ -384,118 +290,283 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Run the next prompts and sample the first token of each of their rows."""
-        program = self._program
         completions = self._completions
-        draw = self._draw
         group = completions.group
-        count = max(1, self._sizes.rows // group)
+        size = self._sizes.rows
+        count = max(1, size // group)
         members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
-        prompts, groups = prefill_shape(
-            program.config.num_heads, count, self._bucket, self._devices
+        prompts, chunks = prefill_shape(
+            self._program.config.num_heads, count, self._bucket, self._sizes.devices
         )
-        padded = np.zeros((prompts, self._bucket), np.int32)
-        lengths = np.ones(padded.shape[0], np.int32)
-        for place, index in enumerate(members):
-            padded[place, : completions.prompts[index].size] = completions.prompts[index]
-            lengths[place] = completions.prompts[index].size
-        cache, hidden, routed = programs.prefill(
-            self._weights, padded, lengths, program=program, groups=groups
+        padded, lengths = padded_rows(
+            [completions.prompts[index] for index in members], prompts, self._bucket
+        )
+        cache, hidden, routed = decode.prefill(
+            self._weights, padded, lengths, program=self._program, groups=chunks
         )
         if routed is not None:
-            routed = np.asarray(routed)
-            for place, index in enumerate(members):
-                completions.prompt_routed_experts[index] = routed[place, : lengths[place]]
+            for index, experts, length in zip(members, np.asarray(routed), lengths, strict=False):
+                completions.prompt_routed_experts[index] = experts[:length]
+
+        source = _QueuedCache(cache, len(members))
         rows = (np.asarray(members)[:, None] * group + np.arange(group)).reshape(-1)
-        of = np.repeat(np.arange(len(members), dtype=np.int32), group)
-        kept = _QueuedCache(cache, len(members))
-        for start in range(0, rows.size, self._sizes.rows):
-            part = rows[start : start + self._sizes.rows]
-            prompts = of[start : start + self._sizes.rows]
-            tokens, logprobs, top = jax.device_get(
-                programs.first_tokens(
-                    self._weights,
-                    hidden,
-                    np.resize(prompts, self._sizes.rows),
-                    completions.keys[np.resize(part, self._sizes.rows)],
-                    draw,
-                    program=program,
-                    mode=self._mode,
-                )
-            )
-            tokens = tokens[: part.size]
-            logprobs = logprobs[: part.size]
-            top = [values[None, : part.size] for values in top]
-            completions.add(
-                part, tokens[None], logprobs[None], np.ones(part.size, np.int32), top=top
-            )
-            going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
-            completions.finished += part[~going].tolist()
-            pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)
-            self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
+        positions = np.repeat(np.arange(len(members), dtype=np.int32), group)
+        for start in range(0, rows.size, size):
+            chunk = slice(start, start + size)
+            self._sample_first(source, hidden, rows[chunk], positions[chunk])
 
-    def _enter(self, cache: Cache, places: np.ndarray, waiting: Sequence[_Waiting]) -> Cache:
-        """Insert rows into free slots of the batch."""
-        free = iter(np.flatnonzero(places < 0).tolist())
-        for _, rows in itertools.groupby(waiting, lambda row: id(row.kept)):
-            rows = list(rows)
-            to = list(itertools.islice(free, len(rows)))
-            places[to] = [row.row for row in rows]
-            cache = self._insert(cache, rows[0].kept.cache, [row.place for row in rows], to)
-        return cache
+    def _sample_first(
+        self, source: _QueuedCache, hidden: jax.Array, rows: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """Sample first tokens and queue the rows that go on.
 
-    def _preempt(self, cache: Cache, places: np.ndarray, full: np.ndarray, level: int) -> None:
-        """Preempt rows of a batch and queue them for `level`."""
-        queue = self._queues[level]
+        Args:
+            source: cache of prompts.
+            hidden: [P, D], see `decode.prefill`.
+            rows: rows of the call, no more than a batch has.
+            positions: index of each row's prompt.
+        """
+        size = self._sizes.rows
+        tokens, logprobs, top = jax.device_get(
+            decode.first_tokens(
+                self._weights,
+                hidden,
+                np.resize(positions, size),
+                self._completions.keys[np.resize(rows, size)],
+                self._draw,
+                program=self._program,
+                mode=self._mode,
+            )
+        )
+        count = rows.size
+        tokens = tokens[:count]
+        self._completions.add(
+            rows,
+            tokens[None],
+            logprobs[None, :count],
+            np.ones(count, np.int32),
+            top=[values[None, :count] for values in top],
+        )
+        ended = np.isin(tokens, self._draw.stop_ids) | (self._sizes.limit == 1)
+        self._completions.finished += rows[ended].tolist()
+        for row, position in zip(rows[~ended].tolist(), positions[~ended].tolist(), strict=True):
+            self._queues[0].append(_QueuedRow(row=row, source=source, position=position))
+
+    def _new_batch(self, level: int, queued: Sequence[_QueuedRow]) -> _Batch:
+        """A batch of the rows."""
+        source = queued[0].source
+        first = [row for row in queued if row.source is source]
+        cache, rows = self._take(
+            source.cache,
+            np.array([row.position for row in first]),
+            np.array([row.row for row in first]),
+            size=self._sizes.shrunk(self._sizes.rows, len(queued)),
+            slots=self._bucket + self._capacities[level],
+            # Other queued rows may still use this cache.
+            release=False,
+        )
+        batch = _Batch(level=level, rows=rows, cache=cache, prefix=slots_of(source.cache))
+        self._enter(batch, queued[len(first) :])
+        return batch
+
+    def _refill(self, batch: _Batch) -> bool:
+        """Fill the free places if they are enough; return whether more rows could enter."""
+        free = int((batch.rows < 0).sum())
+        if self._has_refill(batch.level) and (free >= self._unit or free == batch.rows.size):
+            self._enter(batch, self._supply(batch.level, free))
+        return self._has_refill(batch.level)
+
+    def _has_refill(self, level: int) -> bool:
+        return self._has(level) and not self._blocked(level)
+
+    def _enter(self, batch: _Batch, queued: Sequence[_QueuedRow]) -> None:
+        """Insert rows into free places of the batch."""
+        free = np.flatnonzero(batch.rows < 0)
+        for source, group in itertools.groupby(queued, lambda row: row.source):
+            rows = list(group)
+            places = free[: len(rows)]
+            free = free[len(rows) :]
+            batch.rows[places] = [row.row for row in rows]
+            positions = [row.position for row in rows]
+            batch.cache = self._insert(batch.cache, source.cache, positions, places)
+
+    def _shrink(self, batch: _Batch) -> None:
+        """Move the live rows to a smaller batch if they fit one and enough steps are left."""
+        live = batch.live
+        size = self._sizes.shrunk(batch.rows.size, live.size)
+        if size < batch.rows.size and self._steps_left(batch) > _STEPS_OF_A_MOVE:
+            batch.cache, batch.rows = self._take(
+                batch.cache, live, batch.rows[live], size=size, slots=slots_of(batch.cache)
+            )
+
+    def _steps_left(self, batch: _Batch) -> int:
+        """Steps until a row fills its cache or ends."""
+        longest = int(self._completions.sampled[batch.rows[batch.live]].max())
+        return min(self._capacities[batch.level] + 1, self._sizes.limit) - longest
+
+    def _decode(self, batch: _Batch, refills: bool) -> None:
+        """Decode until rows should leave the batch; finished rows leave it.
+
+        Args:
+            batch: is changed.
+            refills: rows wait for free places.
+        """
+        completions = self._completions
+        live = batch.live
+        rows = batch.rows[live]
+        sampled = completions.sampled[batch.rows]
+        slot_tokens = None
+        if self._program.config.sliding_window:
+            slot_tokens = completions.slot_tokens[batch.rows, : batch.prefix - self._bucket]
+        state = decode.RowState(
+            keys=completions.keys[batch.rows],
+            prompt_lengths=completions.prompt_lengths[batch.rows],
+            last=completions.tokens[batch.rows, sampled - 1],
+            sampled=sampled,
+            done=batch.rows < 0,
+            slot_tokens=slot_tokens,
+        )
+        limits = decode.Limits(
+            clock=np.int32(batch.clock),
+            steps=np.int32(self._steps_left(batch)),
+            live_floor=np.int32(self._live_floor(batch, refills)),
+        )
+        batch.cache, decoded = decode.decode(
+            self._weights,
+            batch.cache,
+            state,
+            limits,
+            self._draw,
+            program=self._program,
+            prompt_slots=self._bucket,
+            prefix_slots=batch.prefix,
+            mode=self._mode,
+        )
+
+        decoded = jax.device_get(decoded)
+        steps = np.arange(int(decoded.steps))
+        window = slots_of(batch.cache) - batch.prefix
+        written = batch.prefix - self._bucket + (batch.clock + steps) % window
+        completions.slot_tokens[rows[:, None], written] = sampled[live][:, None] - 1 + steps
+        batch.clock += steps.size
+        taken_steps = (slice(steps.size), live)
+        routed = decoded.routed_experts
+        completions.add(
+            rows,
+            decoded.tokens[taken_steps],
+            decoded.logprobs[taken_steps],
+            decoded.sampled[live],
+            None if routed is None else routed[taken_steps],
+            [values[taken_steps] for values in decoded.top],
+        )
+        ended = decoded.done[live] | (completions.sampled[rows] == self._sizes.limit)
+        batch.rows[live[ended]] = -1
+        completions.finished += rows[ended].tolist()
+
+    def _live_floor(self, batch: _Batch, refills: bool) -> int:
+        """Live rows at which a refill is due, or else a move to half the rows; 0 for neither."""
+        if refills:
+            return batch.rows.size - self._unit
+        half = self._sizes.half(batch.rows.size)
+        return half if self._sizes.min_rows <= half < batch.live.size else 0
+
+    def _keeps_together(self, level: int, count: int, refills: bool) -> bool:
+        """Whether a batch of full rows moves up whole.
+
+        It does where there are none to wait for, or too many to copy twice.
+        """
+        return count >= 0.75 * self._sizes.rows or not (refills or self._queues[level + 1])
+
+    def _move_up(self, batch: _Batch) -> None:
+        """Give all live rows the cache of the next level."""
+        live = batch.live
+        size = self._sizes.shrunk(batch.rows.size, live.size)
+        batch.level += 1
+        batch.clock = 0
+        batch.prefix = slots_of(batch.cache)
+        slots = self._bucket + self._capacities[batch.level]
+        if size < batch.rows.size:
+            batch.cache, batch.rows = self._take(
+                batch.cache, live, batch.rows[live], size=size, slots=slots
+            )
+        else:
+            extra = slots - batch.prefix
+            longer = take(
+                batch.cache, None, extra=extra, sharding=self._program.cache, release=True
+            )
+            batch.cache = self._trimmed(longer)
+
+    def _preempt(self, batch: _Batch, full: np.ndarray) -> None:
+        """Move the rows of full places to a queued cache, for the next level."""
+        queue = self._queues[batch.level + 1]
         size = self._sizes.rows
         while full.size:
-            kept = queue[-1].kept if queue else None
-            if kept is None or kept.used == size:
-                part = full[:size]
-                full = full[size:]
-                filled = np.resize(np.asarray(part, np.int32), size)
-                kept = _QueuedCache(take(cache, filled, extra=0, sharding=self._program.cache), 0)
+            target = queue[-1].source if queue else None
+            if target is None or target.used == size:
+                places = full[:size]
+                repeated = np.resize(places.astype(np.int32), size)
+                cache = take(batch.cache, repeated, extra=0, sharding=self._program.cache)
+                target = _QueuedCache(cache, 0)
             else:
-                part = full[: size - kept.used]
-                full = full[size - kept.used :]
-                kept.cache = self._insert(kept.cache, cache, part, kept.used + np.arange(part.size))
-            queue.extend(
-                _Waiting(kept, kept.used + i, row) for i, row in enumerate(places[part].tolist())
-            )
-            kept.used += part.size
-            places[part] = -1
+                places = full[: size - target.used]
+                positions = target.used + np.arange(places.size)
+                target.cache = self._insert(target.cache, batch.cache, places, positions)
+            for row in batch.rows[places].tolist():
+                queue.append(_QueuedRow(row=row, source=target, position=target.used))
+                target.used += 1
+            batch.rows[places] = -1
+            full = full[places.size :]
 
     def _take(
-        self, cache: Cache, rows: Sequence[int], size: int, slots: int, *, release: bool = True
+        self,
+        cache: Cache,
+        positions: np.ndarray,
+        rows: np.ndarray,
+        *,
+        size: int,
+        slots: int,
+        release: bool = True,
     ) -> tuple[Cache, np.ndarray]:
-        """Copy `rows` to a new cache of `size` rows; also return which of `rows` is in each slot,
-        -1 for none.
+        """Copy rows of a cache to a new one.
 
-        Frees the old cache if `release`. Rows stay on their devices if there is room, else they are
-        placed in order.
+        Rows stay on their devices if there is room, else they are placed in order.
+
+        Args:
+            cache: the old cache.
+            positions: where the rows are in it.
+            rows: what rows of the call they are.
+            size, slots: rows of the new cache, and token slots of each.
+            release: free the old cache.
+
+        Returns:
+            The new cache, and the row of the call in each of its rows, -1 for none.
         """
-        rows = np.asarray(rows, np.int32)
         devices = self._program.row_shards
-        share = cache[0][0].shape[0] // devices
+        device_rows = cache[0][0].shape[0] // devices
         room = size // devices
-        owners = rows // share
-        local = devices > 1 and np.bincount(owners).max() <= room
+        owners = positions // device_rows
+        local = devices > 1 and bool(np.bincount(owners).max() <= room)
         order = np.full((devices, room), -1)
         if local:
             for device in range(devices):
-                own = np.flatnonzero(owners == device)
-                order[device, : own.size] = own
+                on_device = np.flatnonzero(owners == device)
+                order[device, : on_device.size] = on_device
+            positions = positions % device_rows
         else:
             order.reshape(-1)[: rows.size] = np.arange(rows.size)
         order = order.reshape(-1)
-        # The content of empty slots is unused.
-        named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
-        how = {"sharding": self._program.cache, "local": bool(local), "release": release}
-        return self._trimmed(take(cache, named, extra=slots - slots_of(cache), **how)), order
+
+        # The content of empty places is unused.
+        sources = np.where(order >= 0, positions[order], 0).astype(np.int32)
+        extra = slots - slots_of(cache)
+        sharding = self._program.cache
+        taken_cache = take(
+            cache, sources, extra=extra, sharding=sharding, local=local, release=release
+        )
+        return self._trimmed(taken_cache), np.where(order >= 0, rows[order], -1)
 
     def _trimmed(self, cache: Cache) -> Cache:
-        """Return a cache after the memory of the one that it was taken from has gone back to the
-        system.
-        """
+        """Return a cache once the memory of its predecessor has gone back to the system."""
         if self._trims:
             jax.block_until_ready(cache)
             release_freed_memory()
@@ -504,25 +575,12 @@ class Scheduler:
     def _insert(
         self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]
     ) -> Cache:
+        """Copy `rows` of another cache into `places` of this one, `_unit` at a time."""
         for start in range(0, len(rows), self._unit):
-            part = np.asarray(rows[start : start + self._unit], np.int32)
-            to = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
-            to[: part.size] = places[start : start + self._unit]
-            cache = insert(
-                cache, source, np.resize(part, self._unit), to, sharding=self._program.cache
-            )
+            copied = np.asarray(rows[start : start + self._unit], np.int32)
+            targets = np.full(self._unit, np.iinfo(np.int32).max, np.int32)
+            targets[: copied.size] = places[start : start + self._unit]
+            repeated = np.resize(copied, self._unit)
+            cache = insert(cache, source, repeated, targets, sharding=self._program.cache)
         # Wait: see `parallel.backend.MAX_IN_FLIGHT_PROGRAMS`.
         return jax.block_until_ready(cache)
-
-    def _shrunk(self, size: int, live: int) -> int:
-        """Halve the row count while the live rows fit and it stays at or above `min_rows`."""
-        while (half := round_up(-(-size // 2), self._devices)) < size and half >= max(
-            live, self._sizes.min_rows
-        ):
-            size = half
-        return size
-
-
-def _ordered(rows: Sequence[int], order: np.ndarray) -> np.ndarray:
-    """Return `rows[order]`, -1 where `order` is -1."""
-    return np.where(order >= 0, np.asarray(rows)[order], -1)

@@ -1,6 +1,10 @@
-"""The scheduler's arithmetic: shapes of batches and caches. The memory plan and `dcmdp plan` ask it
-too.
-"""
+"""Shapes of batches and caches, for the scheduler, the memory plan and `dcmdp plan`."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
 
 # Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32.
 ATTENTION_ELEMENTS = 2**28
@@ -10,26 +14,26 @@ _SMALLEST_BUCKET = 16
 
 
 def default_cache_block(platform: str) -> int:
-    """First completion slots of a cache: few on a CPU, where a step's time is proportional to the
-    cache.
+    """First completion slots of a cache.
+
+    Few on a CPU, where a step's time is proportional to the cache.
     """
     return 32 if platform == "cpu" else 128
 
 
 def smallest_batch(platform: str) -> int:
-    """Rows that a batch shrinks to as its rows finish: few on a CPU, where a step's time is
-    proportional to its rows; elsewhere a step of fewer rows takes as long, for the weights are read
-    once for all.
+    """Rows that a batch shrinks to as its rows finish.
+
+    Few on a CPU, where a step's time is proportional to its rows. Elsewhere a step of fewer rows
+    takes as long: the weights are read once for all.
     """
     return 16 if platform == "cpu" else 32
 
 
 def cache_capacities(block: int, limit: int) -> list[int]:
-    """Completion tokens that the cache of each level holds, for completions of at most `limit`
-    tokens.
-    """
+    """Completion tokens that the cache of each level holds, for completions of up to `limit`."""
     # One doubling is not worth a second program and the copy.
-    capacities = [limit if limit <= 2 * block else block]
+    capacities = [block if limit > 2 * block else limit]
     # A row of n tokens holds n - 1 of them in the cache.
     while capacities[-1] < limit - 1:
         capacities.append(min(2 * capacities[-1], limit))
@@ -42,9 +46,9 @@ def batch_rows(max_rows: int, group: int, completions: int, devices: int) -> int
 
 
 def prefill_shape(heads: int, prompts: int, bucket: int, devices: int) -> tuple[int, int]:
-    """Padded prompts of a prefill, and the parts that it runs them in, so that attention fits."""
-    groups = min(prompts, -(-prompts * heads * bucket**2 // ATTENTION_ELEMENTS))
-    return round_up(prompts, groups * devices), groups
+    """Padded prompts of a prefill, and the chunks that it runs them in, so that attention fits."""
+    chunks = min(prompts, -(-prompts * heads * bucket**2 // ATTENTION_ELEMENTS))
+    return round_up(prompts, chunks * devices), chunks
 
 
 def score_rows(heads: int, length: int, max_rows: int, devices: int) -> int:
@@ -60,3 +64,64 @@ def length_bucket(tokens: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-value // multiple) * multiple
+
+
+def padded_rows(
+    sequences: Sequence[np.ndarray], rows: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right-pad sequences to [rows, length] int32; also return their lengths, 1 for no sequence."""
+    padded = np.zeros((rows, length), np.int32)
+    lengths = np.ones(rows, np.int32)
+    for row, sequence in enumerate(sequences):
+        padded[row, : sequence.size] = sequence
+        lengths[row] = sequence.size
+    return padded, lengths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """Batch shapes of a call.
+
+    Attributes:
+        rows: rows of a full batch; a multiple of `devices`.
+        min_rows: batches do not shrink below this.
+        cache_block: completion slots in the cache of new rows. The cache doubles as rows grow; if
+            the first doubling would reach `limit`, it has `limit` slots from the start.
+        limit: max tokens of a completion.
+        devices: devices of the engine.
+    """
+
+    rows: int
+    min_rows: int
+    cache_block: int
+    limit: int
+    devices: int
+
+    @property
+    def capacities(self) -> list[int]:
+        """Completion tokens that the cache of each level holds."""
+        return cache_capacities(self.cache_block, self.limit)
+
+    def half(self, rows: int) -> int:
+        """Half the rows, on every device."""
+        return round_up(-(-rows // 2), self.devices)
+
+    def shrunk(self, rows: int, live: int) -> int:
+        """Halve the row count while the live rows fit and it stays at or above `min_rows`."""
+        while max(live, self.min_rows) <= self.half(rows) < rows:
+            rows = self.half(rows)
+        return rows
+
+    def batches(self, bucket: int) -> tuple[tuple[int, int, int], ...]:
+        """Rows, cache slots and prefix slots of all batches that prompts of the bucket can reach.
+
+        A call begins with the first.
+        """
+        row_counts = [self.rows]
+        while self.min_rows <= self.half(row_counts[-1]) < row_counts[-1]:
+            row_counts.append(self.half(row_counts[-1]))
+        slots = [bucket, *(bucket + capacity for capacity in self.capacities)]
+        shapes = []
+        for prefix, cache_slots in itertools.pairwise(slots):
+            shapes += [(rows, cache_slots, prefix) for rows in row_counts]
+        return tuple(shapes)

@@ -1,5 +1,4 @@
-"""Conversion of the trainer's parameters to the engine's precision and mesh, with checksums of
-both.
+"""Conversion of the trainer's parameters to the engine's precision and mesh, with checksums.
 
 One layer at a time: parts of a leaf are cast or quantized where the trainer has them, travel in the
 engine's precision, and arrive where the engine wants them. No device and no host holds more of the
@@ -26,27 +25,28 @@ from dcmdp_jax.types import Params
 
 
 def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
-    """The trainer's parameters, or a part of them, in the engine's precision; layers stacked or
-    one.
+    """The trainer's parameters, or a part of them, in the engine's precision.
 
-    Scales are per output channel: fusing before or after quantization gives the same values. Tied
-    embeddings become an "output" [D, V] of its own, and tokens are looked up in its columns: a
-    transposed second factor slows a product on XLA:CPU 1.2 to 5 times. If quantized, that matrix is
-    a copy and "embedding" stays.
+    Layers may be stacked or one. Scales are per output channel: fusing before or after quantization
+    gives the same values. Tied embeddings become an "output" [D, V] of its own, and tokens are
+    looked up in its columns: a transposed second factor slows a product on XLA:CPU 1.2 to 5 times.
+    If quantized, that matrix is a copy and "embedding" stays.
     """
-    made = dict(params)
-    if "embedding" in made and "output" not in made:
-        made["output"] = decoder.output_kernel(made)
+    params = dict(params)
+    if "embedding" in params and "output" not in params:
+        params["output"] = decoder.output_kernel(params)
         if precision not in quantize.PRECISIONS:
-            del made["embedding"]
+            del params["embedding"]
     marks = quantized_leaves(config) | {"output": True}
-    return _cast(made, {name: marks[name] for name in made}, precision)
+    return _cast(params, {name: marks[name] for name in params}, precision)
 
 
 def _cast(tree: Params, quantized: Params, precision: str) -> Params:
     if precision in quantize.PRECISIONS:
         return quantize.quantize_tree(tree, quantized, precision)
-    return tree if precision == "exact" else jax.tree.map(lambda leaf: leaf.astype(precision), tree)
+    if precision == "exact":
+        return tree
+    return jax.tree.map(lambda leaf: leaf.astype(precision), tree)
 
 
 def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
@@ -58,25 +58,24 @@ def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
 def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float32") -> Params:
     """Shapes of the engine's tree, as `Conversion` makes it."""
 
-    def made(params: Params) -> Params:
-        tree = in_precision(params, config, precision)
+    def converted(params: Params) -> Params:
+        params = in_precision(params, config, precision)
         layers = {
-            kind: decoder.fuse_projections(own, mlp=True)
-            for kind, own in config.by_kind(tree["layers"]).items()
+            kind: decoder.fuse_projections(layer, mlp=True)
+            for kind, layer in config.by_kind(params["layers"]).items()
         }
-        return {**tree, "layers": [layers[kind] for kind, _ in config.layer_kinds]}
+        return {**params, "layers": [layers[kind] for kind, _ in config.layer_kinds]}
 
-    return jax.eval_shape(
-        made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)}
-    )
+    shapes = param_shapes(config, param_dtype)
+    return jax.eval_shape(converted, {**shapes, "layers": _one_layer(config, param_dtype)})
 
 
 class Conversion:
-    """Conversion of a model's parameters to one precision and mesh. Values are the same on every
-    mesh.
+    """Conversion of a model's parameters to one precision and mesh.
 
-    Two small compiled programs make the weights, one of them run for each layer, so compilation
-    time does not depend on depth. A model with two kinds of layers has one for each kind.
+    Values are the same on every mesh. Two small compiled programs make the weights, one of them run
+    for each layer, so compilation time does not depend on depth. A model with two kinds of layers
+    has one for each kind.
 
     Attributes:
         layer: kind -> (stacked layers of it, index) -> the engine's layer.
@@ -100,10 +99,9 @@ class Conversion:
         self._mesh = mesh
         ways = mesh.shape[TENSOR]
         specs = weight_specs(engine_shapes(config, precision), config, mesh)
-        fused = {
-            kind: own
-            for (kind, _), own in zip(config.layer_kinds, specs.pop("layers"), strict=True)
-        }
+        fused = {}
+        for (kind, _), layer_specs in zip(config.layer_kinds, specs.pop("layers"), strict=True):
+            fused[kind] = layer_specs
         shapes = jax.eval_shape(
             lambda layers: in_precision({"layers": layers}, config, precision), _one_layer(config)
         )
@@ -111,16 +109,13 @@ class Conversion:
         marks = config.by_kind(quantized_leaves(config)["layers"])
 
         def shardings(specs: Any) -> Any:
-            return jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
-            )
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
         def on_parts(
             function: Callable[[Params], Params], before: Any, after: Any
         ) -> Callable[[Params], Params]:
-            """Devices fuse their own heads: the fused matrix of a tensor group is not that of one
-            device.
-            """
+            # The fused matrix of a tensor group is not that of one device: each fuses its own
+            # heads.
             if ways == 1:
                 return function
             return jax.shard_map(
@@ -128,31 +123,29 @@ class Conversion:
             )
 
         def layer(layers: Params, index: jax.Array, kind: str) -> Params:
-            own = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
+            separate = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
             if ways > 1:
-                own = jax.lax.with_sharding_constraint(own, shardings(unfused[kind]))
-            return on_parts(
-                functools.partial(decoder.fuse_projections, mlp=True), unfused[kind], fused[kind]
-            )(own)
+                separate = jax.lax.with_sharding_constraint(separate, shardings(unfused[kind]))
+            fuse = functools.partial(decoder.fuse_projections, mlp=True)
+            return on_parts(fuse, unfused[kind], fused[kind])(separate)
 
         def outside(params: Params) -> Params:
             # A result that is an argument would be the trainer's own buffer.
             return jax.tree.map(jnp.copy, in_precision(params, config, precision))
 
         def source_checksums(params: Params, one_device: bool) -> list[jax.Array]:
-            made = in_precision(params, config, precision)
-            layers = config.by_kind(made.pop("layers"))
+            converted = in_precision(params, config, precision)
+            layers = config.by_kind(converted.pop("layers"))
             sums = [
                 _checksums(layers[kind], flat=one_device, stacked=True).reshape(-1)
                 for kind in config.kinds
             ]
-            return [*sums, _checksums(made, flat=one_device)]
+            return [*sums, _checksums(converted, flat=one_device)]
 
         def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
-            separate = functools.partial(_separated, config=config, ways=ways)
-            return _checksums(
-                on_parts(separate, fused[kind], unfused[kind])(engine_layer), flat=mesh.size == 1
-            )
+            split = functools.partial(_separated, config=config, ways=ways)
+            separate = on_parts(split, fused[kind], unfused[kind])(engine_layer)
+            return _checksums(separate, flat=mesh.size == 1)
 
         self.layer = {}
         self.layer_checksums = {}
@@ -173,49 +166,50 @@ class Conversion:
         None of the arrays aliases `params`, as of `params.init_params` and on any mesh, whose
         buffers may be donated afterwards.
         """
-        rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+        outer = {name: leaf for name, leaf in params.items() if name != "layers"}
         layers = self._config.by_kind(params["layers"])
         kinds = self._config.layer_kinds
-        if _devices(rest["norm"]["scale"]) == list(self._mesh.devices.flat):
-            made = [self.layer[kind](layers[kind], np.int32(place)) for kind, place in kinds]
-            return {**self.outside(rest), "layers": made}
+        if _devices(outer["norm"]["scale"]) == list(self._mesh.devices.flat):
+            converted = [self.layer[kind](layers[kind], np.int32(index)) for kind, index in kinds]
+            return {**self.outside(outer), "layers": converted}
+
         # Other devices: each leaf of a layer goes there by itself, to the devices that will have a
         # part of it.
-        specs = weight_specs({**rest, "layers": _one_layer(self._config)}, self._config, self._mesh)
-        of_layer = self._config.by_kind(specs["layers"])
+        shapes = {**outer, "layers": _one_layer(self._config)}
+        specs = weight_specs(shapes, self._config, self._mesh)
+        layer_specs = self._config.by_kind(specs["layers"])
 
         def move(leaf: jax.Array, spec: P) -> jax.Array:
             sharding = NamedSharding(self._mesh, spec)
             return jax.device_put(to_local(leaf, sharding), sharding)
 
-        def layer(kind: str, place: int) -> Params:
-            each = layers[kind], of_layer[kind]
-            own = jax.tree.map(lambda leaf, spec: move(leaf[place][None], P(None, *spec)), *each)
-            return self.layer[kind](own, np.int32(0))
+        def layer(kind: str, index: int) -> Params:
+            moved = jax.tree.map(
+                lambda leaf, spec: move(leaf[index][None], P(None, *spec)),
+                layers[kind],
+                layer_specs[kind],
+            )
+            return self.layer[kind](moved, np.int32(0))
 
-        moved = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in rest.items()}
-        return {**self.outside(moved), "layers": [layer(*each) for each in kinds]}
+        moved = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in outer.items()}
+        converted = self.outside(moved)
+        return {**converted, "layers": [layer(kind, index) for kind, index in kinds]}
 
     def proof(self, params: Params, weights: Params) -> tuple[np.ndarray, np.ndarray]:
-        """The `array_checksum`s that the engine's weights should have, and those they have,
-        [leaves] uint32 each.
+        """The checksums that the engine's weights should have, and those they have.
 
-        Layers come first, by kind and in order. Fused matrices count as the parts that the trainer
-        has. Each side is read where it is, each device its own part only.
+        Both are [leaves] uint32, of `array_checksum`. Layers come first, by kind and in order.
+        Fused matrices count as the parts that the trainer has. Each side is read where it is, each
+        device its own part only.
         """
         expected = self.source_checksums(params, len(_devices(params["norm"]["scale"])) == 1)
         expected = np.concatenate(jax.device_get(expected))
-        rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
-        order = [
-            (kind, weights["layers"][index])
-            for kind, those in self._config.kinds.items()
-            for index in those
-        ]
-        found = [
-            *(self.layer_checksums[kind](layer) for kind, layer in order),
-            self.outside_checksums(rest),
-        ]
-        return expected, np.concatenate(jax.device_get(found))
+        actual = []
+        for kind, indices in self._config.kinds.items():
+            actual += [self.layer_checksums[kind](weights["layers"][index]) for index in indices]
+        outer = {name: leaf for name, leaf in weights.items() if name != "layers"}
+        actual.append(self.outside_checksums(outer))
+        return expected, np.concatenate(jax.device_get(actual))
 
 
 # The `Conversion` of these arguments, with programs that an earlier push may have compiled.
@@ -224,56 +218,45 @@ conversion = functools.lru_cache(maxsize=32)(Conversion)
 
 def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     """The inverse of `fuse_projections` on one of `ways` devices."""
-    query, shared = (
-        count * config.head_dim // ways for count in (config.num_heads, config.num_kv_heads)
-    )
-    query *= 1 + config.family.output_gate
-
-    def parts(tree: Params, *sizes: int) -> list[Params]:
-        ends = np.cumsum(sizes).tolist()
-        starts = [0, *ends[:-1]]
-        return [
-            jax.tree.map(lambda leaf, a=a, b=b: leaf[..., a:b], tree)
-            for a, b in zip(starts, ends, strict=True)
-        ]
+    query = config.num_heads * config.head_dim // ways * (1 + config.family.output_gate)
+    shared = config.num_kv_heads * config.head_dim // ways
 
     def halves(mlp: Params) -> Params:
-        gate, up = (
-            jax.tree.map(lambda leaf, i=i: jnp.split(leaf, 2, -1)[i], mlp["gate_up"])
-            for i in range(2)
-        )
-        return {"gate": gate, "up": up, "down": mlp["down"]}
+        def half(index: int) -> Params:
+            return jax.tree.map(lambda leaf: jnp.split(leaf, 2, -1)[index], mlp["gate_up"])
+
+        return {"gate": half(0), "up": half(1), "down": mlp["down"]}
 
     attention = dict(layer["attention"])
     if not decoder.is_recurrent(layer):
-        attention |= dict(
-            zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True)
-        )
+        fused = attention.pop("qkv")
+
+        def columns(start: int, stop: int) -> Params:
+            return jax.tree.map(lambda leaf: leaf[..., start:stop], fused)
+
+        attention["q"] = columns(0, query)
+        attention["k"] = columns(query, query + shared)
+        attention["v"] = columns(query + shared, query + 2 * shared)
     return {**layer, "attention": attention, "mlp": decoder.map_mlps(halves, layer["mlp"])}
 
 
 def _devices(leaf: jax.Array) -> list[jax.Device]:
     """The devices of an array, in the order of its mesh."""
     sharding = leaf.sharding
-    return (
-        list(sharding.mesh.devices.flat)
-        if isinstance(sharding, NamedSharding)
-        else list(sharding.device_set)
-    )
+    if isinstance(sharding, NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)
 
 
 def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
-    """The mesh to convert on: the engine's, or its first device where the devices of a CPU will
-    share its copy.
-    """
-    first = mesh.devices.flat[0]
-    whole = mesh.shape[TENSOR] == mesh.shape[EXPERT] == 1
+    """The engine's mesh, or its first device where the devices of a CPU will share its copy."""
+    first = mesh.devices.reshape(-1)[:1]
     if (
-        first.platform == "cpu"
-        and whole
+        first[0].platform == "cpu"
+        and mesh.shape[TENSOR] == mesh.shape[EXPERT] == 1
         and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
     ):
-        return Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
+        return Mesh(first.reshape((1,) * mesh.devices.ndim), mesh.axis_names)
     return mesh
 
 
@@ -287,20 +270,21 @@ def share_copies(weights: Params, mesh: Mesh) -> Params:
 
     def shared(leaf: jax.Array) -> jax.Array:
         sharding = NamedSharding(mesh, leaf.sharding.spec)
-        kept = {_place(shard.index): shard.data for shard in leaf.addressable_shards}
-        # JAX does not copy a NumPy array with its own alignment.
-        views = [
-            data if data.devices() == {device} else jax.device_put(np.asarray(data), device)
-            for device, index in sharding.addressable_devices_indices_map(leaf.shape).items()
-            for data in [kept[_place(index)]]
-        ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, views)
+        copies = {_bounds(shard.index): shard.data for shard in leaf.addressable_shards}
+        arrays = []
+        for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+            copy = copies[_bounds(index)]
+            if copy.devices() != {device}:
+                # JAX does not copy a NumPy array with its own alignment.
+                copy = jax.device_put(np.asarray(copy), device)
+            arrays.append(copy)
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
     return jax.tree.map(shared, weights)
 
 
-def _place(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
-    return tuple((part.start, part.stop) for part in index)
+def _bounds(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((axis.start, axis.stop) for axis in index)
 
 
 def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
@@ -310,6 +294,6 @@ def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
         # Flattened, which costs half as much on one device and would gather an array on several.
         return array_checksum(x.reshape(-1) if flat else x)
 
-    return jnp.stack(
-        [(jax.vmap(checksum) if stacked else checksum)(x) for x in jax.tree.leaves(tree)], axis=-1
-    )
+    if stacked:
+        checksum = jax.vmap(checksum)
+    return jnp.stack(list(map(checksum, jax.tree.leaves(tree))), axis=-1)

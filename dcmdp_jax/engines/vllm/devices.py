@@ -129,10 +129,16 @@ def device_share(settings: VllmSettings) -> DeviceShare | None:
     if settings.visible_devices or settings.address:
         return None
     if settings.sleep:
-        return DeviceShare(1 - _UNUSED, "less a tenth, while vLLM sleeps", settings.memory_share)
+        return DeviceShare(
+            trainer=1 - _UNUSED,
+            reason="less a tenth, while vLLM sleeps",
+            sampling=settings.memory_share,
+        )
     share = trainer_share(settings)
     check_shares(settings, share)
-    return DeviceShare(share, f"less vLLM's share of {settings.memory_share:g} and a tenth")
+    return DeviceShare(
+        trainer=share, reason=f"less vLLM's share of {settings.memory_share:g} and a tenth"
+    )
 
 
 def trainer_share(settings: VllmSettings) -> float:
