@@ -68,7 +68,7 @@ def main() -> None:
                 config.rollout.lag, config.mesh.cpu_devices = int(lag), 1
                 with _sidecars_on(cores[-1]):
                     run = Run.check(from_config_dict(config))
-                    train(run.task, run.placement, run.weights, run.start, show=lambda line: None)
+                    train(run, show=lambda line: None)
                 lines = (
                     (Path(config.run_dir) / "metrics.jsonl")
                     .read_text(encoding="utf-8")

@@ -99,14 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         run = Run.check(config)
         programs = make_step_programs(config, run.task.model, run.placement)
         watched = dataclasses.replace(programs, train_step=measured(programs.train_step, rows))
-        train(
-            run.task,
-            run.placement,
-            run.weights,
-            run.start,
-            show=lambda line: None,
-            programs=watched,
-        )
+        train(run, show=lambda line: None, programs=watched)
         shutil.rmtree(one.directory)
         found[label] = rows
         atomic_write(arguments.out, json.dumps(found, indent=1) + "\n")

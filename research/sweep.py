@@ -90,7 +90,7 @@ class Shared(contextlib.ExitStack):
             # Rewards are no setting of the algorithm: they are the same wherever the engine is.
             return dataclasses.replace(self._services, closing=contextlib.ExitStack())
 
-        train(run.task, run.placement, run.weights, start, show=show, programs=self._programs)
+        train(run, start_services=start, show=show, programs=self._programs)
 
 
 def run_in_one_process(

@@ -120,7 +120,7 @@ def reinforce(job: Job, rounds: Rounds) -> None:
 
     rounds.hello(_PACKAGES)
     try:
-        loop.train(run.task, run.placement, run.weights, start, show=print)
+        loop.train(run, start_services=start, show=print)
     except Ended:
         return
 

@@ -104,7 +104,7 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
             return
 
         try:
-            loop.train(run.task, run.placement, run.weights, run.start, show=show)
+            loop.train(run, show=show)
         except stopping.Interrupted as error:
             show(f"{error}; the same command resumes")
             stopped = error

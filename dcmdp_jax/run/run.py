@@ -1,8 +1,8 @@
 """A run, as the top of a command has it: task, placement and weights, checked by cost."""
 
+import dataclasses
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineKind
@@ -15,7 +15,8 @@ from dcmdp_jax.run.task import Task, read_task
 from dcmdp_jax.run.weights import Weights, model_shardings
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
     """The values that training takes.
 
     Attributes:
@@ -53,7 +54,8 @@ class Run(NamedTuple):
         placement = place(task, *engine, hosts, fitted_rows=rows)
         placement.engine.memory.check()
         shardings = model_shardings(task.model, config.model.param_dtype, placement.mesh)
-        return cls(task, placement, Weights(task, shardings))
+        weights = Weights(task=task, shardings=shardings)
+        return cls(task=task, placement=placement, weights=weights)
 
     def start(self) -> Services:
         """Start the run's services, see `start_services`."""

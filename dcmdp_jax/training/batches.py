@@ -257,7 +257,7 @@ class Batches:
         """Sample and verify the batch of a step, whose prompts follow those of the one before."""
         try:
             rollout = self._rollouts.sample(step, self._position, timer)
-            self._position += rollout.taken
+            self._position += rollout.prompts_taken
             if self._lag:
                 check_versions(rollout.episodes, version)
             first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
@@ -405,5 +405,5 @@ class ConversationBatches(Batches):
             ),
             dropped=np.arange(count) >= len(rows),
             batch_groups=count,
-            taken=count,
+            prompts_taken=count,
         )

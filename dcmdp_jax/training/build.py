@@ -24,6 +24,7 @@ from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights, model_shardings
 from dcmdp_jax.training import loss_terms, stopping, warmup
@@ -247,9 +248,7 @@ class Start:
 
 
 def start(
-    task: Task,
-    placement: Placement,
-    weights: Weights,
+    run: Run,
     programs: StepPrograms,
     checkpoints: Checkpoints,
     stop: stopping.StopSignal,
@@ -259,9 +258,7 @@ def start(
     """The newest checkpoint's state, or a fresh one, warmed up if asked.
 
     Args:
-        task: the settings, the model, and the worked solutions of the warm-up.
-        placement: where the run computes.
-        weights: what it starts from.
+        run: the settings, the model, the weights, and the worked solutions of the warm-up.
         programs: the step's programs.
         checkpoints: the run's checkpoints.
         stop: ends the warm-up.
@@ -273,6 +270,8 @@ def start(
         EngineError: from `check`.
         CheckpointError: if there are checkpoints and none can be read.
     """
+    task = run.task
+    weights = run.weights
     config = task.config
     abstract = programs.arguments[0]
     dual = initial_dual(config.algorithm)
@@ -301,10 +300,10 @@ def start(
     with activity(f"loading the weights of {path}" if path else "drawing fresh weights"):
         params = weights.initial()
     if config.warmup.steps:
-        params = _warm_up(task, placement, params, stop, check, show)
+        params = _warm_up(run, params, stop, check, show)
     if weights.saves_initial:
         with activity("saving the initial policy"):
-            weights.save_initial(params, placement.hosts)
+            weights.save_initial(params, run.placement.hosts)
     with activity("making the optimizer's state"):
         if task.lora:
             params = weights.initial_adapters(programs.shardings.params)
@@ -312,14 +311,15 @@ def start(
 
 
 def _warm_up(
-    task: Task,
-    placement: Placement,
+    run: Run,
     params: Params,
     stop: stopping.StopSignal,
     check: Callable[[], None],
     show: Callable[[str], None],
 ) -> Params:
+    task = run.task
     settings = task.config.warmup
+    placement = run.placement
     mesh = placement.mesh
     compute = placement.compute
     show(f"warm-up: {settings.steps} supervised steps on {settings.task}")

@@ -22,10 +22,8 @@ from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, re
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run import checkpoint, directory
-from dcmdp_jax.run.placement import Placement
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services
-from dcmdp_jax.run.task import Task
-from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training import batches, loss_terms, phase_timer, rollout_record, rollout_sampler
 from dcmdp_jax.training.build import (
     Start,
@@ -69,9 +67,8 @@ class Trainer:
     """A run with its parts and its record. `train` is the loop.
 
     Attributes:
+        run: the problems to train on and to evaluate on, and where it computes.
         services: engine, scorer and turns; None for a supervised run.
-        placement: hosts, devices and shapes of a batch.
-        task: the problems to train on and to evaluate on.
         programs: the step's programs.
         checkpoints: the run's checkpoints.
         stop: says when to leave.
@@ -81,9 +78,8 @@ class Trainer:
 
     batch_type: ClassVar[type[batches.Batches]] = batches.Batches
 
+    run: Run
     services: Services | None
-    placement: Placement
-    task: Task
     programs: StepPrograms
     checkpoints: checkpoint.Checkpoints
     stop: StopSignal
@@ -91,8 +87,9 @@ class Trainer:
     compiled: Callable[[], None]
 
     def __post_init__(self) -> None:
+        self.task = self.run.task
         self.config = self.task.config
-        self.hosts = self.placement.hosts
+        self.hosts = self.run.placement.hosts
         self._finished: tuple[TrainState, int] | None = None
         self._prompts_taken = 0
         first = self.checkpoints.latest_step or 0
@@ -101,7 +98,7 @@ class Trainer:
         self._exit = CollectiveExit(self.hosts, self.stop, save)
         self.batches = self.batch_type(
             self.services,
-            self.placement,
+            self.run.placement,
             self.task,
             self.programs,
             self._exit,
@@ -185,7 +182,7 @@ class Trainer:
                 metrics |= self.programs.arrival(watched, state.params)
                 metrics = jax.device_get(metrics)
             step += 1
-            self._prompts_taken += step_batch.rollout.taken
+            self._prompts_taken += step_batch.rollout.prompts_taken
 
             discrepancy = metrics.pop("completions/discrepancy")
             metrics = self._step_metrics(metrics | pushed, step_batch, timer, discrepancy)
@@ -356,12 +353,10 @@ class SupervisedTrainer(Trainer):
 
 
 def train(
-    task: Task,
-    placement: Placement,
-    weights: Weights,
-    start_services: Callable[[], Services],
+    run: Run,
     *,
     show: Callable[[str], None],
+    start_services: Callable[[], Services] | None = None,
     programs: StepPrograms | None = None,
 ) -> None:
     """Train a run to its end, from its newest checkpoint if the run directory has one.
@@ -369,12 +364,10 @@ def train(
     Each process of a run on several hosts calls this.
 
     Args:
-        task: the problems to train on and to evaluate on, with the settings.
-        placement: where the run computes.
-        weights: what it starts from.
-        start_services: starts engine, scorer and turns, once the run directory is claimed; they are
-            closed at the end.
+        run: what is trained, where, and from which weights.
         show: prints a line for people.
+        start_services: starts engine, scorer and turns, once the run directory is claimed; they are
+            closed at the end. None: `run.start`.
         programs: programs of an earlier run of the same kind; None makes them.
 
     Raises:
@@ -382,6 +375,9 @@ def train(
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
+    task = run.task
+    weights = run.weights
+    placement = run.placement
     config = task.config
     hosts = placement.hosts
     stop = StopSignal(nothing_to_lose=hosts.count == 1)
@@ -389,7 +385,9 @@ def train(
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
         stack.enter_context(directory.claimed(config, hosts))
         stack.enter_context(stop.listening())
-        services = None if config.supervised else stack.enter_context(start_services())
+        services = None
+        if not config.supervised:
+            services = stack.enter_context((start_services or run.start)())
         checkpoints = checkpoint.Checkpoints(
             config.run_dir,
             keep_last=config.checkpoint.keep_last,
@@ -410,7 +408,7 @@ def train(
             if services is not None:
                 placement.engine.kind.check_start(services.engine)
 
-        began = start(task, placement, weights, programs, checkpoints, stop, check, show)
+        began = start(run, programs, checkpoints, stop, check, show)
         release_freed_memory()
         step = int(began.state.step)
         if step > config.training.steps:
@@ -421,7 +419,7 @@ def train(
         with activity("opening the run's records"):
             writer = NoWriter()
             if hosts.is_writer:
-                writer = _open_records(task, placement, stack, step, began.resumed)
+                writer = _open_records(run, stack, step, began.resumed)
 
         frozen = frozen_params(weights, checkpoints, step)
         if compiled is None:
@@ -430,9 +428,8 @@ def train(
             programs = dataclasses.replace(programs, teacher=make_teacher(task, placement))
         trainer_type = SupervisedTrainer if config.supervised else Trainer
         trainer = trainer_type(
+            run=run,
             services=services,
-            placement=placement,
-            task=task,
             programs=programs,
             checkpoints=checkpoints,
             stop=stop,
@@ -444,12 +441,11 @@ def train(
             checkpoints.wait()
 
 
-def _open_records(
-    task: Task, placement: Placement, stack: contextlib.ExitStack, step: int, resumed: bool
-) -> MetricsWriter:
+def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:
     """Write what describes the run, and open what grows with it."""
+    task = run.task
     config = task.config
-    directory.record_config(config, placement.engine.memory.rows)
+    directory.record_config(config, run.placement.engine.memory.rows)
     save_tokenizer(task.tokenizer, Path(config.run_dir) / "tokenizer", task.stop_token_ids)
     progress = Progress(config.training.steps, step, measured_steps=config.algorithm.measured_steps)
     stack.enter_context(contextlib.closing(progress))
@@ -457,7 +453,7 @@ def _open_records(
         config.run_dir,
         projects={"wandb": config.observe.wandb_project, "trackio": config.observe.trackio_project},
         resume_step=step if resumed else None,
-        devices=placement.mesh.size,
+        devices=run.placement.mesh.size,
         started=task.started,
         listener=progress.update,
         rollouts_every_steps=config.observe.rollouts_every_steps,

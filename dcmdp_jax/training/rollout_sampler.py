@@ -41,7 +41,7 @@ class StepRollout:
         scores: scores of all P * G.
         dropped: [P * G] bool, completions that must not be used; none before the exchange.
         batch_groups: B.
-        taken: number of prompts of the stream that all hosts' calls took.
+        prompts_taken: number of prompts of the stream that all hosts' calls took.
         rounds: calls of the engine.
     """
 
@@ -51,7 +51,7 @@ class StepRollout:
     scores: BatchScores
     dropped: np.ndarray
     batch_groups: int
-    taken: int
+    prompts_taken: int
     rounds: int = 1
 
     @property
@@ -135,7 +135,8 @@ class StepRollouts:
 
         Args:
             step: step of the batch.
-            first: position in the stream of prompts; the result has taken `taken` from there.
+            first: position in the stream of prompts; the result has taken `prompts_taken` from
+                there.
             timer: gets the time of sampling and of scoring.
 
         Raises:
@@ -158,7 +159,7 @@ class StepRollouts:
             share = self._share(step, len(rounds), position, refill, timer)
             rounds.append(self.exchange(share))
             position += refill
-        return dataclasses.replace(join(rounds), taken=position - first, rounds=len(rounds))
+        return dataclasses.replace(join(rounds), prompts_taken=position - first, rounds=len(rounds))
 
     def _share(
         self, step: int, number: int, position: int, count: int, timer: phase_timer.PhaseTimer
@@ -191,7 +192,7 @@ class StepRollouts:
             scores=scores,
             dropped=np.zeros(len(texts), bool),
             batch_groups=task.config.training.prompts_per_step,
-            taken=count,
+            prompts_taken=count,
         )
 
     def _generate(

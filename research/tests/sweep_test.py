@@ -42,8 +42,8 @@ def made(monkeypatch):
         events.append("step")
         return f"programs of {config.algorithm.multiplier_max}"
 
-    def train(task, placement, weights, start, *, show, programs):
-        with start() as services:
+    def train(run, *, start_services, show, programs):
+        with start_services() as services:
             events.append((services.engine, programs))
 
     task = SimpleNamespace(model=None, lora=None)

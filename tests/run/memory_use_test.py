@@ -476,7 +476,7 @@ config.training.steps, config.rollout.max_rows = 1, 16
 architecture = config.model.architecture
 architecture.hidden_size, architecture.intermediate_size, architecture.num_layers = 512, 16384, 2
 plan = Run.check(from_config_dict(config))
-train(plan.task, plan.placement, plan.weights, plan.start, show=lambda line: None)
+train(plan, show=lambda line: None)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(json.dumps([plan.placement.engine.memory.peak("host")[1], int(status["VmHWM"].split()[0]) * 1024]))
 """

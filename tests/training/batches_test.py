@@ -59,7 +59,7 @@ class _Sampler:
             with timer.phase(name):
                 self.exit.check()
         self.made.append((step, self.engine.version, first))
-        return SimpleNamespace(taken=step + 1, episodes=[], batch_groups=4)
+        return SimpleNamespace(prompts_taken=step + 1, episodes=[], batch_groups=4)
 
     def exchange(self, share):
         return share
@@ -239,7 +239,7 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
         reward for number in numbers for reward in ((1.0, 1.0) if number % 2 else (0.0, 1.0))
     ]
     np.testing.assert_array_equal(np.asarray(made.batch.rewards)[0], rewards)
-    assert made.metrics["rollout/padding_fraction"] == 0.5 and made.rollout.taken == 2
+    assert made.metrics["rollout/padding_fraction"] == 0.5 and made.rollout.prompts_taken == 2
     assert made.metrics["rollout/staleness_max"] == 0.0
 
 

@@ -181,7 +181,7 @@ def _policy(directory):
             run, still.split(), "--config.warmup.steps=300 --config.warmup.batch_size=16".split()
         )
         run = Run.check(config)
-        train(run.task, run.placement, run.weights, run.start, show=print)
+        train(run, show=print)
         convert.main(["convert", "export", str(run), str(out), "--dtype", "float32"])
     return out
 
@@ -211,7 +211,7 @@ def main(directory, *names):
             handler = logging.FileHandler(directory / f"{name}.log", mode="w")
             logging.getLogger().addHandler(handler)
             try:
-                train(run.task, run.placement, run.weights, planted, show=print)
+                train(run, start_services=planted, show=print)
                 print(name, "ended", flush=True)
             except TrainingStopped as stopped:
                 print(name, "stopped:", stopped, flush=True)

@@ -98,7 +98,7 @@ def test_a_group_differs_by_its_usable_completions_alone():
     usable = np.array([[True, True], [True, False], [True, True], [False, False]])
     scores = BatchScores(totals=rewards.reshape(-1), values={}, failed={}, grades=None)
     rollout = StepRollout(
-        np.arange(4), [], [""] * 8, scores, ~usable.reshape(-1), batch_groups=2, taken=4
+        np.arange(4), [], [""] * 8, scores, ~usable.reshape(-1), batch_groups=2, prompts_taken=4
     )
     assert rollout.differing.tolist() == [
         True,

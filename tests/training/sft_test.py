@@ -84,7 +84,9 @@ def _batches(rows, directory, segments):
         "evaluation.every_steps": 0,
     }
     config = for_supervision(load_config("demo:debug", settings))
-    task, placement, weights = Run.check(config)
+    run = Run.check(config)
+    task = run.task
+    placement = run.placement
     programs = make_step_programs(config, task.model, placement)
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
     batches = ConversationBatches(None, placement, task, programs, leave)
@@ -92,7 +94,7 @@ def _batches(rows, directory, segments):
         batches,
         task,
         programs,
-        programs.create(weights.initial(), initial_dual(config.algorithm)),
+        programs.create(run.weights.initial(), initial_dual(config.algorithm)),
     )
 
 
@@ -233,5 +235,5 @@ def test_what_the_settings_say_of_engine_and_teacher_does_not_count(rows, tmp_pa
     config = for_supervision(
         load_config("demo:debug", given | {"rewards.functions": "teacher:/nowhere"})
     )
-    task, *_ = Run.check(config)
+    task = Run.check(config).task
     assert len(task.held_out[0][1].targets) == 6 and config.model.forward_precision == "full"

@@ -109,9 +109,10 @@ def rows_of(monkeypatch):
     from dcmdp_jax.training.state import initial_dual
 
     def made(run):
-        task, placement, weights = run
+        task = run.task
+        placement = run.placement
         programs = make_step_programs(task.config, task.model, placement)
-        state = programs.create(weights.initial(), initial_dual(task.config.algorithm))
+        state = programs.create(run.weights.initial(), initial_dual(task.config.algorithm))
         programs = dataclasses.replace(programs, teacher=make_teacher(task, placement))
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
