@@ -83,6 +83,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
             f"{config.turn_tokens} tokens"
         )
     completions = packing.mini_batches * packing.completions
+
     return {
         "method": _method(config.algorithm),
         "engine": _engine(run),

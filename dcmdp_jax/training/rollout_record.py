@@ -237,7 +237,8 @@ def leg_metrics(
     for completion in completions:
         row = int(rows[completion["completion"]])
         if row in scored:
-            rollout, train = completion["rollout_logprobs"], completion["train_logprobs"]
+            rollout = completion["rollout_logprobs"]
+            train = completion["train_logprobs"]
             logprobs.append(np.stack([rollout, scored[row], train])[:, completion["mask"]])
     if not logprobs:
         return {}
