@@ -426,7 +426,11 @@ def _support(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _temperature(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+CauseAndLines = tuple[str, tuple[str, ...]]
+"""A cause, "" if it is open, and what shows it."""
+
+
+def _temperature(evidence: Evidence) -> CauseAndLines:
     """Whether one column is a power of the other, renormalized, and whose it is.
 
     Returns:
@@ -439,7 +443,7 @@ def _temperature(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     return _temperature_by_surprise(evidence)
 
 
-def _temperature_by_surprise(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+def _temperature_by_surprise(evidence: Evidence) -> CauseAndLines:
     power = evidence.power
     alignment = evidence.alignment
     if power > 0:
@@ -462,7 +466,7 @@ def _temperature_by_surprise(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     return _whose_power(evidence, power, interval, line, abs(power) * evidence.variance)
 
 
-def _temperature_by_spread(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+def _temperature_by_spread(evidence: Evidence) -> CauseAndLines:
     spread = evidence.spread
     if evidence.correlation < _CORRELATED or abs(spread.mean) <= _least_spread(evidence):
         return "", ()
@@ -486,7 +490,7 @@ def _temperature_by_spread(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 
 def _whose_power(
     evidence: Evidence, power: float, interval: tuple[float, float], line: str, expected: float
-) -> tuple[str, tuple[str, ...]]:
+) -> CauseAndLines:
     """The cause of a power and its lines; arguments as in `_which_temperature`."""
     low, high = interval
     bounds = f"{1 / (1 + high):.2f} to {1 / max(1 + low, 1e-2):.2f}"

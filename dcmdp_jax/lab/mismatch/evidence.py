@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, mean_of
+from dcmdp_jax.lab.mismatch.pairs import Ragged, TokenPairs, mean_of
 from dcmdp_jax.observe.legs import Leg
 
 # Sizes of the log-ratio and of the probabilities.
@@ -736,17 +736,14 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
 
 
 def _related(pairs: TokenPairs, mask: np.ndarray, least: float = _UNRELATED) -> bool:
-    return _correlation(pairs.train_logprobs[mask], pairs.rollout_logprobs[mask]) >= least
+    return _correlation_at(pairs, mask) >= least
 
 
 def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray) -> np.ndarray:
     """[N] bool, completions that are less related than the others, from their 5th token on."""
     rows = pairs.completion
     none = np.zeros_like(shifted)
-    spans = [pairs.span(row) for row in range(len(shifted))]
-    correlations = [
-        _correlation(pairs.train_logprobs[span], pairs.rollout_logprobs[span]) for span in spans
-    ]
+    correlations = [_correlation_at(pairs, pairs.span(row)) for row in range(len(shifted))]
     error = 1 / np.sqrt(np.maximum(pairs.lengths - 3, 1))
     low = fisher_z(np.array(correlations)) + CERTAIN * error < np.arctanh(RELATED)
     unrelated = ~shifted & low & (pairs.lengths > _FIRST_TOKENS)
@@ -769,24 +766,24 @@ def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     that are as long, and so are their probabilities, in which a few very unlikely tokens weigh
     less. The best counts if no chance among so many gives it (Fisher's z).
     """
-    log_p = np.split(pairs.train_logprobs, pairs.starts[1:])
     log_q = np.split(pairs.rollout_logprobs, pairs.starts[1:])
     means = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths
     suspects = [
         row
         for row in np.flatnonzero(~shifted & (means > LARGE_LOG_RATIO))
-        if _correlation(log_p[row], log_q[row]) < _UNRELATED
+        if _correlation_at(pairs, pairs.span(row)) < _UNRELATED
     ]
 
     exchanged = np.zeros_like(shifted)
     for row in suspects[:_MOST_SUSPECTS]:
-        exchanged[row] = _fits_another(log_p[row][:_COMPARED], log_q)
+        log_p = pairs.train_logprobs[pairs.span(row)][:_COMPARED]
+        exchanged[row] = _fits_another(log_p, log_q)
     # Where most are, so are the others.
     exchanged[suspects[_MOST_SUSPECTS:]] = 2 * exchanged.sum() > _MOST_SUSPECTS
     return exchanged if exchanged.sum() > 1 else np.zeros_like(shifted)
 
 
-def _fits_another(log_p: np.ndarray, log_q: Sequence[np.ndarray]) -> bool:
+def _fits_another(log_p: np.ndarray, log_q: Ragged) -> bool:
     """Whether a completion's log p is related to the beginning of some log q."""
     length = len(log_p)
     best = 0.0
@@ -839,8 +836,6 @@ def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple
     columns go on to agree about which tokens are likely. After a real break they have nothing to do
     with each other.
     """
-    log_p = pairs.train_logprobs
-    log_q = pairs.rollout_logprobs
     size = np.abs(pairs.log_ratio)
     # A break needs a token above the level; most recordings are done here.
     wild = (np.maximum.reduceat(size, pairs.starts) > LARGE_LOG_RATIO) & ~misplaced
@@ -857,11 +852,11 @@ def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple
 
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
     before = ~after & (pairs.position >= _START_TOKENS) & ~misplaced[pairs.completion]
-    low = _correlation(log_p[after], log_q[after])
-    high = _correlation(log_p[before], log_q[before])
+    low = _correlation_at(pairs, after)
+    high = _correlation_at(pairs, before)
     apart = after.sum() >= _FEWEST_UNRELATED and low < _UNRELATED and high > RELATED
     if not apart or fisher_z(high) - fisher_z(low) <= CERTAIN / np.sqrt(after.sum() - 3):
-        return np.zeros_like(broken), (np.nan, _correlation(log_p, log_q))
+        return np.zeros_like(broken), (np.nan, _correlation_at(pairs, slice(None)))
 
     # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
     for row in wild_rows:
@@ -870,7 +865,7 @@ def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple
         if (
             tail.stop - tail.start >= _SHORTEST_PART
             and np.median(size[tail]) > LARGE_LOG_RATIO
-            and _correlation(log_p[tail], log_q[tail]) < _UNRELATED
+            and _correlation_at(pairs, tail) < _UNRELATED
         ):
             broken[row] = True
     return broken, (low, high)
@@ -903,6 +898,11 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
     if len(x) > 2 and x.min() < x.max() and y.min() < y.max():
         return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1])
     return 0.0
+
+
+def _correlation_at(pairs: TokenPairs, tokens: np.ndarray | slice) -> float:
+    """Correlation of log p and log q over some tokens."""
+    return _correlation(pairs.train_logprobs[tokens], pairs.rollout_logprobs[tokens])
 
 
 def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:

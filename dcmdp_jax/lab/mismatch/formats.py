@@ -14,7 +14,7 @@ import numpy as np
 
 from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.errors import UserError, shorten_name
-from dcmdp_jax.lab.mismatch.recording import Columns
+from dcmdp_jax.lab.mismatch.recording import Cells, Columns
 from dcmdp_jax.lab.mismatch.recording_files import (
     LeftOut,
     UnreadableError,
@@ -65,7 +65,7 @@ class Format:
     numbered: Sequence[str] = ("step", "rank")
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source: str = ""
-    prepare: Callable[[dict[str, Any]], None] = lambda row: None
+    prepare: Callable[[Cells], None] = lambda row: None
 
     def step_rank(self, path: Path, row: Mapping[str, Any]) -> StepRank:
         """Where in a run a row of a file was recorded."""
@@ -166,7 +166,7 @@ def format_of(framework: str) -> Format:
 
 def rows_of(
     file: RecordedFile, left_out: LeftOut
-) -> Iterator[tuple[StepRank, str | None, Columns, dict[str, Any]]]:
+) -> Iterator[tuple[StepRank, str | None, Columns, Cells]]:
     """Place, source, columns and cells of each row of a file.
 
     The columns name what this row has.
@@ -227,7 +227,7 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
     return column_names(path, left_out)
 
 
-def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[Cells]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
         for sample in payload["samples"]:
@@ -263,7 +263,7 @@ _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
 
 
-def _nemo_row(row: dict[str, Any]) -> None:
+def _nemo_row(row: Cells) -> None:
     """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
     for name in (
         "token_ids",
@@ -277,7 +277,7 @@ def _nemo_row(row: dict[str, Any]) -> None:
             row[name] = cell[0]
 
 
-def _slime_sample(row: dict[str, Any]) -> None:
+def _slime_sample(row: Cells) -> None:
     """Tensors to lists, and the response's tokens alone: `tokens` has the prompt too."""
     for name in ("tokens", "log_probs", "rollout_log_probs", "loss_masks", "advantages"):
         if hasattr(row.get(name), "tolist"):
@@ -286,7 +286,7 @@ def _slime_sample(row: dict[str, Any]) -> None:
         row["tokens"] = row["tokens"][len(row["tokens"]) - len(row["rollout_log_probs"]) :]
 
 
-def _own_row(row: dict[str, Any]) -> None:
+def _own_row(row: Cells) -> None:
     """Add the age of a token's weights; a token of step k is sampled for version k - 1's update."""
     versions = np.asarray(row["policy_versions"])
     row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)

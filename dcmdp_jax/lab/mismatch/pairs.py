@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+Ragged = Sequence[np.ndarray]
+"""Token ids or values of tokens: one array for each completion, or prompt."""
+
 
 def probability_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """|exp(a) - exp(b)| of two arrays of log-probs, in float64."""
@@ -83,13 +86,13 @@ class TokenPairs:
 
 
 def make_pairs(
-    token_ids: Sequence[np.ndarray],
-    train_logprobs: Sequence[np.ndarray],
-    rollout_logprobs: Sequence[np.ndarray],
+    token_ids: Ragged,
+    train_logprobs: Ragged,
+    rollout_logprobs: Ragged,
     *,
-    entropies: Sequence[np.ndarray] | None = None,
-    lags: Sequence[np.ndarray] | None = None,
-    states: Sequence[np.ndarray] | None = None,
+    entropies: Ragged | None = None,
+    lags: Ragged | None = None,
+    states: Ragged | None = None,
 ) -> TokenPairs:
     """Concatenate ragged completions, one array each.
 
@@ -100,9 +103,7 @@ def make_pairs(
     if not len(lengths) or not lengths.all():
         raise ValueError("token_ids: no completion, or an empty one")
 
-    def column(
-        name: str, arrays: Sequence[np.ndarray] | None, dtype: type = np.float32
-    ) -> np.ndarray | None:
+    def column(name: str, arrays: Ragged | None, dtype: type = np.float32) -> np.ndarray | None:
         if arrays is None:
             return None
         if [len(array) for array in arrays] != lengths.tolist():

@@ -58,14 +58,20 @@ class Columns:
         }
 
 
+Cells = dict[str, Any]
+"""Column name -> cell, as it was read."""
+Row = dict[str, np.ndarray]
+"""Kind of column -> the sampled tokens' values; from `checked_row`."""
+
+
 def checked_row(
     where: str,
-    cells: dict[str, Any],
+    cells: Cells,
     columns: Columns,
     left_out: LeftOut,
     *,
     keep_lists: bool = False,
-) -> dict[str, np.ndarray]:
+) -> Row:
     """The sampled tokens of a row as arrays, each cell checked.
 
     A token without a finite log-prob on either side is left out: an engine reports none for some
@@ -74,13 +80,13 @@ def checked_row(
 
     Args:
         where: file and row, for errors.
-        cells: column name -> cell.
+        cells: the row as it was read.
         columns: names of the columns.
         left_out: counts the tokens that are left out.
         keep_lists: also return the likeliest tokens, where the row has them: `LISTS`, [n, k] each.
 
     Returns:
-        Kind of column -> values: [n] int32 or float32 of the n sampled tokens.
+        The values: [n] int32 or float32 of the n sampled tokens.
 
     Raises:
         UserError: in one line, what is wrong with which cell.
@@ -115,9 +121,9 @@ def checked_row(
     return row
 
 
-def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
+def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
     """The cells that have an entry for each token, as float64 arrays of one length; null is NaN."""
-    row: dict[str, np.ndarray] = {"token": _numbers(where, columns.token, cells[columns.token])}
+    row: Row = {"token": _numbers(where, columns.token, cells[columns.token])}
     length = len(row["token"])
     for kind in ("train", "rollout", "mask", "entropy", "lag"):
         name = getattr(columns, kind)
@@ -190,9 +196,7 @@ _VALUES = {
 """Kind of column -> check of its values on sampled tokens, which it returns."""
 
 
-def _likeliest(
-    where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.ndarray]
-) -> tuple[np.ndarray, ...]:
+def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[np.ndarray, ...]:
     """The lists of the sampled tokens, in the order of `LISTS`."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
@@ -272,10 +276,6 @@ def _check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
                     f"{factor:.4g} times the other column's; multiply them by ln {base} = "
                     f"{1 / factor:.4g}"
                 )
-
-
-Row = dict[str, np.ndarray]
-"""Kind of column -> the sampled tokens' values; from `checked_row`."""
 
 
 class RowSample:

@@ -20,6 +20,7 @@ from dcmdp_jax.lab.mismatch.analysis import Measured, TokenText
 from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import Explanation
 from dcmdp_jax.lab.mismatch.pairs import (
+    Ragged,
     TokenPairs,
     make_pairs,
     measure_states,
@@ -88,10 +89,10 @@ class Setup:
 
     config: ModelConfig
     params: Params
-    prompts: Sequence[np.ndarray]
+    prompts: Ragged
     temperature: float
     earlier: Mapping[str, Params] = dataclasses.field(default_factory=dict)
-    prompt_variants: Mapping[str, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
+    prompt_variants: Mapping[str, Ragged] = dataclasses.field(default_factory=dict)
     text: TokenText | None = None
     compute: str = "float32"
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -240,9 +241,9 @@ def sampling_floor(
 
 def noise_floor(
     engine: Scorer,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
-    together: Sequence[np.ndarray],
+    prompts: Ragged,
+    completions: Ragged,
+    together: Ragged,
     *,
     temperature: float,
 ) -> float:
@@ -282,7 +283,7 @@ class _Change:
     precision: str = ""
     fp8_cache: bool = False
     params: Params | None = None
-    prompts: Sequence[np.ndarray] | None = None
+    prompts: Ragged | None = None
 
 
 _EMULATED = (

@@ -21,6 +21,7 @@ from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines import engine_kind, process_memory, protocol
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError, shorten, suggestion
+from dcmdp_jax.lab.mismatch.pairs import Ragged
 from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.row_logprobs import make_probe, make_row_logprobs
@@ -203,21 +204,21 @@ class TrainingStack:
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: Ragged,
+        completions: Ragged,
         *,
         temperature: float,
-    ) -> Sequence[np.ndarray]:
+    ) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
         return self.score_with_entropies(prompts, completions, temperature=temperature)[0]
 
     def score_with_entropies(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: Ragged,
+        completions: Ragged,
         *,
         temperature: float,
-    ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+    ) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
         program = _program(self._config, self._compute, self._scheme, temperature)
         run = functools.partial(program, self._params)
@@ -226,12 +227,12 @@ class TrainingStack:
 
     def score_listed(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
-        listed: Sequence[np.ndarray],
+        prompts: Ragged,
+        completions: Ragged,
+        listed: Ragged,
         *,
         temperature: float,
-    ) -> list[np.ndarray]:
+    ) -> Ragged:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
         program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
         run = functools.partial(program, self._params)
@@ -263,10 +264,10 @@ def _program(
 
 def in_rows(
     run: Callable[[Rows], jax.Array],
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
-    listed: Sequence[np.ndarray] | None = None,
-) -> list[np.ndarray]:
+    prompts: Ragged,
+    completions: Ragged,
+    listed: Ragged | None = None,
+) -> Ragged:
     """Run a program on completions, one a row, and cut its results to their tokens.
 
     Rows are at most 32 a call, of one length for each power of two, so few shapes compile.
@@ -327,11 +328,11 @@ class Scorer(Protocol):
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: Ragged,
+        completions: Ragged,
         *,
         temperature: float,
-    ) -> list[np.ndarray]:
+    ) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
 
     def close(self) -> None:
@@ -352,16 +353,16 @@ class Sampled:
     """
 
     prompt_index: np.ndarray
-    completion_ids: list[np.ndarray]
-    logprobs: list[np.ndarray]
-    top_ids: list[np.ndarray] | None = None
-    top_logprobs: list[np.ndarray] | None = None
+    completion_ids: Ragged
+    logprobs: Ragged
+    top_ids: Ragged | None = None
+    top_logprobs: Ragged | None = None
     episodes: Sequence[Episode] = ()
 
 
 def sample(
     engine: protocol.Engine,
-    prompts: Sequence[np.ndarray],
+    prompts: Ragged,
     sampling: protocol.SamplingParams,
     *,
     seed: int,
@@ -534,11 +535,11 @@ class HuggingFace:
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: Ragged,
+        completions: Ragged,
         *,
         temperature: float,
-    ) -> list[np.ndarray]:
+    ) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
         torch = self._torch
         scores = []

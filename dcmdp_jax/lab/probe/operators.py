@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from dcmdp_jax.engines.local.cache import load, store
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
+from dcmdp_jax.lab.mismatch.pairs import Ragged
 from dcmdp_jax.models import attention, gated_delta, products, scheme_products
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import (
@@ -79,8 +80,8 @@ def operator_differences(
     engine: Any,
     params: Params,
     config: ModelConfig,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
+    prompts: Ragged,
+    completions: Ragged,
 ) -> list[OperatorDifference]:
     """Run the training stack's operators, in float32, on what an engine's own read.
 
@@ -127,7 +128,7 @@ def operator_differences(
     return differences + in_order(_last(outer, observed.norm, observed.head, config=config), None)
 
 
-def _tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> OnePass:
+def _tokens_of(prompts: Ragged, completions: Ragged) -> OnePass:
     """The tokens to look at."""
     rows: list[np.ndarray] = []
     room = _TOKENS

@@ -18,7 +18,7 @@ from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.evidence import Lifted
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, probability_difference
+from dcmdp_jax.lab.mismatch.pairs import Ragged, TokenPairs, probability_difference
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.compare import Setup, compare, explained, is_settled, sampling_floor
 from dcmdp_jax.lab.probe.engines import SAMPLING_KINDS, ProbeSpec
@@ -61,7 +61,7 @@ class Session:
         """Seed of the samples."""
         return self.run.config.training.seed
 
-    def prompts(self, run: Policy) -> list[np.ndarray]:
+    def prompts(self, run: Policy) -> Ragged:
         """The problems as token ids, by a model's tokenizer."""
         task = self.run.config.task
         return encode_prompts(
@@ -72,7 +72,7 @@ class Session:
             chat_template_kwargs=task.chat_template_kwargs,
         ).token_ids
 
-    def total_tokens(self, prompts: Sequence[np.ndarray], runs: Sequence[Policy]) -> int:
+    def total_tokens(self, prompts: Ragged, runs: Sequence[Policy]) -> int:
         """Tokens of the longest prompt with its completion.
 
         Raises:
@@ -208,7 +208,7 @@ def _setup(
     session: Session,
     spec: ProbeSpec,
     scoring_run: Policy,
-    prompts: Sequence[np.ndarray],
+    prompts: Ragged,
     longest_prompt: int,
     floor: float | None,
 ) -> Setup:
@@ -242,7 +242,7 @@ def _lifted(
     session: Session,
     spec: ProbeSpec,
     run: Policy,
-    prompts: Sequence[np.ndarray],
+    prompts: Ragged,
     sampled: engines.Sampled,
     measured: Measured,
     total: int,
@@ -267,7 +267,7 @@ def _lifted(
 def lift(
     spec: ProbeSpec,
     build: Callable[[ProbeSpec], engines.Scorer],
-    prompts: Sequence[np.ndarray],
+    prompts: Ragged,
     sampled: engines.Sampled,
     pairs: TokenPairs,
     *,
@@ -309,7 +309,7 @@ def lift(
 
 def prompt_variants(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, task: TaskSettings
-) -> dict[str, list[np.ndarray]]:
+) -> dict[str, Ragged]:
     """The prompts as a wrong pipeline would render them: name -> token ids.
 
     Without the chat template, without the start of the assistant's turn, with a system message,
