@@ -87,7 +87,7 @@ def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected
     require_sizes(slope=slope, floor=floor)
     ratio = jnp.exp(_token_log_ratio(tokens))
     cap = 1.0 + slope * jnp.maximum(-jnp.expm1(_inside_mask(tokens, tokens.old_logprobs)), floor)
-    return _corrected(tokens, jnp.minimum(ratio, cap), jnp.ones_like(ratio, bool), ratio > cap)
+    return _corrected(tokens, jnp.minimum(ratio, cap), truncated=ratio > cap)
 
 
 def sequence_tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
@@ -176,7 +176,7 @@ def ctpo(
     total, count = _prefix_sums(tokens)
     scale = count**power
     log_ratio = jnp.clip(clamp(total, MAX_LOG_RATIO), -low * scale, high * scale)
-    return _corrected(tokens, jnp.exp(log_ratio), jnp.ones_like(total, bool), total != log_ratio)
+    return _corrected(tokens, jnp.exp(log_ratio), truncated=total != log_ratio)
 
 
 def pnpo(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
@@ -338,30 +338,34 @@ def _by_name(*corrections: Callable[..., Corrected]) -> dict[str, Callable[..., 
     return {correction.__name__: correction for correction in corrections}
 
 
-TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = _by_name(
-    tis, sequence_tis, cis, minpro, ctpo, pnpo
-)
+TRUNCATIONS = _by_name(tis, sequence_tis, cis, minpro, ctpo, pnpo)
 """Name -> correction that weighs by p / q within bounds and keeps every token."""
 
-MASKS: Mapping[str, Callable[..., Corrected]] = _by_name(icepop, sequence_mis, kpop)
+MASKS = _by_name(icepop, sequence_mis, kpop)
 """Name -> correction that weighs by p / q and drops what is out of bounds."""
 
-_OF_COMPLETIONS = sequence_rejection, geometric_rejection, veto, off_policy_mask, sequence_error
-FILTERS: Mapping[str, Callable[..., Corrected]] = _by_name(
-    *_OF_COMPLETIONS, probability_band, vaco, m2po, kl_rejection
+FILTERS = _by_name(
+    sequence_rejection,
+    geometric_rejection,
+    veto,
+    off_policy_mask,
+    sequence_error,
+    probability_band,
+    vaco,
+    m2po,
+    kl_rejection,
 )
 """Name -> correction that keeps or drops."""
 
-CORRECTIONS: Mapping[str, Callable[..., Corrected]] = {**TRUNCATIONS, **MASKS, **FILTERS}
+CORRECTIONS = TRUNCATIONS | MASKS | FILTERS
 """Name -> correction."""
 
 
 def of_single_tokens(name: str, parameters: Mapping[str, Any]) -> bool:
     """Whether a correction with these parameters looks at each token alone."""
-    return (
-        name in ("tis", "cis", "icepop", "kpop", "probability_band")
-        or parameters.get("over") == "token"
-    )
+    if parameters.get("over") == "token":
+        return True
+    return name in ("tis", "cis", "icepop", "kpop", "probability_band")
 
 
 OF_PREFIXES = frozenset({"minpro", "ctpo", "pnpo", "vaco", "m2po"})
@@ -493,23 +497,23 @@ def _inside(values: Float[Array, "R L"], low: float, high: float) -> Bool[jax.Ar
 
 
 def _truncated(tokens: Tokens, ratio: Float[Array, "R L"], low: float, high: float) -> Corrected:
-    keep = jnp.ones_like(ratio, bool)
-    return _corrected(tokens, jnp.clip(ratio, low, high), keep, ~_inside(ratio, low, high))
+    outside = ~_inside(ratio, low, high)
+    return _corrected(tokens, jnp.clip(ratio, low, high), truncated=outside)
 
 
 def _kept(
     tokens: Tokens, value: Float[Array, "R L"], keep: Bool[Array, "R L"], weights: Any = 1.0
 ) -> Corrected:
     """Weights where `keep` is true; NaN where the value that decided is NaN."""
-    weights = jnp.where(jnp.isnan(value), value, weights)
-    return _corrected(tokens, weights, keep, jnp.zeros_like(keep))
+    return _corrected(tokens, jnp.where(jnp.isnan(value), value, weights), keep=keep)
 
 
 def _corrected(
     tokens: Tokens,
     weights: Float[Array, "R L"],
-    keep: Bool[Array, "R L"],
-    truncated: Bool[Array, "R L"],
+    *,
+    keep: Bool[Array, "R L"] | bool = True,
+    truncated: Bool[Array, "R L"] | bool = False,
 ) -> Corrected:
     mask = jnp.asarray(tokens.completion_mask, bool)
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))

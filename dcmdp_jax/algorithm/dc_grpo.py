@@ -9,9 +9,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int, Shaped
 
-from dcmdp_jax.algorithm import discrepancy, dual, losses, masked, require, stats, trust_regions
+from dcmdp_jax.algorithm import discrepancy, dual, losses, masked, stats, trust_regions
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.penalties import penalized_advantages
+from dcmdp_jax.algorithm.require import (
+    concrete,
+    require_gradient,
+    require_logprobs,
+    require_number,
+    require_option,
+    require_rank,
+    require_same_shape,
+)
 from dcmdp_jax.types import Array, Scalar
 
 
@@ -128,9 +137,9 @@ def dc_grpo_loss(
     completion_mask = _numbers("completion_mask", completion_mask)
     rewards = _numbers("rewards", rewards)
     group_ids = _numbers("group_ids", group_ids)
-    require.require_option("aggregation", aggregation, get_args(losses.Aggregation))
-    require.require_number("multiplier_min", multiplier_min, minimum=0)
-    require.require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
+    require_option("aggregation", aggregation, get_args(losses.Aggregation))
+    require_number("multiplier_min", multiplier_min, minimum=0)
+    require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
     _require_arrays(logprobs, completion_mask, rewards, group_ids)
     _require_values(logprobs, completion_mask, rewards, group_ids)
 
@@ -198,8 +207,8 @@ def _require_arrays(
 ) -> None:
     """Raise for ranks, shapes and dtypes that do not fit; these are known under jit too."""
     for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
-        require.require_rank(name, array, 2)
-    require.require_same_shape(**logprobs, completion_mask=completion_mask)
+        require_rank(name, array, 2)
+    require_same_shape(**logprobs, completion_mask=completion_mask)
     shape = np.shape(completion_mask)
     if 0 in shape:
         raise ValueError(
@@ -215,20 +224,20 @@ def _require_arrays(
         dtype = jnp.asarray(array).dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {dtype}; must be floats, log-probs in nats")
-    require.require_gradient("train_logprobs", logprobs["train_logprobs"])
+    require_gradient("train_logprobs", logprobs["train_logprobs"])
 
 
 def _require_values(
     logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array
 ) -> None:
     """Raise for values that are wrong, as far as they are known."""
-    rewards = require.concrete(rewards)
+    rewards = concrete(rewards)
     if rewards is not None:
         # The squares of larger ones overflow float32.
         fits = np.abs(rewards.astype(float)) < 1e18
         _require_each("rewards", rewards, fits, "finite, below 1e+18")
 
-    ids = require.concrete(group_ids)
+    ids = concrete(group_ids)
     if ids is not None and np.issubdtype(ids.dtype, np.integer):
         unique_ids, counts = np.unique(ids, return_counts=True)
         if counts.min() < 2:
@@ -237,7 +246,7 @@ def _require_values(
                 "two completions"
             )
 
-    mask = require.concrete(completion_mask)
+    mask = concrete(completion_mask)
     if mask is None:
         return
     _require_each("completion_mask", mask, (mask == 0) | (mask == 1), "0 or 1")
@@ -250,13 +259,13 @@ def _require_values(
         )
 
     for name, array in logprobs.items():
-        values = require.concrete(array)
+        values = concrete(array)
         if values is not None:
             values = values.astype(float)
             # NaN is not below.
             below = ~sampled | (values < np.inf)
             _require_each(name, values, below, "a log-prob in nats, at most 0")
-            require.require_logprobs(name, values, sampled)
+            require_logprobs(name, values, sampled)
 
 
 def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:

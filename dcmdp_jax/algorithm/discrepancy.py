@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Shaped
 
 from dcmdp_jax.algorithm import masked
@@ -118,7 +119,7 @@ def token_discrepancy(
         values = jnp.abs(log_ratio)
     if completion_mask is not None:
         values = jnp.where(jnp.asarray(completion_mask, bool), values, 0.0)
-    return jax.lax.stop_gradient(values)
+    return stop_gradient(values)
 
 
 def sequence_discrepancy(
@@ -184,7 +185,7 @@ def log_odds(logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     Returns:
         float32 (float64 for float64 with x64), finite but for NaN. No gradient flows.
     """
-    x = jnp.clip(jax.lax.stop_gradient(as_float(logprobs)), -LOGPROB_LIMIT, -(2.0**-24))
+    x = jnp.clip(stop_gradient(as_float(logprobs)), -LOGPROB_LIMIT, -(2.0**-24))
     # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1.
     return x - jnp.log(-jnp.expm1(x))
 
@@ -280,10 +281,8 @@ def mismatch_statistics(
     """
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     mask = jnp.asarray(mask, bool)
-    train = jnp.where(mask, jax.lax.stop_gradient(jnp.asarray(train_logprobs, jnp.float32)), 0.0)
-    rollout = jnp.where(
-        mask, jax.lax.stop_gradient(jnp.asarray(rollout_logprobs, jnp.float32)), 0.0
-    )
+    train = jnp.where(mask, stop_gradient(jnp.asarray(train_logprobs, jnp.float32)), 0.0)
+    rollout = jnp.where(mask, stop_gradient(jnp.asarray(rollout_logprobs, jnp.float32)), 0.0)
     log_ratio = clamped_log_ratio(train, rollout)
 
     # Scaled by the largest weight, which cancels: squares and sums stay near 1.

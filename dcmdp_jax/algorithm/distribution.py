@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm import losses, masked, stats
@@ -122,10 +123,8 @@ def state_measures(
     require_same_shape(
         train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, present=present
     )
-    train = jax.lax.stop_gradient(jnp.where(present, jnp.asarray(train_logprobs, jnp.float32), 0.0))
-    rollout = jax.lax.stop_gradient(
-        jnp.where(present, jnp.asarray(rollout_logprobs, jnp.float32), 0.0)
-    )
+    train = stop_gradient(jnp.where(present, jnp.asarray(train_logprobs, jnp.float32), 0.0))
+    rollout = stop_gradient(jnp.where(present, jnp.asarray(rollout_logprobs, jnp.float32), 0.0))
     p = jnp.where(present, jnp.exp(train), 0.0)
     q = jnp.where(present, jnp.exp(rollout), 0.0)
     log_ratio = stats.clamped_log_ratio(train, rollout)
@@ -243,12 +242,12 @@ def centering_loss(
         log_ratio = losses.sequence_log_ratio(
             tokens.train_logprobs, tokens.anchor_logprobs, tokens.where
         )
-        sequence_ratio = jax.lax.stop_gradient(jnp.exp(jnp.where(active, log_ratio, 0.0)))
+        sequence_ratio = stop_gradient(jnp.exp(jnp.where(active, log_ratio, 0.0)))
 
     def constant_inside(array: Array) -> Array:
         if jnp.ndim(array) != active.ndim:
             return array
-        return jax.lax.stop_gradient(jnp.where(active, array, 0))
+        return stop_gradient(jnp.where(active, array, 0))
 
     sampled = jax.tree.map(constant_inside, tokens)._replace(completion_mask=active)
 
@@ -259,7 +258,7 @@ def centering_loss(
         if sequence_ratio is None:
             ratio = losses.importance_ratio(train, anchored)
         else:
-            ratio = sequence_ratio * jnp.exp(train - jax.lax.stop_gradient(train))
+            ratio = sequence_ratio * jnp.exp(train - stop_gradient(train))
         other = sampled._replace(
             train_logprobs=train,
             old_logprobs=old,
@@ -274,7 +273,7 @@ def centering_loss(
             mass = mass * jnp.where(corrected.keep, corrected.weights, 0.0)
         no_advantage = other._replace(advantages=jnp.zeros_like(other.advantages))
         difference = split(loss(other))[0] - split(loss(no_advantage))[0]
-        return jax.lax.stop_gradient(mass) * difference
+        return stop_gradient(mass) * difference
 
     present = head.present & active[..., None]
 
@@ -291,5 +290,5 @@ def centering_loss(
         outcomes(head.rollout_logprobs),
         outcomes(getattr(head, anchor)),
     )
-    constant_weights = jax.lax.stop_gradient(jnp.where(active, weights, 0.0))
+    constant_weights = stop_gradient(jnp.where(active, weights, 0.0))
     return masked.weighted_sum(jnp.sum(expected, axis=0), constant_weights).total

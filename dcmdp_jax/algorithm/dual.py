@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from dcmdp_jax.algorithm import masked, require
+from dcmdp_jax.algorithm import masked
+from dcmdp_jax.algorithm.require import (
+    require_number,
+    require_rank,
+    require_same_shape,
+    require_sizes,
+)
 from dcmdp_jax.types import Array, DualState, Scalar
 
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
@@ -36,7 +42,7 @@ def dual_init(multiplier: float, *, tolerance: float) -> DualState:
     Raises:
         ValueError: if a value is out of its range or not finite.
     """
-    require.require_sizes(multiplier=multiplier, tolerance=tolerance)
+    require_sizes(multiplier=multiplier, tolerance=tolerance)
     return DualState(jnp.asarray(multiplier, jnp.float32), jnp.asarray(tolerance, jnp.float32))
 
 
@@ -74,12 +80,12 @@ def dual_update(
         ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not
             seen under jit), or `maximum` is below `minimum`.
     """
-    require.require_rank("mean_discrepancy", mean_discrepancy, 0)
-    require.require_sizes(
+    require_rank("mean_discrepancy", mean_discrepancy, 0)
+    require_sizes(
         multiplier=multiplier, tolerance=tolerance, learning_rate=learning_rate, minimum=minimum
     )
     least_maximum = 0 if isinstance(minimum, jax.Array) else minimum
-    require.require_number("maximum", maximum, minimum=least_maximum)
+    require_number("maximum", maximum, minimum=least_maximum)
 
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
     multiplier, mean_discrepancy, tolerance, learning_rate = (
@@ -114,7 +120,7 @@ def measured_tolerance(
     Raises:
         ValueError: if the shapes differ.
     """
-    require.require_same_shape(mean_discrepancies=mean_discrepancies, noise_floors=noise_floors)
+    require_same_shape(mean_discrepancies=mean_discrepancies, noise_floors=noise_floors)
     means = jnp.asarray(mean_discrepancies, jnp.float32)
     floors = jnp.asarray(noise_floors, jnp.float32)
     median = masked.masked_quantile(jnp.maximum(means, floors), jnp.isfinite(means), 0.5)

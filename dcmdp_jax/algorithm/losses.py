@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int, Shaped
 
-from dcmdp_jax.algorithm import discrepancy, require, stats
+from dcmdp_jax.algorithm import discrepancy, stats
 from dcmdp_jax.algorithm.masked import (
     CompletionIndex,
     completion_means,
@@ -22,6 +22,15 @@ from dcmdp_jax.algorithm.masked import (
     weighted_sum,
 )
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.require import (
+    require_gradient,
+    require_integer,
+    require_logprobs,
+    require_number,
+    require_option,
+    require_rank,
+    require_same_shape,
+)
 from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
 
@@ -51,11 +60,11 @@ def importance_ratio(
         ValueError: if the shapes differ, `train_logprobs` is float16, or probabilities are given
             (not seen under jit).
     """
-    require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
-    require.require_gradient("train_logprobs", train_logprobs)
-    require.require_logprobs("train_logprobs", train_logprobs)
-    require.require_logprobs("old_logprobs", old_logprobs)
-    old = lax.stop_gradient(stats.as_float(old_logprobs))
+    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
+    require_gradient("train_logprobs", train_logprobs)
+    require_logprobs("train_logprobs", train_logprobs)
+    require_logprobs("old_logprobs", old_logprobs)
+    old = stop_gradient(stats.as_float(old_logprobs))
     return jnp.exp(stats.clamped_log_ratio(train_logprobs, old))
 
 
@@ -99,7 +108,7 @@ def log_ratio_squared(
     to the engine's on sampled tokens. Kimi k1.5, Kimi-K2.5 (arXiv:2602.02276) and prime-rl
     (`kl_tau`, 1e-3 until 2026-09-18, none since) have it. The difference is clamped at 20 nats.
     """
-    require.require_number("tau", tau, minimum=0)
+    require_number("tau", tau, minimum=0)
     losses, statistics = surrogate(tokens, trust_region=trust_region)
     log_ratio = stats.clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs)
     return losses + tau * log_ratio**2, statistics
@@ -164,16 +173,16 @@ def policy_loss(
         ValueError: if the shapes differ, or the loss refuses a parameter.
     """
     require_tokens(tokens)
-    require.require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
+    require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
     mask = jnp.asarray(tokens.completion_mask, bool)
-    weights = lax.stop_gradient(jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0))
+    weights = stop_gradient(jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0))
     active = weights != 0
 
     def inside(values: Array) -> jax.Array:
         return jnp.where(active, jnp.asarray(values, jnp.float32), 0.0)
 
     def constant(values: Array | None) -> jax.Array | None:
-        return None if values is None else lax.stop_gradient(inside(values))
+        return None if values is None else stop_gradient(inside(values))
 
     train = inside(tokens.train_logprobs)
     anchor = constant(tokens.anchor_logprobs)
@@ -194,8 +203,8 @@ def policy_loss(
     )
     token_losses, statistics = split(loss(active_tokens))
 
-    ratio = lax.stop_gradient(ratio)
-    return weighted_sum(token_losses, weights), lax.stop_gradient(statistics) | {
+    ratio = stop_gradient(ratio)
+    return weighted_sum(token_losses, weights), stop_gradient(statistics) | {
         "policy/ratio_mean": masked_sum(ratio, active),
         "policy/ratio_max": stats.Max(
             jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)
@@ -208,17 +217,17 @@ def sequence_log_ratio(
     train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, "R L"]:
     """Mean log-ratio of a token's completion in value, the token's own in gradient; clamped."""
-    require.require_same_shape(
+    require_same_shape(
         train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask
     )
-    require.require_gradient("train_logprobs", train_logprobs)
+    require_gradient("train_logprobs", train_logprobs)
     mask = jnp.asarray(where.mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-    old = lax.stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
+    old = stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
     difference = stats.log_difference(train, old)
-    means = completion_means(lax.stop_gradient(difference), where)
+    means = completion_means(stop_gradient(difference), where)
     # difference - stop_gradient(difference) is 0 with gradient 1.
-    drift = difference - lax.stop_gradient(difference)
+    drift = difference - stop_gradient(difference)
     return stats.clamp(gather_to_tokens(means, where.index) + drift, stats.MAX_LOG_RATIO)
 
 
@@ -264,15 +273,13 @@ def aggregation_weights(
         ValueError: if the shapes differ or are not [N], `mode` is unknown, or
             `max_completion_tokens` is missing for `fixed_length` or not a positive integer.
     """
-    require.require_same_shape(completion_lengths=completion_lengths, loss_mask=loss_mask)
-    require.require_rank("completion_lengths", completion_lengths, 1)
-    require.require_option("mode", mode, get_args(Aggregation))
+    require_same_shape(completion_lengths=completion_lengths, loss_mask=loss_mask)
+    require_rank("completion_lengths", completion_lengths, 1)
+    require_option("mode", mode, get_args(Aggregation))
     if max_completion_tokens is not None or mode == "fixed_length":
-        require.require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
+        require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
     if dropped_tokens is not None:
-        require.require_same_shape(
-            completion_lengths=completion_lengths, dropped_tokens=dropped_tokens
-        )
+        require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
 
     lengths = jnp.asarray(completion_lengths, jnp.int32)
     kept_lengths = lengths
@@ -318,13 +325,13 @@ def reference_kl(
     Raises:
         ValueError: if the shapes differ, `train_logprobs` is float16, or `estimator` is unknown.
     """
-    require.require_gradient("train_logprobs", train_logprobs)
+    require_gradient("train_logprobs", train_logprobs)
     if completion_mask is None:
         completion_mask = jnp.ones(jnp.shape(train_logprobs), bool)
-    require.require_same_shape(
+    require_same_shape(
         train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=completion_mask
     )
     mask = jnp.asarray(completion_mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-    reference = jax.lax.stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))
+    reference = stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))
     return stats.kl_estimate(stats.clamped_log_ratio(reference, train), estimator)

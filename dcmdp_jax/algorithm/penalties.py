@@ -20,11 +20,13 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
-from dcmdp_jax.algorithm import masked, require, stats
+from dcmdp_jax.algorithm import masked, stats
 from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
+from dcmdp_jax.algorithm.require import require_number, require_same_shape
 from dcmdp_jax.types import Array, Scalar
 
 
@@ -52,15 +54,15 @@ def penalized_advantages(
         ValueError: if the shapes differ, or the multiplier is negative or not finite (not seen
             under jit).
     """
-    require.require_number("multiplier", multiplier, minimum=0)
+    require_number("multiplier", multiplier, minimum=0)
     advantages = stats.as_float(advantages)
     discrepancy = stats.as_float(discrepancy)
     if advantages.ndim == discrepancy.ndim - 1:
         advantages = advantages[..., None]
     if advantages.shape[-1:] == (1,):
         advantages = jnp.broadcast_to(advantages, (*advantages.shape[:-1], *discrepancy.shape[-1:]))
-    require.require_same_shape(advantages=advantages, discrepancy=discrepancy)
-    return jax.lax.stop_gradient(advantages - multiplier * discrepancy)
+    require_same_shape(advantages=advantages, discrepancy=discrepancy)
+    return stop_gradient(advantages - multiplier * discrepancy)
 
 
 def grpo(tokens: Tokens) -> Float[Array, "R L"]:
@@ -106,7 +108,7 @@ def total_variation(
     log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]
 ) -> Float[jax.Array, "*s"]:
     """1/2 sum_a |p_a - q_a|; dD / dp_a = sign(p_a - q_a) / 2."""
-    require.require_same_shape(log_p=log_p, log_q=log_q)
+    require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1) / 2
 
 
@@ -119,7 +121,7 @@ def expected_delta(
     log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]
 ) -> Float[jax.Array, "*s"]:
     """E_q[delta] = sum_a q_a |p_a - q_a|; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
-    require.require_same_shape(log_p=log_p, log_q=log_q)
+    require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.exp(log_q) * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
 
 
@@ -163,7 +165,7 @@ def charge_loss(
         ValueError: if the shapes of tokens, weights or head differ.
     """
     require_tokens(tokens)
-    require.require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
+    require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     present = head.present & active[..., None]
@@ -171,6 +173,6 @@ def charge_loss(
     # Where the engine has fewer tokens both log-probs are 0: no charge differs from 0 there.
     log_p = with_tail(head.train_logprobs, present)
     log_q = with_tail(head.rollout_logprobs, present)
-    values = STATE_CHARGES[charge](log_p, jax.lax.stop_gradient(log_q))
-    constant_weights = jax.lax.stop_gradient(jnp.where(active, weights, 0.0))
+    values = STATE_CHARGES[charge](log_p, stop_gradient(log_q))
+    constant_weights = stop_gradient(jnp.where(active, weights, 0.0))
     return tokens.multiplier * masked.weighted_sum(values, constant_weights).total

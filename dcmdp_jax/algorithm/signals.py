@@ -6,12 +6,14 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import stop_gradient
 from jaxtyping import Float, Int
 
-from dcmdp_jax.algorithm import masked, require, stats
+from dcmdp_jax.algorithm import masked, stats
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Charge, sequence_discrepancy, token_discrepancy
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.types import Array
 
 
@@ -71,7 +73,7 @@ def charge_share(
         ValueError: if the shapes differ.
     """
     require_tokens(tokens)
-    require.require_same_shape(
+    require_same_shape(
         advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights
     )
     score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
@@ -79,9 +81,9 @@ def charge_share(
     charge = masked.weighted_sum(charged, token_weights).total
     plain = masked.weighted_sum(jnp.abs(uncharged) * score, token_weights).total
     if in_loss is not None:
-        require.require_same_shape(in_loss=in_loss, token_weights=token_weights)
+        require_same_shape(in_loss=in_loss, token_weights=token_weights)
         charge += tokens.multiplier * masked.weighted_sum(in_loss, token_weights).total
-    return jax.lax.stop_gradient(stats.Mean(charge, charge + plain))
+    return stop_gradient(stats.Mean(charge, charge + plain))
 
 
 def row_signals(
@@ -125,13 +127,13 @@ def row_signals(
         ValueError: if the shapes differ or an option is unknown.
     """
     require_tokens(tokens)
-    require.require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
-    require.require_option("level", level, get_args(Charge))
+    require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
+    require_option("level", level, get_args(Charge))
     mask = tokens.completion_mask
     num_completions = tokens.num_completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     # The number of completions stays a Python number.
-    tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=num_completions)
+    tokens = stop_gradient(tokens)._replace(num_completions=num_completions)
 
     delta = token_discrepancy(
         tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure
@@ -144,7 +146,8 @@ def row_signals(
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
 
-    planned_weights = jax.lax.stop_gradient(
+    # `tokens` are constants, so that all that follows from them is.
+    planned_weights = stop_gradient(
         jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0)
     )
     dropped_tokens = jnp.zeros(num_completions, jnp.int32)
@@ -163,12 +166,12 @@ def row_signals(
             dropped = tokens.where._replace(mask=mask & ~corrected.keep)
             dropped_tokens = masked.completion_counts(dropped)
     return Signals(
-        tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
+        tokens=tokens._replace(advantages=penalized),
         discrepancy=delta,
-        weights=jax.lax.stop_gradient(token_weights),
+        weights=token_weights,
         planned_weights=planned_weights,
-        centered_weights=jax.lax.stop_gradient(centered_weights),
+        centered_weights=centered_weights,
         dropped_tokens=dropped_tokens,
         mean_discrepancy=masked.masked_sum(delta, mask),
-        statistics=jax.lax.stop_gradient(statistics),
+        statistics=statistics,
     )

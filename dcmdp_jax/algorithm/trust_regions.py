@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.lax import stop_gradient
 from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.masked import completion_sums, gather_to_tokens, masked_sum
@@ -60,7 +60,7 @@ def clipped_surrogate(
     require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
     require_number("clip_high", clip_high, minimum=0)
     ratio = as_float(ratio)
-    advantages = lax.stop_gradient(as_float(advantages))
+    advantages = stop_gradient(as_float(advantages))
     # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their
     # arguments tie.
     low = (advantages < 0) & (ratio < 1.0 - clip_low)
@@ -155,7 +155,7 @@ def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
     require_number("cap", cap, minimum=1)
     shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
     # ratio / stop_gradient(ratio) is 1 with the gradient of log gamma.
-    scale = lax.stop_gradient(jnp.minimum(tokens.ratio, cap) / tokens.ratio)
+    scale = stop_gradient(jnp.minimum(tokens.ratio, cap) / tokens.ratio)
     return _masked(tokens._replace(ratio=tokens.ratio * scale), shift < -high, shift > high)
 
 
@@ -240,7 +240,7 @@ def _require(tokens: Tokens, *, open_minimum: bool = False, **sizes: float) -> N
 
 def _policy(tokens: Tokens) -> Float[jax.Array, "R L"]:
     """log pi now, where a bound looks at it: a constant."""
-    return lax.stop_gradient(tokens.train_logprobs)
+    return stop_gradient(tokens.train_logprobs)
 
 
 def _masked(tokens: Tokens, low: Bool[Array, "R L"], high: Bool[Array, "R L"]) -> Region:
@@ -249,7 +249,7 @@ def _masked(tokens: Tokens, low: Bool[Array, "R L"], high: Bool[Array, "R L"]) -
 
 def _weighed(tokens: Tokens, weights: Float[Array, "R L"]) -> Region:
     """sg(weight) A log pi: the policy gradient with these weights, which are constants."""
-    return Region(lax.stop_gradient(weights) * tokens.advantages * tokens.train_logprobs)
+    return Region(stop_gradient(weights) * tokens.advantages * tokens.train_logprobs)
 
 
 _OURS = clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr
