@@ -58,6 +58,8 @@ from dcmdp_jax.types import Array
 
 Correction = Callable[[Tokens], Corrected | tuple[Corrected, Statistics]]
 KlOver = Literal["token", "mean", "sum", "max"]
+_Values = Float[Array, "R L"]
+_Flags = Bool[Array, "R L"]
 
 
 # Importance weights: the loss becomes one under the training stack's distribution.
@@ -212,8 +214,7 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
     bounds the inverse; slime: `rs_level=geometric`; NeMo-RL's `seq-mask-tis` (0.999 to 1.002)
     weighs kept tokens by r_t too, without bound: add `tis(high=...)`.
     """
-    difference = log_difference(tokens.old_logprobs, tokens.rollout_logprobs)
-    mean = _gathered(tokens, completion_means, difference)
+    mean = _gathered(tokens, completion_means, _token_difference(tokens))
     ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
@@ -322,7 +323,7 @@ def kl_rejection(
     """
     require_number("high", high, minimum=0, open_minimum=True)
     require_option("over", over, get_args(KlOver))
-    difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
+    difference = _token_difference(tokens)
     if estimator != "k1":
         difference = clamp(difference, MAX_LOG_RATIO)
     values = kl_estimate(difference, estimator)
@@ -414,45 +415,47 @@ def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dic
     }
 
 
-def _token_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:
+def _token_difference(tokens: Tokens) -> _Values:
+    """d_t, each log-prob clamped at 1e4 nats, their difference not."""
+    return _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
+
+
+def _token_log_ratio(tokens: Tokens) -> _Values:
     """d_t, clamped."""
     return clamped_log_ratio(
         _inside_mask(tokens, tokens.old_logprobs), _inside_mask(tokens, tokens.rollout_logprobs)
     )
 
 
-def _sequence_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:
+def _sequence_log_ratio(tokens: Tokens) -> _Values:
     """sum_t d_t of each token's completion, clamped at the end."""
-    difference = log_difference(tokens.old_logprobs, tokens.rollout_logprobs)
-    return clamp(_gathered(tokens, completion_sums, difference), MAX_LOG_RATIO)
+    return clamp(_gathered(tokens, completion_sums, _token_difference(tokens)), MAX_LOG_RATIO)
 
 
-def _inside_mask(tokens: Tokens, values: Float[Array, "R L"]) -> Float[jax.Array, "R L"]:
+def _inside_mask(tokens: Tokens, values: _Values) -> _Values:
     require_tokens(tokens)
     return jnp.where(
         jnp.asarray(tokens.completion_mask, bool), jnp.asarray(values, jnp.float32), 0.0
     )
 
 
-def _gathered(
-    tokens: Tokens, reduce: Callable[..., Any], values: Float[Array, "R L"]
-) -> Float[jax.Array, "R L"]:
+def _gathered(tokens: Tokens, reduce: Callable[..., Any], values: _Values) -> _Values:
     """A reduction over each completion's sampled tokens, given to them; 0 outside the mask."""
     reduced = reduce(values, tokens.where)
     return _inside_mask(tokens, gather_to_tokens(reduced, tokens.completion_index))
 
 
-def _prefix_sums(tokens: Tokens) -> tuple[Float[jax.Array, "R L"], Float[jax.Array, "R L"]]:
-    """sum_{j<=t} d_j, each clamped at 1e4 nats alone, and t, at least 1."""
-    difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
+def _prefix_sums(tokens: Tokens) -> tuple[_Values, _Values]:
+    """sum_{j<=t} d_j, and t, at least 1."""
+    difference = _token_difference(tokens)
     total, _ = _scanned(tokens, difference)
     count, _ = _scanned(tokens, jnp.ones_like(difference))
     return total, jnp.maximum(count, 1.0)
 
 
 def _scanned(
-    tokens: Tokens, values: Float[Array, "R L"], combine: Any = jnp.add, empty: float = 0.0
-) -> tuple[Float[jax.Array, "R L"], Float[jax.Array, "R L"]]:
+    tokens: Tokens, values: _Values, combine: Any = jnp.add, empty: float = 0.0
+) -> tuple[_Values, _Values]:
     """Scan of each completion's sampled tokens in their order, a completion being within one row.
 
     Args:
@@ -490,30 +493,28 @@ def _require_band(low: float, high: float) -> None:
         raise ValueError(f"the band from low={low:g} to high={high:g} is empty")
 
 
-def _inside(values: Float[Array, "R L"], low: float, high: float) -> Bool[jax.Array, "R L"]:
+def _inside(values: _Values, low: float, high: float) -> _Flags:
     """Whether low <= value <= high; true for NaN, which must not be dropped unseen."""
     _require_band(low, high)
     return ~((values < low) | (values > high))
 
 
-def _truncated(tokens: Tokens, ratio: Float[Array, "R L"], low: float, high: float) -> Corrected:
+def _truncated(tokens: Tokens, ratio: _Values, low: float, high: float) -> Corrected:
     outside = ~_inside(ratio, low, high)
     return _corrected(tokens, jnp.clip(ratio, low, high), truncated=outside)
 
 
-def _kept(
-    tokens: Tokens, value: Float[Array, "R L"], keep: Bool[Array, "R L"], weights: Any = 1.0
-) -> Corrected:
+def _kept(tokens: Tokens, value: _Values, keep: _Flags, weights: Any = 1.0) -> Corrected:
     """Weights where `keep` is true; NaN where the value that decided is NaN."""
     return _corrected(tokens, jnp.where(jnp.isnan(value), value, weights), keep=keep)
 
 
 def _corrected(
     tokens: Tokens,
-    weights: Float[Array, "R L"],
+    weights: _Values,
     *,
-    keep: Bool[Array, "R L"] | bool = True,
-    truncated: Bool[Array, "R L"] | bool = False,
+    keep: _Flags | bool = True,
+    truncated: _Flags | bool = False,
 ) -> Corrected:
     mask = jnp.asarray(tokens.completion_mask, bool)
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))

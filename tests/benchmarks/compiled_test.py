@@ -143,14 +143,14 @@ def test_what_the_checks_find(plan):
     """The plain attention of a CPU has a matrix of scores; nothing else that a large model must not
     have.
     """
-    step = plan.programs["step"]._replace(seconds=180.0)
+    step = dataclasses.replace(plan.programs["step"], seconds=180.0)
     plan = dataclasses.replace(plan, programs={"step": step})
     no_logits, no_scores, no_tree, operations, _, seconds = check_goals(plan)
     assert no_logits.holds and no_tree.holds and operations.holds and seconds.holds
     # Two key-value heads, and the two query heads of each along the queries.
     assert not no_scores.holds and no_scores.found == "f32[1,2,160,80] in step"
     assert operations.found == f"{least_of(plan).flops_ratio(plan):.2f}"
-    slow = step._replace(seconds=181.0)
+    slow = dataclasses.replace(step, seconds=181.0)
     assert not check_goals(dataclasses.replace(plan, programs={"step": slow}))[-1].holds
 
 
