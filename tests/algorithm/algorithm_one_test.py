@@ -160,8 +160,9 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     rewards, groups, in_loss, valid, lengths = per_completion
     mask = laid["mask"]
     index = laid["index"]
-    how = {"completion_mask": mask, "measure": measure, "sided": sided}
-    delta = discrepancy.token_discrepancy(laid["old"], laid["rollout"], **how)
+    delta = discrepancy.token_discrepancy(
+        laid["old"], laid["rollout"], completion_mask=mask, measure=measure, sided=sided
+    )
     if level == "sequence":
         delta = discrepancy.sequence_discrepancy(
             delta, masked.CompletionIndex(mask, index, COMPLETIONS)

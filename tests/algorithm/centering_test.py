@@ -34,9 +34,9 @@ def _problem(seed=0, noise=0.6):
     return logits, log_q, sampled, rng.normal(0, 1, STATES)
 
 
-@functools.partial(jax.jit, static_argnames=("chosen", "loss", "anchor", "level"))
-def _gradient(logits, old, log_q, ids, sampled, advantages, chosen, loss, anchor, level):
-    """Of sum_t (f l_t - E_q[f l]) in the logits [S, V]; all states are one completion."""
+@functools.partial(jax.jit, static_argnames=("filters", "loss", "anchor", "level"))
+def _gradient(logits, old, log_q, ids, sampled, advantages, filters, loss, anchor, level):
+    """Gradient of sum_t (f l_t - E_q[f l]) in the logits [S, V]; all states are one completion."""
 
     def at(table, ids):
         return jnp.take_along_axis(table, ids, -1)[None]
@@ -58,14 +58,28 @@ def _gradient(logits, old, log_q, ids, sampled, advantages, chosen, loss, anchor
             tolerance=jnp.float32(0),
             anchor_logprobs=before if anchor == "old_logprobs" else rollout,
         )
-        head = Head(ids[None], at(log_q, ids), at(log_p, ids), at(old, ids), at(old, ids))
-        weights = ones = jnp.ones(train.shape)
-        if chosen:
-            found = corrections.chain(tokens, chosen)[0]
-            weights = jnp.where(found.keep, found.weights, 0.0)
-        how = {"loss": loss, "ratio_level": level}
-        less = centering_loss(tokens, ones, head, anchor=anchor, corrections=chosen, **how)
-        return policy_loss(tokens, weights, **how)[0].total - less
+        head = Head(
+            ids=ids[None],
+            rollout_logprobs=at(log_q, ids),
+            train_logprobs=at(log_p, ids),
+            old_logprobs=at(old, ids),
+            start_logprobs=at(old, ids),
+        )
+        ones = jnp.ones(train.shape)
+        weights = ones
+        if filters:
+            corrected = corrections.chain(tokens, filters)[0]
+            weights = jnp.where(corrected.keep, corrected.weights, 0.0)
+        plain, _ = policy_loss(tokens, weights, loss=loss, ratio_level=level)
+        return plain.total - centering_loss(
+            tokens,
+            ones,
+            head,
+            anchor=anchor,
+            loss=loss,
+            corrections=filters,
+            ratio_level=level,
+        )
 
     return jax.grad(objective)(logits)
 
@@ -77,22 +91,28 @@ def _ours(
     advantages,
     k,
     *,
-    chosen=(),
+    filters=(),
     loss=surrogate,
     anchor="old_logprobs",
     old=None,
     level="token",
 ):
-    """`_gradient` with the k likeliest tokens of q; `old` are the logits of the weights that made
-    the batch.
-    """
-    ids = np.argsort(-log_q, axis=-1)[:, :k].astype(np.int32)
-    before = _log_softmax(logits if old is None else old)
-    tables = (np.asarray(x, np.float32) for x in (logits, before, log_q))
-    given = *tables, ids, np.asarray(sampled, np.int32), np.asarray(advantages, np.float32)
-    return np.asarray(
-        _gradient(*given, chosen=chosen, loss=loss, anchor=anchor, level=level), np.float64
+    """`_gradient` with the k likeliest tokens of q; `old` are the logits of the batch's weights."""
+    if old is None:
+        old = logits
+    gradient = _gradient(
+        np.asarray(logits, np.float32),
+        np.asarray(_log_softmax(old), np.float32),
+        np.asarray(log_q, np.float32),
+        np.argsort(-log_q, axis=-1)[:, :k].astype(np.int32),
+        np.asarray(sampled, np.int32),
+        np.asarray(advantages, np.float32),
+        filters=filters,
+        loss=loss,
+        anchor=anchor,
+        level=level,
     )
+    return np.asarray(gradient, np.float64)
 
 
 def _published(logits, log_q, sampled, advantages, k, weight):
@@ -127,10 +147,10 @@ _WEIGHTS = {
 @pytest.mark.parametrize("name", _WEIGHTS)
 @pytest.mark.parametrize("k", [1, 3, 8, VOCAB])
 def test_the_gradient_is_that_of_the_published_formula(name, k):
-    chosen, weight = _WEIGHTS[name]
+    filters, weight = _WEIGHTS[name]
     problem = _problem()
     np.testing.assert_allclose(
-        _ours(*problem, k, chosen=chosen), _published(*problem, k, weight), atol=1e-5
+        _ours(*problem, k, filters=filters), _published(*problem, k, weight), atol=1e-5
     )
 
 
@@ -144,24 +164,17 @@ def test_by_hand_with_two_tokens():
     np.testing.assert_allclose(found, [[-1.0, 1.0]] * STATES, atol=1e-6)
 
 
-def _mean_under_q(advantages=None, noise=0.6, chosen=(), **options):
+def _mean_under_q(advantages=None, noise=0.6, **options):
     """The expectation over sampled tokens of each state's gradient, with k = V."""
     logits, log_q, _, _ = _problem(noise=noise)
-    advantages = np.ones(STATES) if advantages is None else advantages
-    of_token = (
-        np.exp(log_q[:, y])[:, None]
-        * _ours(
-            logits,
-            log_q,
-            np.full(STATES, y),
-            advantages if np.ndim(advantages) == 1 else advantages[:, y],
-            VOCAB,
-            chosen=chosen,
-            **options,
-        )
-        for y in range(VOCAB)
-    )
-    return sum(of_token)
+    if advantages is None:
+        advantages = np.ones((STATES, VOCAB))
+    mean = 0.0
+    for y in range(VOCAB):
+        sampled = np.full(STATES, y)
+        gradient = _ours(logits, log_q, sampled, advantages[:, y], VOCAB, **options)
+        mean += np.exp(log_q[:, y])[:, None] * gradient
+    return mean
 
 
 _LOSSES = {
@@ -176,16 +189,16 @@ _LOSSES = {
 }
 
 
-@pytest.mark.parametrize("chosen", ["none", "icepop"])
+@pytest.mark.parametrize("filters", ["none", "icepop"])
 @pytest.mark.parametrize("anchor", ["old_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("loss", _LOSSES)
-def test_of_every_loss_the_mean_score_under_the_engine_is_nothing(loss, anchor, chosen):
+def test_of_every_loss_the_mean_score_under_the_engine_is_nothing(loss, anchor, filters):
     """Where A does not depend on the token nothing is to be learned, whatever the loss weighs
     tokens with; the old policy is another one, so that trust regions bite.
     """
     old = _problem()[0] + np.random.default_rng(3).normal(0, 0.4, (STATES, VOCAB))
-    options = {"loss": _LOSSES[loss], "anchor": anchor, "old": old}
-    assert np.abs(_mean_under_q(chosen=_WEIGHTS[chosen][0], **options)).max() < 3e-5
+    mean = _mean_under_q(filters=_WEIGHTS[filters][0], loss=_LOSSES[loss], anchor=anchor, old=old)
+    assert np.abs(mean).max() < 3e-5
 
 
 def test_a_term_beside_the_advantage_is_not_centred():
@@ -246,16 +259,13 @@ def test_without_it_a_policy_drifts_to_its_engines_bias():
         logits = start
         for _ in range(400):
             q = np.exp(_log_softmax(logits + bias))
-            rows = (
-                np.tile(logits, (VOCAB, 1)),
-                np.tile(np.log(q), (VOCAB, 1)),
-            )  # row y has sampled y; A weighs it by q
-            expected = -(
-                _ours(*rows, np.arange(VOCAB), q, k).sum(0)
-                if k
-                else np.exp(_log_softmax(logits)) - q
-            )
-            logits = logits + 0.5 * expected
+            gradient = np.exp(_log_softmax(logits)) - q
+            if k:
+                # Row y has sampled y; A weighs it by q.
+                rows = np.tile(logits, (VOCAB, 1))
+                rows_q = np.tile(np.log(q), (VOCAB, 1))
+                gradient = _ours(rows, rows_q, np.arange(VOCAB), q, k).sum(0)
+            logits = logits - 0.5 * gradient
         return np.abs(np.exp(_log_softmax(logits)) - np.exp(_log_softmax(start))).sum() / 2
 
     plain = moved(0)

@@ -121,11 +121,13 @@ def loop(data):
 
 def call(data, *, jit=False, **options):
     """Loss, gradient in every log-prob, and aux."""
-    given = {**data, **options}
-    arrays = [given.pop(name) for name in NAMES]
-    function = functools.partial(dcmdp_jax.dc_grpo_loss, **given)
+    arrays = [data[name] for name in NAMES]
+    constants = {name: value for name, value in data.items() if name not in NAMES}
+    function = functools.partial(dcmdp_jax.dc_grpo_loss, **constants, **options)
     gradients = jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True)
-    return (jax.jit(gradients) if jit else gradients)(*arrays)
+    if jit:
+        gradients = jax.jit(gradients)
+    return gradients(*arrays)
 
 
 def check(found, expected, rtol):
@@ -142,9 +144,8 @@ def test_it_is_the_papers_equations_in_float64_and_float32(aggregation):
     data = draw()
     expected = equations(data, aggregation)
     assert (expected["gradient"][data["completion_mask"]] == 0).sum() > 3  # the clip bites
-    options = {"aggregation": aggregation, "max_completion_tokens": 7}
     with jax.enable_x64(True):
-        found = call(data, **options)
+        found = call(data, aggregation=aggregation, max_completion_tokens=7)
         assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float64")}
         check(found, expected, 1e-12)
         as_integers = {
@@ -153,9 +154,11 @@ def test_it_is_the_papers_equations_in_float64_and_float32(aggregation):
             "multiplier": 0.2,
             "tolerance": 0.025,
         }
-        check(call(as_integers, **options), equations(as_integers, aggregation), 1e-12)
+        found = call(as_integers, aggregation=aggregation, max_completion_tokens=7)
+        check(found, equations(as_integers, aggregation), 1e-12)
     for jit in (False, True):
-        found = call(draw(dtype=np.float32), jit=jit, **options)
+        data = draw(dtype=np.float32)
+        found = call(data, jit=jit, aggregation=aggregation, max_completion_tokens=7)
         assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
         check(found, expected, 2e-6)
 
@@ -449,39 +452,40 @@ def test_the_first_update_is_reinforce_with_the_charge_and_without_it_grpo():
 def test_log_probs_in_float16_whose_gradient_overflows_are_refused_and_in_bfloat16_are_not():
     # One token, 12 nats likelier than it was, A = -1: the gradient is e^12 = 162,755, above
     # float16's 65,504.
-    data = {
-        "train_logprobs": [[-0.5]] * 2,
-        "old_logprobs": [[-12.5]] * 2,
-        "rollout_logprobs": [[-12.5]] * 2,
-    }
-    rest = {
-        "completion_mask": [[1]] * 2,
-        "rewards": [0.0, 1.0],
-        "group_ids": [0, 0],
-        "multiplier": 0,
-        "tolerance": 0,
-    }
+    now = [[-0.5]] * 2
 
     def loss(train, dtype, compiled=lambda function: function):
-        old = {
-            name: jnp.asarray(data[name], dtype) for name in ("old_logprobs", "rollout_logprobs")
-        }
-        return compiled(lambda x: dcmdp_jax.dc_grpo_loss(x, **old, **rest)[0])(train)
+        old = jnp.asarray([[-12.5]] * 2, dtype)
+
+        def of_train(train):
+            loss, _ = dcmdp_jax.dc_grpo_loss(
+                train,
+                old_logprobs=old,
+                rollout_logprobs=old,
+                completion_mask=[[1]] * 2,
+                rewards=[0.0, 1.0],
+                group_ids=[0, 0],
+                multiplier=0,
+                tolerance=0,
+            )
+            return loss
+
+        return compiled(of_train)(train)
 
     # The mean over two completions, each A is +-1 / sqrt(2) by the unbiased deviation.
     expected = np.exp(12) / np.sqrt(2) / 2
     for dtype in (jnp.bfloat16, jnp.float32):
-        gradient = jax.grad(loss)(jnp.asarray(data["train_logprobs"], dtype), dtype)
+        gradient = jax.grad(loss)(jnp.asarray(now, dtype), dtype)
         assert (
             float(gradient[0, 0]) == pytest.approx(expected, rel=1e-2)
             and float(gradient[1, 0]) == 0
         )
-    narrow = jnp.asarray(data["train_logprobs"], jnp.float16)
+    narrow = jnp.asarray(now, jnp.float16)
     for compiled in (jax.jit, jax.grad, lambda function: function):
         with pytest.raises(
             ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"
         ):
             loss(narrow, jnp.float16, compiled)
     # What no gradient reaches may be float16.
-    train = jnp.asarray(data["train_logprobs"], jnp.float32)
+    train = jnp.asarray(now, jnp.float32)
     assert float(jax.grad(loss)(train, jnp.float16)[0, 0]) == pytest.approx(expected, rel=1e-5)

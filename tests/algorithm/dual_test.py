@@ -10,17 +10,21 @@ import pytest
 
 from dcmdp_jax.algorithm import dual
 
-BOUNDS = {"minimum": 0.0, "maximum": 1.0}
 
-
-def run(multiplier, values, **settings):
+def run(multiplier, values, *, tolerance=0.25, learning_rate=1.0, minimum=0.0, maximum=1.0):
     """The multiplier after each value."""
-    settings = {"tolerance": 0.25, "learning_rate": 1.0, **BOUNDS, **settings}
-    moved = []
+    multipliers = []
     for value in values:
-        multiplier = dual.dual_update(multiplier, value, **settings)
-        moved.append(float(multiplier))
-    return moved
+        multiplier = dual.dual_update(
+            multiplier,
+            value,
+            tolerance=tolerance,
+            learning_rate=learning_rate,
+            minimum=minimum,
+            maximum=maximum,
+        )
+        multipliers.append(float(multiplier))
+    return multipliers
 
 
 def test_steps_by_hand():
@@ -51,7 +55,7 @@ def test_jitted_has_one_trace():
     @jax.jit
     def step(multiplier, value):
         traced.append(value)
-        return dual.dual_update(multiplier, value, tolerance=0.25, learning_rate=0.5, **BOUNDS)
+        return dual.dual_update(multiplier, value, tolerance=0.25, learning_rate=0.5)
 
     values = (0.3, np.nan, 0.1, 0.9)
     multiplier = dual.dual_init(0.1, tolerance=0.25).multiplier
@@ -62,16 +66,16 @@ def test_jitted_has_one_trace():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("multiplier", "tolerance", "message"),
     [
-        ({"multiplier": -0.1}, r"multiplier=-0.1; must be a finite number in \[0, inf\)"),
-        ({"multiplier": float("nan")}, r"multiplier=nan"),
-        ({"tolerance": -1.0}, r"tolerance=-1.0; must be a finite number in \[0, inf\)"),
+        (-0.1, 0.1, r"multiplier=-0.1; must be a finite number in \[0, inf\)"),
+        (float("nan"), 0.1, r"multiplier=nan"),
+        (0.1, -1.0, r"tolerance=-1.0; must be a finite number in \[0, inf\)"),
     ],
 )
-def test_init_refuses(changes, message):
+def test_init_refuses(multiplier, tolerance, message):
     with pytest.raises(ValueError, match=message):
-        dual.dual_init(**{"multiplier": 0.1, "tolerance": 0.1, **changes})
+        dual.dual_init(multiplier, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -274,11 +274,12 @@ def test_clip_statistics_merge():
     old = -rng.exponential(size=(4, 6))
     advantages = rng.normal(size=(4, 6))
     mask = rng.random((4, 6)) < 0.7
-    arguments = (train, old, advantages, mask, np.ones((4, 6)))
-    _, whole = surrogate(*arguments)
+    weights = np.ones((4, 6))
+    _, whole = surrogate(train, old, advantages, mask, weights)
     parts = stats.empty(whole)
     for rows in (slice(0, 1), slice(1, 4)):
-        parts = stats.merge(parts, surrogate(*(x[rows] for x in arguments))[1])
+        _, part = surrogate(train[rows], old[rows], advantages[rows], mask[rows], weights[rows])
+        parts = stats.merge(parts, part)
     ratio = np.exp(train - old)[mask]
     expected = {
         "clip_low_fraction": np.mean((ratio < 0.8) & (advantages[mask] < 0)),

@@ -28,13 +28,16 @@ OPTIONS = {
 
 
 def _signals(old=OLD, rows=slice(0, 2), tolerance=0.3, **changes):
-    logprobs = dict(
-        train_logprobs=old[rows], old_logprobs=old[rows], rollout_logprobs=ROLLOUT[rows]
-    )
-    completion = dict(completion_mask=MASK[rows], completion_index=INDEX[rows], num_completions=2)
-    advantages = ADVANTAGES[INDEX[rows]]
     tokens = Tokens(
-        **logprobs, **completion, advantages=advantages, multiplier=0.5, tolerance=tolerance
+        train_logprobs=old[rows],
+        old_logprobs=old[rows],
+        rollout_logprobs=ROLLOUT[rows],
+        advantages=ADVANTAGES[INDEX[rows]],
+        completion_mask=MASK[rows],
+        completion_index=INDEX[rows],
+        num_completions=2,
+        multiplier=0.5,
+        tolerance=tolerance,
     )
     return signals.row_signals(tokens, WEIGHTS, **(OPTIONS | changes))
 
@@ -120,15 +123,24 @@ def test_correction_drops_tokens_and_the_total_counts_the_rest():
     assert float(found.mean_discrepancy.weight) == 5.0
     lengths = np.array([3, 2])
     in_loss = np.ones(2, bool)
-    for mode, total in (("seq_mean_token_mean", 2 / 3 + 1), ("token_mean", 4), ("fixed_length", 2)):
-        options = {"mode": mode, "max_completion_tokens": 8}
-        weights, whole = losses.aggregation_weights(lengths, in_loss, **options)
-        same, rest = losses.aggregation_weights(
-            lengths, in_loss, dropped_tokens=found.dropped_tokens, **options
+    for mode, full_total, kept_total in (
+        ("seq_mean_token_mean", 2, 2 / 3 + 1),
+        ("token_mean", 5, 4),
+        ("fixed_length", 2, 2),
+    ):
+        weights, total = losses.aggregation_weights(
+            lengths, in_loss, mode=mode, max_completion_tokens=8
         )
-        np.testing.assert_array_equal(weights, same)
-        assert float(rest) == pytest.approx(total, rel=1e-6)
-        assert float(whole) == (5 if mode == "token_mean" else 2)
+        assert float(total) == full_total
+        kept_weights, total = losses.aggregation_weights(
+            lengths,
+            in_loss,
+            mode=mode,
+            max_completion_tokens=8,
+            dropped_tokens=found.dropped_tokens,
+        )
+        assert float(total) == pytest.approx(kept_total, rel=1e-6)
+        np.testing.assert_array_equal(weights, kept_weights)
 
 
 @pytest.mark.parametrize("length", [1, 3, 7, 11, 8191, 1_000_003])

@@ -58,8 +58,7 @@ def test_empty_is_neutral_and_has_value_zero():
 
 def test_negative_maximum_and_positive_minimum_survive_an_empty_part():
     # A start of 0 would give 0 for both.
-    parts = _statistics([]), _statistics([-4.0, -2.0])
-    assert float(stats.merge(*parts)["largest"].value()) == -2.0
+    assert float(stats.merge(_statistics([]), _statistics([-4.0, -2.0]))["largest"].value()) == -2.0
     assert float(stats.merge(_statistics([3.0]), _statistics([]))["smallest"].value()) == 3.0
 
 
