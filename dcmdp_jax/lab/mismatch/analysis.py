@@ -228,6 +228,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     ratio = np.exp(log_ratio)
     terms = (np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy)
     states = pairs.states.astype(np.float64)
+
     measures = []
     for index, (title, term) in enumerate(zip(STATE_MEASURES.values(), terms, strict=True)):
         exact = states[:, 2 * index]
@@ -240,6 +241,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
                 noise=float(np.sqrt(np.sum((term - exact) ** 2)) / len(term)),
             )
         )
+
     mass, count = states[:, -2:].mean(axis=0)
     head = StateMeasure(
         title=f"mass of the engine's {count:g} likeliest",

@@ -273,6 +273,7 @@ def _which_temperature(evidence: Evidence, expected: float = np.inf) -> tuple[st
         gap = f"Mean q / p: {evidence.inverse_ratio}, mean p / q: {evidence.ratio}"
         off = evidence.inverse_ratio.differs(1)
         certain = off != evidence.ratio.differs(1)
+
     if not certain:
         return "", f"{gap}: too few tokens to tell whose."
     if off:

@@ -341,9 +341,11 @@ def _over_training(
         mean = np.average([statistics.mean for statistics in first], weights=tokens)
         tolerance = recommend(float(mean), None, None).tolerance
         origin = f"recommended for the first {len(first)} steps"
+
     if origin != "the run's own" and np.isfinite(tolerance):
         numbers = np.array([step.step for step in steps])
         series["dual/tolerance"] = (numbers, np.full(len(steps), tolerance))
+
     return OverTraining(
         steps=tuple(steps),
         ranks=tuple(ranks) if len(ranks) > 1 else (),

@@ -57,6 +57,7 @@ def write(
         )
         sections.append((analysis, page_kit.page_figures(figures, out_dir / PLOTS_DIRECTORY)))
         completions += _completions(pair)
+
     write_json(title, analyses, out_dir, finished=True)
     html = page_kit.render_page(
         "mismatch.html",

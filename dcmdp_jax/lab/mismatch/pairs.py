@@ -316,6 +316,7 @@ def measure_states(
     for measure_name in STATE_MEASURES:
         names += [measure_name, f"{measure_name}_bound"]
     names.append("head_mass")
+
     size = max(1, _ENTRIES // ids.shape[1])
     batches = [np.zeros((0, len(names)), np.float32)]
     for start in range(0, len(ids), size):

@@ -92,6 +92,7 @@ def read_rows(
     if path.suffix != ".parquet":
         yield from _json_rows(path, options, left_out)
         return
+
     with _parquet(path) as file:
         names = file.schema_arrow.names
         require(path, options, names)

@@ -126,6 +126,7 @@ def parse_spec(text: str) -> ProbeSpec:
         allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes}
     if kind == "trainer":
         allowed["like"] = _repeated_engines()
+
     spec = ProbeSpec(kind=kind, precision=precision, compute=_default_compute(kind, precision))
     for option in options:
         name, _, value = option.partition("=")
@@ -202,22 +203,12 @@ class TrainingStack:
         self._compute = compute
         self._scheme = scheme
 
-    def score(
-        self,
-        prompts: Ragged,
-        completions: Ragged,
-        *,
-        temperature: float,
-    ) -> Ragged:
+    def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
         return self.score_with_entropies(prompts, completions, temperature=temperature)[0]
 
     def score_with_entropies(
-        self,
-        prompts: Ragged,
-        completions: Ragged,
-        *,
-        temperature: float,
+        self, prompts: Ragged, completions: Ragged, *, temperature: float
     ) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
         program = _program(self._config, self._compute, self._scheme, temperature)
@@ -226,12 +217,7 @@ class TrainingStack:
         return [logprobs for logprobs, _ in results], [entropies for _, entropies in results]
 
     def score_listed(
-        self,
-        prompts: Ragged,
-        completions: Ragged,
-        listed: Ragged,
-        *,
-        temperature: float,
+        self, prompts: Ragged, completions: Ragged, listed: Ragged, *, temperature: float
     ) -> Ragged:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
         program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
@@ -326,13 +312,7 @@ _MIN_ROWS = 32
 class Scorer(Protocol):
     """An engine that returns the log-probs of given tokens."""
 
-    def score(
-        self,
-        prompts: Ragged,
-        completions: Ragged,
-        *,
-        temperature: float,
-    ) -> Ragged:
+    def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
 
     def close(self) -> None:
@@ -500,6 +480,7 @@ def check_same_tokens(
         for number in first_texts | second_texts
         if first_texts.get(number) != second_texts.get(number)
     ]
+
     number = min(differing)
     raise UserError(
         f"the engines' vocabularies differ in {len(differing)} tokens: token {number} is "
@@ -533,13 +514,7 @@ class HuggingFace:
             directory, dtype=torch.float32, local_files_only=True
         ).eval()
 
-    def score(
-        self,
-        prompts: Ragged,
-        completions: Ragged,
-        *,
-        temperature: float,
-    ) -> Ragged:
+    def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
         torch = self._torch
         scores = []

@@ -221,6 +221,7 @@ def _setup(
         for name, variant in rendered.items():
             if max(map(len, variant)) <= longest_prompt:
                 variants[name] = variant
+
     return Setup(
         config=session.run.model,
         params=session.run.params,
@@ -296,6 +297,7 @@ def lift(
     mismatch = pairs.discrepancy[:tokens].sum()
     asked_prompts = [prompts[index] for index in sampled.prompt_index[:count]]
     completions = sampled.completion_ids[:count]
+
     lifted = []
     for cause in spec.costs:
         other = spec.without(cause)
