@@ -72,9 +72,9 @@ def params(config: ModelConfig = QWEN3, seed: int = 0) -> Params:
 def engine(
     config: ModelConfig = QWEN3, *, seed: int = 0, precision: str = "float32", **settings
 ) -> LocalEngine:
-    made = local_engine(config, precision=precision, max_total_tokens=64, **settings)
-    made.push_weights(params(config, seed), 0)
-    return made
+    local = local_engine(config, precision=precision, max_total_tokens=64, **settings)
+    local.push_weights(params(config, seed), 0)
+    return local
 
 
 @functools.lru_cache
@@ -96,8 +96,8 @@ def _whole_forward(
 def logits_of(config: ModelConfig, weights: Params, rows: list[np.ndarray]) -> np.ndarray:
     """[rows, 48, V] logits by the training stack; entry t is of token t + 1."""
     ids = np.zeros((-(-len(rows) // 15) * 15, 48), np.int32)
-    for place, row in enumerate(rows):
-        ids[place, : row.size] = row
+    for index, row in enumerate(rows):
+        ids[index, : row.size] = row
     lengths = np.asarray([row.size for row in rows] + [1] * (ids.shape[0] - len(rows)))
     return np.asarray(_whole_forward(config, weights, ids, lengths), np.float64)[: len(rows)]
 
@@ -176,8 +176,10 @@ def test_rows_longer_than_a_window_have_the_training_stacks_logprobs(config):
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4)
     assert max(ids.size for ids in rollout.completion_ids) == 16
     # Without windows the last tokens differ.
-    whole = dataclasses.replace(config, sliding_window=0, sliding_layers=(), sliding_rope_theta=0.0)
-    blind = teacher_forced(whole, params(config), rollout, 0.8)
+    unwindowed = dataclasses.replace(
+        config, sliding_window=0, sliding_layers=(), sliding_rope_theta=0.0
+    )
+    blind = teacher_forced(unwindowed, params(config), rollout, 0.8)
     differ = max(np.abs(a - b).max() for a, b in zip(theirs, blind, strict=True))
     assert differ > 1e-2 or not config.sliding_layers
 
@@ -220,7 +222,7 @@ def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
     rows = list(prompts())
     for t in range(6):
         logits = logits_of(QWEN3, params(), rows)
-        best = [int(logits[place, row.size - 1].argmax()) for place, row in enumerate(rows)]
+        best = [int(logits[index, row.size - 1].argmax()) for index, row in enumerate(rows)]
         assert best == [int(ids[t]) for ids in rollout.completion_ids]
         rows = [np.append(row, token) for row, token in zip(rows, best, strict=True)]
     for ours, theirs in zip(
@@ -230,12 +232,12 @@ def test_greedy_is_the_argmax_of_the_whole_forward_at_each_token():
 
 
 def test_samples_are_a_function_of_seed_step_and_row():
-    made = engine()
-    first = sample(made, prompts(), SAMPLING, seed=1, step=2)
-    sample(made, prompts(), SAMPLING, seed=9, step=9)
-    assert_same_samples(first, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
+    local = engine()
+    first = sample(local, prompts(), SAMPLING, seed=1, step=2)
+    sample(local, prompts(), SAMPLING, seed=9, step=9)
+    assert_same_samples(first, sample(local, prompts(), SAMPLING, seed=1, step=2), atol=0)
     for seed, step in ((2, 2), (1, 3), (2, 1), (2**32 - 1, 2)):
-        other = sample(made, prompts(), SAMPLING, seed=seed, step=step)
+        other = sample(local, prompts(), SAMPLING, seed=seed, step=step)
         same = [
             np.array_equal(a, b)
             for a, b in zip(first.completion_ids, other.completion_ids, strict=True)
@@ -253,9 +255,9 @@ def test_samples_are_a_function_of_seed_step_and_row():
     ids=str,
 )
 def test_a_row_does_not_depend_on_batch_or_bucket(settings):
-    whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
+    expected = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     assert_same_samples(
-        whole, sample(engine(**settings), prompts(), SAMPLING, seed=1, step=2), atol=2e-5
+        expected, sample(engine(**settings), prompts(), SAMPLING, seed=1, step=2), atol=2e-5
     )
 
 
@@ -265,18 +267,18 @@ def test_a_row_does_not_depend_on_the_bucket_of_its_prompt():
     alone, beside = (
         sample(engine(), each, SAMPLING, seed=1, step=2) for each in (prompts(), longer)
     )
-    for place, (ids, logprobs) in enumerate(
+    for index, (ids, logprobs) in enumerate(
         zip(alone.completion_ids, alone.rollout_logprobs, strict=True)
     ):
-        np.testing.assert_array_equal(ids, beside.completion_ids[place])
-        np.testing.assert_allclose(logprobs, beside.rollout_logprobs[place], atol=2e-5)
+        np.testing.assert_array_equal(ids, beside.completion_ids[index])
+        np.testing.assert_allclose(logprobs, beside.rollout_logprobs[index], atol=2e-5)
 
 
 def test_a_row_does_not_depend_on_later_prompts():
-    whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
+    expected = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     fewer = sample(engine(), prompts()[:2], SAMPLING, seed=1, step=2)
     for row in range(6):
-        np.testing.assert_array_equal(whole.completion_ids[row], fewer.completion_ids[row])
+        np.testing.assert_array_equal(expected.completion_ids[row], fewer.completion_ids[row])
 
 
 STOPS = tuple(range(8))
@@ -304,7 +306,7 @@ def test_completion_ends_with_the_first_stop_token():
 @pytest.mark.parametrize(("max_rows", "min_rows"), [(256, 4), (7, 3)])
 def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows):
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
-    kept = sample(engine(), prompts(), sampling, seed=1, step=2)
+    expected = sample(engine(), prompts(), sampling, seed=1, step=2)
     moved = sample(
         engine(min_rows=min_rows, cache_block=16, max_rows=max_rows),
         prompts(),
@@ -312,8 +314,8 @@ def test_moving_live_rows_to_smaller_batches_changes_nothing(max_rows, min_rows)
         seed=1,
         step=2,
     )
-    assert_same_samples(kept, moved, atol=2e-5)
-    assert kept.finish_reasons == moved.finish_reasons
+    assert_same_samples(expected, moved, atol=2e-5)
+    assert expected.finish_reasons == moved.finish_reasons
 
 
 def test_decoding_stops_when_every_row_is_done(monkeypatch):
@@ -354,39 +356,39 @@ def test_top_p_renormalizes_inside_the_nucleus():
 
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "int4", "fp8"])
 def test_every_push_replaces_and_requantizes_the_weights(precision):
-    made = engine(precision=precision)
-    before = sample(made, prompts(), SAMPLING, seed=1, step=2)
-    prints = made.weights_fingerprint
-    made.push_weights(params(QWEN3, 1), 7)
-    after = sample(made, prompts(), SAMPLING, seed=1, step=2)
+    local = engine(precision=precision)
+    before = sample(local, prompts(), SAMPLING, seed=1, step=2)
+    prints = local.weights_fingerprint
+    local.push_weights(params(QWEN3, 1), 7)
+    after = sample(local, prompts(), SAMPLING, seed=1, step=2)
     fresh = engine(precision=precision, seed=1)
     assert_same_samples(after, sample(fresh, prompts(), SAMPLING, seed=1, step=2), atol=0)
     assert after.policy_version == 7 and before.policy_version == 0
-    assert made.weights_fingerprint == fresh.weights_fingerprint != prints
+    assert local.weights_fingerprint == fresh.weights_fingerprint != prints
     assert not np.array_equal(before.rollout_logprobs[0], after.rollout_logprobs[0])
 
 
 @pytest.mark.parametrize("precision", ["exact", "float32", "bfloat16", "int8", "fp8"])
 def test_trainer_may_delete_its_buffers_after_a_push(precision):
-    made = engine(precision=precision)
-    expected = sample(made, prompts(), SAMPLING, seed=1, step=2)
-    own = jax.tree.map(jnp.copy, params())
-    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(own)}
-    made.push_weights(own, 1)
-    assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(made.weights)}
+    local = engine(precision=precision)
+    expected = sample(local, prompts(), SAMPLING, seed=1, step=2)
+    donated = jax.tree.map(jnp.copy, params())
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(donated)}
+    local.push_weights(donated, 1)
+    assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(local.weights)}
     # Donation writes other numbers into the buffers; then they are freed.
     jax.block_until_ready(
-        jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree), donate_argnums=0)(own)
+        jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 5, tree), donate_argnums=0)(donated)
     )
-    assert_same_samples(expected, sample(made, prompts(), SAMPLING, seed=1, step=2), atol=0)
+    assert_same_samples(expected, sample(local, prompts(), SAMPLING, seed=1, step=2), atol=0)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 def test_quantized_weights_are_kept_in_a_byte_each(precision):
-    made = engine(precision=precision)
+    local = engine(precision=precision)
     kernels = [
         x
-        for x in jax.tree.leaves(made.weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+        for x in jax.tree.leaves(local.weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
         if isinstance(x, QuantizedKernel)
     ]
     assert len(kernels) == 2 * 4 + 1
@@ -402,12 +404,12 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
         return copied
 
     original = Conversion.weights
-    made = engine()
+    local = engine()
     monkeypatch.setattr(Conversion, "weights", swapped)
     with pytest.raises(EngineError, match="weights of version 3: 2 of 24 checksums differ"):
-        made.push_weights(params(), 3)
+        local.push_weights(params(), 3)
     with pytest.raises(EngineError, match="no weights"):
-        sample(made, prompts(), SAMPLING, seed=0, step=0)
+        sample(local, prompts(), SAMPLING, seed=0, step=0)
 
 
 # Mean |p - p_float32| over the sampled tokens of this model; measured .0013, .0021, .0035, .054,
@@ -424,8 +426,8 @@ MISMATCH = {
 
 @pytest.mark.parametrize(("precision", "compute", "cache"), list(MISMATCH))
 def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, cache):
-    made = engine(precision=precision, compute_dtype=compute, kv_cache_dtype=cache)
-    rollout = sample(made, prompts(), SamplingParams(8, 30), seed=1, step=2)
+    local = engine(precision=precision, compute_dtype=compute, kv_cache_dtype=cache)
+    rollout = sample(local, prompts(), SamplingParams(8, 30), seed=1, step=2)
     ours = np.concatenate(rollout.rollout_logprobs)
     theirs = np.concatenate(teacher_forced(QWEN3, params(), rollout, 1.0))
     mismatch = np.abs(np.exp(ours) - np.exp(theirs)).mean()
@@ -433,7 +435,7 @@ def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, ca
     assert low < mismatch < high
     # Teacher-forced by the engine itself they agree far better: what it reports is what its weights
     # say.
-    floor = np.concatenate(made.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0))
+    floor = np.concatenate(local.score(rollout.prompt_ids, rollout.completion_ids, temperature=1.0))
     noise = np.abs(np.exp(ours) - np.exp(floor)).mean()
     if (compute, cache) == ("float32", "auto"):
         assert noise < 1e-6
@@ -444,27 +446,27 @@ def test_mismatch_of_lower_precisions_is_real_and_bounded(precision, compute, ca
 
 
 def test_score_is_the_softmax_of_given_tokens():
-    made = engine(QWEN2, max_rows=2)
-    rollout = sample(made, prompts(), SAMPLING, seed=1, step=2)
-    scored = made.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
+    local = engine(QWEN2, max_rows=2)
+    rollout = sample(local, prompts(), SAMPLING, seed=1, step=2)
+    scored = local.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
     for ours, theirs in zip(
         scored, teacher_forced(QWEN2, params(QWEN2), rollout, 0.8), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     # Temperature 0 is scored at 1.
-    zero, one = (
-        made.score(rollout.prompt_ids, rollout.completion_ids, temperature=t) for t in (0, 1)
+    at_zero, at_one = (
+        local.score(rollout.prompt_ids, rollout.completion_ids, temperature=t) for t in (0, 1)
     )
-    np.testing.assert_array_equal(zero[0], one[0])
+    np.testing.assert_array_equal(at_zero[0], at_one[0])
 
 
 def test_long_prompts_run_in_parts(monkeypatch):
     from dcmdp_jax.engines.local import sizes
 
-    whole = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
+    expected = sample(engine(), prompts(), SAMPLING, seed=1, step=2)
     # Room for the attention of two prompts in the bucket of 16: parts of 2, 2, 1.
     monkeypatch.setattr(sizes, "ATTENTION_ELEMENTS", 2 * 4 * 16 * 16)
-    assert_same_samples(whole, sample(engine(), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
+    assert_same_samples(expected, sample(engine(), prompts(), SAMPLING, seed=1, step=2), atol=2e-5)
 
 
 @pytest.mark.skipif(
@@ -473,12 +475,12 @@ def test_long_prompts_run_in_parts(monkeypatch):
 def test_rows_over_several_devices_sample_the_same():
     mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("data", "fsdp"))
     sampling = dataclasses.replace(SAMPLING, max_completion_tokens=30, stop_token_ids=STOPS)
-    one = sample(engine(), prompts(), sampling, seed=1, step=2)
+    expected = sample(engine(), prompts(), sampling, seed=1, step=2)
     two = engine(mesh=mesh, min_rows=2, cache_block=8)
-    assert_same_samples(one, sample(two, prompts(), sampling, seed=1, step=2), atol=2e-5)
-    scored = two.score(one.prompt_ids, one.completion_ids, temperature=0.8)
+    assert_same_samples(expected, sample(two, prompts(), sampling, seed=1, step=2), atol=2e-5)
+    scored = two.score(expected.prompt_ids, expected.completion_ids, temperature=0.8)
     np.testing.assert_allclose(
-        np.concatenate(scored), np.concatenate(one.rollout_logprobs), rtol=0, atol=2e-5
+        np.concatenate(scored), np.concatenate(expected.rollout_logprobs), rtol=0, atol=2e-5
     )
 
 
@@ -488,8 +490,8 @@ def test_rows_over_several_devices_sample_the_same():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="devices that the CPU was made into")
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "fp8"])
 def test_cpu_devices_share_the_weights(precision):
-    made = engine(precision=precision, mesh=Mesh(np.asarray(jax.devices()[:2]), ("rows",)))
-    for leaf in jax.tree.leaves(made.weights):
+    local = engine(precision=precision, mesh=Mesh(np.asarray(jax.devices()[:2]), ("rows",)))
+    for leaf in jax.tree.leaves(local.weights):
         shards = [shard.data for shard in leaf.addressable_shards]
         assert [shard.shape for shard in shards] == [leaf.shape] * 2
         assert len({shard.unsafe_buffer_pointer() for shard in shards}) == 1
@@ -500,26 +502,26 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
     # Token 3 poisons everything that has seen it; the third prompt starts with it.
     broken["embedding"] = broken["embedding"].at[3].set(jnp.nan)
     broken["output"] = params()["embedding"].T
-    made = local_engine(
+    local = local_engine(
         dataclasses.replace(QWEN3, tie_word_embeddings=False),
         precision="float32",
         max_total_tokens=64,
     )
-    made.push_weights(broken, 0)
+    local.push_weights(broken, 0)
     clean = np.array([1, 2], np.int32)
     sampling = SamplingParams(group_size=2, max_completion_tokens=1)
-    sample(made, [clean], sampling, seed=0, step=0)
-    rollout = sample(made, [clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
+    sample(local, [clean], sampling, seed=0, step=0)
+    rollout = sample(local, [clean, clean, np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     assert unusable_completions(rollout.episodes, drop=True).tolist() == [False] * 4 + [True] * 2
     with pytest.raises(
         EngineError, match=r"log-prob of token 0 \(id \d+\) of completion 4 is nan; .*`drop`"
     ):
         unusable_completions(rollout.episodes, drop=False)
-    poisoned = sample(made, [np.array([3, 1], np.int32)], sampling, seed=0, step=0)
+    poisoned = sample(local, [np.array([3, 1], np.int32)], sampling, seed=0, step=0)
     with pytest.raises(EngineError, match="no completion has usable log-probs"):
         unusable_completions(poisoned.episodes, drop=True)
     with pytest.raises(EngineError, match=r"completion 1: the log-prob of token \d is nan"):
-        made.score([clean, clean], [np.array([1, 1, 1]), np.array([1, 3, 1])], temperature=1.0)
+        local.score([clean, clean], [np.array([1, 1, 1]), np.array([1, 3, 1])], temperature=1.0)
 
 
 @pytest.mark.parametrize(
@@ -552,44 +554,44 @@ def test_a_context_longer_than_the_models_is_named():
 
 
 def test_engine_without_weights_refuses():
-    made = local_engine(QWEN3, max_total_tokens=64)
+    local = local_engine(QWEN3, max_total_tokens=64)
     for call in (
-        lambda: sample(made, prompts(), SAMPLING, seed=0, step=0),
-        lambda: made.score([np.array([1])], [np.array([2])], temperature=1.0),
+        lambda: sample(local, prompts(), SAMPLING, seed=0, step=0),
+        lambda: local.score([np.array([1])], [np.array([2])], temperature=1.0),
     ):
         with pytest.raises(EngineError, match="no weights: push_weights must come before"):
             call()
-        made.push_weights(params(), 0)
-        made.close()
-        made.close()
+        local.push_weights(params(), 0)
+        local.close()
+        local.close()
 
 
 def test_wrong_parameters_are_named():
-    made = local_engine(QWEN3, max_total_tokens=64)
+    local = local_engine(QWEN3, max_total_tokens=64)
     with pytest.raises(
         ValueError,
         match=r"params: layers.attention.k.bias has shape \(2, 16\), the model has no such",
     ):
-        made.push_weights(params(QWEN2), 0)
+        local.push_weights(params(QWEN2), 0)
     missing = {name: leaf for name, leaf in params().items() if name != "norm"}
     with pytest.raises(
         ValueError, match=r"params: norm.scale has shape missing, the model has \(32,\)"
     ):
-        made.push_weights(missing, 0)
+        local.push_weights(missing, 0)
 
 
 def test_bad_arguments_are_named():
-    made = engine()
-    one = [np.array([1])]
+    local = engine()
+    rows = [np.array([1])]
     with pytest.raises(ValueError, match="seed: got -1, must be in 0 .. 2"):
-        sample(made, one, SAMPLING, seed=-1, step=0)
+        sample(local, rows, SAMPLING, seed=-1, step=0)
     with pytest.raises(ValueError, match="step: got 4294967296, must be in 0 .. 2"):
-        sample(made, one, SAMPLING, seed=0, step=2**32)
+        sample(local, rows, SAMPLING, seed=0, step=2**32)
     with pytest.raises(ValueError, match="score: got 1 prompts and 2 completions"):
-        made.score(one, one * 2, temperature=1.0)
+        local.score(rows, rows * 2, temperature=1.0)
     with pytest.raises(ValueError, match="temperature: got -1"):
-        made.score(one, one, temperature=-1)
+        local.score(rows, rows, temperature=-1)
     with pytest.raises(
         ValueError, match="prompt and completion 0: 65 tokens exceed max_total_tokens=64"
     ):
-        made.score([np.zeros(60, int)], [np.zeros(5, int)], temperature=1.0)
+        local.score([np.zeros(60, int)], [np.zeros(5, int)], temperature=1.0)

@@ -75,15 +75,15 @@ def _mesh(data=1, fsdp=1, tensor=1, expert=1):
 
 
 def _engine(config, mesh, precision="float32", **settings):
-    made = local_engine(config, precision=precision, max_total_tokens=64, mesh=mesh, **settings)
-    made.push_weights(_params(config), 0)
-    return made
+    local = local_engine(config, precision=precision, max_total_tokens=64, mesh=mesh, **settings)
+    local.push_weights(_params(config), 0)
+    return local
 
 
 @functools.cache
 def _one_device(config, precision):
-    made = _engine(config, None, precision)
-    return made, sample(made, PROMPTS, SAMPLING, seed=1, step=2)
+    local = _engine(config, None, precision)
+    return local, sample(local, PROMPTS, SAMPLING, seed=1, step=2)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def _one_device(config, precision):
     ids=lambda value: value.model_type if isinstance(value, ModelConfig) else None,
 )
 def test_a_mesh_gives_the_tokens_of_one_device(config, sizes, precision, settings):
-    one, expected = _one_device(config, precision)
+    single, expected = _one_device(config, precision)
     several = _engine(config, _mesh(**sizes), precision, **settings)
     assert_same_samples(expected, sample(several, PROMPTS, SAMPLING, seed=1, step=2), atol=3e-5)
     lengths = {ids.size for ids in expected.completion_ids}
     assert len(lengths) > 4 and 20 in lengths
-    assert several.weights_fingerprint == one.weights_fingerprint
+    assert several.weights_fingerprint == single.weights_fingerprint
     scored = several.score(expected.prompt_ids, expected.completion_ids, temperature=0.8)
     np.testing.assert_allclose(
         np.concatenate(scored), np.concatenate(expected.rollout_logprobs), rtol=0, atol=3e-5
@@ -128,9 +128,9 @@ def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes,
     """
     shapes = []
 
-    def seen(weights, tokens, *rest, **static):
+    def seen(weights, tokens, *arguments, **static):
         shapes.append(tokens.shape)
-        return score(weights, tokens, *rest, **static)
+        return score(weights, tokens, *arguments, **static)
 
     monkeypatch.setattr(engine_module, "score_program", seen)
     several = _engine(DENSE, _mesh(**sizes))
@@ -161,8 +161,8 @@ def test_scores_reshape_no_rows_of_odd_length():
 
 
 def test_each_device_has_its_part_of_the_weights():
-    made = _engine(EXPERTS, _mesh(data=2, tensor=2, expert=2))
-    layer = made.weights["layers"][1]
+    local = _engine(EXPERTS, _mesh(data=2, tensor=2, expert=2))
+    layer = local.weights["layers"][1]
     shares = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), layer)
     # Heads 4 + 2 * 2 of width 8, halved; 8 experts of width 24, halved both ways; norms and the
     # router as they are.
@@ -172,7 +172,7 @@ def test_each_device_has_its_part_of_the_weights():
     assert shares["mlp"]["experts"]["gate_up"]["kernel"] == (4, 32, 48 // 2)
     assert shares["mlp"]["experts"]["down"]["kernel"] == (4, 24 // 2, 32)
     assert shares["mlp"]["router"]["kernel"] == (32, 8) and shares["mlp_norm"]["scale"] == (32,)
-    assert made.weights["output"].sharding.shard_shape((32, 48)) == (32, 24)
+    assert local.weights["output"].sharding.shard_shape((32, 48)) == (32, 24)
     # Devices of a CPU with the same part share one copy in memory: four parts of eight devices.
     shards = layer["mlp"]["experts"]["down"]["kernel"].addressable_shards
     assert len({shard.data.unsafe_buffer_pointer() for shard in shards}) == 4
@@ -188,29 +188,29 @@ def test_each_device_has_its_part_of_the_weights():
     ],
 )
 def test_weights_are_the_same_bits_from_every_training_mesh(shape, precision, tensor):
-    one, _ = _one_device(DENSE, precision)
+    single, _ = _one_device(DENSE, precision)
     training = make_mesh(*shape, devices=jax.devices()[:8])
     shardings = param_shardings(logical_axes(DENSE), param_shapes(DENSE), training)
     params = jax.device_put(_params(DENSE), shardings)
-    made = local_engine(
+    local = local_engine(
         DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor)
     )
-    made.push_weights(params, 3)
-    assert made.weights_fingerprint == one.weights_fingerprint
-    whole = jax.tree.map(np.asarray, made.weights["layers"][1]["attention"]["o"])
+    local.push_weights(params, 3)
+    assert local.weights_fingerprint == single.weights_fingerprint
+    output = jax.tree.map(np.asarray, local.weights["layers"][1]["attention"]["o"])
     jax.tree.map(
         np.testing.assert_array_equal,
-        whole,
-        jax.device_get(one.weights["layers"][1]["attention"]["o"]),
+        output,
+        jax.device_get(single.weights["layers"][1]["attention"]["o"]),
     )
 
 
 def test_a_trainer_on_other_devices_pushes_leaf_by_leaf():
-    one, _ = _one_device(DENSE, "bfloat16")
-    made = _engine(
+    single, _ = _one_device(DENSE, "bfloat16")
+    local = _engine(
         DENSE, Mesh(np.asarray(jax.devices()[2:6]).reshape(2, 1, 2, 1), AXES), "bfloat16"
     )
-    assert made.weights_fingerprint == one.weights_fingerprint
+    assert local.weights_fingerprint == single.weights_fingerprint
 
 
 def test_a_push_gathers_no_leaf_in_the_trainers_precision():
@@ -340,9 +340,9 @@ def test_an_embedding_is_converted_by_looked_up_rows_not_whole():
     moved (H100).
     """
     program = Program(LLAMA, "float32", "float32", _mesh())
-    own = program.own_weights(
+    weights = program.own_weights(
         {name: jnp.full((41, 32), 1.5, jnp.bfloat16) for name in ("embedding", "output")}
     )
-    assert own["embedding"].dtype == jnp.bfloat16 and own["output"].dtype == jnp.float32
-    rows = embed(own, jnp.array([[3, 40]]), program)
+    assert weights["embedding"].dtype == jnp.bfloat16 and weights["output"].dtype == jnp.float32
+    rows = embed(weights, jnp.array([[3, 40]]), program)
     assert rows.dtype == jnp.float32 and rows.shape == (1, 2, 32) and (rows == 1.5).all()

@@ -46,9 +46,9 @@ def _params():
 
 
 def _rollout(precision, **settings):
-    made = local_engine(CONFIG, precision=precision, max_total_tokens=32, **settings)
-    made.push_weights(_params(), 0)
-    return made, sample(made, list(PROMPTS), SAMPLING, seed=1, step=2)
+    local = local_engine(CONFIG, precision=precision, max_total_tokens=32, **settings)
+    local.push_weights(_params(), 0)
+    return local, sample(local, list(PROMPTS), SAMPLING, seed=1, step=2)
 
 
 def _differences(rollout, params, compute="float32"):
@@ -75,10 +75,10 @@ def _differences(rollout, params, compute="float32"):
 
 
 def test_logprobs_are_the_training_stacks():
-    made, rollout = _rollout("float32")
+    local, rollout = _rollout("float32")
     np.testing.assert_allclose(_differences(rollout, _params()), 0, atol=1e-4)
     assert np.std(np.concatenate(rollout.rollout_logprobs)) > 0.5
-    scored = made.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
+    scored = local.score(rollout.prompt_ids, rollout.completion_ids, temperature=0.8)
     np.testing.assert_allclose(
         np.concatenate(scored), np.concatenate(rollout.rollout_logprobs), atol=1e-4
     )
@@ -106,8 +106,8 @@ def test_quantized_experts_have_scales_of_their_own(precision):
     assert not chosen["layers"]["mlp"]["router"]["kernel"]
     coarse = jax.tree.map(lambda leaf, yes: rounded(leaf) if yes else leaf, params, chosen)
     coarse["output"] = rounded(params["output"])
-    made, rollout = _rollout(precision)
-    kernels = jax.tree.leaves(made.weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    local, rollout = _rollout(precision)
+    kernels = jax.tree.leaves(local.weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     # Fused q, k, v; o; fused gate and up; down; of two layers, and the output matrix.
     assert sum(isinstance(kernel, QuantizedKernel) for kernel in kernels) == 2 * 4 + 1
     assert {k.scale.shape for k in kernels if isinstance(k, QuantizedKernel)} == {
@@ -160,9 +160,9 @@ def test_routed_experts_are_those_of_every_token(shape):
     )
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
     rows = dict(max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4)
-    made = local_engine(CONFIG, precision="float32", mesh=mesh, routed_experts=True, **rows)
-    made.push_weights(_params(), 0)
-    rollout = sample(made, list(PROMPTS), sampling, seed=1, step=2)
+    local = local_engine(CONFIG, precision="float32", mesh=mesh, routed_experts=True, **rows)
+    local.push_weights(_params(), 0)
+    rollout = sample(local, list(PROMPTS), sampling, seed=1, step=2)
     episodes = rollout.episodes
     check_routed_experts(episodes, *CONFIG.routing)
     assert len({len(episode.token_ids) for episode in episodes}) > 3
@@ -198,14 +198,14 @@ def test_replay_brings_engine_and_trainer_nearer(precision, compute):
     """
     model = router_replay.MODEL
     total = router_replay.TOTAL
-    made = local_engine(
+    local = local_engine(
         model,
         precision=precision,
         compute_dtype=compute,
         max_total_tokens=total,
         routed_experts=True,
     )
-    found = router_replay.measure(made, init_params(model, jax.random.key(0)))
+    found = router_replay.measure(local, init_params(model, jax.random.key(0)))
     assert 0.9 < found.agreement < 1
     assert found.replayed < 0.85 * found.own
 

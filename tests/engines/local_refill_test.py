@@ -151,8 +151,8 @@ def test_one_doubling_is_not_waited_for(calls):
     short = dataclasses.replace(SAMPLING, max_completion_tokens=8)
     rollout = generate(short, **STAGGERED)
     assert {(prefix, slots) for _, slots, _, prefix in calls["decode"]} == {(16, 24)}
-    for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
-        np.testing.assert_array_equal(ids, whole[:8])
+    for ids, longer in zip(rollout.completion_ids, alone().completion_ids, strict=True):
+        np.testing.assert_array_equal(ids, longer[:8])
 
 
 def test_a_group_is_prefilled_once(monkeypatch):
@@ -190,8 +190,8 @@ def test_first_tokens_that_end_a_completion_take_no_place(calls):
     for rollout, reason in zip(rollouts, ({"stop"}, {"stop", "length"}), strict=True):
         assert {ids.size for ids in rollout.completion_ids} == {1}
         assert set(rollout.finish_reasons) == reason
-        for ids, whole in zip(rollout.completion_ids, alone().completion_ids, strict=True):
-            assert ids[0] == whole[0]
+        for ids, longer in zip(rollout.completion_ids, alone().completion_ids, strict=True):
+            assert ids[0] == longer[0]
 
 
 def test_groups_that_do_not_fit_a_batch():
@@ -284,19 +284,21 @@ def test_a_call_that_is_given_up_leaves_the_engine_as_it_was():
     engine = local_engine(MODEL, precision="float32", max_total_tokens=64, **STAGGERED)
     engine.push_weights(params(), 0)
     expected = sample(engine, prompts(), SAMPLING, seed=1, step=2)
-    closed, left = (engine.generate(prompts(), SAMPLING, seed=1, step=2) for _ in range(2))
-    for groups in (closed, left):
+    closed_call, open_call = (
+        engine.generate(prompts(), SAMPLING, seed=1, step=2) for _ in range(2)
+    )
+    for groups in (closed_call, open_call):
         next(groups)
-    closed.close()
+    closed_call.close()
     with pytest.raises(ZeroDivisionError):
         for _ in engine.generate(prompts(), SAMPLING, seed=1, step=2):
             1 / 0  # noqa: B018
     assert_same(sample(engine, prompts(), SAMPLING, seed=1, step=2), expected, atol=0)
     # A call in progress keeps its weights and their version, whatever is pushed.
     engine.push_weights(jax.tree.map(lambda leaf: 2 * leaf, params()), 1)
-    rest = [episode for groups in left for episode in groups]
-    assert {int(episode.policy_versions[-1]) for episode in rest} == {0}
-    for episode in rest:
+    episodes = [episode for groups in open_call for episode in groups]
+    assert {int(episode.policy_versions[-1]) for episode in episodes} == {0}
+    for episode in episodes:
         np.testing.assert_array_equal(
             episode.completion_ids, expected.completion_ids[GROUP * episode.group + episode.member]
         )
@@ -322,9 +324,9 @@ def test_take_and_insert_by_hand():
         for array in layer:
             np.testing.assert_array_equal(array.reshape(3, 3), rows)
     used_up = made(10, 3, 2)
-    whole = cache_module.take(used_up, None, extra=1, sharding=sharding, release=True)
+    extended = cache_module.take(used_up, None, extra=1, sharding=sharding, release=True)
     assert all(array.is_deleted() for array in jax.tree.leaves(used_up))
-    for array in whole[1]:
+    for array in extended[1]:
         np.testing.assert_array_equal(
             array.reshape(3, 3), [[110, 111, 0], [112, 113, 0], [114, 115, 0]]
         )

@@ -40,11 +40,11 @@ def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, wa
     chosen = quantized_leaves(CONFIG)
     mesh = make_mesh(1, 1, 1, ways, devices=jax.devices()[:ways])
     rows = dict(max_rows=4, min_rows=2, cache_block=4)
-    made = local_engine(
+    local = local_engine(
         CONFIG, precision=precision, mesh=mesh, routed_experts=True, max_total_tokens=32, **rows
     )
-    made.push_weights(params, 0)
-    rollout = sample(made, PROMPTS, SAMPLING, seed=1, step=2)
+    local.push_weights(params, 0)
+    rollout = sample(local, PROMPTS, SAMPLING, seed=1, step=2)
     check_routed_experts(rollout.episodes, *CONFIG.routing)
     mlp = chosen["layers"]["full"]["mlp"]
     assert (
