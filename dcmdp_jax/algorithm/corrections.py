@@ -67,19 +67,19 @@ _Flags = Bool[Array, "R L"]
 
 def tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     """Truncated importance sampling of tokens (Yao et al. 2025): w_t = clip(r_t, low, high).
-    Nothing is dropped.
 
-    Ratio: training over rollout. Denominator: all tokens. verl (`rollout_is=token`, 2), slime
-    (`use_tis`, [0, 2]), NeMo-RL (`tis`), Tunix (`sampler_is=token`, 2) and TRL (`token_truncate`,
-    3) weigh alike; NeMo-RL weighs a token with a non-finite ratio by 0, here -inf is clamped and
-    NaN stays.
+    Nothing is dropped. Ratio: training over rollout. Denominator: all tokens. verl
+    (`rollout_is=token`, 2), slime (`use_tis`, [0, 2]), NeMo-RL (`tis`), Tunix (`sampler_is=token`,
+    2) and TRL (`token_truncate`, 3) weigh alike; NeMo-RL weighs a token with a non-finite ratio by
+    0, here -inf is clamped and NaN stays.
     """
     return _truncated(tokens, jnp.exp(_token_log_ratio(tokens)), low, high)
 
 
 def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected:
-    """Confidence-aware truncation (CIS, arXiv:2609.32444): w_t = min(r_t, 1 + slope max(1 - p_t,
-    floor)).
+    """Confidence-aware truncation (CIS, arXiv:2609.32444).
+
+        w_t = min(r_t, 1 + slope max(1 - p_t, floor))
 
     With eps = logit p - logit q, r = p + (1 - p) e^eps: where the engine's error is a displacement
     in log-odds of one scale, r of a sure token is near 1, and a bound for all tokens lets its
@@ -94,34 +94,31 @@ def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected
 
 def sequence_tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     """Truncated importance sampling of completions: w = clip(prod_t r_t, low, high) on each token.
-    Nothing is dropped.
 
-    Unbiased but for the bounds, of large variance: the product's logarithm grows with the length.
-    Ratio: training over rollout. Denominator: all tokens. verl (`rollout_is=sequence`, 2) and TRL
-    (`sequence_truncate`, 3) weigh alike. AReaL's sequence level takes the geometric mean, not the
-    product.
+    Nothing is dropped. Unbiased but for the bounds, of large variance: the product's logarithm
+    grows with the length. Ratio: training over rollout. Denominator: all tokens. verl
+    (`rollout_is=sequence`, 2) and TRL (`sequence_truncate`, 3) weigh alike. AReaL's sequence level
+    takes the geometric mean, not the product.
     """
     return _truncated(tokens, jnp.exp(_sequence_log_ratio(tokens)), low, high)
 
 
 def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
-    """Masked importance sampling of tokens, IcePop (Ring-1T, 2025): w_t = r_t inside [low, high],
-    else dropped.
+    """Masked importance sampling of tokens, IcePop (Ring-1T, 2025): w_t = r_t inside [low, high].
 
-    Ratio: training over rollout. Denominator: kept tokens, as in AReaL (`action=mask`). In slime
-    (`icepop_function`, and the masks of mis.py), miles, NeMo-RL (`icepop`, 0.5 to 5) and TRL
-    (`token_mask`, up to 3) dropped tokens have weight 0 and count: `correction_denominator=all`
-    does that.
+    Other tokens are dropped. Ratio: training over rollout. Denominator: kept tokens, as in AReaL
+    (`action=mask`). In slime (`icepop_function`, and the masks of mis.py), miles, NeMo-RL
+    (`icepop`, 0.5 to 5) and TRL (`token_mask`, up to 3) dropped tokens have weight 0 and count:
+    `correction_denominator=all` does that.
     """
     ratio = jnp.exp(_token_log_ratio(tokens))
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
 
 
 def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
-    """KPop (Ling team, 2026): w_t = r_t where both binary KLs of p and q are at most `high` nats,
-    else dropped.
+    """KPop (Ling team, 2026): w_t = r_t where both binary KLs are at most `high`, else dropped.
 
-        max(KL(p || q), KL(q || p)) with KL of (p, 1 - p) and (q, 1 - q)
+        max(KL(p || q), KL(q || p)) with KL of (p, 1 - p) and (q, 1 - q), nats
 
     Unlike a band of r it sees a sure token whose rest 1 - p differs, and lets a rare one pass.
     Ratio: training over rollout. Denominator: kept tokens. AReaL (PR #1405, `kpop`) and verl (PR
@@ -136,12 +133,11 @@ def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
 
 
 def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corrected:
-    """Masked importance sampling of completions: w = prod_t r_t on each token if inside [low,
-    high], else dropped.
+    """Masked importance sampling of completions: w = prod_t r_t on each token if in [low, high].
 
-    Ratio: training over rollout. Denominator: kept tokens. TRL's default (`sequence_mask`, up to
-    3), where dropped completions count. verl has it as `rollout_is=sequence` with
-    `rollout_rs=seq_sum_k1`, the weight truncated too.
+    Other completions are dropped. Ratio: training over rollout. Denominator: kept tokens. TRL's
+    default (`sequence_mask`, up to 3), where dropped completions count. verl has it as
+    `rollout_is=sequence` with `rollout_rs=seq_sum_k1`, the weight truncated too.
     """
     ratio = jnp.exp(_sequence_log_ratio(tokens))
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
@@ -151,12 +147,11 @@ def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corr
 
 
 def minpro(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
-    """Minimum prefix ratio (MinPRO, arXiv:2601.22718): w_t = clip(r_t min_{j<t} r_j, low, high);
-    w_1 = clip(r_1).
+    """Minimum prefix ratio (MinPRO, arXiv:2601.22718): w_t = clip(r_t min_{j<t} r_j, low, high).
 
-    The least ratio before the token stands for their product, which reweighs the state that it was
-    sampled in. Nothing is dropped. The paper's r is pi now over the policy that sampled, ours
-    training over rollout; bounds are ours.
+    w_1 = clip(r_1). The least ratio before the token stands for their product, which reweighs the
+    state that it was sampled in. Nothing is dropped. The paper's r is pi now over the policy that
+    sampled, ours training over rollout; bounds are ours.
     """
     log_ratio = _token_log_ratio(tokens)
     _, prefix = _scanned(tokens, log_ratio, jnp.minimum, jnp.inf)
@@ -166,8 +161,9 @@ def minpro(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
 def ctpo(
     tokens: Tokens, *, low: float = 0.025, high: float = 0.05, power: float = 0.5
 ) -> Corrected:
-    """Cumulative token ratio (CTPO, arXiv:2605.07331): w_t = clip(prod_{j<=t} r_j, e^(-low
-    t^power), e^(high t^power)).
+    """Cumulative token ratio (CTPO, arXiv:2605.07331).
+
+        w_t = clip(prod_{j<=t} r_j, e^(-low t^power), e^(high t^power))
 
     The exact weight of a token's term of the policy gradient, of less variance than `sequence_tis`;
     its logarithm spreads as sqrt(t), and the bounds with it. Nothing is dropped. horizon-llm/CTPO
@@ -182,8 +178,9 @@ def ctpo(
 
 
 def pnpo(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
-    """Geometric mean of the prefix (PNPO, arXiv:2608.01418): w_t = clip((prod_{j<=t} r_j)^(1 / t),
-    low, high).
+    """Geometric mean of the prefix (PNPO, arXiv:2608.01418).
+
+        w_t = clip((prod_{j<=t} r_j)^(1 / t), low, high)
 
     Nothing is dropped. Ratio: training over rollout; bounds are ours. horizon-llm/CTPO has it as
     `ratio_mode=geomean`.
@@ -207,12 +204,12 @@ def sequence_rejection(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -
 
 
 def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.001) -> Corrected:
-    """Keep completions whose geometric mean (prod_t r_t)^(1 / |o|) is inside [low, high]: no effect
-    of the length.
+    """Keep completions whose geometric mean (prod_t r_t)^(1 / |o|) is inside [low, high].
 
-    Ratio: training over rollout. Denominator: kept tokens. verl's `seq_mean_k1` (0.999 to 1.001)
-    bounds the inverse; slime: `rs_level=geometric`; NeMo-RL's `seq-mask-tis` (0.999 to 1.002)
-    weighs kept tokens by r_t too, without bound: add `tis(high=...)`.
+    The length has no effect. Ratio: training over rollout. Denominator: kept tokens. verl's
+    `seq_mean_k1` (0.999 to 1.001) bounds the inverse; slime: `rs_level=geometric`; NeMo-RL's
+    `seq-mask-tis` (0.999 to 1.002) weighs kept tokens by r_t too, without bound: add
+    `tis(high=...)`.
     """
     mean = _gathered(tokens, completion_means, _token_difference(tokens))
     ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
@@ -220,11 +217,11 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
 
 
 def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
-    """Keep completions whose mean_t e^|d_t| is at most `high`: differences of either sign add,
-    unlike in the mean of k1.
+    """Keep completions whose mean_t e^|d_t| is at most `high`.
 
-    Denominator: kept tokens. NeMo-RL (`seq_logprob_error_threshold`; off by default, 1.5 in its
-    recipes) and Tunix (PR #2270) do the same.
+    Differences of either sign add, unlike in the mean of k1. Denominator: kept tokens. NeMo-RL
+    (`seq_logprob_error_threshold`; off by default, 1.5 in its recipes) and Tunix (PR #2270) do the
+    same.
     """
     require_number("high", high, minimum=1)
     mean = _gathered(tokens, completion_means, jnp.exp(jnp.abs(_token_log_ratio(tokens))))
@@ -245,12 +242,12 @@ def probability_band(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> 
 
 
 def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
-    """VACO (arXiv:2603.01365): in completions with mean_t |r_t - 1| above `high`, drop tokens with
-    A d_t > 0.
+    """VACO (arXiv:2603.01365): drop tokens with A d_t > 0 where mean_t |r_t - 1| is above `high`.
 
-    |r - 1| of sampled tokens estimates twice the total variation; what is dropped would add to it.
-    Denominator: kept tokens. open-instruct (`rho_mask_tv_divergence`, `rho_mask_upper_bound`)
-    weighs kept tokens by r too: add `tis`. `high` is ours.
+    The mean is over the token's completion. |r - 1| of sampled tokens estimates twice the total
+    variation; what is dropped would add to it. Denominator: kept tokens. open-instruct
+    (`rho_mask_tv_divergence`, `rho_mask_upper_bound`) weighs kept tokens by r too: add `tis`.
+    `high` is ours.
     """
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
@@ -260,8 +257,7 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
 
 
 def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
-    """M2PO (arXiv:2510.01161): drop tokens of the largest d^2 until the mean d^2 of the rest is at
-    most `high`.
+    """M2PO (arXiv:2510.01161): drop the largest d^2 until the mean of the others is at most `high`.
 
     One token is kept in any case. The mean is over the tokens of one call, a micro-batch on one
     device, as in AReaL (`m2_threshold`), so that what is dropped depends on how rows are split.
@@ -293,12 +289,12 @@ def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
 
 
 def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
-    """Drop completions with A < 0 and mean_t (log q_t - log pi_t) above `high` nats (DeepSeek-V3.2,
-    Eq. 9).
+    """Drop completions with A < 0 and mean_t (log q_t - log pi_t) above `high` nats.
 
-    pi is the policy now, so that policy drift counts and engine mismatch too. Denominator: kept
-    tokens; in TRL (`off_policy_mask_threshold`, 0.5) and slime (`use_opsm`, 1e-4) dropped tokens
-    count. slime compares with p^Train in place of the engine's q: policy drift alone.
+    DeepSeek-V3.2, Eq. 9. pi is the policy now, so that policy drift counts and engine mismatch too.
+    Denominator: kept tokens; in TRL (`off_policy_mask_threshold`, 0.5) and slime (`use_opsm`, 1e-4)
+    dropped tokens count. slime compares with p^Train in place of the engine's q: policy drift
+    alone.
     """
     require_number("high", high, minimum=0, open_minimum=True)
     difference = log_difference(tokens.rollout_logprobs, tokens.train_logprobs)

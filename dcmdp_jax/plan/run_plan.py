@@ -1,6 +1,4 @@
-"""A run at full size: programs compiled for a topology, memory by kind, the search for what
-fits.
-"""
+"""A run at full size: programs compiled for a topology, memory by kind, the search for a mesh."""
 
 import dataclasses
 import functools
