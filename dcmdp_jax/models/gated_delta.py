@@ -75,8 +75,8 @@ class Heads(NamedTuple):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Projections, gates and norm around a recurrence given by the caller; `decoder.Attention`'s
-    place.
+    """Projections, gates and norm around the caller's recurrence, in place of
+    `decoder.Attention`.
     """
 
     def __init__(
@@ -86,39 +86,80 @@ class GatedDeltaNet(nnx.Module):
         heads = config.linear_num_value_heads
         embed = config.hidden_size
         width = heads * config.linear_value_head_dim
-        normal = jax.nn.initializers.normal(config.initializer_range)
-        vector = {"stacks": stacks, "axes": ("norm",)}
+        std = config.initializer_range
+
         self.dt_bias = parameter(
-            (heads,), init=jax.nn.initializers.ones, hf_name=f"{hf_name}.dt_bias", **vector
+            (heads,),
+            ("norm",),
+            init=jax.nn.initializers.ones,
+            hf_name=f"{hf_name}.dt_bias",
+            stacks=stacks,
         )
-        self.a_log = parameter((heads,), init=_log_uniform, hf_name=f"{hf_name}.A_log", **vector)
-        shape = (config.mixed_width, 1, config.linear_conv_kernel_dim)
-        axes = ("heads", "norm", "norm")
+        self.a_log = parameter(
+            (heads,), ("norm",), init=_log_uniform, hf_name=f"{hf_name}.A_log", stacks=stacks
+        )
         self.conv = parameter(
-            shape, axes, init=normal, hf_name=f"{hf_name}.conv1d.weight", stacks=stacks
+            (config.mixed_width, 1, config.linear_conv_kernel_dim),
+            ("heads", "norm", "norm"),
+            init=jax.nn.initializers.normal(std),
+            hf_name=f"{hf_name}.conv1d.weight",
+            stacks=stacks,
         )
-        norm = {"axis": "head_dim", "hf_name": f"{hf_name}.norm", "stacks": stacks}
-        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, **norm)
-        options = {"std": config.initializer_range, "stacks": stacks}
+        self.norm = RMSNorm(
+            config.linear_value_head_dim,
+            config.rms_norm_eps,
+            axis="head_dim",
+            hf_name=f"{hf_name}.norm",
+            stacks=stacks,
+        )
+
+        self.o = Linear(
+            (width, embed),
+            ("heads", "embed"),
+            std=std,
+            hf_name=f"{hf_name}.out_proj",
+            stacks=stacks,
+        )
         inward = ("embed", "heads")
-        self.o = Linear((width, embed), inward[::-1], hf_name=f"{hf_name}.out_proj", **options)
         self.mixed = Linear(
-            (embed, config.mixed_width), inward, hf_name=f"{hf_name}.in_proj_qkv", **options
+            (embed, config.mixed_width),
+            inward,
+            std=std,
+            hf_name=f"{hf_name}.in_proj_qkv",
+            stacks=stacks,
         )
-        self.gate = Linear((embed, width), inward, hf_name=f"{hf_name}.in_proj_z", **options)
+        self.gate = Linear(
+            (embed, width), inward, std=std, hf_name=f"{hf_name}.in_proj_z", stacks=stacks
+        )
         # Engines quantize neither: they are small, and a decay acts on all later tokens.
-        options["quantized"] = False
-        self.rate = Linear((embed, heads), inward, hf_name=f"{hf_name}.in_proj_b", **options)
-        self.decay = Linear((embed, heads), inward, hf_name=f"{hf_name}.in_proj_a", **options)
+        self.rate = Linear(
+            (embed, heads),
+            inward,
+            std=std,
+            hf_name=f"{hf_name}.in_proj_b",
+            stacks=stacks,
+            quantized=False,
+        )
+        self.decay = Linear(
+            (embed, heads),
+            inward,
+            std=std,
+            hf_name=f"{hf_name}.in_proj_a",
+            stacks=stacks,
+            quantized=False,
+        )
 
     def __call__(self, x: jax.Array, rotary: Any, recur: Recur, ops: Ops) -> tuple[jax.Array, Any]:
         speed = jnp.exp(at_least_float32(self.a_log.get_value()))
         wait = at_least_float32(self.decay(x)) + self.dt_bias.get_value()
-        kernel = self.conv.get_value()[:, 0]
         mixed = Mixed(
-            self.mixed(x), kernel, -speed * jax.nn.softplus(wait), jax.nn.sigmoid(self.rate(x))
+            channels=self.mixed(x),
+            kernel=self.conv.get_value()[:, 0],
+            log_decay=-speed * jax.nn.softplus(wait),
+            rate=jax.nn.sigmoid(self.rate(x)),
         )
         y, state = recur(mixed)
+
         y = self.norm(y.astype(x.dtype))
         gate = jax.nn.silu(at_least_float32(self.gate(x))).reshape(y.shape)
         return self.o((y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)), state
@@ -143,23 +184,19 @@ def rows(
 def prefill(
     config: ModelConfig, lengths: Int[jax.Array, " R"], mixed: Mixed
 ) -> tuple[jax.Array, State]:
-    """A `Recur` of right-padded rows of one segment; also returns the state after each row's last
-    token.
-    """
+    """A `Recur` of right-padded rows of one segment, with the state after each row's last token."""
     length = mixed.channels.shape[1]
-    before = config.linear_conv_kernel_dim - 1
     real = (jnp.arange(length) < lengths[:, None])[..., None]
-    one = jnp.zeros(real.shape[:2], jnp.int32)
+    segment_ids = jnp.zeros(real.shape[:2], jnp.int32)
     # Padding neither decays the state nor adds to it.
-    still = mixed._replace(
+    masked = mixed._replace(
         log_decay=jnp.where(real, mixed.log_decay, 0), rate=jnp.where(real, mixed.rate, 0)
     )
-    y, memory = in_chunks(heads(config, convolved(mixed, one), still), one)
-    at = lengths[:, None] + jnp.arange(-before, 0)
-    window = at_least_float32(
-        jnp.take_along_axis(mixed.channels, jnp.maximum(at, 0)[..., None], axis=1)
-    )
-    return y, State(memory, jnp.where(at[..., None] >= 0, window, 0).swapaxes(1, 2))
+    y, memory = in_chunks(heads(config, convolved(mixed, segment_ids), masked), segment_ids)
+
+    last = (lengths[:, None] + jnp.arange(1 - config.linear_conv_kernel_dim, 0))[..., None]
+    window = at_least_float32(jnp.take_along_axis(mixed.channels, jnp.maximum(last, 0), axis=1))
+    return y, State(memory, jnp.where(last >= 0, window, 0).swapaxes(1, 2))
 
 
 def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, State]:
@@ -177,23 +214,20 @@ def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Arr
     size = mixed.kernel.shape[1]
     total = 0.0
     for back in range(size):
-        shifted, ids = (jnp.roll(x, back, axis=1) for x in (channels, segment_ids))
-        own = (ids == segment_ids) & (jnp.arange(segment_ids.shape[1]) >= back)
-        total += (
-            jnp.where(own[..., None], at_least_float32(shifted), 0)
-            * mixed.kernel[:, size - 1 - back]
-        )
+        earlier_ids = jnp.roll(segment_ids, back, axis=1)
+        same_segment = (earlier_ids == segment_ids) & (jnp.arange(segment_ids.shape[1]) >= back)
+        earlier = at_least_float32(jnp.roll(channels, back, axis=1))
+        weight = mixed.kernel[:, size - 1 - back]
+        total += jnp.where(same_segment[..., None], earlier, 0) * weight
     return jax.nn.silu(total).astype(channels.dtype)
 
 
 def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
-    """Split the channels after the convolution into heads; a key head serves several value
-    heads.
-    """
+    """Split the convolved channels into heads; a key head serves several value heads."""
     key_heads = config.linear_num_key_heads
     value_heads = config.linear_num_value_heads
     size = config.linear_key_head_dim
-    width = key_heads * config.linear_key_head_dim
+    width = key_heads * size
     query, key, value = jnp.split(at_least_float32(channels), (width, 2 * width), axis=-1)
 
     def unit(x: jax.Array) -> jax.Array:
@@ -203,11 +237,11 @@ def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
 
     value = value.reshape(*value.shape[:2], value_heads, config.linear_value_head_dim)
     return Heads(
-        unit(query) / math.sqrt(size),
-        unit(key),
-        value,
-        mixed.log_decay,
-        at_least_float32(mixed.rate),
+        query=unit(query) / math.sqrt(size),
+        key=unit(key),
+        value=value,
+        log_decay=mixed.log_decay,
+        rate=at_least_float32(mixed.rate),
     )
 
 
@@ -218,8 +252,8 @@ def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, 
         The new state and y [B, H, v].
     """
     memory = memory * jnp.exp(token.log_decay)[..., None, None]
-    known = jnp.sum(memory * token.key[..., None], axis=-2)
-    change = (token.value - known) * token.rate[..., None]
+    recalled = jnp.sum(memory * token.key[..., None], axis=-2)
+    change = (token.value - recalled) * token.rate[..., None]
     memory = memory + token.key[..., None] * change[..., None, :]
     return memory, jnp.sum(memory * token.query[..., None], axis=-2)
 
@@ -257,47 +291,50 @@ def in_chunks(
         padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)), mode=mode)
         return jnp.moveaxis(padded.reshape(batch, -1, chunk, *x.shape[2:]), (1, 2), (0, 3))
 
-    def advance(memory: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        fresh, recalled, within, query, key, kept = part
+    def advance(memory: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        fresh, recalled, within, query, key, decay = xs
         change = fresh - recalled @ memory
-        return memory * kept + jnp.swapaxes(key, -1, -2) @ change, query @ memory + within @ change
+        return memory * decay + jnp.swapaxes(key, -1, -2) @ change, query @ memory + within @ change
 
-    segments = chunks(segment_ids[..., None], "edge")
     query, key, value, log_decay, rate = map(chunks, tokens)
-    each = jnp.tril(jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, chunk)), -1)
+
+    # exp(G_i - G_j) of two tokens of a chunk; exp(G_i) where the chunk begins in their segment.
+    segments = chunks(segment_ids[..., None], "edge")
+    later = jnp.tril(jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, chunk)), -1)
     seen = jnp.tril(segments[..., :, None] == segments[..., None, :])
-    between = jnp.exp(jnp.where(seen, jnp.cumsum(each, axis=-2), -jnp.inf))
+    between = jnp.exp(jnp.where(seen, jnp.cumsum(later, axis=-2), -jnp.inf))
     before = jnp.concatenate([segments[:1, ..., -1:], segments[:-1, ..., -1:]])
     since = jnp.where(segments == before, jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)[..., None]
+
     rated = key * rate[..., None]
     memory = jnp.zeros((batch, query.shape[2], key.shape[-1], value.shape[-1]), query.dtype)
     with products_in(query.dtype):
         inverse = _unit_inverse(jnp.einsum("...ik,...jk->...ij", rated, key) * between)
         within = jnp.einsum("...ik,...jk->...ij", query, key) * between
-        parts = (
+        xs = (
             inverse @ (value * rate[..., None]),
             inverse @ (rated * since),
             within,
             query * since,
+            key * between[..., -1, :, None],
+            since[..., -1:, :],
         )
-        parts = *parts, key * between[..., -1, :, None], since[..., -1:, :]
-        memory, y = jax.lax.scan(advance, memory, parts)
+        memory, y = jax.lax.scan(advance, memory, xs)
     y = jnp.moveaxis(y, (0, 3), (1, 2)).reshape(batch, -1, *y.shape[2:3], y.shape[-1])
     return y[:, :length], memory
 
 
 def _unit_inverse(system: Float[jax.Array, "... c c"]) -> Float[jax.Array, "... c c"]:
-    """The inverse of 1 + the part of `system` below its diagonal, by products that a mesh splits
-    over rows and heads.
+    """The inverse of 1 + the strict lower triangle of `system`, by products that a mesh can split.
 
     Of a matrix of two blocks with inverses A and B on the diagonal and C below, the block below is
     -B C A.
     """
     size = 1
-    places = jnp.arange(system.shape[-1])
-    inverse = jnp.broadcast_to(jnp.eye(places.size, dtype=system.dtype), system.shape)
-    while size < places.size:
-        block = places // size
+    index = jnp.arange(system.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(index.size, dtype=system.dtype), system.shape)
+    while size < index.size:
+        block = index // size
         below = (block[:, None] == block + 1) & (block % 2 == 0)
         inverse -= inverse @ jnp.where(below, system, 0) @ inverse
         size *= 2

@@ -48,8 +48,11 @@ def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     zero = jnp.zeros(tokens.shape, jnp.uint32)
     token_keys = jnp.stack(_threefry(keys, zero, tokens.astype(jnp.uint32)), axis=-1)
-    first, second = (_threefry(token_keys, zero, zero + np.uint32(count)) for count in (0, 1))
-    return jnp.stack([first[0] ^ first[1], second[0] ^ second[1]], axis=-1)
+    words = []
+    for count in range(2):
+        high, low = _threefry(token_keys, zero, zero + np.uint32(count))
+        words.append(high ^ low)
+    return jnp.stack(words, axis=-1)
 
 
 def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -87,20 +90,18 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     """
     weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    wanted = top_p * jnp.sum(weights, axis=-1)
+    needed_mass = top_p * jnp.sum(weights, axis=-1)
 
     def halve(i: int, threshold: jax.Array) -> jax.Array:
         higher = threshold | (jnp.int32(1) << (30 - i))
         mass = jnp.sum(jnp.where(bits >= higher[:, None], weights, 0.0), axis=-1)
-        return jnp.where(mass >= wanted, higher, threshold)
+        return jnp.where(mass >= needed_mass, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
     # The most likely token has weight exp(0) = 1 and stays in, even if rounding leaves the sum
-    # below `wanted`.
-    return (
-        bits
-        >= jnp.minimum(threshold, jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32))[:, None]
-    )
+    # below `needed_mass`.
+    one_bits = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
+    return bits >= jnp.minimum(threshold, one_bits)[:, None]
 
 
 def choose_tokens(
@@ -145,42 +146,39 @@ def choose_tokens(
     if mode == "greedy":
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+
     scaled = logits * inverse_temperature
     if count:
-        scaled = jnp.where(scaled >= jax.lax.top_k(scaled, int(count))[0][:, -1:], scaled, -jnp.inf)
+        least = jax.lax.top_k(scaled, int(count))[0][:, -1:]
+        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if kind == "nucleus":
         scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
+    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+
     rows, vocab = logits.shape
-    top_logit = jnp.max(scaled, axis=-1, keepdims=True)
     width = min(_BLOCK, vocab)
-    blocks = -(-vocab // width)
-    centered = jnp.pad(
-        scaled - top_logit, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf
-    )
-    centered = centered.reshape(rows, blocks, width)
-    masses = jnp.sum(jnp.exp(centered), axis=-1)
+    padded = jnp.pad(scaled, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf)
+    blocks = padded.reshape(rows, padded.shape[1] // width, width)
+    masses = jnp.sum(jnp.exp(blocks), axis=-1)
     # Else a GPU's compiler adds the normalizer up from the logits, and reads them once more.
     masses = jax.lax.platform_dependent(
         masses, cuda=jax.lax.optimization_barrier, default=lambda x: x
     )
-    block = _invert(masses, words[:, 0])
-    within = jnp.take_along_axis(centered, block[:, None, None], axis=1)[:, 0]
-    place = _invert(jnp.exp(within), words[:, 1])
-    chosen = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
+
+    block_index = _invert(masses, words[:, 0])
+    block = jnp.take_along_axis(blocks, block_index[:, None, None], axis=1)[:, 0]
+    column = _invert(jnp.exp(block), words[:, 1])
+    logit = jnp.take_along_axis(block, column[:, None], axis=1)[:, 0]
     normalizer = jnp.log(jnp.sum(masses, axis=-1))
-    return (
-        block * width + place,
-        chosen - normalizer,
-        *_likeliest(scaled - top_logit, normalizer, top),
-    )
-
-
-def _likeliest(centered: jax.Array, normalizer: jax.Array, top: int) -> tuple[jax.Array, ...]:
+    tokens = block_index * width + column
+    logprobs = logit - normalizer
     if not top:
-        return ()
-    values, ids = jax.lax.top_k(centered, top)
+        return tokens, logprobs
+
+    values, ids = jax.lax.top_k(scaled, top)
     possible = values != -jnp.inf
-    return jnp.where(possible, ids, -1), jnp.where(possible, values - normalizer[:, None], 0.0)
+    top_logprobs = jnp.where(possible, values - normalizer[:, None], 0.0)
+    return tokens, logprobs, jnp.where(possible, ids, -1), top_logprobs
 
 
 def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:

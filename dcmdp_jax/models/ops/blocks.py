@@ -1,6 +1,6 @@
 """The product of rows with the matrices of their groups, block by block: for CPU and GPU."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ BLOCKS = "expert_blocks"
 _MOST_BLOCK_ROWS = 128
 
 
-class _Blocks(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Blocks:
     """Blocks of consecutive rows, each within one group but for its end.
 
     Attributes:
@@ -37,13 +38,19 @@ class _Blocks(NamedTuple):
 def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
     groups = group_sizes.shape[0]
     size = min(_MOST_BLOCK_ROWS, max(8, 1 << (rows // groups).bit_length()))
+
     in_group = -(-group_sizes // size)
     ends = jnp.cumsum(in_group)
     index = jnp.arange(rows // size + groups)
     owner = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), groups - 1)
     within = (index - (ends - in_group)[owner]) * size
-    first = (jnp.cumsum(group_sizes) - group_sizes)[owner] + within
-    return _Blocks(size, owner, first, group_sizes[owner] - within, ends[-1])
+    return _Blocks(
+        size=size,
+        owner=owner,
+        first=(jnp.cumsum(group_sizes) - group_sizes)[owner] + within,
+        rows=group_sizes[owner] - within,
+        count=ends[-1],
+    )
 
 
 @jax.custom_vjp
@@ -89,12 +96,13 @@ def _grouped_backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     x, kernels, group_sizes = saved
     blocks = _blocks(group_sizes, x.shape[0])
-    padded = tuple(jnp.pad(array, ((0, blocks.size), (0, 0))) for array in (x, cotangent))
+    padding = ((0, blocks.size), (0, 0))
+    padded = jnp.pad(x, padding)
+    padded_bar = jnp.pad(cotangent, padding)
 
     def body(i: jax.Array, grads: jax.Array) -> jax.Array:
-        block, bar = (
-            jax.lax.dynamic_slice_in_dim(array, blocks.first[i], blocks.size) for array in padded
-        )
+        block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
+        bar = jax.lax.dynamic_slice_in_dim(padded_bar, blocks.first[i], blocks.size)
         bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)
         product = jax.lax.dot_general(
             block, bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32

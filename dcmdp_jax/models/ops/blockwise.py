@@ -4,6 +4,7 @@ attention in XLA loops.
 For platforms without such a kernel of their own. Measured on CPU: benchmarks/README.md.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -60,10 +61,16 @@ def attention(
     kv_heads = key.shape[2]
     total = rows * length
     size = min(block or block_size(length), total)
+
     query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
-    grouped = query.reshape(total, kv_heads, heads // kv_heads, width)
-    key, value = (x.reshape(total, kv_heads, width) for x in (key, value))
-    attended = _attended(grouped, key, value, _segments(segment_ids, size, window), size, length)
+    attended = _attended(
+        query.reshape(total, kv_heads, heads // kv_heads, width),
+        key.reshape(total, kv_heads, width),
+        value.reshape(total, kv_heads, width),
+        _segments(segment_ids, size, window),
+        size,
+        length,
+    )
     return attended.reshape(query.shape)
 
 
@@ -87,25 +94,30 @@ def _segments(segment_ids: jax.Array, size: int, window: int | jax.Array) -> _Se
     total = segment_ids.size
     ids = segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
+    end = jnp.full((1,), total, jnp.int32)
     begins = (index % segment_ids.shape[1] == 0) | (ids != jnp.roll(ids, 1))
     first = lax.cummax(jnp.where(begins, index, 0))
-    end = jnp.full((1,), total, jnp.int32)
+
+    # A block ends before the segment that it would cut, unless that is its first one.
     reach = jnp.minimum(index + size, total)
-    whole = jnp.concatenate([first, end])[reach]
+    cut_segment = jnp.concatenate([first, end])[reach]
+    after = jnp.where(cut_segment > index, cut_segment, reach)
+
     real = lax.cummin(jnp.where(ids != 0, index, total), reverse=True)
     if not (isinstance(window, int) and window == 0):
         first = jnp.maximum(first, index - window + 1)
-    return _Segments(first, jnp.where(whole > index, whole, reach), jnp.concatenate([real, end]))
+    return _Segments(first, after, jnp.concatenate([real, end]))
 
 
-class _Queries(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Queries:
     """A block of B queries, with G heads side by side: n = G B columns.
 
     Attributes:
         at: [] int32, the first query.
         valid: [B] bool, false on queries of other blocks.
         first: [n] int32, the first key that a query sees; T where it is not valid.
-        own: [n] int32, the query itself.
+        index: [n] int32, the query itself.
         begin: [] int32, the first key of the first block.
         count: [] int32, how many blocks of keys there are.
         following: [] int32, the first query of the next block.
@@ -114,50 +126,49 @@ class _Queries(NamedTuple):
     at: jax.Array
     valid: jax.Array
     first: jax.Array
-    own: jax.Array
+    index: jax.Array
     begin: jax.Array
     count: jax.Array
     following: jax.Array
 
     @classmethod
     def of(cls, segments: _Segments, begin: jax.Array, size: int, group: int) -> "_Queries":
-        """The block that begins at a token; at the end of all tokens it holds earlier ones too,
-        which are not valid.
-        """
-        at = jnp.minimum(begin, segments.first.shape[0] - size)
-        own = at + jnp.arange(size, dtype=jnp.int32)
+        """The block that begins at a token; the last one holds earlier tokens too, not valid."""
+        total = segments.first.shape[0]
+        at = jnp.minimum(begin, total - size)
+        index = at + jnp.arange(size, dtype=jnp.int32)
         after = segments.after[begin]
-        first = segments.first[begin]
-        valid = (own >= begin) & (own < after) & (_rows(segments.real, at, size) == own)
-        seen = jnp.where(valid, _rows(segments.first, at, size), segments.first.shape[0])
+        valid = (index >= begin) & (index < after) & (_rows(segments.real, at, size) == index)
+        first = jnp.where(valid, _rows(segments.first, at, size), total)
         # Computed once and not in every fusion, whose loops over the columns of a group would not
         # be vectorized.
-        columns = lax.optimization_barrier((jnp.tile(seen, group), jnp.tile(own, group)))
+        first, index = lax.optimization_barrier((jnp.tile(first, group), jnp.tile(index, group)))
+
+        first_key = segments.first[begin]
         return cls(
-            at, valid, *columns, first, (begin - first + size - 1) // size + 1, segments.real[after]
+            at=at,
+            valid=valid,
+            first=first,
+            index=index,
+            begin=first_key,
+            count=(begin - first_key + size - 1) // size + 1,
+            following=segments.real[after],
         )
 
     def keys(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First key of a block, and [B, n] bool: which of its keys a query sees. The last block is
-        the queries' own.
-        """
+        """First key of a block, and [B, n] bool: which a query sees. The queries' own come last."""
         size = self.valid.shape[0]
         at = jnp.minimum(self.begin + block * size, self.at)
         last = jnp.where(block == self.count - 1, at + size, self.at - 1)
-        index = at + jnp.arange(size, dtype=jnp.int32)[:, None]
-        return at, (index >= self.first) & (index <= jnp.minimum(self.own, last))
+        key_index = at + jnp.arange(size, dtype=jnp.int32)[:, None]
+        return at, (key_index >= self.first) & (key_index <= jnp.minimum(self.index, last))
 
     def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
-        """`target` [T, K, G, ...] with the block's [K, ..., n] in the place of its valid
-        queries.
-        """
+        """`target` [T, K, G, ...] with the block's [K, ..., n] at its valid queries."""
         size = self.valid.shape[0]
         block = columns.reshape(*columns.shape[:-1], -1, size)
-        block = (
-            jnp.moveaxis(block, (-1, -2), (0, 2))
-            .reshape(size, *target.shape[1:])
-            .astype(target.dtype)
-        )
+        block = jnp.moveaxis(block, (-1, -2), (0, 2)).reshape(size, *target.shape[1:])
+        block = block.astype(target.dtype)
         valid = self.valid.reshape(size, *(1,) * (target.ndim - 1))
         block = jnp.where(valid, block, _rows(target, self.at, size))
         return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
@@ -177,11 +188,9 @@ def _as_columns(x: jax.Array) -> jax.Array:
     return x.transpose(1, 3, 2, 0).reshape(x.shape[1], x.shape[3], -1)
 
 
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     """[K, a, b] [K, b, c] in float32: the order of axes that XLA's CPU products are fastest in."""
-    return lax.dot_general(
-        left, right, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
 def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
@@ -203,7 +212,7 @@ def _attended_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     total, kv_heads, group, width = query.shape
-    of_queries, of_keys = _scopes(total, length, size)
+    query_scope, key_scope = _scopes(total, length, size)
 
     def queries(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         begin, attended, log_sum = carry
@@ -219,28 +228,23 @@ def _attended_forward(
             # makes them zero.
             larger = jnp.maximum(maximum, softmax_maximum(scores, 1))
             exponentials = jnp.exp(scores - larger)
-            before = jnp.exp(maximum - larger)
-            weight = weight * before + jnp.sum(exponentials, axis=1, keepdims=True)
+            shrink = jnp.exp(maximum - larger)
+            weight = weight * shrink + jnp.sum(exponentials, axis=1, keepdims=True)
             values = _rows(value, at, size).transpose(1, 2, 0)
-            return (
-                larger,
-                weight,
-                product * before + _product(values, exponentials.astype(value.dtype)),
-            )
+            product = product * shrink + _product(values, exponentials.astype(value.dtype))
+            return larger, weight, product
 
         hidden = jnp.full((kv_heads, 1, group * size), _HIDDEN, jnp.float32)
-        empty = (
-            hidden,
-            jnp.zeros_like(hidden),
-            jnp.zeros((kv_heads, width, group * size), jnp.float32),
-        )
-        with jax.named_scope(of_keys):
-            maximum, weight, product = lax.fori_loop(0, block.count, keys, empty)
+        product = jnp.zeros((kv_heads, width, group * size), jnp.float32)
+        with jax.named_scope(key_scope):
+            maximum, weight, product = lax.fori_loop(
+                0, block.count, keys, (hidden, jnp.zeros_like(hidden), product)
+            )
         attended = block.write(attended, product / weight)
         return block.following, attended, block.write(log_sum, (maximum + jnp.log(weight))[:, 0])
 
     empty = segments.real[0], jnp.zeros_like(query), jnp.zeros(query.shape[:3], jnp.float32)
-    with jax.named_scope(of_queries):
+    with jax.named_scope(query_scope):
         _, attended, log_sum = lax.while_loop(lambda carry: carry[0] != total, queries, empty)
     # The arguments, the result, the log-sum-exp of each query.
     return attended, (query, key, value, segments, attended, log_sum)
@@ -251,47 +255,58 @@ def _attended_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, segments, attended, log_sum = saved
     total, kv_heads, group, width = query.shape
-    of_queries, of_keys = _scopes(total, length, size)
+    query_scope, key_scope = _scopes(total, length, size)
 
     def queries(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        begin, query_bar, *sums = carry
+        begin, query_bar, key_bar, value_bar = carry
         block = _Queries.of(segments, begin, size, group)
-        own = _rows(query, block.at, size)
+        block_query = _rows(query, block.at, size)
         bar = jnp.where(block.valid[:, None, None, None], _rows(cotangent, block.at, size), 0)
         along = jnp.sum(
             bar.astype(jnp.float32) * _rows(attended, block.at, size).astype(jnp.float32), axis=-1
         )
         # Arrays of the inner loop, none of them computed in it.
-        both = _as_rows(own), _as_columns(own), _as_rows(bar), _as_columns(bar)
-        one = _as_columns(along[..., None]), _as_columns(_rows(log_sum, block.at, size)[..., None])
-        rows, columns, bar_rows, bar_columns, along, lse = lax.optimization_barrier((*both, *one))
+        rows, columns, bar_rows, bar_columns, along, lse = lax.optimization_barrier(
+            (
+                _as_rows(block_query),
+                _as_columns(block_query),
+                _as_rows(bar),
+                _as_columns(bar),
+                _as_columns(along[..., None]),
+                _as_columns(_rows(log_sum, block.at, size)[..., None]),
+            )
+        )
 
         def keys(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            own_bar, key_bar, value_bar = carry
+            block_bar, key_bar, value_bar = carry
             at, visible = block.keys(index)
             keys, values = (_rows(x, at, size).transpose(1, 0, 2) for x in (key, value))
             weights = jnp.where(visible, jnp.exp(_product(keys, columns) - lse), 0.0)
             scores_bar = (weights * (_product(values, bar_columns) - along)).astype(query.dtype)
-            own_bar += _product(_rows(key, at, size).transpose(1, 2, 0), scores_bar)
+            block_bar += _product(_rows(key, at, size).transpose(1, 2, 0), scores_bar)
 
             def add(sums: jax.Array, product: jax.Array) -> jax.Array:
                 added = _rows(sums, at, size) + product.transpose(1, 0, 2)
                 return lax.dynamic_update_slice_in_dim(sums, added, at, 0)
 
             key_bar = add(key_bar, _product(scores_bar, rows))
-            return own_bar, key_bar, add(value_bar, _product(weights.astype(value.dtype), bar_rows))
+            value_bar = add(value_bar, _product(weights.astype(value.dtype), bar_rows))
+            return block_bar, key_bar, value_bar
 
-        empty = jnp.zeros((kv_heads, width, group * size), jnp.float32)
-        with jax.named_scope(of_keys):
-            own_bar, *sums = lax.fori_loop(0, block.count, keys, (empty, *sums))
-        return block.following, block.write(query_bar, own_bar), *sums
+        block_bar = jnp.zeros((kv_heads, width, group * size), jnp.float32)
+        with jax.named_scope(key_scope):
+            block_bar, key_bar, value_bar = lax.fori_loop(
+                0, block.count, keys, (block_bar, key_bar, value_bar)
+            )
+        return block.following, block.write(query_bar, block_bar), key_bar, value_bar
 
     empty = (
         segments.real[0],
         jnp.zeros_like(query),
-        *(jnp.zeros(x.shape, jnp.float32) for x in (key, value)),
+        jnp.zeros(key.shape, jnp.float32),
+        jnp.zeros(value.shape, jnp.float32),
     )
-    with jax.named_scope(of_queries):
+    with jax.named_scope(query_scope):
         _, query_bar, key_bar, value_bar = lax.while_loop(
             lambda carry: carry[0] != total, queries, empty
         )

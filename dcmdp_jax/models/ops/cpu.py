@@ -42,7 +42,8 @@ def _swiglu_backward(
     sigmoid = jax.nn.sigmoid(gate32)
     slope = sigmoid * (1 + gate32 * (1 - sigmoid))
     gate_bar = cotangent32 * up.astype(jnp.float32) * slope
-    return gate_bar.astype(gate.dtype), (cotangent32 * gate32 * sigmoid).astype(up.dtype)
+    up_bar = cotangent32 * gate32 * sigmoid
+    return gate_bar.astype(gate.dtype), up_bar.astype(up.dtype)
 
 
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
@@ -59,9 +60,8 @@ def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
     def larger(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.select(a > b, a, b)
 
-    return jnp.expand_dims(
-        jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (axis % x.ndim,)), axis
-    )
+    least = jnp.asarray(-jnp.inf, x.dtype)
+    return jnp.expand_dims(jax.lax.reduce(x, least, larger, (axis % x.ndim,)), axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -87,9 +87,7 @@ split.defvjp(_split_forward, _split_backward)
 
 
 def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """`reference.rotate` with a reversal for the exchange: XLA computes a concatenation one element
-    at a time.
-    """
+    """`reference.rotate` by a reversal: XLA computes a concatenation one element at a time."""
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     return (halves * cos + jnp.flip(halves, -2) * sin).reshape(x.shape).astype(x.dtype)
@@ -116,9 +114,12 @@ def _norm_and_rotate_backward(
     eps: float, saved: tuple[Any, ...], cotangent: jax.Array
 ) -> tuple[Any, ...]:
     x, inverse, scale, rotary = saved
+
+    # Turned back.
     cos, sin = (table[:, :, None] for table in rotary)
     halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     turned = (halves * cos + jnp.flip(halves * sin, -2)).reshape(x.shape)
+
     normed = x.astype(jnp.float32) * inverse
     pulled = turned * scale.astype(jnp.float32)
     along = jnp.mean(pulled * normed, axis=-1, keepdims=True)
@@ -138,20 +139,17 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
     """
     rows, length, heads, width = query.shape
     group = heads // key.shape[2]
+
     # A factor on the query costs less than one on the scores.
-    query = (query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)).reshape(
-        rows, length, -1, group, width
-    )
-    query = query.transpose(0, 2, 3, 1, 4).reshape(rows, -1, group * length, width)
+    query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
+    query = query.reshape(rows, length, -1, group, width).transpose(0, 2, 3, 1, 4)
+    query = query.reshape(rows, -1, group * length, width)
     key = key.transpose(0, 2, 1, 3)
     value = value.transpose(0, 2, 1, 3)
     bias = jnp.tile(jnp.where(visible, 0.0, HIDDEN), (1, group, 1))[:, None]
-    attended = _attended(query, key, value, bias)
-    return (
-        attended.reshape(rows, -1, group, length, width)
-        .transpose(0, 3, 1, 2, 4)
-        .reshape(rows, length, heads, width)
-    )
+
+    attended = _attended(query, key, value, bias).reshape(rows, -1, group, length, width)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
 
 
 @jax.custom_vjp
@@ -186,6 +184,7 @@ def _attended_backward(
     cotangent32 = cotangent.astype(jnp.float32)
     along = jnp.sum(cotangent32 * attended.astype(jnp.float32), axis=-1, keepdims=True) * inverse
     divided = (cotangent32 * inverse).astype(value.dtype)
+
     value_bar = jnp.einsum("rkqs,rkqh->rksh", exponentials, divided)
     pulled = jnp.einsum("rkqh,rksh->rkqs", divided, value, preferred_element_type=jnp.float32)
     scores_bar = (exponentials.astype(jnp.float32) * (pulled - along)).astype(query.dtype)
