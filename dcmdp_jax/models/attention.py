@@ -103,7 +103,8 @@ def row_attention(
             "cudnn": functools.partial(_cudnn, one_segment=one_segment, segments=segments),
             "splash": tpu.splash_attention,
         }[kernel]
-        attend = _windowed(attend, window, traced=kernel == "blockwise") if window else attend
+        if window:
+            attend = _windowed(attend, window, traced=kernel == "blockwise")
         flags = () if slides is None else (slides,)
         return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids, *flags)
     visible = jnp.tril(jnp.ones((query.shape[1], query.shape[1]), bool))[None]
@@ -116,8 +117,7 @@ def row_attention(
 
 
 def statistics_kept(kernel: str, segments: int) -> int:
-    """Float32 values of each token and head that a kernel keeps for its backward pass, more than
-    one.
+    """Float32 values of a token and head that a kernel keeps for its backward pass, above one.
 
     With 2 to 32 segments a row cudnn runs without a mask, each segment a sequence of its own, and
     keeps as many values.
@@ -130,18 +130,24 @@ def statistics_kept(kernel: str, segments: int) -> int:
 
 
 def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
-    """A kernel with a window that holds where `slides`. One that takes no traced window runs in
-    either of two forms.
+    """A kernel whose window holds where `slides`; a static window makes it a choice of two
+    forms.
     """
+    windowed = functools.partial(attend, window=window)
 
-    def attended(*arguments: jax.Array) -> jax.Array:
-        inputs = arguments[:4]
-        flags = arguments[4:]
-        if not flags:
-            return attend(*inputs, window=window)
+    def attended(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array,
+        slides: jax.Array | None = None,
+    ) -> jax.Array:
+        if slides is None:
+            return windowed(query, key, value, segment_ids)
         if traced:
-            return attend(*inputs, window=jnp.where(flags[0], window, inputs[0].shape[1]))
-        return jax.lax.cond(flags[0], functools.partial(attend, window=window), attend, *inputs)
+            length = jnp.where(slides, window, query.shape[1])
+            return attend(query, key, value, segment_ids, window=length)
+        return jax.lax.cond(slides, windowed, attend, query, key, value, segment_ids)
 
     return attended
 
@@ -164,10 +170,8 @@ def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | Non
         return kernel in ("xla", "blockwise")
     if mesh is None:
         return False
-    return bool(
-        rows % math.prod(mesh.shape[axis] for axis in _free_rows(mesh))
-        or heads % mesh.shape["tensor"]
-    )
+    row_ways = math.prod(mesh.shape[axis] for axis in _free_rows(mesh))
+    return rows % row_ways != 0 or heads % mesh.shape["tensor"] != 0
 
 
 def _free_rows(mesh: Mesh) -> tuple[str, ...]:
@@ -201,24 +205,26 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
     ) -> jax.Array:
         ways = mesh.shape["tensor"]
         heads = query.shape[2]
-        kv_heads = key.shape[2]
         if heads % ways:
             raise UserError(
                 f"mesh tensor: got {ways}, attention needs a divisor of the {heads} query heads"
             )
         # Key-value heads that tensor doesn't divide: each goes to several devices, beside the query
         # heads it serves.
-        copies = ways // math.gcd(ways, kv_heads)
-        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+        copies = ways // math.gcd(ways, key.shape[2])
+        key = jnp.repeat(key, copies, axis=2)
+        value = jnp.repeat(value, copies, axis=2)
+
         rows = _free_rows(mesh)
         split = P(rows, None, "tensor", None)
-        specs = {
-            "in_specs": (split, split, split, P(rows, None), *(P() for _ in flags)),
-            "out_specs": split,
-        }
-        return shard_map_over(free_axes(mesh), attend, mesh, **specs)(
-            query, key, value, segment_ids, *flags
+        compute = shard_map_over(
+            free_axes(mesh),
+            attend,
+            mesh,
+            in_specs=(split, split, split, P(rows, None), *(P() for _ in flags)),
+            out_specs=split,
         )
+        return compute(query, key, value, segment_ids, *flags)
 
     return mapped
 
@@ -238,16 +244,14 @@ def _cudnn(
             query, key, value, segment_ids, segments=segments, window=window
         )
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    scale = 1.0 / math.sqrt(query.shape[-1])
-    # JAX counts the tokens before a query.
-    local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
         mask=mask,
         is_causal=True,
-        scale=scale,
-        local_window_size=local,
+        scale=1.0 / math.sqrt(query.shape[-1]),
+        # JAX counts the tokens before a query.
+        local_window_size=(window - 1, 0) if window else None,
         implementation="cudnn",
     )

@@ -6,8 +6,8 @@ milliseconds. `params.py` walks it and derives shapes, initial values, shardings
 tensors and what an engine quantizes.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 """(key, shape, dtype) -> values, as in `jax.nn.initializers`."""
 
 
-class Stack(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
     """A leading axis along which many modules of one kind are stored, such as the layers of a
     decoder.
 
@@ -37,22 +38,24 @@ class Stack(NamedTuple):
         return range(self.size) if self.numbers is None else self.numbers
 
 
-class Fused(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fused:
     """A second Hugging Face layout of a stacked leaf: its innermost stacked axis and several
     matrices in one tensor.
 
     Attributes:
-        hf_name: the tensor, of shape [size of the innermost stack, parts x out, in].
-        part: index of this leaf's block of rows.
-        parts: blocks in the tensor.
+        hf_name: the tensor, of shape [size of the innermost stack, blocks x out, in].
+        block: index of this leaf's block of rows.
+        blocks: blocks in the tensor.
     """
 
     hf_name: str
-    part: int
-    parts: int
+    block: int
+    blocks: int
 
 
-class Declaration(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Declaration:
     """Declaration of a parameter.
 
     Attributes:
@@ -97,23 +100,26 @@ def parameter(
         shape, axes: shape and axes of one module; `stacks` go before them.
         init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
     """
-    shape = (*(stack.size for stack in stacks), *shape)
-    axes = (*(stack.axis for stack in stacks), *axes)
-    metadata = Declaration(
-        (), shape, axes, init, hf_name, transposed, quantized, stacks, fused
-    )._asdict()
-    del metadata["path"]
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)
+    declaration = Declaration(
+        path=(),
+        shape=(*(stack.size for stack in stacks), *shape),
+        axes=(*(stack.axis for stack in stacks), *axes),
+        init=init,
+        hf_name=hf_name,
+        transposed=transposed,
+        quantized=quantized,
+        stacks=stacks,
+        fused=fused,
+    )
+    shape_dtype = jax.ShapeDtypeStruct(declaration.shape, jnp.float32)
+    return nnx.Param(shape_dtype, declaration=declaration)
 
 
 def declarations(module: nnx.Module, prefix: tuple[str, ...] = ()) -> Iterator[Declaration]:
-    """Yield every parameter of a module, in the order in which the modules' constructors declare
-    them.
-    """
+    """Yield every parameter of a module, in the order in which constructors declare them."""
     for name, value in vars(module).items():
         path = (*prefix, name)
         if isinstance(value, nnx.Param):
-            metadata = value.get_metadata()
-            yield Declaration(path, *(metadata[field] for field in Declaration._fields[1:]))
+            yield dataclasses.replace(value.get_metadata("declaration"), path=path)
         elif isinstance(value, nnx.Module):
             yield from declarations(value, path)

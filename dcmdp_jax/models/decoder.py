@@ -115,87 +115,85 @@ class Attention(nnx.Module):
         self.gated = config.family.output_gate
         width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        queries = width * (1 + self.gated)
+        query_width = 2 * width if self.gated else width
         embed = config.hidden_size
-        bias = config.attention_bias
-        eps = config.rms_norm_eps
-        options = {"std": config.initializer_range, "stacks": stacks}
+
+        def linear(name: str | None, sizes: tuple[int, int], axes: tuple[str, str]) -> Linear:
+            return Linear(
+                sizes,
+                axes,
+                std=config.initializer_range,
+                hf_name=None if name is None else f"{hf_name}.{name}",
+                bias=config.attention_bias and not (name == "o_proj" and config.family.qkv_bias),
+                stacks=stacks,
+            )
+
+        def norm(name: str, size: int, axis: str) -> RMSNorm:
+            if config.family.qk_norm == "head":
+                size = config.head_dim
+                axis = "head_dim"
+            return RMSNorm(
+                size,
+                config.rms_norm_eps,
+                axis=axis,
+                hf_name=f"{hf_name}.{name}",
+                stacks=stacks,
+                family=config.family,
+            )
+
         if fused:
-            self.qkv = Linear(
-                (embed, queries + 2 * kv_width),
-                ("embed", "heads"),
-                hf_name=None,
-                bias=bias,
-                **options,
-            )
+            self.qkv = linear(None, (embed, query_width + 2 * kv_width), ("embed", "heads"))
         else:
-            query = ("embed", "heads")
-            shared = ("embed", "kv_heads")
-            self.q = Linear(
-                (embed, queries), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options
-            )
-            self.k = Linear(
-                (embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options
-            )
-            self.v = Linear(
-                (embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options
-            )
+            self.q = linear("q_proj", (embed, query_width), ("embed", "heads"))
+            self.k = linear("k_proj", (embed, kv_width), ("embed", "kv_heads"))
+            self.v = linear("v_proj", (embed, kv_width), ("embed", "kv_heads"))
         if config.family.qk_norm:
-            whole = config.family.qk_norm == "width"
-            head = (config.head_dim, "head_dim")
-            norm = {"eps": eps, "stacks": stacks, "family": config.family}
-            size, axis = (width, "heads") if whole else head
-            self.q_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.q_norm", **norm)
-            size, axis = (kv_width, "kv_heads") if whole else head
-            self.k_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.k_norm", **norm)
-        outward = ("heads", "embed")
-        bias = bias and not config.family.qkv_bias
-        self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=bias, **options)
+            self.q_norm = norm("q_norm", width, "heads")
+            self.k_norm = norm("k_norm", kv_width, "kv_heads")
+        self.o = linear("o_proj", (width, embed), ("heads", "embed"))
 
     def __call__(
         self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
     ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
-        widths = (
-            config.num_heads * config.head_dim * (1 + self.gated),
-            config.num_kv_heads * config.head_dim,
-        )
-        scales: list[jax.Array | None] = [None, None]
+        query_width = config.num_heads * config.head_dim
+        if self.gated:
+            query_width *= 2
+        q_scale = None
+        k_scale = None
         if config.family.qk_norm == "head":
-            counts = config.num_heads, config.num_kv_heads
-            scales = [
-                jnp.broadcast_to(norm.factors, (count, config.head_dim))
-                for norm, count in zip((self.q_norm, self.k_norm), counts, strict=True)
-            ]
+            q_scale = jnp.broadcast_to(self.q_norm.factors, (config.num_heads, config.head_dim))
+            k_scale = jnp.broadcast_to(self.k_norm.factors, (config.num_kv_heads, config.head_dim))
+
         if self.fused:
-            both, value = ops.split(self.qkv(x), sum(widths), 2)
+            kv_width = config.num_kv_heads * config.head_dim
+            both, value = ops.split(self.qkv(x), query_width + kv_width, 2)
         if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
-            scale = None if scales[0] is None else jnp.concatenate(scales)
-            query, key = ops.split(
-                self._rotated(both.reshape(heads), scale, rotary, ops), config.num_heads, 2
-            )
+            scale = None if q_scale is None else jnp.concatenate([q_scale, k_scale])
+            rotated = self._rotated(both.reshape(heads), scale, rotary, ops)
+            query, key = ops.split(rotated, config.num_heads, 2)
         else:
-            query, key = ops.split(both, widths[0], 2) if self.fused else (self.q(x), self.k(x))
+            if self.fused:
+                query, key = ops.split(both, query_width, 2)
+            else:
+                query = self.q(x)
+                key = self.k(x)
+                value = self.v(x)
             if self.gated:
-                query, gate = jnp.moveaxis(
-                    query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim), 3, 0
-                )
+                query = query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim)
+                query, gate = jnp.moveaxis(query, 3, 0)
             if config.family.qk_norm == "width":
                 query = self.q_norm(query)
                 key = self.k_norm(key)
-            query, key = (
-                self._rotated(part.reshape(heads), scale, rotary, ops)
-                for part, scale in zip((query, key), scales, strict=True)
-            )
-        if not self.fused:
-            value = self.v(x)
-        if config.query_pre_attn_scalar not in (0, config.head_dim):
+            query = self._rotated(query.reshape(heads), q_scale, rotary, ops)
+            key = self._rotated(key.reshape(heads), k_scale, rotary, ops)
+
+        scalar = config.query_pre_attn_scalar
+        if scalar not in (0, config.head_dim):
             # Kernels divide by sqrt(h).
-            query = query * jnp.asarray(
-                math.sqrt(config.head_dim / config.query_pre_attn_scalar), query.dtype
-            )
+            query = query * jnp.asarray(math.sqrt(config.head_dim / scalar), query.dtype)
         attended, cache = attend(query, key, value.reshape(heads))
         if self.gated:
             attended = attended * jax.nn.sigmoid(gate)
@@ -206,14 +204,13 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         if scale is None:
             return ops.rotate(x, rotary)
-        if (turned := self.config.rotary_dim) < self.config.head_dim:
-            normed = rms_norm(self.q_norm.read(x), scale, self.config.rms_norm_eps).astype(x.dtype)
-            return jnp.concatenate(
-                [ops.rotate(normed[..., :turned], rotary), normed[..., turned:]], axis=-1
-            )
-        return ops.norm_and_rotate(
-            self.q_norm.read(x), scale, rotary, self.config.rms_norm_eps
-        ).astype(x.dtype)
+        eps = self.config.rms_norm_eps
+        rotary_dim = self.config.rotary_dim
+        if rotary_dim >= self.config.head_dim:
+            return ops.norm_and_rotate(self.q_norm.read(x), scale, rotary, eps).astype(x.dtype)
+        normed = rms_norm(self.q_norm.read(x), scale, eps).astype(x.dtype)
+        rotated = ops.rotate(normed[..., :rotary_dim], rotary)
+        return jnp.concatenate([rotated, normed[..., rotary_dim:]], axis=-1)
 
 
 class Block(nnx.Module):
@@ -234,16 +231,19 @@ class Block(nnx.Module):
         fused_mlp: bool = False,
     ) -> None:
         prefix = "model.layers.{layers}"
-        options = {
-            "eps": config.rms_norm_eps,
-            "axis": "norm",
-            "stacks": stacks,
-            "family": config.family,
-        }
 
-        def norm(place: str) -> RMSNorm | None:
-            name = config.family.norms.get(place)
-            return name and RMSNorm(config.hidden_size, hf_name=f"{prefix}.{name}", **options)
+        def norm(attribute: str) -> RMSNorm | None:
+            name = config.family.norms.get(attribute)
+            if name is None:
+                return None
+            return RMSNorm(
+                config.hidden_size,
+                config.rms_norm_eps,
+                axis="norm",
+                hf_name=f"{prefix}.{name}",
+                stacks=stacks,
+                family=config.family,
+            )
 
         self.attention_norm = norm("attention_norm")
         if kind == "recurrent":
@@ -294,34 +294,27 @@ class Block(nnx.Module):
             norm = getattr(self, name)
             return x if norm is None else observe(name, norm, x)
 
-        def feed_forward(x: jax.Array) -> tuple[jax.Array, Aux]:
-            return (
-                (self.mlp(x, ops), {})
-                if isinstance(self.mlp, MLP)
-                else self.mlp(x, ops, mesh, replayed)
-            )
+        def attention(x: jax.Array) -> tuple[jax.Array, Any]:
+            return self.attention(x, rotary, attend, ops)
 
-        read = normed("attention_norm", x)
-        attended, cache = observe(
-            "attention", lambda x: self.attention(x, rotary, attend, ops), read
-        )
+        def feed_forward(x: jax.Array) -> tuple[jax.Array, Aux]:
+            if isinstance(self.mlp, MLP):
+                return self.mlp(x, ops), {}
+            return self.mlp(x, ops, mesh, replayed)
+
+        attended, cache = observe("attention", attention, normed("attention_norm", x))
         x = x + normed("attention_out_norm", reduce(attended))
         y, aux = observe("mlp", feed_forward, normed("mlp_norm", x))
         return x + normed("mlp_out_norm", reduce(y)), cache, aux
 
 
 class Layers(nnx.Module):
-    """The blocks of a decoder with more than one kind of layers: each kind's are stacked by
-    themselves.
-    """
+    """The blocks of a decoder with more than one kind of layers, stacked kind by kind."""
 
     def __init__(self, config: ModelConfig) -> None:
         for kind, numbers in config.kinds.items():
-            setattr(
-                self,
-                kind,
-                Block(config, stacks=(Stack("layers", len(numbers), numbers),), kind=kind),
-            )
+            stack = Stack(axis="layers", size=len(numbers), numbers=numbers)
+            setattr(self, kind, Block(config, stacks=(stack,), kind=kind))
 
 
 class Decoder(nnx.Module):
@@ -333,9 +326,12 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         normal = jax.nn.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
-        stack = Stack("layers", config.num_layers)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
-        self.layers = Layers(config) if config.recurrent_layers else Block(config, stacks=(stack,))
+        if config.recurrent_layers:
+            self.layers = Layers(config)
+        else:
+            stack = Stack(axis="layers", size=config.num_layers)
+            self.layers = Block(config, stacks=(stack,))
         self.norm = _last_norm(config)
         if not config.tie_word_embeddings:
             self.output = parameter(
@@ -360,6 +356,16 @@ def _block_graph(
     return nnx.graphdef(
         Block(config, kind=kind, fused_attention=fused_attention, fused_mlp=fused_mlp)
     )
+
+
+_LayerInputs = tuple[Params, jax.Array | None, dict[str, jax.Array]]
+"""A layer's parameters, its replayed experts, and what else differs by layer."""
+_Layer = Callable[[jax.Array, _LayerInputs], tuple[jax.Array, Aux]]
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Platform of the mesh's devices, or of JAX's default device."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def hidden_states_and_aux(
@@ -399,107 +405,121 @@ def hidden_states_and_aux(
         first axis, empty for a dense model.
     """
     dtype = jnp.dtype(compute.dtype)
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = platform_of(mesh)
     kernel = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1])
     ops = choose_ops(platform)
-    counted = segment_ids > 0 if counted is None else counted
+    if counted is None:
+        counted = segment_ids > 0
     tables = all_rotary_tables(config, position_ids)
     ropes = config.layer_ropes
     windows = config.layer_windows(input_ids.shape[1])
     # What differs by layer travels with the layers of the scan.
-    own: dict[str, jax.Array] = {}
+    by_layer: dict[str, jax.Array] = {}
     if len(tables) > 1:
         stacked = jax.tree.map(lambda *kinds: jnp.stack(kinds), *tables.values())
-        own["rope"] = jnp.asarray([list(tables).index(rope) for rope in ropes])
+        by_layer["rope"] = jnp.asarray([list(tables).index(rope) for rope in ropes])
     if min(windows) < max(windows):
-        own["slides"] = jnp.asarray(windows) > 0
+        by_layer["slides"] = jnp.asarray(windows) > 0
     # Heads that are split over devices stay in matrices of their own: a fused one would have to be
     # dealt out again. Adapters are matrices of their own.
     fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1) and not has_adapters(params)
     axes = ("rows", "length", "hidden")
-    how = {"kernel": kernel, "ops": ops, "mesh": mesh}
-    how |= {
-        "one_segment": compute.one_segment,
-        "segments": compute.segments,
-        "window": max(windows),
-    }
 
-    def layer(
-        x: jax.Array, xs: tuple[Params, jax.Array | None, dict[str, jax.Array]]
-    ) -> tuple[jax.Array, Aux]:
-        layer_params, replayed, own = xs
-        rotary = (
-            jax.tree.map(lambda x: x[own["rope"]], stacked) if "rope" in own else tables[ropes[0]]
-        )
+    def layer(x: jax.Array, xs: _LayerInputs) -> tuple[jax.Array, Aux]:
+        layer_params, replayed, by_layer = xs
+        rotary = tables[ropes[0]]
+        if "rope" in by_layer:
+            rotary = jax.tree.map(lambda x: x[by_layer["rope"]], stacked)
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-            key, value = (round_cache(x, scheme.cache) for x in (key, value))
-            return row_attention(
-                query, key, value, segment_ids, slides=own.get("slides"), **how
-            ), None
+            attended = row_attention(
+                query,
+                round_cache(key, scheme.cache),
+                round_cache(value, scheme.cache),
+                segment_ids,
+                kernel=kernel,
+                one_segment=compute.one_segment,
+                ops=ops,
+                segments=compute.segments,
+                mesh=mesh,
+                window=max(windows),
+                slides=by_layer.get("slides"),
+            )
+            return attended, None
 
-        used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
-        used = with_scheme(used, scheme)
-        mix = functools.partial(rows, config, segment_ids) if is_recurrent(used) else attend
-        x, _, aux = block_of(used, config)(x, rotary, mix, ops, mesh=mesh, replayed=replayed)
+        if fuse:
+            layer_params = fuse_projections(layer_params, mlp=False)
+        layer_params = with_scheme(layer_params, scheme)
+        mix = attend
+        if is_recurrent(layer_params):
+            mix = functools.partial(rows, config, segment_ids)
+        block = block_of(layer_params, config)
+        x, _, aux = block(x, rotary, mix, ops, mesh=mesh, replayed=replayed)
         return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
 
-    if compute.remat == "full":
-        layer = jax.checkpoint(layer)
-    elif compute.remat == "dots":
-        layer = jax.checkpoint(
-            layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        )
-    elif platform == "gpu":
+    table = params["embedding"]
+    if look_up is None:
+        x = constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
+    else:
+        x = look_up(table, input_ids)
+    x = constrain(embedding_scale(config, x), axes)
+
+    if replayed is not None:
+        replayed = jnp.moveaxis(replayed, 2, 0)
+    layer = _rematerialized(layer, compute.remat, platform)
+    scan = jax.lax.scan
+    if config.recurrent_layers:
+        scan = functools.partial(_scan_periods, config)
+    x, aux = scan(layer, x, (params["layers"], replayed, by_layer), unroll=compute.scan_unroll)
+    return final_norm(params, config, x), aux
+
+
+def _rematerialized(layer: _Layer, remat: str, platform: str) -> _Layer:
+    if remat == "full":
+        return jax.checkpoint(layer)
+    if remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(layer, policy=policy)
+    if platform == "gpu":
         # Each value that the loop over layers keeps is copied to a stack of all layers, and from
         # it.
-        layer = jax.checkpoint(layer, policy=_is_kernel, prevent_cse=False)
-    table = params["embedding"]
-    found = (
-        look_up(table, input_ids)
-        if look_up
-        else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
-    )
-    x = constrain(embedding_scale(config, found), axes)
-    replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    if not config.recurrent_layers:
-        x, aux = jax.lax.scan(
-            layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll
-        )
-        return final_norm(params, config, x), aux
-    # One iteration of the scan is a period of the layers' kinds.
-    count = config.num_layers // config.period
-    xs = jax.tree.map(
-        lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), (params["layers"], replayed)
-    )
+        return jax.checkpoint(layer, policy=_is_kernel, prevent_cse=False)
+    return layer
 
-    def period(x: jax.Array, part: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
+
+def _scan_periods(
+    config: ModelConfig,
+    layer: _Layer,
+    x: jax.Array,
+    xs: _LayerInputs,
+    *,
+    unroll: int,
+) -> tuple[jax.Array, Aux]:
+    """`jax.lax.scan` whose iteration is a period of the layers' kinds."""
+    layers, replayed, by_layer = xs
+    count = config.num_layers // config.period
+
+    def period(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
+        layers, replayed = xs
         reports = []
         for index in range(config.period):
-            x, aux = layer(
-                x,
-                (
-                    layer_of(part[0], config, index),
-                    None if replayed is None else part[1][index],
-                    own,
-                ),
-            )
+            layer_params = layer_of(layers, config, index)
+            experts = None if replayed is None else replayed[index]
+            x, aux = layer(x, (layer_params, experts, by_layer))
             reports.append(aux)
-        return x, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
 
-    x, aux = jax.lax.scan(period, x, xs, unroll=max(1, compute.scan_unroll // config.period))
-    return final_norm(params, config, x), jax.tree.map(
-        lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux
+    periods = jax.tree.map(
+        lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), (layers, replayed)
     )
+    x, aux = jax.lax.scan(period, x, periods, unroll=max(1, unroll // config.period))
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
 
 
 def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether a checkpoint keeps a value for the backward pass: products, attention, loops over
-    blocks of either.
-    """
-    return primitive.name in ("dot_general", "scan", "while") or primitive.name.startswith(
-        "dot_product_attention"
-    )
+    """Whether a checkpoint keeps a value: products, attention, loops over blocks of either."""
+    name = primitive.name
+    return name in ("dot_general", "scan", "while") or name.startswith("dot_product_attention")
 
 
 def look_up_split(
@@ -535,11 +555,11 @@ def look_up_split(
     if axes.vocab is None:
         x = table[ids].astype(dtype)
     else:
-        own = ids - table.shape[0] * jax.lax.axis_index(axes.vocab)
-        inside = (own >= 0) & (own < table.shape[0])
-        found = table[jnp.where(inside, own, 0)].astype(dtype)
+        own_ids = ids - table.shape[0] * jax.lax.axis_index(axes.vocab)
+        inside = (own_ids >= 0) & (own_ids < table.shape[0])
+        own_rows = table[jnp.where(inside, own_ids, 0)].astype(dtype)
         # One device has the row, the others add 0: exact in any dtype.
-        x = jax.lax.psum(jnp.where(inside[..., None], found, 0), axes.vocab)
+        x = jax.lax.psum(jnp.where(inside[..., None], own_rows, 0), axes.vocab)
     return jax.lax.all_to_all(x, axes.embed, split_axis=0, concat_axis=2, tiled=True)
 
 
@@ -560,8 +580,7 @@ def has_adapters(params: Params) -> bool:
 
 
 def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
-    """Concatenate W_q, W_k, W_v of a layer to one matrix "qkv", and with `mlp` W_gate and W_up to
-    "gate_up".
+    """Concatenate W_q, W_k, W_v of a layer to "qkv", and with `mlp` W_gate and W_up to "gate_up".
 
     One larger product runs faster than three small ones. In training only q, k and v are fused: the
     backward pass of a fused MLP would concatenate both gradients, which costs more than the product
@@ -580,19 +599,22 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     if not is_recurrent(layer_params):
         attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:
-        feed_forward = map_mlps(
-            lambda x: {"gate_up": fused(x["gate"], x["up"]), "down": x["down"]}, feed_forward
-        )
+
+        def fuse_mlp(mlp: Params) -> Params:
+            return {"gate_up": fused(mlp["gate"], mlp["up"]), "down": mlp["down"]}
+
+        feed_forward = map_mlps(fuse_mlp, feed_forward)
     return {**layer_params, "attention": attention, "mlp": feed_forward}
 
 
 def map_mlps(function: Callable[[Params], Params], feed_forward: Params) -> Params:
-    """Apply a function to the parameters of a layer's MLP, or of its experts and of the shared one
-    by themselves.
-    """
+    """Apply a function to the parameters of a layer's MLP, or of its experts and the shared one."""
     if "experts" not in feed_forward:
         return function(feed_forward)
-    return {name: function(own) if "down" in own else own for name, own in feed_forward.items()}
+    return {
+        name: function(linears) if "down" in linears else linears
+        for name, linears in feed_forward.items()
+    }
 
 
 def is_recurrent(layer_params: Params) -> bool:
@@ -609,8 +631,8 @@ def layer_of(layers: Params, config: ModelConfig, index: int) -> Params:
         config: the model.
         index: the layer.
     """
-    kind, place = config.layer_kinds[index]
-    return jax.tree.map(lambda leaf: leaf[place], config.by_kind(layers)[kind])
+    kind, position = config.layer_kinds[index]
+    return jax.tree.map(lambda leaf: leaf[position], config.by_kind(layers)[kind])
 
 
 def block_of(layer_params: Params, config: ModelConfig) -> Block:

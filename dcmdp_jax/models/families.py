@@ -5,8 +5,9 @@ Every switch is one that a layer has in place of another. A family that needs mo
 `MISSING`.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _POST = {
@@ -16,7 +17,8 @@ _POST = {
 _SANDWICH = _POST | {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
 
 
-class Family(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
     """Switches of a decoder family; the defaults are Llama's.
 
     Attributes:
@@ -57,7 +59,7 @@ class Family(NamedTuple):
     """
 
     architecture: str
-    norms: Mapping[str, str] = _PRE
+    norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: _PRE)
     qk_norm: str = ""
     float32_norm: bool = False
     unit_offset: bool = False
@@ -75,23 +77,31 @@ class Family(NamedTuple):
     left_out: tuple[str, ...] = ()
     sliding_rope: bool = False
     rope_theta: float = 10000.0
-    defaults: Mapping[str, Any] = {}
-    written: Mapping[str, Any] = {"use_sliding_window": False}
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {"use_sliding_window": False}
+    )
     gguf: str = ""
 
 
 FAMILIES = {
     "llama": Family(
-        "LlamaForCausalLM",
+        architecture="LlamaForCausalLM",
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
         written={"mlp_bias": False},
         gguf="llama",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, own_head_dim=False, gguf="qwen2"),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", defaults={"head_dim": 128}, gguf="qwen3"),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=True, gguf="qwen3moe"),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", qkv_bias=True, own_head_dim=False, gguf="qwen2"
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM", qk_norm="head", defaults={"head_dim": 128}, gguf="qwen3"
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM", qk_norm="head", experts=True, gguf="qwen3moe"
+    ),
     "mistral": Family(
-        "MistralForCausalLM",
+        architecture="MistralForCausalLM",
         full_every=0,
         defaults={
             "sliding_window": 4096,
@@ -100,13 +110,13 @@ FAMILIES = {
         },
     ),
     "smollm3": Family(
-        "SmolLM3ForCausalLM",
+        architecture="SmolLM3ForCausalLM",
         rope_free_every=4,
         rope_theta=2e6,
         defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "pad_token_id": 128004},
     ),
     "olmo3": Family(
-        "Olmo3ForCausalLM",
+        architecture="Olmo3ForCausalLM",
         norms=_POST,
         qk_norm="width",
         float32_norm=True,
@@ -121,7 +131,7 @@ FAMILIES = {
         },
     ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM",
+        architecture="Gemma3ForCausalLM",
         norms=_SANDWICH,
         qk_norm="head",
         float32_norm=True,
@@ -143,7 +153,7 @@ FAMILIES = {
         gguf="gemma3",
     ),
     "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
+        architecture="Qwen3_5ForCausalLM",
         qk_norm="head",
         float32_norm=True,
         unit_offset=True,
@@ -162,8 +172,11 @@ FAMILIES = {
         written={},
     ),
 }
-FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
-    architecture="Qwen3_5MoeForCausalLM", experts=True, shared_expert=True
+FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
+    FAMILIES["qwen3_5_text"],
+    architecture="Qwen3_5MoeForCausalLM",
+    experts=True,
+    shared_expert=True,
 )
 """`model_type` of config.json -> the family."""
 

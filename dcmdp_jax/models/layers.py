@@ -19,6 +19,7 @@ from dcmdp_jax.models.rope import RopeScaling
 
 _zeros = jax.nn.initializers.zeros
 _ones = jax.nn.initializers.ones
+_ONE = np.float32(1)
 
 
 @functools.partial(
@@ -86,31 +87,36 @@ class Linear(nnx.Module):
             stacks: see `declare.parameter`.
             quantized: engines that quantize weights quantize W.
         """
-        weight, bias_name = (
-            None if hf_name is None else f"{hf_name}.{name}" for name in ("weight", "bias")
-        )
-        normal = jax.nn.initializers.normal(std)
+        weight_name = None
+        bias_name = None
+        if hf_name is not None:
+            weight_name = f"{hf_name}.weight"
+            bias_name = f"{hf_name}.bias"
         self.kernel = parameter(
             sizes,
             axes,
-            init=normal,
-            hf_name=weight,
+            init=jax.nn.initializers.normal(std),
+            hf_name=weight_name,
             stacks=stacks,
             transposed=True,
             quantized=quantized,
         )
-        self.bias = (
-            parameter(sizes[1:], axes[1:], init=_zeros, hf_name=bias_name, stacks=stacks)
-            if bias
-            else None
-        )
+        if bias:
+            self.bias = parameter(
+                sizes[1:],
+                axes[1:],
+                init=_zeros,
+                hf_name=bias_name,
+                stacks=stacks,
+            )
+        else:
+            self.bias = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that
         # contracts two.
-        y = kernel_matmul(x.reshape(-1, x.shape[-1]), self.kernel.get_value()).reshape(
-            *x.shape[:-1], -1
-        )
+        y = kernel_matmul(x.reshape(-1, x.shape[-1]), self.kernel.get_value())
+        y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
 
@@ -168,17 +174,27 @@ class MLP(nnx.Module):
         self.fused = fused
         self.width = config.intermediate_size
         self.silu = config.family.gate == "silu"
-        inward = (config.hidden_size, self.width)
-        outward = (self.width, config.hidden_size)
-        options = {"std": config.initializer_range, "stacks": stacks}
+        embed = config.hidden_size
+        inward = ("embed", "mlp")
+        std = config.initializer_range
         if fused:
             self.gate_up = Linear(
-                (inward[0], 2 * self.width), ("embed", "mlp"), hf_name=None, **options
+                (embed, 2 * self.width), inward, std=std, hf_name=None, stacks=stacks
             )
         else:
-            self.gate = Linear(inward, ("embed", "mlp"), hf_name=f"{hf_name}.gate_proj", **options)
-            self.up = Linear(inward, ("embed", "mlp"), hf_name=f"{hf_name}.up_proj", **options)
-        self.down = Linear(outward, ("mlp", "embed"), hf_name=f"{hf_name}.down_proj", **options)
+            self.gate = Linear(
+                (embed, self.width), inward, std=std, hf_name=f"{hf_name}.gate_proj", stacks=stacks
+            )
+            self.up = Linear(
+                (embed, self.width), inward, std=std, hf_name=f"{hf_name}.up_proj", stacks=stacks
+            )
+        self.down = Linear(
+            (self.width, embed),
+            ("mlp", "embed"),
+            std=std,
+            hf_name=f"{hf_name}.down_proj",
+            stacks=stacks,
+        )
 
     def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
         if self.fused:
@@ -188,9 +204,9 @@ class MLP(nnx.Module):
         else:
             gate = self.gate(x)
             up = self.up(x)
-        return self.down(
-            ops.swiglu(gate, up) if self.silu else jax.nn.gelu(gate, approximate=True) * up
-        )
+        if self.silu:
+            return self.down(ops.swiglu(gate, up))
+        return self.down(jax.nn.gelu(gate, approximate=True) * up)
 
 
 def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.ndarray, float]:
@@ -214,48 +230,61 @@ def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.nd
         )
     scaling = config.rope_scaling
     dim = config.rotary_dim
-    one = np.float32(1)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
-    plain = one / periods
-    factor = np.float32(scaling.factor)
+    plain = _ONE / periods
     if scaling.kind == "default":
         return plain, 1.0
     if scaling.kind == "linear":
-        return plain / factor, 1.0
+        return plain / np.float32(scaling.factor), 1.0
     if scaling.kind == "llama3":
-        length = scaling.original_max_position_embeddings
-        low = scaling.low_freq_factor
-        high = scaling.high_freq_factor
-        # torch divides a number by a tensor as number * (1 / tensor).
-        wavelength = np.float32(2 * math.pi) * (one / plain)
-        smooth = (np.float32(length) * (one / wavelength) - np.float32(low)) / np.float32(
-            high - low
-        )
-        middle = (one - smooth) * plain / factor + smooth * plain
-        chosen = np.where(wavelength > length / low, plain / factor, middle)
-        return np.where(wavelength < length / high, plain, chosen), 1.0
+        return _llama3_frequencies(plain, scaling), 1.0
+    unscaled = _yarn_unscaled_share(config)
+    slow = _ONE / (np.float32(scaling.factor) * periods)
+    return slow * (_ONE - unscaled) + plain * unscaled, yarn_attention_factor(scaling)
+
+
+def _llama3_frequencies(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    factor = np.float32(scaling.factor)
+    length = scaling.original_max_position_embeddings
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    # torch divides a number by a tensor as number * (1 / tensor).
+    wavelength = np.float32(2 * math.pi) * (_ONE / plain)
+    smooth = np.float32(length) * (_ONE / wavelength) - np.float32(low)
+    smooth = smooth / np.float32(high - low)
+    middle = (_ONE - smooth) * plain / factor + smooth * plain
+    scaled = np.where(wavelength > length / low, plain / factor, middle)
+    return np.where(wavelength < length / high, plain, scaled)
+
+
+def _yarn_unscaled_share(config: ModelConfig) -> np.ndarray:
+    """Share of each unscaled frequency: 1 for the fast ones, 0 for the slow ones, a ramp
+    between.
+    """
+    scaling = config.rope_scaling
+    dim = config.rotary_dim
 
     def dimension(rotations: float) -> float:
-        length = scaling.original_max_position_embeddings
-        return (
-            dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-        )
+        wavelengths = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(wavelengths) / (2 * math.log(config.rope_theta))
 
-    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    first = dimension(scaling.beta_fast)
+    last = dimension(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dim - 1)
     width = last - first if last != first else 0.001
-    kept = one - np.clip(
-        (np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1
-    )
-    return one / (factor * periods) * (one - kept) + plain * kept, yarn_attention_factor(scaling)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width)
+    return _ONE - np.clip(ramp, 0, 1)
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:
-    """Yarn's scale of cos and sin: 0.1 m log(factor) + 1 (Peng et al. 2023, section 3.4), or the
-    quotient of two.
+    """Yarn's scale of cos and sin: 0.1 m log(factor) + 1, or the quotient of two.
+
+    Peng et al. 2023, section 3.4.
     """
     if scaling.attention_factor:
         return scaling.attention_factor
@@ -298,11 +327,7 @@ def all_rotary_tables(
 
 
 def embedding_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
-    """Looked up embeddings as the first layer reads them: times sqrt(D), rounded to their dtype, in
-    some families.
-    """
-    return (
-        x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
-        if config.family.scaled_embedding
-        else x
-    )
+    """Embeddings as the first layer reads them: in some families times sqrt(D), in their dtype."""
+    if config.family.scaled_embedding:
+        return x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+    return x

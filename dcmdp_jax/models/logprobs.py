@@ -4,9 +4,10 @@ The one place where the shift by one happens: `logprobs[t]` belongs to token t a
 state t - 1.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ CHUNKS = "logprob_chunks"
 """Name scope of the loops over chunks of tokens."""
 
 
-class KernelAxes(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelAxes:
     """Manual mesh axes, of an enclosing `shard_map`, that split the output matrix [D, V] and the
     embedding [V, D].
 
@@ -38,7 +40,7 @@ class KernelAxes(NamedTuple):
     vocab: str | None = None
 
 
-_MOST_PIECES = 8
+_MOST_PIECES = 8  # of the vocabulary, when the output matrix is gathered
 WHOLE_KERNEL = KernelAxes()
 """Each device has the whole output matrix."""
 
@@ -129,40 +131,43 @@ def token_logprobs(
             f"hidden {hidden.shape}, input_ids {input_ids.shape}, mask {mask.shape}: rows must "
             "agree"
         )
-    width = hidden.shape[-1]
-    previous = hidden[:, : length - 1]
-    wanted = mask[:, 1:].reshape(-1)
     total = rows * (length - 1)
     blocks, size = token_blocks(total, chunk, kernel.shape[-1], kernel_axes)
-    order, place = _wanted_first(wanted)
-    padding = blocks * size - total
-    gathered = jnp.pad(
-        permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0))
+
+    def in_blocks(x: jax.Array) -> jax.Array:
+        """[R (L - 1), ...] -> [blocks, size, ...]."""
+        padding = ((0, blocks * size - total), (0, 0))
+        return jnp.pad(x, padding[: x.ndim]).reshape(blocks, size, *x.shape[1:])
+
+    def in_rows(x: jax.Array) -> jax.Array:
+        """[blocks, size, ...] -> [R, L, ...], 0 for the first token of a row."""
+        x = x.reshape(blocks * size, *x.shape[2:])[:total][inverse_order]
+        x = x.reshape(rows, length - 1, *x.shape[1:])
+        return jnp.pad(x, ((0, 0), (1, 0), (0, 0))[: x.ndim])
+
+    is_wanted = mask[:, 1:].reshape(-1)
+    order, inverse_order = _true_first(is_wanted)
+    previous = hidden[:, : length - 1].reshape(total, hidden.shape[-1])
+    inputs = _Inputs(
+        hidden=in_blocks(permute(previous, order, inverse_order)),
+        targets=in_blocks(input_ids[:, 1:].reshape(-1)[order]),
+        kernel=kernel,
+        count=(jnp.sum(is_wanted, dtype=jnp.int32) + size - 1) // size,
+        listed=None if listed is None else in_blocks(listed[:, 1:].reshape(total, -1)[order]),
     )
-    targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
-    count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
-    options = _Options(1.0 / temperature, ops.softmax_maximum, kernel_axes, listed_gradient)
+    options = _Options(
+        scale=1.0 / temperature,
+        maximum=ops.softmax_maximum,
+        axes=kernel_axes,
+        listed_gradient=listed_gradient,
+    )
     compute = _blocked_logprobs if kernel_axes.embed is None else _pieced_logprobs
-    more = listed
-    if listed is not None:
-        more = jnp.pad(listed[:, 1:].reshape(total, -1)[order], ((0, padding), (0, 0))).reshape(
-            blocks, size, -1
-        )
-    results = compute(
-        gathered.reshape(blocks, size, width),
-        targets.reshape(blocks, size),
-        kernel,
-        count,
-        more,
-        options,
-    )
-    results = [x.reshape(blocks * size, *x.shape[2:])[:total][place] for x in results]
-    results = [x.reshape(rows, length - 1, *x.shape[1:]) for x in results]
-    logprobs, entropy, *of_listed = (
-        jnp.pad(x, ((0, 0), (1, 0), (0, 0))[: x.ndim]) for x in results
-    )
-    found = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
-    return (*found, *(jnp.where(mask[..., None] & (listed >= 0), x, 0.0) for x in of_listed))
+    logprobs, entropy, *listed_logprobs = (in_rows(x) for x in compute(inputs, options))
+
+    outputs = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+    if listed is None:
+        return outputs
+    return *outputs, jnp.where(mask[..., None] & (listed >= 0), listed_logprobs[0], 0.0)
 
 
 def predicting(mask: Bool[Array, "R L"]) -> Bool[jax.Array, "R L"]:
@@ -170,17 +175,36 @@ def predicting(mask: Bool[Array, "R L"]) -> Bool[jax.Array, "R L"]:
     return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 
-def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The permutation that puts wanted tokens first, in order, and its inverse; a sort is slow on
-    XLA's CPU backend.
+def _true_first(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The permutation that puts true entries first, and its inverse; XLA's CPU sort is slow."""
+    before = jnp.cumsum(flags) - flags
+    index = jnp.arange(flags.size)
+    inverse = jnp.where(flags, before, jnp.sum(flags) + index - before)
+    inverse = inverse.astype(jnp.int32)
+    order = jnp.zeros_like(inverse).at[inverse].set(index.astype(jnp.int32), unique_indices=True)
+    return order, inverse
+
+
+class _Inputs(NamedTuple):
+    """Wanted tokens in C blocks of T.
+
+    Attributes:
+        hidden: [C, T, D], of the token before.
+        targets: [C, T] int32.
+        kernel: the output matrix, or the device's part of it.
+        count: [] int32; blocks from here on are not computed and give 0.
+        listed: [C, T, k], further ids, or None.
     """
-    before = jnp.cumsum(wanted) - wanted
-    index = jnp.arange(wanted.size)
-    place = jnp.where(wanted, before, jnp.sum(wanted) + index - before).astype(jnp.int32)
-    return jnp.zeros_like(place).at[place].set(index.astype(jnp.int32), unique_indices=True), place
+
+    hidden: Array
+    targets: Array
+    kernel: Array
+    count: Array
+    listed: Array | None
 
 
-class _Options(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
     """Static arguments of `_blocked_logprobs`; `scale` multiplies the logits."""
 
     scale: float
@@ -189,37 +213,41 @@ class _Options(NamedTuple):
     listed_gradient: bool
 
 
-# What a forward pass keeps for the backward pass: hidden, targets, kernel and count, its arguments;
-# normalizer and entropy, [C, T] float32; listed, an argument too. In blocks also the scaled logits
-# of a single block, None where the backward pass computes them again.
-_Residuals = tuple[Array | None, ...]
+class _Residuals(NamedTuple):
+    """What a forward pass keeps for the backward pass.
+
+    Attributes:
+        inputs: its arguments.
+        normalizer, entropy: [C, T] float32.
+        logits: [1, T, V] of a single block; None where the backward pass computes them again.
+    """
+
+    inputs: _Inputs
+    normalizer: jax.Array
+    entropy: jax.Array
+    logits: jax.Array | None = None
 
 
 def _across_vocab(x: jax.Array, axes: KernelAxes) -> jax.Array:
     return x if axes.vocab is None else lax.psum(x, axes.vocab)
 
 
-def _own_targets(targets: jax.Array, size: int, axes: KernelAxes) -> jax.Array:
-    """Target ids counted from the first column of this device's part of the vocabulary, outside [0,
-    size) elsewhere.
-    """
-    return targets if axes.vocab is None else targets - size * lax.axis_index(axes.vocab)
+def _own_ids(ids: jax.Array, size: int, axes: KernelAxes) -> jax.Array:
+    """Ids counted from this device's first column, outside [0, size) on another device."""
+    return ids if axes.vocab is None else ids - size * lax.axis_index(axes.vocab)
 
 
 def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
     precision = precision_of(hidden.dtype)
-    return (
-        jnp.matmul(hidden, kernel, precision=precision, preferred_element_type=jnp.float32) * scale
-    )
+    logits = jnp.matmul(hidden, kernel, precision=precision, preferred_element_type=jnp.float32)
+    return logits * scale
 
 
-def _at(logits: jax.Array, own: jax.Array, axes: KernelAxes) -> jax.Array:
-    """Logits at ids counted from this device's part, [..., k]; summed over the devices where
-    `vocab` is split.
-    """
-    inside = (own >= 0) & (own < logits.shape[-1])
-    found = jnp.take_along_axis(logits, jnp.clip(own, 0, logits.shape[-1] - 1), axis=-1)
-    return found if axes.vocab is None else lax.psum(jnp.where(inside, found, 0.0), axes.vocab)
+def _logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Logits at ids [..., k], 0 for an id outside the columns."""
+    size = logits.shape[-1]
+    clipped = jnp.take_along_axis(logits, jnp.clip(ids, 0, size - 1), axis=-1)
+    return jnp.where((ids >= 0) & (ids < size), clipped, 0.0)
 
 
 def _block(
@@ -228,161 +256,177 @@ def _block(
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
     axes = options.axes
     size = logits.shape[-1]
+
+    def logits_at(ids: jax.Array) -> jax.Array:
+        own_ids = _own_ids(ids, size, axes)
+        if axes.vocab is None:
+            return jnp.take_along_axis(logits, jnp.clip(own_ids, 0, size - 1), axis=-1)
+        return lax.psum(_logits_at(logits, own_ids), axes.vocab)
+
     largest = options.maximum(logits)
     if axes.vocab is not None:
         largest = lax.pmax(largest, axes.vocab)
-    normalizer = (
-        jnp.log(_across_vocab(jnp.sum(jnp.exp(logits - largest), axis=-1), axes)) + largest[..., 0]
-    )
-    chosen = _at(logits, _own_targets(targets, size, axes)[..., None], axes)[..., 0]
-    expected = _across_vocab(
-        jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1), axes
-    )
-    found = normalizer, chosen - normalizer, normalizer - expected
+    mass = _across_vocab(jnp.sum(jnp.exp(logits - largest), axis=-1), axes)
+    normalizer = jnp.log(mass) + largest[..., 0]
+    target_logits = logits_at(targets[..., None])[..., 0]
+    probabilities = jnp.exp(logits - normalizer[..., None])
+    mean_logit = _across_vocab(jnp.sum(probabilities * logits, axis=-1), axes)
+
+    outputs = normalizer, target_logits - normalizer, normalizer - mean_logit
     if listed is None:
-        return found
-    return *found, _at(logits, _own_targets(listed, size, axes), axes) - normalizer[..., None]
+        return outputs
+    return *outputs, logits_at(listed) - normalizer[..., None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _blocked_logprobs(
-    hidden: Array,
-    targets: Array,
-    kernel: Array,
-    count: Array,
-    listed: Array | None,
-    options: _Options,
-) -> tuple[jax.Array, ...]:
-    """`hidden` [C, T, D], `targets` [C, T], `listed` [C, T, k]; blocks from `count` on are not
-    computed and give 0.
-    """
-    return _blocked_forward(hidden, targets, kernel, count, listed, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _blocked_logprobs(inputs: _Inputs, options: _Options) -> tuple[jax.Array, ...]:
+    """Log-probs and entropy [C, T], and log-probs [C, T, k] of `listed` where it is there."""
+    return _blocked_forward(inputs, options)[0]
 
 
 def _blocked_forward(
-    hidden: Array,
-    targets: Array,
-    kernel: Array,
-    count: Array,
-    listed: Array | None,
-    options: _Options,
+    inputs: _Inputs, options: _Options
 ) -> tuple[tuple[jax.Array, ...], _Residuals]:
-    whole = kernel.astype(hidden.dtype)
+    hidden, targets, kernel, count, listed = inputs
+    kernel = kernel.astype(hidden.dtype)
     if len(hidden) == 1:
         # A single block may keep the logits that each of several would have to compute again.
-        logits = _logits(hidden, whole, options.scale)
-        normalizer, *results = _block(logits, targets, listed, options)
-        return tuple(results), (
-            hidden,
-            targets,
-            kernel,
-            count,
-            normalizer,
-            results[1],
-            listed,
-            logits,
-        )
+        logits = _logits(hidden, kernel, options.scale)
+        normalizer, *outputs = _block(logits, targets, listed, options)
+        return tuple(outputs), _Residuals(inputs, normalizer, outputs[1], logits)
 
-    def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        more = None if listed is None else listed[i]
-        block = _block(_logits(hidden[i], whole, options.scale), targets[i], more, options)
-        return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
+    def body(i: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        block_listed = None if listed is None else listed[i]
+        logits = _logits(hidden[i], kernel, options.scale)
+        block = _block(logits, targets[i], block_listed, options)
+        return tuple(output.at[i].set(value) for output, value in zip(outputs, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    start = (
-        (zeros, zeros, zeros)
-        if listed is None
-        else (zeros, zeros, zeros, jnp.zeros(listed.shape, jnp.float32))
-    )
+    start = (zeros, zeros, zeros)
+    if listed is not None:
+        start = (*start, jnp.zeros(listed.shape, jnp.float32))
     with jax.named_scope(CHUNKS):
-        normalizer, *results = lax.fori_loop(0, count, body, start)
-    return tuple(results), (hidden, targets, kernel, count, normalizer, results[1], listed, None)
+        normalizer, *outputs = lax.fori_loop(0, count, body, start)
+    return tuple(outputs), _Residuals(inputs, normalizer, outputs[1])
+
+
+_Grads = tuple[jax.Array, jax.Array]
+"""Of the hidden states and of the kernel."""
+
+
+class _TokenBars(NamedTuple):
+    """What the gradient of a token's logits depends on.
+
+    Attributes:
+        targets: [C, T], counted from this device's first column.
+        normalizer, entropy, logprob_bar, entropy_bar: [C, T] float32.
+        listed: [C, T, k], further ids counted like `targets`; None where they have no gradient.
+        listed_bar: [C, T, k] float32, or None.
+    """
+
+    targets: jax.Array
+    normalizer: jax.Array
+    entropy: jax.Array
+    logprob_bar: jax.Array
+    entropy_bar: jax.Array
+    listed: jax.Array | None = None
+    listed_bar: jax.Array | None = None
+
+
+def _token_bars(saved: _Residuals, cotangents: tuple[Array, ...], options: _Options) -> _TokenBars:
+    axes = options.axes
+    inputs = saved.inputs
+    size = inputs.kernel.shape[-1]
+    # A shard_map without vma divides the cotangents of replicated results by the devices that hold
+    # them.
+    logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
+    bars = _TokenBars(
+        targets=_own_ids(inputs.targets, size, axes),
+        normalizer=saved.normalizer,
+        entropy=saved.entropy,
+        logprob_bar=logprob_bar,
+        entropy_bar=entropy_bar,
+    )
+    if not listed_bar or not options.listed_gradient:
+        return bars
+    return bars._replace(listed=_own_ids(inputs.listed, size, axes), listed_bar=listed_bar[0])
 
 
 def _blocked_backward(
     options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]
-) -> tuple[Any, ...]:
-    hidden, targets, kernel, count, normalizer, entropy, listed, kept = saved
-    axes = options.axes
-    whole = kernel.astype(hidden.dtype)
-    # A shard_map without vma divides the cotangents of replicated results by the devices that hold
-    # them.
-    logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
-    own = _own_targets(targets, kernel.shape[-1], axes)
-    further = _further(listed, listed_bar, kernel.shape[-1], options)
+) -> tuple[_Inputs]:
+    hidden = saved.inputs.hidden
+    kernel = saved.inputs.kernel.astype(hidden.dtype)
+    bars = _token_bars(saved, cotangents, options)
     precision = precision_of(hidden.dtype)
 
     def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gradients of block i's hidden states and, from it, of the kernel."""
         block = hidden[i]
-        more = [x[i] for x in further]
-        logits_bar = _logits_bar(
-            logits, own[i], normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i], *more
-        )
+        logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars))
         logits_bar = (logits_bar * options.scale).astype(block.dtype)
-        tokens = tuple(range(block.ndim - 1))
-        product = lax.dot_general(
-            block,
-            logits_bar,
-            ((tokens, tokens), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        return jnp.matmul(logits_bar, whole.T, precision=precision).astype(block.dtype), product
+        kernel_bar = _kernel_bar(block, logits_bar)
+        return jnp.matmul(logits_bar, kernel.T, precision=precision).astype(block.dtype), kernel_bar
 
-    def body(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        block_bar, product = pulled(i, _logits(hidden[i], whole, options.scale))
+    def body(i: jax.Array, grads: _Grads) -> _Grads:
+        block_bar, product = pulled(i, _logits(hidden[i], kernel, options.scale))
         return grads[0].at[i].set(block_bar), grads[1] + product
 
-    if kept is not None:
-        block_bar, kernel_bar = pulled(0, kept[0])
+    if saved.logits is not None:
+        block_bar, kernel_bar = pulled(0, saved.logits[0])
         hidden_bar = block_bar[None]
     else:
-        zeros = jnp.zeros_like(hidden), jnp.zeros(whole.shape, jnp.float32)
+        zeros = jnp.zeros_like(hidden), jnp.zeros(kernel.shape, jnp.float32)
         with jax.named_scope(CHUNKS):
-            hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
-    return hidden_bar, None, kernel_bar.astype(kernel.dtype), None, None
+            hidden_bar, kernel_bar = lax.fori_loop(0, saved.inputs.count, body, zeros)
+    return (_gradients(saved.inputs, hidden_bar, kernel_bar),)
 
 
 _blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _further(
-    listed: Array | None, bar: list[Array], size: int, options: _Options
-) -> tuple[Array, ...]:
-    """Ids of `listed` counted from this device's first column, and their cotangents; () where no
-    gradient flows.
-    """
-    if listed is None or not options.listed_gradient:
-        return ()
-    return _own_targets(listed, size, options.axes), bar[0]
+def _gradients(inputs: _Inputs, hidden_bar: jax.Array, kernel_bar: jax.Array) -> _Inputs:
+    return _Inputs(
+        hidden=hidden_bar.astype(inputs.hidden.dtype),
+        targets=None,
+        kernel=kernel_bar.astype(inputs.kernel.dtype),
+        count=None,
+        listed=None,
+    )
 
 
-def _logits_bar(
-    logits: Array,
-    own: Array,
-    normalizer: Array,
-    entropy: Array,
-    logprob_bar: Array,
-    entropy_bar: Array,
-    listed: Array | None = None,
-    listed_bar: Array | None = None,
-) -> jax.Array:
-    """Gradient of scaled logits [T, V]: d logprob / d z = onehot - p, d entropy / d z = -p (log p +
-    entropy).
+def _kernel_bar(hidden: jax.Array, logits_bar: jax.Array) -> jax.Array:
+    """h^T (d loss / d z) of a block, [D, V] float32."""
+    return lax.dot_general(
+        hidden,
+        logits_bar,
+        (((0,), (0,)), ((), ())),
+        precision=precision_of(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _logits_bar(logits: jax.Array, bars: _TokenBars, first: jax.Array | int = 0) -> jax.Array:
+    """Gradient of scaled logits [T, V], whose columns begin at `first` of this device's.
+
+    d logprob / d z = onehot - p, d entropy / d z = -p (log p + entropy).
     """
-    centered = logits - normalizer[..., None]
-    pull = logprob_bar[..., None] + entropy_bar[..., None] * (centered + entropy[..., None])
-    if listed is not None:
-        pull = pull + jnp.sum(listed_bar, axis=-1, keepdims=True)
-    onehot = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == own[..., None]
-    found = jnp.where(onehot, logprob_bar[..., None], 0.0) - jnp.exp(centered) * pull
-    if listed is None:
-        return found
+    centered = logits - bars.normalizer[..., None]
+    logprob_bar = bars.logprob_bar[..., None]
+    pull = logprob_bar + bars.entropy_bar[..., None] * (centered + bars.entropy[..., None])
+    if bars.listed is not None:
+        pull = pull + jnp.sum(bars.listed_bar, axis=-1, keepdims=True)
+    columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    onehot = columns == (bars.targets - first)[..., None]
+    logits_bar = jnp.where(onehot, logprob_bar, 0.0) - jnp.exp(centered) * pull
+    if bars.listed is None:
+        return logits_bar
+
     size = logits.shape[-1]
-    places = jnp.where((listed >= 0) & (listed < size), listed, size)
+    listed = bars.listed - first
+    listed_columns = jnp.where((listed >= 0) & (listed < size), listed, size)
     tokens = jnp.broadcast_to(jnp.arange(len(listed))[:, None], listed.shape)
-    return found.at[tokens, places].add(listed_bar, mode="drop")
+    return logits_bar.at[tokens, listed_columns].add(bars.listed_bar, mode="drop")
 
 
 class _Running(NamedTuple):
@@ -392,163 +436,116 @@ class _Running(NamedTuple):
         largest: m, the largest logit.
         mass: sum of exp(z - m).
         weighted: sum of exp(z - m) z.
-        chosen: the logit of the target, 0 before its piece.
-        listed: log-probs of further ids, [C, T, k], or None.
+        target: the logit of the target, 0 before its piece.
+        listed: logits of further ids, [C, T, k], or None.
     """
 
     largest: jax.Array
     mass: jax.Array
     weighted: jax.Array
-    chosen: jax.Array
+    target: jax.Array
     listed: jax.Array | None = None
 
 
 def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed: str) -> jax.Array:
     """[D, V / pieces] in the compute dtype. Cast before it travels."""
     width = kernel.shape[-1] // _pieces(kernel.shape[-1])
-    own = lax.dynamic_slice_in_dim(kernel, piece * width, width, axis=1)
-    return lax.all_gather(own.astype(dtype), embed, axis=0, tiled=True)
+    columns = lax.dynamic_slice_in_dim(kernel, piece * width, width, axis=1)
+    return lax.all_gather(columns.astype(dtype), embed, axis=0, tiled=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _pieced_logprobs(
-    hidden: Array,
-    targets: Array,
-    kernel: Array,
-    count: Array,
-    listed: Array | None,
-    options: _Options,
-) -> tuple[jax.Array, ...]:
-    """`_blocked_logprobs` of a kernel whose width is split over devices, by a softmax that runs
-    over the pieces.
-    """
-    return _pieced_forward(hidden, targets, kernel, count, listed, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _pieced_logprobs(inputs: _Inputs, options: _Options) -> tuple[jax.Array, ...]:
+    """`_blocked_logprobs` of a kernel whose width is split over devices, a piece at a time."""
+    return _pieced_forward(inputs, options)[0]
 
 
-def _pieced_forward(
-    hidden: Array,
-    targets: Array,
-    kernel: Array,
-    count: Array,
-    listed: Array | None,
-    options: _Options,
-) -> tuple[tuple[jax.Array, ...], _Residuals]:
+def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[tuple[jax.Array, ...], _Residuals]:
+    hidden, targets, kernel, count, listed = inputs
     axes = options.axes
     vocab = kernel.shape[-1]
-    pieces = _pieces(vocab)
-    own = _own_targets(targets, vocab, axes)
-    further = None if listed is None else _own_targets(listed, vocab, axes)
+    targets = _own_ids(targets, vocab, axes)
+    own_listed = None if listed is None else _own_ids(listed, vocab, axes)
 
-    def piece(p: jax.Array, running: _Running) -> _Running:
-        part = _gathered_piece(kernel, p, hidden.dtype, axes.embed)
-        width = part.shape[-1]
+    def add_piece(piece: jax.Array, running: _Running) -> _Running:
+        piece_kernel = _gathered_piece(kernel, piece, hidden.dtype, axes.embed)
+        first = piece * piece_kernel.shape[-1]
 
-        def block(i: jax.Array, running: _Running) -> _Running:
+        def add_block(i: jax.Array, running: _Running) -> _Running:
             before = jax.tree.map(lambda x: x[i], running)
-            logits = _logits(hidden[i], part, options.scale)
-            place = own[i] - p * width
+            logits = _logits(hidden[i], piece_kernel, options.scale)
             largest = jnp.maximum(before.largest, options.maximum(logits)[..., 0])
             shrink = jnp.exp(before.largest - largest)
             exponentials = jnp.exp(logits - largest[..., None])
-
-            def found(places: jax.Array) -> jax.Array:
-                logit = jnp.take_along_axis(logits, jnp.clip(places, 0, width - 1), axis=-1)
-                return jnp.where((places >= 0) & (places < width), logit, 0.0)
-
             after = _Running(
-                largest,
-                before.mass * shrink + jnp.sum(exponentials, axis=-1),
-                before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1),
-                before.chosen + found(place[..., None])[..., 0],
-                None if further is None else before.listed + found(further[i] - p * width),
+                largest=largest,
+                mass=before.mass * shrink + jnp.sum(exponentials, axis=-1),
+                weighted=before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1),
+                target=before.target + _logits_at(logits, (targets[i] - first)[..., None])[..., 0],
             )
+            if own_listed is not None:
+                piece_listed = _logits_at(logits, own_listed[i] - first)
+                after = after._replace(listed=before.listed + piece_listed)
             return jax.tree.map(lambda x, value: x.at[i].set(value), running, after)
 
         with jax.named_scope(CHUNKS):
-            return lax.fori_loop(0, count, block, running)
+            return lax.fori_loop(0, count, add_block, running)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     start = _Running(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
     if listed is not None:
         start = start._replace(listed=jnp.zeros(listed.shape, jnp.float32))
-    running = lax.fori_loop(0, pieces, piece, start)
+    running = lax.fori_loop(0, _pieces(vocab), add_piece, start)
     if axes.vocab is not None:  # once, after the last piece
         largest = lax.pmax(running.largest, axes.vocab)
         shrink = jnp.exp(running.largest - largest)
-        sums = running.mass * shrink, running.weighted * shrink, running.chosen, running.listed
+        sums = running.mass * shrink, running.weighted * shrink, running.target, running.listed
         running = _Running(largest, *lax.psum(sums, axes.vocab))
-    normalizer = running.largest + jnp.log(running.mass)
-    logprobs = running.chosen - normalizer
-    entropy = normalizer - running.weighted / running.mass
+
     computed = (jnp.arange(len(targets)) < count)[:, None]
-    of_listed = (
-        ()
-        if listed is None
-        else (jnp.where(computed[..., None], running.listed - normalizer[..., None], 0.0),)
-    )
-    logprobs, entropy, normalizer = (
-        jnp.where(computed, x, 0.0) for x in (logprobs, entropy, normalizer)
-    )
-    return (logprobs, entropy, *of_listed), (
-        hidden,
-        targets,
-        kernel,
-        count,
-        normalizer,
-        entropy,
-        listed,
-    )
+    log_mass = running.largest + jnp.log(running.mass)
+    normalizer = jnp.where(computed, log_mass, 0.0)
+    entropy = jnp.where(computed, log_mass - running.weighted / running.mass, 0.0)
+    outputs = jnp.where(computed, running.target - log_mass, 0.0), entropy
+    if listed is not None:
+        listed_logprobs = running.listed - log_mass[..., None]
+        outputs = *outputs, jnp.where(computed[..., None], listed_logprobs, 0.0)
+    return outputs, _Residuals(inputs, normalizer, entropy)
 
 
 def _pieced_backward(
     options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]
-) -> tuple[Any, ...]:
-    hidden, targets, kernel, count, normalizer, entropy, listed = saved
-    axes = options.axes
-    vocab = kernel.shape[-1]
-    logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
-    own = _own_targets(targets, vocab, axes)
-    further = _further(listed, listed_bar, vocab, options)
+) -> tuple[_Inputs]:
+    hidden, _, kernel, count, _ = saved.inputs
+    embed = options.axes.embed
+    bars = _token_bars(saved, cotangents, options)
+    precision = precision_of(hidden.dtype)
 
-    def piece(p: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        part = _gathered_piece(kernel, p, hidden.dtype, axes.embed)
-        width = part.shape[-1]
+    def add_piece(piece: jax.Array, grads: _Grads) -> _Grads:
+        piece_kernel = _gathered_piece(kernel, piece, hidden.dtype, embed)
+        first = piece * piece_kernel.shape[-1]
 
-        def block(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            hidden_bar, part_bar = grads
-            logits = _logits(hidden[i], part, options.scale)
-            bars = normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i]
-            if further:
-                bars = (*bars, further[0][i] - p * width, further[1][i])
-            logits_bar = (_logits_bar(logits, own[i] - p * width, *bars) * options.scale).astype(
-                hidden.dtype
-            )
-            precision = precision_of(hidden.dtype)
+        def add_block(i: jax.Array, grads: _Grads) -> _Grads:
+            hidden_bar, piece_bar = grads
+            logits = _logits(hidden[i], piece_kernel, options.scale)
+            logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars), first)
+            logits_bar = (logits_bar * options.scale).astype(hidden.dtype)
             pulled = jnp.matmul(
-                logits_bar, part.T, precision=precision, preferred_element_type=jnp.float32
+                logits_bar, piece_kernel.T, precision=precision, preferred_element_type=jnp.float32
             )
-            product = lax.dot_general(
-                hidden[i],
-                logits_bar,
-                (((0,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            return hidden_bar.at[i].add(pulled), part_bar + product
+            return hidden_bar.at[i].add(pulled), piece_bar + _kernel_bar(hidden[i], logits_bar)
 
         hidden_bar, kernel_bar = grads
         with jax.named_scope(CHUNKS):
-            hidden_bar, part_bar = lax.fori_loop(
-                0, count, block, (hidden_bar, jnp.zeros(part.shape, jnp.float32))
+            hidden_bar, piece_bar = lax.fori_loop(
+                0, count, add_block, (hidden_bar, jnp.zeros(piece_kernel.shape, jnp.float32))
             )
-        part_bar = lax.psum_scatter(part_bar, axes.embed, scatter_dimension=0, tiled=True)
-        return hidden_bar, lax.dynamic_update_slice_in_dim(kernel_bar, part_bar, p * width, axis=1)
+        piece_bar = lax.psum_scatter(piece_bar, embed, scatter_dimension=0, tiled=True)
+        return hidden_bar, lax.dynamic_update_slice_in_dim(kernel_bar, piece_bar, first, axis=1)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
-    hidden_bar, kernel_bar = lax.fori_loop(0, _pieces(vocab), piece, zeros)
-    hidden_bar = hidden_bar.astype(hidden.dtype)
-    kernel_bar = kernel_bar.astype(kernel.dtype)
-    return hidden_bar, None, kernel_bar, None, None
+    hidden_bar, kernel_bar = lax.fori_loop(0, _pieces(kernel.shape[-1]), add_piece, zeros)
+    return (_gradients(saved.inputs, hidden_bar, kernel_bar),)
 
 
 _pieced_logprobs.defvjp(_pieced_forward, _pieced_backward)

@@ -7,6 +7,7 @@ Adapters are declared, drawn, sharded and saved like any parameters. The base ho
 bfloat16 or int8.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -40,6 +41,7 @@ from dcmdp_jax.models.quantize import (
     in_float32,
     is_quantized,
     quantize_tree,
+    relative_error,
     stored,
 )
 from dcmdp_jax.parallel.sharding import to_host
@@ -54,29 +56,33 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
         ArgumentError: for a target that matches no linear layer, or that is of an expert, and for a
             rank above that of a matrix.
     """
-    linear = [one for one in model_declarations(model) if one.quantized and one.stacks]
-    dense = [one for one in linear if len(one.stacks) == 1]
+    linear = [
+        declared for declared in model_declarations(model) if declared.quantized and declared.stacks
+    ]
+    dense = [declared for declared in linear if len(declared.stacks) == 1]
     allowed = tuple(dict.fromkeys(map(_module, dense)))
     names = allowed if lora.targets == (ALL_LINEAR,) else lora.targets
     for name in names:
         if name not in allowed:
-            experts = name in {_module(one) for one in linear}
-            why = (
-                "adapters of experts are not supported"
-                if experts
-                else "no linear layer has that name"
+            reason = "no linear layer has that name"
+            if name in map(_module, linear):
+                reason = "adapters of experts are not supported"
+            raise ArgumentError(
+                "lora_targets",
+                f"got {name!r}, {reason}; allowed are {', '.join(allowed)}, or {ALL_LINEAR}"
+                + suggestion(name, (*allowed, ALL_LINEAR)),
             )
-            said = f"got {name!r}, {why}; allowed are {', '.join(allowed)}, or {ALL_LINEAR}"
-            raise ArgumentError("lora_targets", said + suggestion(name, (*allowed, ALL_LINEAR)))
-    chosen = tuple(one for one in dense if _module(one) in names)
-    for one in chosen:
-        if lora.rank > (most := min(one.shape[-2:])):
+
+    layers = tuple(declared for declared in dense if _module(declared) in names)
+    for declared in layers:
+        rows, columns = declared.shape[-2:]
+        if lora.rank > min(rows, columns):
             raise ArgumentError(
                 "lora_rank",
-                f"got {lora.rank}, {_module(one)} is {one.shape[-2]} x {one.shape[-1]}: at most "
-                f"{most}",
+                f"got {lora.rank}, {_module(declared)} is {rows} x {columns}: at most "
+                f"{min(rows, columns)}",
             )
-    return chosen
+    return layers
 
 
 def adapter_declarations(
@@ -88,42 +94,37 @@ def adapter_declarations(
     within +-1/sqrt(in), PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins
     as the base.
     """
-    found = []
-    for one in adapted_layers(model, lora):
-        *path, _ = one.path
-        *stacked, rows, columns = one.shape
-        *leading, inward, outward = one.axes
-        layer = one.hf_name.removeprefix(hf_config.TEXT_PREFIX).removesuffix(".weight")
+    adapters = []
+    for declared in adapted_layers(model, lora):
+        *path, _ = declared.path
+        *stacked, rows, columns = declared.shape
+        *leading, inward, outward = declared.axes
+        layer = declared.hf_name.removeprefix(hf_config.TEXT_PREFIX).removesuffix(".weight")
         name = f"{_PREFIX}{prefix}{layer}"
-        shared: dict[str, Any] = {
-            "transposed": True,
-            "quantized": False,
-            "stacks": one.stacks,
-            "fused": None,
-        }
-        a = Declaration(
-            (*path, "a"),
-            (*stacked, rows, lora.rank),
-            (*leading, inward, "rank"),
-            _uniform,
-            f"{name}.lora_A.weight",
-            **shared,
+        a = dataclasses.replace(
+            declared,
+            path=(*path, "a"),
+            shape=(*stacked, rows, lora.rank),
+            axes=(*leading, inward, "rank"),
+            init=_uniform,
+            hf_name=f"{name}.lora_A.weight",
+            quantized=False,
         )
-        b = Declaration(
-            (*path, "b"),
-            (*stacked, lora.rank, columns),
-            (*leading, "rank", outward),
-            jax.nn.initializers.zeros,
-            f"{name}.lora_B.weight",
-            **shared,
+        b = dataclasses.replace(
+            a,
+            path=(*path, "b"),
+            shape=(*stacked, lora.rank, columns),
+            axes=(*leading, "rank", outward),
+            init=jax.nn.initializers.zeros,
+            hf_name=f"{name}.lora_B.weight",
         )
-        found += [a, b]
-    return tuple(found)
+        adapters += [a, b]
+    return tuple(adapters)
 
 
 def target_modules(model: ModelConfig, lora: Lora) -> list[str]:
     """Names of the adapted layers, as PEFT's `target_modules`."""
-    return sorted({_module(one) for one in adapted_layers(model, lora)})
+    return sorted({_module(declared) for declared in adapted_layers(model, lora)})
 
 
 def trained(model: ModelConfig, lora: Lora | None) -> tuple[Declaration, ...]:
@@ -131,7 +132,8 @@ def trained(model: ModelConfig, lora: Lora | None) -> tuple[Declaration, ...]:
     return model_declarations(model) if lora is None else adapter_declarations(model, lora)
 
 
-class SavedAdapters(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedAdapters:
     """Record of a checkpoint's adapters and their base.
 
     Attributes:
@@ -166,8 +168,8 @@ def load_base(
     base = hf_weights.load_params(directory, model, dtype=stored, shardings=shardings)
     if dtype != "int8":
         return base
-    chosen = quantized_leaves(model)
-    return jax.jit(lambda params: quantize_tree(params, chosen, dtype), donate_argnums=0)(base)
+    quantized = quantized_leaves(model)
+    return jax.jit(lambda params: quantize_tree(params, quantized, dtype), donate_argnums=0)(base)
 
 
 class Adapted(NamedTuple):
@@ -185,15 +187,12 @@ class Adapted(NamedTuple):
 
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
-    """The base with a `LoraKernel` for every matrix that has an adapter, for the training stack's
-    forward pass.
-    """
+    """The base with a `LoraKernel` for every matrix that has an adapter, as training reads it."""
     return _joined(base, adapters, lambda kernel, a, b: LoraKernel(kernel, a, b, lora.scale))
 
 
 def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = None) -> Params:
-    """W + D, D = (alpha / r) A B, computed and returned in float32, for engines and exports; the
-    rest as in the base.
+    """W + D, D = (alpha / r) A B, in float32, for engines and exports; the rest as in the base.
 
     An engine then rounds the sum once, to its own precision. With `rounded_to`, an engine's
     precision (see `quantize.stored`), W + Q(W + D) - Q(W): the change as that rounding lets it
@@ -202,17 +201,15 @@ def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = 
 
     def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
         change = _product(a, b) * lora.scale
-        return in_float32(kernel) + (
-            change if rounded_to is None else _arriving(kernel, change, rounded_to)
-        )
+        if rounded_to is not None:
+            change = _arriving(kernel, change, rounded_to)
+        return in_float32(kernel) + change
 
-    whole = _joined(base, adapters, merge)
-    return jax.tree.map(in_float32, whole, is_leaf=is_quantized)
+    return jax.tree.map(in_float32, _joined(base, adapters, merge), is_leaf=is_quantized)
 
 
 def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -> jax.Array:
-    """How far an engine's rounding Q of the merged matrices bends what the adapters change, []
-    float32.
+    """Relative error of the adapters' change after an engine's rounding Q of the merged matrices.
 
         ||Q(W + D) - Q(W) - D|| / ||D||,     D = (alpha / r) A B,
 
@@ -222,18 +219,20 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
     Args:
         base, adapters, lora: see `merged`.
         precision: see `quantize.stored`.
+
+    Returns:
+        [] float32.
     """
-    squares = []
+    errors = []
+    changes = []
 
     def measure(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> None:
         change = _product(a, b) * lora.scale
-        squares.append(
-            (jnp.sum((_arriving(kernel, change, precision) - change) ** 2), jnp.sum(change**2))
-        )
+        errors.append(jnp.sum((_arriving(kernel, change, precision) - change) ** 2))
+        changes.append(jnp.sum(change**2))
 
     _joined(base, adapters, measure)
-    bent, whole = (sum(each) for each in zip(*squares, strict=True))
-    return jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
+    return relative_error(sum(errors), sum(changes))
 
 
 def merged_and_measured(
@@ -259,7 +258,7 @@ def _joined(base: Params, adapters: Params, join: Any) -> Params:
     """The base with `join(kernel, a, b)` in place of each adapted kernel."""
     if "a" in adapters:
         return {**base, "kernel": join(base["kernel"], adapters["a"], adapters["b"])}
-    return {**base, **{name: _joined(base[name], part, join) for name, part in adapters.items()}}
+    return base | {name: _joined(base[name], node, join) for name, node in adapters.items()}
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -284,16 +283,18 @@ _DIGEST = "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
 _FREE = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout"),
-    *(
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "revision",
-        "target_modules",
-        "task_type",
-    ),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
 }
 # Values of fields of a plain one. An initialization by PiSSA, OLoRA, CorDA or LoftQ takes its share
 # from the base.
@@ -301,7 +302,8 @@ _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITIAL}
 
 
-class Adapter(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
     """A LoRA adapter that was read.
 
     Attributes:
@@ -318,9 +320,7 @@ class Adapter(NamedTuple):
 
 
 def base_checksum(base: Params) -> int:
-    """One checksum of the base in bfloat16: the sum of `array_checksum` over its arrays, mod
-    2^32.
-    """
+    """One checksum of the base in bfloat16: the sum of its `array_checksum`s, mod 2^32."""
     return sum(int(array_checksum(leaf)) for leaf in jax.tree.leaves(base)) % 2**32
 
 
@@ -374,8 +374,9 @@ def save_adapter(
         mapping = {"base_model_class": base_class, "parent_library": "transformers"}
         fields |= {"task_type": None, "auto_mapping": mapping}
     tensors = {}
-    for name, place in declared_tensors(adapter_declarations(model, lora, prefix)).items():
-        tensors[name] = np.ascontiguousarray(to_host(place.leaf(adapters)[place.index]).T)
+    for name, tensor in declared_tensors(adapter_declarations(model, lora, prefix)).items():
+        tensors[name] = np.ascontiguousarray(to_host(tensor.leaf(adapters)[tensor.index]).T)
+
     with whole_directory(directory, overwrite=overwrite) as partial:
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         save_file(
@@ -398,101 +399,107 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
     """
     fields = read_json_object(directory / CONFIG)
     for name, value in {"peft_type": "LORA", **fields}.items():
-        if (
-            name in _PLAIN
-            and value not in _PLAIN[name]
-            or name not in _FREE | _PLAIN.keys()
-            and value
-        ):
+        if name in _PLAIN:
+            plain = value in _PLAIN[name]
+        else:
+            plain = name in _FREE or not value
+        if not plain:
             raise UserError(
                 f"{directory / CONFIG}: {name} is {value!r}; plain LoRA alone is supported (no "
                 "DoRA, rslora, biases, modules_to_save or ranks by layer, no initialization that "
                 "changes the base)"
             )
-    for name, kinds, what in (
+    for name, kinds, kind_name in (
         ("r", int, "a whole number"),
         ("lora_alpha", int | float, "a number"),
     ):
         value = fields.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise UserError(f"{directory / CONFIG}: {name} is {value!r}, must be {what} above 0")
+            raise UserError(
+                f"{directory / CONFIG}: {name} is {value!r}, must be {kind_name} above 0"
+            )
+
+    file = directory / TENSORS
     try:
-        with safe_open(directory / TENSORS, framework="flax") as file:
-            found = {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
+        with safe_open(file, framework="flax") as opened:
+            arrays = {}
+            for name in opened.keys():  # noqa: SIM118
+                arrays[name] = np.asarray(opened.get_tensor(name), np.float32)
+            metadata = opened.metadata() or {}
     except SafetensorError as error:
-        raise UserError(f"{directory / TENSORS}: can't be read ({error})") from error
-    prefix = next(
-        (match[1] for name in sorted(found) if (match := _LAYERS.match(name))),
-        hf_config.TEXT_PREFIX,
-    )
-    lora = _shape(directory, fields, sorted(found), model, prefix)
+        raise UserError(f"{file}: can't be read ({error})") from error
+    names = sorted(arrays)
+    matches = filter(None, map(_LAYERS.match, names))
+    prefix = next((match[1] for match in matches), hf_config.TEXT_PREFIX)
+    lora = _shape(directory, fields, names, model, prefix)
+
     declared = adapter_declarations(model, lora, prefix)
-    places = declared_tensors(declared)
-    for name in sorted(places.keys() | found.keys()):
-        have, want = (None if name not in each else each[name].shape for each in (found, places))
+    expected = declared_tensors(declared)
+    for name in sorted(expected.keys() | arrays.keys()):
+        have = arrays[name].shape if name in arrays else None
+        want = expected[name].shape if name in expected else None
         if have != want:
             raise UserError(
-                f"{directory / TENSORS}: {name} has shape {have or 'missing'}, this base and "
-                f"adapter_config.json ask for {want or 'no such tensor'}; is the adapter of "
-                "another model?"
+                f"{file}: {name} has shape {have or 'missing'}, this base and adapter_config.json "
+                f"ask for {want or 'no such tensor'}; is the adapter of another model?"
             )
-        if not np.isfinite(found[name]).all():
-            raise UserError(
-                f"{directory / TENSORS}: {name} has values that are not finite; is the file "
-                "damaged?"
-            )
-    tree = declared_tree(declared, lambda one: np.empty(one.shape, np.float32))
-    for name, place in places.items():
-        place.leaf(tree)[place.index] = found[name].T
+        if not np.isfinite(arrays[name]).all():
+            raise UserError(f"{file}: {name} has values that are not finite; is the file damaged?")
+
+    tree = declared_tree(declared, lambda leaf: np.empty(leaf.shape, np.float32))
+    for name, tensor in expected.items():
+        tensor.leaf(tree)[tensor.index] = arrays[name].T
     return Adapter(
-        lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST))
+        lora=lora,
+        params=tree,
+        base_checksum=int(metadata[_BASE]) if _BASE in metadata else None,
+        base_digest=int(metadata[_DIGEST]) if _DIGEST in metadata else None,
     )
 
 
 def _shape(
-    directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig, prefix: str
+    directory: Path, fields: Mapping[str, Any], names: list[str], model: ModelConfig, prefix: str
 ) -> Lora:
     """The adapter's shape; its tensors must belong to the layers that adapter_config.json names."""
     linear = {
-        one.rpartition(".lora_")[0]
-        for one in declared_tensors(adapter_declarations(model, _ALL, prefix))
+        name.rpartition(".lora_")[0]
+        for name in declared_tensors(adapter_declarations(model, _ALL, prefix))
     }
-    for name in found:
-        if (
-            re.fullmatch(r".*\.lora_[AB]\.weight", name) is None
-            or name.rpartition(".lora_")[0] not in linear
-        ):
+    layers = set()
+    for name in names:
+        layer = name.rpartition(".lora_")[0]
+        if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or layer not in linear:
             raise UserError(
                 f"{directory / TENSORS}: {name} is no LoRA matrix of a linear layer of this base; "
                 "embeddings, head, experts and whole layers are not supported: save the adapter "
                 "without them"
             )
-    layers = {name.rpartition(".lora_")[0] for name in found}
+        layers.add(layer)
+
     targets = fields.get("target_modules")
-    rank = int(fields["r"])
     try:
-        wanted = {layer for layer in linear if _targeted(layer.removeprefix(_PREFIX), targets)}
+        targeted = {layer for layer in linear if _targeted(layer.removeprefix(_PREFIX), targets)}
     except (re.error, TypeError):
         raise UserError(
             f"{directory / CONFIG}: target_modules is {targets!r:.80}, must be a list of names or "
             "a regular expression"
         ) from None
-    for names, what in ((wanted - layers, "lacks"), (layers - wanted, "has")):
-        if names:
+    for differing, verb in ((targeted - layers, "lacks"), (layers - targeted, "has")):
+        if differing:
             raise UserError(
-                f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {what} "
-                f"{min(names)}; PEFT would load another model: compare the two files"
+                f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {verb} "
+                f"{min(differing)}; PEFT would load another model: compare the two files"
             )
+
+    lora = Lora(
+        rank=int(fields["r"]),
+        alpha=float(fields["lora_alpha"]),
+        targets=tuple(sorted({layer.rpartition(".")[2] for layer in layers})),
+    )
     try:
-        lora = Lora(
-            rank,
-            float(fields["lora_alpha"]),
-            tuple(sorted({name.rpartition(".")[2] for name in layers})),
-        )
         adapter_declarations(model, lora)
     except ArgumentError as error:
-        raise UserError(f"{directory / CONFIG}: r is {rank}: {error.message}") from error
+        raise UserError(f"{directory / CONFIG}: r is {lora.rank}: {error.message}") from error
     return lora
 
 
@@ -502,4 +509,4 @@ def _targeted(layer: str, targets: Any) -> bool:
     """
     if isinstance(targets, str):
         return targets == ALL_LINEAR or re.fullmatch(targets, layer) is not None
-    return any(f".{layer}".endswith(f".{one}") for one in targets)
+    return any(f".{layer}".endswith(f".{target}") for target in targets)

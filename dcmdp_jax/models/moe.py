@@ -4,9 +4,10 @@ reports.
 No token is dropped: the rows of each expert are computed together, however many they are.
 """
 
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,24 +57,40 @@ class Experts(nnx.Module):
     ) -> None:
         width = config.moe_intermediate_size
         embed = config.hidden_size
-        name = f"{hf_name}.{{experts}}"
         inward = ("embed", "expert_mlp")
-        options = {
-            "std": config.initializer_range,
-            "stacks": (*stacks, Stack("experts", config.num_experts)),
-        }
+        std = config.initializer_range
+        stacks = (*stacks, Stack(axis="experts", size=config.num_experts))
+
         if fused:
-            self.gate_up = ExpertLinear((embed, 2 * width), inward, hf_name=None, **options)
+            self.gate_up = ExpertLinear(
+                (embed, 2 * width), inward, std=std, hf_name=None, stacks=stacks
+            )
         else:
-            for part, gated in enumerate(("gate", "up")):
-                names = {
-                    "hf_name": f"{name}.{gated}_proj.weight",
-                    "fused": Fused(f"{hf_name}.gate_up_proj", part, 2),
-                }
-                setattr(self, gated, ExpertLinear((embed, width), inward, **names, **options))
-        options["fused"] = Fused(f"{hf_name}.down_proj", 0, 1)
+            gate_up = f"{hf_name}.gate_up_proj"
+            self.gate = ExpertLinear(
+                (embed, width),
+                inward,
+                std=std,
+                hf_name=f"{hf_name}.{{experts}}.gate_proj.weight",
+                stacks=stacks,
+                fused=Fused(hf_name=gate_up, block=0, blocks=2),
+            )
+            self.up = ExpertLinear(
+                (embed, width),
+                inward,
+                std=std,
+                hf_name=f"{hf_name}.{{experts}}.up_proj.weight",
+                stacks=stacks,
+                fused=Fused(hf_name=gate_up, block=1, blocks=2),
+            )
+
         self.down = ExpertLinear(
-            (width, embed), inward[::-1], hf_name=f"{name}.down_proj.weight", **options
+            (width, embed),
+            ("expert_mlp", "embed"),
+            std=std,
+            hf_name=f"{hf_name}.{{experts}}.down_proj.weight",
+            stacks=stacks,
+            fused=Fused(hf_name=f"{hf_name}.down_proj", block=0, blocks=1),
         )
 
 
@@ -101,18 +118,27 @@ class MoE(nnx.Module):
         self.fused = fused
         # Engines keep the router in full precision: a token that goes to another expert is a large
         # error.
-        exact = {"std": config.initializer_range, "stacks": stacks, "quantized": False}
-        sizes = (config.hidden_size, config.num_experts)
-        axes = ("embed", "experts")
-        self.router = Linear(sizes, axes, hf_name=f"{hf_name}.gate", **exact)
+        self.router = Linear(
+            (config.hidden_size, config.num_experts),
+            ("embed", "experts"),
+            std=config.initializer_range,
+            hf_name=f"{hf_name}.gate",
+            stacks=stacks,
+            quantized=False,
+        )
         self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
         if config.family.shared_expert:
             self.shared_expert = MLP(
                 config, hf_name=f"{hf_name}.shared_expert", stacks=stacks, fused=fused
             )
-            sizes = (config.hidden_size, 1)
-            axes = ("embed", "norm")
-            self.shared_gate = Linear(sizes, axes, hf_name=f"{hf_name}.shared_expert_gate", **exact)
+            self.shared_gate = Linear(
+                (config.hidden_size, 1),
+                ("embed", "norm"),
+                std=config.initializer_range,
+                hf_name=f"{hf_name}.shared_expert_gate",
+                stacks=stacks,
+                quantized=False,
+            )
 
     def __call__(
         self, x: jax.Array, ops: Ops, mesh: Mesh | None = None, replayed: jax.Array | None = None
@@ -134,31 +160,36 @@ class MoE(nnx.Module):
         """
         config = self.config
         probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, config.num_experts_per_tok)
+        weights, experts = jax.lax.top_k(probabilities, config.num_experts_per_tok)
         aux = {"router_probabilities": probabilities}
         if replayed is not None:
-            aux["own_experts"] = chosen
-            chosen = jnp.where(replayed >= 0, replayed.astype(chosen.dtype), chosen)
-            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+            aux["own_experts"] = experts
+            experts = jnp.where(replayed >= 0, replayed.astype(experts.dtype), experts)
+            weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+        aux["routed_experts"] = experts
         if config.norm_topk_prob:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        names = ("gate_up", "down") if self.fused else ("gate", "up", "down")
-        kernels = tuple(getattr(self.experts, name).kernel.get_value() for name in names)
-        kernels = tuple(
-            kernel if isinstance(kernel, QuantizedKernel) else kernel.astype(x.dtype)
-            for kernel in kernels
-        )
-        compute = (
-            _compute
-            if mesh is None or mesh.size == 1
-            else functools.partial(_expert_parallel, mesh=mesh)
-        )
+
+        kernels = []
+        for name in ("gate_up", "down") if self.fused else ("gate", "up", "down"):
+            kernel = getattr(self.experts, name).kernel.get_value()
+            if not isinstance(kernel, QuantizedKernel):
+                kernel = kernel.astype(x.dtype)
+            kernels.append(kernel)
+        compute = _compute
+        if mesh is not None and mesh.size > 1:
+            compute = functools.partial(_expert_parallel, mesh=mesh)
         y = compute(
-            x, chosen, weights.astype(x.dtype), kernels, num_experts=config.num_experts, ops=ops
+            x,
+            experts,
+            weights.astype(x.dtype),
+            tuple(kernels),
+            num_experts=config.num_experts,
+            ops=ops,
         )
         if config.family.shared_expert:
             y = y + jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x, ops)
-        return y.astype(x.dtype), aux | {"routed_experts": chosen}
+        return y.astype(x.dtype), aux
 
 
 def router_sums(aux: Aux, counted: jax.Array) -> Aux:
@@ -179,9 +210,8 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
     probabilities = aux["router_probabilities"]
     sent = _sent(aux["routed_experts"], probabilities.shape[-1])
     mask = counted[..., None].astype(jnp.float32)
-    entropy = jax.lax.stop_gradient(
-        jnp.sum(jax.scipy.special.entr(probabilities), axis=-1, keepdims=True)
-    )
+    entropy = jnp.sum(jax.scipy.special.entr(probabilities), axis=-1, keepdims=True)
+    entropy = jax.lax.stop_gradient(entropy)
     sums = {
         "router_load": jnp.sum(sent * mask, axis=(0, 1)),
         "router_probability": jnp.sum(probabilities * mask, axis=(0, 1)),
@@ -189,8 +219,8 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
         "router_tokens": jnp.sum(mask),
     }
     if "own_experts" in aux:
-        own = _sent(aux["own_experts"], probabilities.shape[-1])
-        sums["router_agreement"] = jnp.sum(sent * own * mask)
+        likeliest = _sent(aux["own_experts"], probabilities.shape[-1])
+        sums["router_agreement"] = jnp.sum(sent * likeliest * mask)
     return sums
 
 
@@ -216,17 +246,16 @@ def router_metrics(sums: Aux) -> dict[str, jax.Array]:
     tokens = jnp.maximum(sums["router_tokens"], 1.0)
     share = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
     experts = load.shape[-1]
+    load_entropy = jnp.mean(jnp.sum(jax.scipy.special.entr(share), axis=-1))
     metrics = {
         "moe/load_max_over_mean": experts * jnp.max(share),
-        "moe/load_entropy": jnp.mean(jnp.sum(jax.scipy.special.entr(share), axis=-1))
-        / math.log(max(experts, 2)),
+        "moe/load_entropy": load_entropy / math.log(max(experts, 2)),
         "moe/router_entropy": jnp.mean(sums["router_entropy"] / tokens),
         "moe/balance_loss": load_balancing_loss(sums),
     }
     if "router_agreement" in sums:
-        metrics["moe/routing_agreement"] = jnp.sum(sums["router_agreement"]) / jnp.maximum(
-            jnp.sum(load), 1.0
-        )
+        agreeing = jnp.sum(sums["router_agreement"])
+        metrics["moe/routing_agreement"] = agreeing / jnp.maximum(jnp.sum(load), 1.0)
     return metrics
 
 
@@ -245,38 +274,38 @@ def load_balancing_loss(sums: Aux) -> jax.Array:
         [] float32; 0 without tokens.
     """
     tokens = jnp.maximum(jnp.sum(sums["router_tokens"]), 1.0)
-    load, probability = (
-        jnp.sum(sums[name], axis=0) / tokens for name in ("router_load", "router_probability")
-    )
+    load = jnp.sum(sums["router_load"], axis=0) / tokens
+    probability = jnp.sum(sums["router_probability"], axis=0) / tokens
     return load.size * jnp.sum(jax.lax.stop_gradient(load) * probability)
 
 
-class _Routes(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Routes:
     """Tokens ordered by expert; a token counts once for each of its k experts.
 
     Attributes:
-        order, place: [T k] int32, a permutation and its inverse.
+        order, inverse: [T k] int32, a permutation and its inverse.
         owner: [T k] int32, the expert of each ordered row; the number of experts for one that is
             not ours.
         group_sizes: [experts] int32.
     """
 
     order: jax.Array
-    place: jax.Array
+    inverse: jax.Array
     owner: jax.Array
     group_sizes: jax.Array
 
 
-def _routes(chosen: jax.Array, num_experts: int) -> _Routes:
-    flat = chosen.reshape(-1)
+def _routes(experts: jax.Array, num_experts: int) -> _Routes:
+    flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    place = (
-        jnp.zeros_like(order)
-        .at[order]
-        .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    index = jnp.arange(order.size, dtype=jnp.int32)
+    return _Routes(
+        order=order,
+        inverse=jnp.zeros_like(order).at[order].set(index, unique_indices=True),
+        owner=flat[order],
+        group_sizes=jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32),
     )
-    group_sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    return _Routes(order, place, flat[order], group_sizes)
 
 
 def _linear(
@@ -292,7 +321,7 @@ def _linear(
 
 def _compute(
     x: jax.Array,
-    chosen: jax.Array,
+    experts: jax.Array,
     weights: jax.Array,
     kernels: tuple[jax.Array | QuantizedKernel, ...],
     *,
@@ -302,31 +331,37 @@ def _compute(
 ) -> jax.Array:
     """The weighted sum of the experts whose kernels are given, [B, T, D] float32.
 
-    With `elsewhere` a token's expert may be on another device: `chosen` is then `num_experts`, and
-    it adds 0.
+    With `elsewhere` a token's expert may be on another device: it is then `num_experts`, and adds
+    0.
     """
     shape = x.shape
-    count = chosen.shape[-1]
-    routes = _routes(chosen, num_experts)
+    count = experts.shape[-1]
+    routes = _routes(experts, num_experts)
     ours = (routes.owner < num_experts)[:, None]
-    rows = permute(jnp.repeat(x.reshape(-1, shape[-1]), count, axis=0), routes.order, routes.place)
+    rows = jnp.repeat(x.reshape(-1, shape[-1]), count, axis=0)
+    rows = permute(rows, routes.order, routes.inverse)
     # Rows of no group have undefined products, forward and backward; neither leaves this function.
-    rows = jnp.where(ours, rows, 0) if elsewhere else rows
+    if elsewhere:
+        rows = jnp.where(ours, rows, 0)
+
     if len(kernels) == 2:
         gate, up = jnp.split(_linear(rows, kernels[0], routes, ops), 2, axis=-1)
     else:
-        gate, up = (_linear(rows, kernel, routes, ops) for kernel in kernels[:2])
+        gate = _linear(rows, kernels[0], routes, ops)
+        up = _linear(rows, kernels[1], routes, ops)
     y = _linear(ops.swiglu(gate, up), kernels[-1], routes, ops)
-    y = jnp.where(ours, y, 0) if elsewhere else y
-    y = permute(y, routes.place, routes.order).reshape(-1, count, shape[-1])
-    return jnp.einsum(
-        "tkd,tk->td", y, weights.reshape(-1, count), preferred_element_type=jnp.float32
-    ).reshape(shape)
+    if elsewhere:
+        y = jnp.where(ours, y, 0)
+
+    y = permute(y, routes.inverse, routes.order).reshape(-1, count, shape[-1])
+    weights = weights.reshape(-1, count)
+    y = jnp.einsum("tkd,tk->td", y, weights, preferred_element_type=jnp.float32)
+    return y.reshape(shape)
 
 
 def _expert_parallel(
     x: jax.Array,
-    chosen: jax.Array,
+    experts: jax.Array,
     weights: jax.Array,
     kernels: tuple[jax.Array, ...],
     *,
@@ -350,33 +385,38 @@ def _expert_parallel(
         raise UserError(
             f"mesh {EXPERT}: got {ways}, must be a divisor of the {num_experts} experts"
         )
-    own = num_experts // ways
+    count = num_experts // ways
     free = free_axes(mesh)
     # Where a caller has mapped over tensor, it adds the parts of the width.
-    width = (
-        "tensor" if "tensor" in free and tensor > 1 and kernels[-1].shape[1] % tensor == 0 else None
-    )
+    width = None
+    if "tensor" in free and tensor > 1 and kernels[-1].shape[1] % tensor == 0:
+        width = "tensor"
 
     def local(
-        x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...]
+        x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...]
     ) -> jax.Array:
         if ways > 1:
             gather = functools.partial(jax.lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)
             x = gather(x)
-            chosen = gather(chosen) - own * jax.lax.axis_index(EXPERT)
+            experts = gather(experts) - count * jax.lax.axis_index(EXPERT)
             weights = gather(weights)
-            chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
-        y = _compute(x, chosen, weights, kernels, num_experts=own, ops=ops, elsewhere=ways > 1)
-        y = y if width is None else jax.lax.psum(y, width)
-        return jax.lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True) if ways > 1 else y
+            experts = jnp.where((experts >= 0) & (experts < count), experts, count)
+        y = _compute(x, experts, weights, kernels, num_experts=count, ops=ops, elsewhere=ways > 1)
+        if width is not None:
+            y = jax.lax.psum(y, width)
+        if ways > 1:
+            y = jax.lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True)
+        return y
 
     if not free:
-        return local(x, chosen, weights, kernels)
+        return local(x, experts, weights, kernels)
     rows = P(tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free))
-    inward = P(EXPERT, None, width)
-    outward = P(EXPERT, width, None)
-    specs = {
-        "in_specs": (rows, rows, rows, (*(inward for _ in kernels[:-1]), outward)),
-        "out_specs": rows,
-    }
-    return shard_map_over(free, local, mesh, **specs)(x, chosen, weights, kernels)
+    inward = [P(EXPERT, None, width)] * (len(kernels) - 1)
+    compute = shard_map_over(
+        free,
+        local,
+        mesh,
+        in_specs=(rows, rows, rows, (*inward, P(EXPERT, width, None))),
+        out_specs=rows,
+    )
+    return compute(x, experts, weights, kernels)

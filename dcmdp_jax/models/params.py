@@ -2,20 +2,21 @@
 Hugging Face tensors.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 import operator
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Declaration, declarations
+from dcmdp_jax.models.declare import Declaration, Stack, declarations
 from dcmdp_jax.types import Params
 
 
@@ -44,24 +45,26 @@ def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
 
 def declared_shapes(declared: Iterable[Declaration], dtype: str) -> Params:
     """`jax.ShapeDtypeStruct`s of declared parameters."""
-    return declared_tree(declared, lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(dtype)))
+
+    def leaf(declaration: Declaration) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(declaration.shape, jnp.dtype(dtype))
+
+    return declared_tree(declared, leaf)
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """Names of the axes of every parameter, in the tree of `init_params`, for
-    `parallel.sharding.param_shardings`.
-    """
+    """Names of the axes of every parameter, in the tree of `init_params`."""
     return declared_axes(model_declarations(config))
 
 
 def declared_axes(declared: Iterable[Declaration]) -> Params:
     """Names of the axes of declared parameters."""
-    return declared_tree(declared, lambda one: one.axes)
+    return declared_tree(declared, lambda declaration: declaration.axes)
 
 
 def quantized_leaves(config: ModelConfig) -> Params:
     """True for each parameter that engines quantize, in the tree of `init_params`."""
-    return declared_tree(model_declarations(config), lambda one: one.quantized)
+    return declared_tree(model_declarations(config), lambda declaration: declaration.quantized)
 
 
 def num_params(config: ModelConfig) -> int:
@@ -89,9 +92,9 @@ def draw_params(declared: Iterable[Declaration], key: jax.Array, dtype: str) -> 
         Nested dict; `layers` leaves carry a leading axis of `num_layers`.
     """
 
-    def draw(one: Declaration) -> jax.Array:
-        own_key = jax.random.fold_in(key, zlib.crc32(".".join(one.path).encode()))
-        return one.init(own_key, one.shape, jnp.dtype(jnp.float32)).astype(dtype)
+    def draw(declaration: Declaration) -> jax.Array:
+        leaf_key = jax.random.fold_in(key, zlib.crc32(".".join(declaration.path).encode()))
+        return declaration.init(leaf_key, declaration.shape, jnp.dtype(jnp.float32)).astype(dtype)
 
     return declared_tree(declared, draw)
 
@@ -104,23 +107,23 @@ def check_params(params: Params, config: ModelConfig) -> None:
     """
 
     def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {
             jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf)
-            for path, leaf in leaves
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
 
     expected = shapes(param_shapes(config))
-    given = shapes(params)
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
+    actual = shapes(params)
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             raise ValueError(
-                f"params: {name} has shape {given.get(name, 'missing')}, the model has "
+                f"params: {name} has shape {actual.get(name, 'missing')}, the model has "
                 f"{expected.get(name, 'no such')}"
             )
 
 
-class FusedPart(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedPart:
     """Where a Hugging Face tensor lies in one that holds several; see `declare.Fused`.
 
     Attributes:
@@ -136,7 +139,8 @@ class FusedPart(NamedTuple):
     rows: slice
 
 
-class HFTensor(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HFTensor:
     """Where a Hugging Face tensor lives in `Params`.
 
     Attributes:
@@ -177,36 +181,49 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
         fused = None
         if declared.fused is not None:
             rows = shape[0]
-            part = declared.fused.part
-            whole = (declared.stacks[-1].size, declared.fused.parts * rows, *shape[1:])
-            name = declared.fused.hf_name.format(**names)
-            fused = FusedPart(name, whole, index[-1], slice(part * rows, (part + 1) * rows))
-        return HFTensor(declared.path, index, declared.transposed, shape, declared.quantized, fused)
+            start = declared.fused.block * rows
+            fused = FusedPart(
+                name=declared.fused.hf_name.format(**names),
+                shape=(declared.stacks[-1].size, declared.fused.blocks * rows, *shape[1:]),
+                index=index[-1],
+                rows=slice(start, start + rows),
+            )
+        return HFTensor(
+            path=declared.path,
+            index=index,
+            transposed=declared.transposed,
+            shape=shape,
+            quantized=declared.quantized,
+            fused=fused,
+        )
 
     tensors: dict[str, HFTensor] = {}
 
     def add(members: Iterable[Declaration], index: tuple[int, ...], names: dict[str, int]) -> None:
         """The tensors of declarations whose first `len(index)` stacked axes are at `index`."""
         depth = len(index)
-        for axis, group in itertools.groupby(
-            members, key=lambda one: one.axes[depth] if one.stacks[depth:] else None
-        ):
-            inner = list(group)
+
+        def stacked_axis(declared: Declaration) -> str | None:
+            return declared.axes[depth] if declared.stacks[depth:] else None
+
+        for axis, group in itertools.groupby(members, key=stacked_axis):
             if axis is None:
-                for declared in inner:
+                for declared in group:
                     tensors[declared.hf_name.format(**names)] = tensor(declared, index, names)
                 continue
+
+            by_stack: dict[Stack, list[Declaration]] = {}
+            for declared in group:
+                by_stack.setdefault(declared.stacks[depth], []).append(declared)
             # Layers of two kinds are in two stacks: each layer's tensors follow those of the layer
             # before it.
-            stacks = dict.fromkeys(one.stacks[depth] for one in inner)
-            places = (
-                (number, place, stack)
-                for stack in stacks
-                for place, number in enumerate(stack.members)
-            )
-            for number, place, stack in sorted(places):
-                alike = [one for one in inner if one.stacks[depth] == stack]
-                add(alike, (*index, place), names | {axis: number})
+            positions = {}
+            for stack, stacked in by_stack.items():
+                for position, number in enumerate(stack.members):
+                    positions[number] = position, stacked
+            for number in sorted(positions):
+                position, stacked = positions[number]
+                add(stacked, (*index, position), names | {axis: number})
 
     add(declarations, (), {})
     return tensors

@@ -59,17 +59,13 @@ def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     """x (values * scale) in float32. A scale for each output is applied after the product, scales
     of groups before.
     """
-    if kernel.grouped:
-        return jnp.matmul(x, in_float32(kernel).astype(x.dtype), preferred_element_type=jnp.float32)
-    return (
-        jnp.matmul(x, kernel.values.astype(x.dtype), preferred_element_type=jnp.float32)
-        * kernel.scale
-    )
+    factor = in_float32(kernel) if kernel.grouped else kernel.values
+    product = jnp.matmul(x, factor.astype(x.dtype), preferred_element_type=jnp.float32)
+    return product if kernel.grouped else product * kernel.scale
 
 
 def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
-    """The same numbers in `dtype`, to be multiplied many times: no product afterwards converts
-    anything.
+    """The same numbers in `dtype`, to be multiplied many times without a conversion.
 
     With `keep_quantized` quantized matrices stay so, and each product converts its own: for
     platforms that do it while they read the matrix, where a second copy of the weights would cost
@@ -133,38 +129,37 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     # The quotient of a column's largest entry may round to just above the limit.
     scaled = jnp.clip(kernel / scale[..., None, :], -limit, limit)
-    values = (
-        scaled.astype(jnp.float8_e4m3fn)
-        if precision == "fp8"
-        else jnp.round(scaled).astype(jnp.int8)
-    )
-    return QuantizedKernel(values, scale)
+    if precision == "fp8":
+        return QuantizedKernel(scaled.astype(jnp.float8_e4m3fn), scale)
+    return QuantizedKernel(jnp.round(scaled).astype(jnp.int8), scale)
 
 
 def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKernel:
     import qwix  # an optional extra
 
-    whole = inverse = 1.0
+    matrix_scale = inverse = 1.0
     if form.qtype == "nvfp4":
         # Products: where XLA divides by one number for all, and where it multiplies by its inverse,
         # depends on shapes.
         largest = jnp.max(jnp.abs(kernel), axis=(-2, -1), keepdims=True)
-        largest = jax.lax.pmax(largest, axis) if axis else largest
-        whole = largest * (1 / _NVFP4_MAX)
-        small = whole < jnp.finfo(jnp.float32).tiny
-        whole, inverse = (jnp.where(small, 1.0, x) for x in (whole, _NVFP4_MAX / largest))
+        if axis:
+            largest = jax.lax.pmax(largest, axis)
+        matrix_scale = largest * (1 / _NVFP4_MAX)
+        small = matrix_scale < jnp.finfo(jnp.float32).tiny
+        matrix_scale = jnp.where(small, 1.0, matrix_scale)
+        inverse = jnp.where(small, 1.0, _NVFP4_MAX / largest)
+
     inputs = kernel.ndim - 2
     others = [axis for axis in range(kernel.ndim) if axis != inputs]
-    found = qwix.quantize(
+    array = qwix.quantize(
         kernel * inverse, form.qtype, channelwise_axes=others, tiled_axes={inputs: form.size}
     )
     dtype = {"int4": jnp.int8, "nf4": jnp.uint8}.get(form.qtype, jnp.float8_e4m3fn)
-    return QuantizedKernel(found.qvalue.astype(dtype), found.scale * whole)
+    return QuantizedKernel(array.qvalue.astype(dtype), array.scale * matrix_scale)
 
 
 def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
-    """Inputs [T, in] of a product, each token rounded like a matrix of one column; gradients pass
-    straight through.
+    """Inputs [T, in] of a product, each token rounded like a column; gradients pass through.
 
     Args:
         x: in any float dtype, which the result has too.
@@ -179,9 +174,7 @@ def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
 
 
 def with_rounded_inputs(layer_params: Params, precision: str, axis: str = "") -> Params:
-    """Parameters of dense layers, kernels as `RoundsInputs` if the precision rounds inputs, see
-    `Grouped`.
-    """
+    """Parameters of dense layers, kernels as `RoundsInputs` if the precision rounds inputs."""
     if precision not in GROUPED or not GROUPED[precision].rounds_inputs:
         return layer_params
 
@@ -201,43 +194,44 @@ def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
         precision: a dtype, "exact", or one of `PRECISIONS`, for each column; of another name
             (blocks of fp8, a server's own) the first of these that it begins with, else bfloat16.
     """
-    name = next(
-        (each for each in (*_LIMITS, "float16", "float32") if precision.startswith(each)),
-        "bfloat16",
-    )
-    name = precision if precision in GROUPED else name
-    if name in PRECISIONS:
-        return quantize_kernel(w, name)
+    if precision in GROUPED:
+        return quantize_kernel(w, precision)
+    for name in _LIMITS:
+        if precision.startswith(name):
+            return quantize_kernel(w, name)
+    dtype = "float32" if precision == "exact" else "bfloat16"
+    for name in ("float16", "float32"):
+        if precision.startswith(name):
+            dtype = name
     # XLA removes a cast there and back.
-    kind = jnp.finfo("float32" if precision == "exact" else name)
-    return jax.lax.reduce_precision(w, kind.nexp, kind.nmant)
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(w, info.nexp, info.nmant)
 
 
 def in_float32(x: jax.Array | QuantizedKernel) -> jax.Array:
     """The numbers that a matrix stands for."""
-    if is_quantized(x):
-        if x.grouped:
-            import qwix  # an optional extra
-
-            return qwix.dequantize(
-                qwix.QArray(*x, qtype="nf4" if x.values.dtype == jnp.uint8 else None)
-            )
+    if not is_quantized(x):
+        return x.astype(jnp.float32)
+    if not x.grouped:
         return x.values.astype(jnp.float32) * x.scale[..., None, :]
-    return x.astype(jnp.float32)
+
+    import qwix  # an optional extra
+
+    qtype = "nf4" if x.values.dtype == jnp.uint8 else None
+    return qwix.dequantize(qwix.QArray(x.values, x.scale, qtype=qtype))
 
 
 def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
-    """`quantize_kernel` of the leaves that the tree `quantized` (see `params.quantized_leaves`)
-    marks.
-    """
-    return jax.tree.map(
-        lambda x, chosen: quantize_kernel(x, precision) if chosen else x, tree, quantized
-    )
+    """`quantize_kernel` of the leaves that the tree `params.quantized_leaves` marks."""
+
+    def leaf(x: jax.Array, marked: bool) -> jax.Array | QuantizedKernel:
+        return quantize_kernel(x, precision) if marked else x
+
+    return jax.tree.map(leaf, tree, quantized)
 
 
 def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
-    """Marked leaves with the values that a quantized engine multiplies by, and the gradient of the
-    leaves themselves.
+    """Marked leaves with the values of a quantized engine and the gradient of the leaves.
 
         value  values * scale of `quantize_kernel`,      d value / d leaf = 1
 
@@ -249,11 +243,12 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
         precision: one of `PRECISIONS`.
     """
 
-    def leaf(x: jax.Array, chosen: bool) -> jax.Array:
-        if not chosen:
+    def leaf(x: jax.Array, marked: bool) -> jax.Array:
+        if not marked:
             return x
-        rounded = in_float32(quantize_kernel(jax.lax.stop_gradient(x), precision)).astype(x.dtype)
-        return rounded + (x - jax.lax.stop_gradient(x))  # the difference is exactly 0
+        exact = jax.lax.stop_gradient(x)
+        rounded = in_float32(quantize_kernel(exact, precision)).astype(x.dtype)
+        return rounded + (x - exact)  # the difference is exactly 0
 
     return jax.tree.map(leaf, tree, quantized)
 
@@ -268,17 +263,18 @@ _NUMBERS = 1 << 18
 
 
 def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
-    """Columns [..., in, some of out] of each matrix that `quantized` (see
-    `params.quantized_leaves`) marks.
+    """Columns [..., in, some of out] of each matrix that `params.quantized_leaves` marks.
 
     Whole columns, since these share a scale; evenly chosen, 2^18 numbers of each matrix or one
     column at least.
     """
-    return [
-        leaf[..., :: -(-leaf.shape[-1] // max(1, _NUMBERS * leaf.shape[-1] // leaf.size))]
-        for leaf, chosen in zip(jax.tree.leaves(params), jax.tree.leaves(quantized), strict=True)
-        if chosen
-    ]
+    watched = []
+    for leaf, marked in zip(jax.tree.leaves(params), jax.tree.leaves(quantized), strict=True):
+        if marked:
+            columns = leaf.shape[-1]
+            count = max(1, _NUMBERS * columns // leaf.size)
+            watched.append(leaf[..., :: -(-columns // count)])
+    return watched
 
 
 def arrival(
@@ -300,17 +296,25 @@ def arrival(
         quantized: see `watched_columns`.
         precision: the engine's, see `stored`.
     """
-    changed = bent = whole = 0.0
+
+    def values(x: jax.Array | QuantizedKernel) -> jax.Array:
+        return x.values if is_quantized(x) else x
+
+    changed = error = update = 0.0
     for old, new in zip(before, watched_columns(params, quantized), strict=True):
         old = old.astype(jnp.float32)
         new = new.astype(jnp.float32)
-        held = [stored(w, precision) for w in (old, new)]
-        values = [x.values if is_quantized(x) else x for x in held]
-        changed += jnp.sum(values[0] != values[1], dtype=jnp.float32)
-        bent += jnp.sum((in_float32(held[1]) - in_float32(held[0]) - (new - old)) ** 2)
-        whole += jnp.sum((new - old) ** 2)
-    rounding = jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
+        old_stored = stored(old, precision)
+        new_stored = stored(new, precision)
+        changed += jnp.sum(values(old_stored) != values(new_stored), dtype=jnp.float32)
+        error += jnp.sum((in_float32(new_stored) - in_float32(old_stored) - (new - old)) ** 2)
+        update += jnp.sum((new - old) ** 2)
     return {
         "mismatch/push_changed": changed / sum(x.size for x in before),
-        "mismatch/push_rounding": rounding,
+        "mismatch/push_rounding": relative_error(error, update),
     }
+
+
+def relative_error(error: jax.Array, size: jax.Array) -> jax.Array:
+    """sqrt(error / size) of two sums of squares; 0 where `size` is 0."""
+    return jnp.where(size > 0, jnp.sqrt(error / jnp.where(size > 0, size, 1.0)), 0.0)

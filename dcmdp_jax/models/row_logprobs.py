@@ -80,14 +80,14 @@ def make_row_logprobs(
         cut: True cuts the distribution of rows with `top_ids` to these ids, like the engine's
             (top-p, top-k).
     """
+    token_logprobs = functools.partial(
+        logprobs.token_logprobs,
+        temperature=temperature,
+        chunk=compute.logprob_chunk,
+        ops=choose_ops(decoder.platform_of(mesh)),
+        listed_gradient=top_gradient or cut,
+    )
     pin: dict[str, Any] = {"mesh": mesh}
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    how = {
-        "temperature": temperature,
-        "chunk": compute.logprob_chunk,
-        "listed_gradient": top_gradient or cut,
-    }
-    token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
     if not sharding.data_parallel_only(mesh):
         pin |= {
             "constrain": sharding.constrain(mesh),
@@ -107,6 +107,7 @@ def make_row_logprobs(
                 params["layers"], quantized_leaves(model)["layers"], scheme.weights
             )
             params = {**params, "layers": layers}
+
         hidden, router = decoder.hidden_states_and_aux(
             params,
             model,
@@ -121,18 +122,27 @@ def make_row_logprobs(
         )
         if head_dtype != "compute":
             hidden = hidden.astype(head_dtype)
-        listed = (rows.columns[TOP_IDS],) if TOP_IDS in rows.columns else ()
-        of_tokens, entropy, *of_top = token_logprobs(
-            hidden, output, rows.input_ids, rows.completion_mask, *listed
+        mask = rows.completion_mask
+        listed = rows.columns.get(TOP_IDS)
+        outputs = token_logprobs(hidden, output, rows.input_ids, mask, listed)
+        if listed is None:
+            return RowOutputs(*outputs, router)
+        token, entropy, top = outputs
+        if not cut:
+            return RowOutputs(token, entropy, router, top)
+
+        # log S: log p_y - log S is the log-prob among the listed tokens.
+        present = listed >= 0
+        log_mass = jax.nn.logsumexp(top, axis=-1, where=present | ~mask[..., None])
+        log_mass = jnp.where(mask, log_mass, 0.0)
+        top = jnp.where(mask[..., None] & present, top - log_mass[..., None], 0.0)
+        return RowOutputs(
+            logprobs=token - log_mass,
+            entropy=entropy,
+            router=router,
+            top_logprobs=top,
+            kept_mass=jnp.exp(log_mass),
         )
-        if not of_top or not cut:
-            return RowOutputs(of_tokens, entropy, router, *of_top)
-        mask, present, [top] = rows.completion_mask, listed[0] >= 0, of_top
-        # log S: log p_y - log S is the log-prob among the kept tokens.
-        kept = jax.nn.logsumexp(top, axis=-1, where=present | ~mask[..., None])
-        kept = jnp.where(mask, kept, 0.0)
-        top = jnp.where(mask[..., None] & present, top - kept[..., None], 0.0)
-        return RowOutputs(of_tokens - kept, entropy, router, top, jnp.exp(kept))
 
     return row_logprobs
 
@@ -146,22 +156,21 @@ def without_replay(rows: Rows) -> Rows:
 
 def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
     """The mesh axes that split the output matrix; a size that its axis does not divide is whole."""
-    sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
-    split = {
-        name: sharding.PARAM_AXES[name]
-        for name, size in sizes.items()
-        if mesh.shape[sharding.PARAM_AXES[name]] > 1
-        and size % mesh.shape[sharding.PARAM_AXES[name]] == 0
-    }
-    return logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
+
+    def split(name: str, size: int) -> str | None:
+        axis = sharding.PARAM_AXES[name]
+        ways = mesh.shape[axis]
+        return axis if ways > 1 and size % ways == 0 else None
+
+    return logprobs.KernelAxes(
+        embed=split("embed", model.hidden_size), vocab=split("vocab", model.vocab_size)
+    )
 
 
 def _lookup_over_model_axes(
     model: config.ModelConfig, compute: Compute, mesh: Mesh
 ) -> decoder.LookUp | None:
-    """The embedding's lookup with rows split over fsdp and expert; None where the embedding's width
-    is whole.
-    """
+    """The embedding's lookup, rows split over fsdp and expert; None where its width is whole."""
     axes = kernel_axes(model, mesh)
     if axes.embed is None:
         return None
@@ -188,13 +197,21 @@ def _over_model_axes(
     rows = P(("fsdp", "expert"))
     sharded = functools.partial(token_logprobs, kernel_axes=axes)
 
-    def mapped(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        further = (rows,) * (len(arguments) - 4)
-        specs = {
-            "in_specs": (rows, P(*axes), rows, rows, *further),
-            "out_specs": (rows, rows, *further),
-        }
-        return sharding.shard_map_over(sharding.MODEL_AXES, sharded, mesh, **specs)(*arguments)
+    def mapped(
+        hidden: jax.Array,
+        kernel: jax.Array,
+        input_ids: jax.Array,
+        mask: jax.Array,
+        listed: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
+        compute = sharding.shard_map_over(
+            sharding.MODEL_AXES,
+            sharded,
+            mesh,
+            in_specs=(rows, P(axes.embed, axes.vocab), rows, rows, rows),
+            out_specs=rows,
+        )
+        return compute(hidden, kernel, input_ids, mask, listed)
 
     return mapped
 
@@ -212,19 +229,16 @@ def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe
         count, tokens = ids.shape
         shards = row_shards(mesh)
         multiple = 128 if compute.attention == "splash" else 1
-        padded = np.zeros(
-            (-(-count // shards) * shards, -(-tokens // multiple) * multiple), np.int32
-        )
-        padded[:count, :tokens] = ids
-        places = np.broadcast_to(np.arange(padded.shape[1], dtype=np.int32), padded.shape)
-        real = np.zeros(padded.shape, bool)
-        real[:count, :tokens] = True
+        padding = ((0, -count % shards), (0, -tokens % multiple))
+        input_ids = np.pad(ids.astype(np.int32), padding)
+        real = np.pad(np.ones(ids.shape, bool), padding)
+        position_ids = np.broadcast_to(np.arange(real.shape[1], dtype=np.int32), real.shape)
         rows = Rows(
-            input_ids=padded,
-            position_ids=places,
+            input_ids=input_ids,
+            position_ids=position_ids,
             segment_ids=real.astype(np.int32),
-            completion_mask=real & (places > 0),
-            completion_index=np.zeros_like(padded),
+            completion_mask=real & (position_ids > 0),
+            completion_index=np.zeros_like(input_ids),
             columns={},
         )
         return compiled(params, rows)[:count, 1:tokens]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dcmdp_jax.errors import ArgumentError
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from dcmdp_jax.models.config import ModelConfig
 
 
-class Grouped(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
     """A format of weights with a scale for each group of inputs of an output.
 
     Attributes:
@@ -26,14 +27,14 @@ class Grouped(NamedTuple):
 
 
 GROUPED = {
-    "mxfp8": Grouped("mxfp8", 32),
-    "mxfp4": Grouped("mxfp4", 32),
-    "nvfp4": Grouped("nvfp4", 16),
-    "nf4": Grouped("nf4", 64),
-    "int4_g32": Grouped("int4", 32),
-    "int4_g128": Grouped("int4", 128),
-    "mxfp8_w8a8": Grouped("mxfp8", 32, rounds_inputs=True),
-    "nvfp4_w4a4": Grouped("nvfp4", 16, rounds_inputs=True),
+    "mxfp8": Grouped(qtype="mxfp8", size=32),
+    "mxfp4": Grouped(qtype="mxfp4", size=32),
+    "nvfp4": Grouped(qtype="nvfp4", size=16),
+    "nf4": Grouped(qtype="nf4", size=64),
+    "int4_g32": Grouped(qtype="int4", size=32),
+    "int4_g128": Grouped(qtype="int4", size=128),
+    "mxfp8_w8a8": Grouped(qtype="mxfp8", size=32, rounds_inputs=True),
+    "nvfp4_w4a4": Grouped(qtype="nvfp4", size=16, rounds_inputs=True),
 }
 PRODUCTS = ("int8", "fp8", "fp8_per_block", "fp8_weights_per_block")
 CACHES = ("fp8", "fp8_e5m2", "fp8_truncated", "fp8_e5m2_truncated")
@@ -82,9 +83,8 @@ def weights_alone(precision: str, cache: str) -> Scheme:
         precision: "full", or of `quantize.PRECISIONS`.
         cache: "full" or "fp8".
     """
-    return Scheme(
-        weights="" if precision == "full" else precision, cache="" if cache == "full" else cache
-    )
+    names = {"full": ""}
+    return Scheme(weights=names.get(precision, precision), cache=names.get(cache, cache))
 
 
 def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> None:
@@ -99,26 +99,34 @@ def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> N
     Raises:
         UserError: naming the precision, and the extra or the size.
     """
-    if (form := GROUPED.get(precision)) is None:
+    form = GROUPED.get(precision)
+    if form is None:
         return
-    wrong = ""
+    refused = f"got {precision!r}, which"
     if find_spec("qwix") is None:
-        wrong = "which needs qwix: pip install 'dcmdp-jax[qwix]'"
-    elif model is not None:
-        sizes = {
-            "hidden_size": model.hidden_size,
-            "num_heads x head_dim": model.num_heads * model.head_dim // tensor,
-        }
-        sizes |= {name: getattr(model, name) // tensor for name in model.mlp_fields}
-        if model.recurrent_layers:
-            sizes["linear_num_value_heads x linear_value_head_dim"] = (
-                model.linear_num_value_heads * model.linear_value_head_dim // tensor
+        raise ArgumentError("precision", f"{refused} needs qwix: pip install 'dcmdp-jax[qwix]'")
+    if model is None:
+        return
+
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "num_heads x head_dim": model.num_heads * model.head_dim // tensor,
+    }
+    for name in model.mlp_fields:
+        sizes[name] = getattr(model, name) // tensor
+    if model.recurrent_layers:
+        sizes["linear_num_value_heads x linear_value_head_dim"] = (
+            model.linear_num_value_heads * model.linear_value_head_dim // tensor
+        )
+    for name, size in sizes.items():
+        if size % form.size:
+            share = " of each device" if tensor > 1 else ""
+            raise ArgumentError(
+                "precision",
+                f"got {precision!r}, whose groups of {form.size} do not divide "
+                f"{name}={size}{share}",
             )
-        if odd := [f"{name}={size}" for name, size in sizes.items() if size % form.size]:
-            wrong = f"whose groups of {form.size} do not divide {odd[0]}" + " of each device" * (
-                tensor > 1
-            )
-        elif form.rounds_inputs and model.num_experts:
-            wrong = f"which rounds inputs of dense layers alone; choose {form.qtype}"
-    if wrong:
-        raise ArgumentError("precision", f"got {precision!r}, {wrong}")
+    if form.rounds_inputs and model.num_experts:
+        raise ArgumentError(
+            "precision", f"{refused} rounds inputs of dense layers alone; choose {form.qtype}"
+        )

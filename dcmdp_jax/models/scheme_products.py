@@ -108,26 +108,30 @@ def _forward(
         )
         y = sums * x_scale * scale
     else:
-        factors = _scaled_tokens(values, x_scale), _scaled_weights(columns, scale, products)
+        rounded_x = _scaled_tokens(values, x_scale)
+        rounded_weights = _scaled_weights(columns, scale, products)
+        precision = PRECISE
         if products == "fp8_weights_per_block" and x.dtype == jnp.bfloat16:
-            factors = tuple(factor.astype(jnp.bfloat16) for factor in factors)
-        precision = PRECISE if factors[0].dtype == jnp.float32 else None
-        y = jnp.matmul(*factors, precision=precision, preferred_element_type=jnp.float32)
+            rounded_x = rounded_x.astype(jnp.bfloat16)
+            rounded_weights = rounded_weights.astype(jnp.bfloat16)
+            precision = None
+        y = jnp.matmul(
+            rounded_x, rounded_weights, precision=precision, preferred_element_type=jnp.float32
+        )
     # The backward pass rounds the weights again: kept, they would be a second copy.
-    kept = values.astype(jnp.int8 if products == "int8" else x.dtype)
-    return y.astype(x.dtype), (kept, x_scale, weights, scale)
+    saved_values = values.astype(jnp.int8 if products == "int8" else x.dtype)
+    return y.astype(x.dtype), (saved_values, x_scale, weights, scale)
 
 
 def _backward(
     products: str, saved: tuple, y_bar: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     values, x_scale, weights, scale = saved
-    rounded_x = _scaled_tokens(values.astype(jnp.float32), x_scale).astype(y_bar.dtype)
-    rounded_weights = _scaled_weights(
-        _round_weights(weights, scale, products), scale, products
-    ).astype(y_bar.dtype)
-    x_bar = jnp.matmul(y_bar, rounded_weights.T)
-    weights_bar = jnp.matmul(rounded_x.T, y_bar)
+    rounded_x = _scaled_tokens(values.astype(jnp.float32), x_scale)
+    columns = _round_weights(weights, scale, products)
+    rounded_weights = _scaled_weights(columns, scale, products)
+    x_bar = jnp.matmul(y_bar, rounded_weights.astype(y_bar.dtype).T)
+    weights_bar = jnp.matmul(rounded_x.astype(y_bar.dtype).T, y_bar)
     return x_bar, weights_bar.astype(weights.dtype), jnp.zeros_like(scale)
 
 
@@ -147,25 +151,24 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
     if not cache:
         return x
     e4m3 = cache.removesuffix("_truncated") == "fp8"
+    dtype = jnp.float8_e4m3fn if e4m3 else jnp.float8_e5m2
     limit = FP8_MAX if e4m3 else _E5M2_MAX
-    exact = jnp.clip(jax.lax.stop_gradient(x).astype(jnp.float32), -limit, limit)
+    exact = jax.lax.stop_gradient(x)
+    rounded = jnp.clip(exact.astype(jnp.float32), -limit, limit)
     if cache.endswith("_truncated"):
-        rounded = _truncate(exact, *((3, -6) if e4m3 else (2, -14))).astype(x.dtype)
+        rounded = _truncate(rounded, jnp.finfo(dtype))
     else:
-        rounded = exact.astype(jnp.float8_e4m3fn if e4m3 else jnp.float8_e5m2).astype(x.dtype)
-    return rounded + (x - jax.lax.stop_gradient(x))  # the difference is exactly 0
+        rounded = rounded.astype(dtype)
+    return rounded.astype(x.dtype) + (x - exact)  # the difference is exactly 0
 
 
-def _truncate(x: jax.Array, mantissa_bits: int, least_exponent: int) -> jax.Array:
-    """Finite float32 towards zero, to a mantissa of so many bits, and below 2^least_exponent to its
-    steps there.
-    """
+def _truncate(x: jax.Array, info: jnp.finfo) -> jax.Array:
+    """Finite float32 towards zero, to the mantissa of a dtype or the steps of its subnormals."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    normal = jax.lax.bitcast_convert_type(
-        bits & jnp.uint32((0xFFFFFFFF << (23 - mantissa_bits)) & 0xFFFFFFFF), jnp.float32
-    )
-    steps = 2.0 ** (mantissa_bits - least_exponent)
-    return jnp.where(jnp.abs(x) < 2.0**least_exponent, jnp.trunc(x * steps) / steps, normal)
+    mask = (0xFFFFFFFF << (23 - info.nmant)) & 0xFFFFFFFF
+    normal = jax.lax.bitcast_convert_type(bits & jnp.uint32(mask), jnp.float32)
+    steps = 2.0 ** (info.nmant - info.minexp)
+    return jnp.where(jnp.abs(x) < 2.0**info.minexp, jnp.trunc(x * steps) / steps, normal)
 
 
 def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
@@ -181,18 +184,22 @@ def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
         scale = jnp.where(largest > 0, _over_448(largest), 1.0)
         return [jnp.broadcast_to(scale, (1, width)) for width in widths]
     if len(kernels) > 1 and not any(width % BLOCK for width in widths[:-1]):
-        return [scale for kernel in kernels for scale in _block_scales(kernel, [kernel.shape[1]])]
+        return [_block_scales(kernel, [kernel.shape[1]])[0] for kernel in kernels]
     return _block_scales(jnp.concatenate(kernels, axis=1), widths)
 
 
 def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
-    rows, columns = (-size % BLOCK for size in magnitudes.shape)
-    padded = jnp.pad(magnitudes, ((0, rows), (0, columns)))
+    rows, columns = magnitudes.shape
+    padded = jnp.pad(magnitudes, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     scale = _over_448(jnp.maximum(jnp.max(blocks, axis=(1, 3)), _LEAST_BLOCK))
     scale = jnp.repeat(scale, BLOCK, axis=1)
-    ends = [sum(widths[: place + 1]) for place in range(len(widths))]
-    return [scale[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
+    scales = []
+    start = 0
+    for width in widths:
+        scales.append(scale[:, start : start + width])
+        start += width
+    return scales
 
 
 def _as_pushed(kernel: jax.Array) -> jax.Array:
@@ -201,9 +208,7 @@ def _as_pushed(kernel: jax.Array) -> jax.Array:
 
 
 def rounded_in_blocks(weights: jax.Array) -> jax.Array:
-    """A matrix rounded to float8_e4m3fn with a scale for each block of 128 x 128, as vLLM rounds
-    its bfloat16 form.
-    """
+    """A matrix in float8_e4m3fn, a scale for each 128 x 128, as vLLM rounds its bfloat16 form."""
     [scale] = _scales([weights], "fp8_per_block")
     values = _round_weights(weights, scale, "fp8_per_block")
     return _scaled_weights(values, scale, "fp8_per_block").astype(weights.dtype)
@@ -224,11 +229,7 @@ def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.A
 
 def _scaled_weights(values: jax.Array, scale: jax.Array, products: str) -> jax.Array:
     rounded = values * _by_input(scale, values.shape[0])
-    return (
-        rounded.astype(jnp.bfloat16).astype(jnp.float32)
-        if products == "fp8_weights_per_block"
-        else rounded
-    )
+    return _as_pushed(rounded) if products == "fp8_weights_per_block" else rounded
 
 
 def _by_input(scale: jax.Array, size: int) -> jax.Array:
@@ -254,15 +255,13 @@ def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _scaled_tokens(values: jax.Array, scale: jax.Array) -> jax.Array:
-    return values * (
-        scale if scale.shape[1] == 1 else jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]]
-    )
+    if scale.shape[1] > 1:
+        scale = jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]]
+    return values * scale
 
 
 def _over_448(largest: jax.Array) -> jax.Array:
-    """XLA multiplies by the inverse of a number that it knows to be one for all, and a last digit
-    decides many ties.
-    """
+    """XLA multiplies by the inverse of a constant, and a last digit decides many ties."""
     return largest / jax.lax.optimization_barrier(jnp.full_like(largest, FP8_MAX))
 
 

@@ -205,7 +205,7 @@ class Checkpoints:
             "problems": self._problems,
         }
         if self._adapters is not None:
-            meta["adapters"] = self._adapters._asdict()
+            meta["adapters"] = dataclasses.asdict(self._adapters)
         if self._reference is not None:
             meta["digests"]["reference"] = self._reference
         items = {

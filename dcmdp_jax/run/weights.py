@@ -269,9 +269,13 @@ class Weights:
         """Record of the adapters for a checkpoint; None without."""
         if self.task.lora is None:
             return None
-        shape = dataclasses.astuple(self.task.lora)
-        base = str(self.frozen_path.resolve())
-        return SavedAdapters(*shape, self.task.config.model.lora_base, base)
+        return SavedAdapters(
+            rank=self.task.lora.rank,
+            alpha=self.task.lora.alpha,
+            targets=self.task.lora.targets,
+            base_dtype=self.task.config.model.lora_base,
+            base_path=str(self.frozen_path.resolve()),
+        )
 
     def _load(self, directory: Path) -> Params:
         dtype = self.task.config.model.param_dtype

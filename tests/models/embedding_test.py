@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 def _look_up(fsdp, tensor, dtype):
     mesh = make_mesh(1, fsdp, tensor, devices=jax.devices()[: fsdp * tensor])
-    axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
+    axes = KernelAxes(embed="fsdp", vocab="tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     mapped = functools.partial(look_up_split, dtype=dtype, axes=axes)
     return jax.jit(

@@ -314,7 +314,7 @@ def test_adapters_of_recurrent_layers(pack):
     """
     lora = Lora(2, 4.0)
     rows = _rows(pack)
-    named = {one.hf_name.split(".")[-2] for one in adapted_layers(CONFIG, lora)}
+    named = {declared.hf_name.split(".")[-2] for declared in adapted_layers(CONFIG, lora)}
     recurrent = {"in_proj_qkv", "in_proj_z", "out_proj"}
     full = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert named == recurrent | full | {"gate_proj", "up_proj", "down_proj"}

@@ -254,7 +254,7 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
         rng.normal(size=(8, LENGTH, 3)).astype(np.float32),
     )
     listed = rng.integers(-1, vocab, (8, LENGTH, 3)).astype(np.int32)
-    axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
+    axes = KernelAxes(embed="fsdp", vocab="tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     split = shard_map_over(
         MODEL_AXES,
@@ -267,7 +267,7 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
             listed_gradient=True,
         ),
         mesh,
-        in_specs=(rows, P(*axes), rows, rows, rows),
+        in_specs=(rows, P(axes.embed, axes.vocab), rows, rows, rows),
         out_specs=(rows, rows, rows),
     )
     whole = functools.partial(
@@ -294,9 +294,9 @@ def test_blocks_of_tokens():
     # The whole kernel: as many as the chunk, the last one padded. In 8 pieces of 48: 10 x 8 tokens
     # at a time hold as many logits; 100 tokens are two blocks of 50.
     assert token_blocks(100, 30, 48) == (4, 30) and token_blocks(7, 30, 48) == (1, 7)
-    assert token_blocks(100, 10, 48, KernelAxes("fsdp")) == (2, 50)
+    assert token_blocks(100, 10, 48, KernelAxes(embed="fsdp")) == (2, 50)
     # 31 is prime: one piece.
-    assert token_blocks(100, 10, 31, KernelAxes("fsdp")) == (10, 10)
+    assert token_blocks(100, 10, 31, KernelAxes(embed="fsdp")) == (10, 10)
 
 
 @pytest.mark.parametrize("chunk", [1000, 7])

@@ -206,8 +206,11 @@ def test_values_and_gradients_are_pefts(theirs: tuple[Any, Path], tmp_path: Path
     peft_model.save_pretrained(tmp_path / "adapter")
     model = read_model_config(directory)
     base = load_params(directory, model, dtype="float32")
-    lora, adapters, *sums = read_adapter(tmp_path / "adapter", model)
-    assert sums == [None, None]
+    adapter = read_adapter(tmp_path / "adapter", model)
+    lora = adapter.lora
+    adapters = adapter.params
+    assert adapter.base_checksum is None
+    assert adapter.base_digest is None
     assert lora == Lora(3, 12.0, ("down_proj", "q_proj", "v_proj"))
     ids = np.asarray(IDS)
     peft_model.eval()
@@ -257,10 +260,11 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
         whole = loaded.merge_and_unload()(input_ids=torch.tensor(np.asarray(IDS))).logits
     np.testing.assert_allclose(_logits(adapted(base, adapters, lora), model), want, atol=2e-5)
     np.testing.assert_allclose(_logits(merged(base, adapters, lora), model), whole, atol=2e-5)
-    again_lora, again, checksum, digest = read_adapter(tmp_path / "mine", model)
-    assert (checksum, digest) == (base_checksum(base), 5)
-    assert (again_lora.rank, again_lora.alpha) == (2, 5.0)
-    for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(adapters), strict=True):
+    again = read_adapter(tmp_path / "mine", model)
+    assert again.base_checksum == base_checksum(base)
+    assert again.base_digest == 5
+    assert (again.lora.rank, again.lora.alpha) == (2, 5.0)
+    for have, want in zip(jax.tree.leaves(again.params), jax.tree.leaves(adapters), strict=True):
         np.testing.assert_array_equal(have, want)
 
 

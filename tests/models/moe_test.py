@@ -38,8 +38,8 @@ _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 CONFIG = ModelConfig(
     "qwen3_moe", 31, 16, 20, 2, 4, 2, 8, rope_theta=1e4, initializer_range=0.3, **_MOE
 )
-TPU_INTERPRETED = REFERENCE._replace(
-    grouped_matmul=lambda *args: tpu.grouped_matmul(*args, interpret=True)
+TPU_INTERPRETED = dataclasses.replace(
+    REFERENCE, grouped_matmul=lambda *args: tpu.grouped_matmul(*args, interpret=True)
 )
 
 

@@ -2,6 +2,7 @@
 on another base.
 """
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -117,8 +118,15 @@ def test_a_base_goes_with_its_run_and_a_lost_one_is_named(run_environment, tmp_p
     bases = [Path(fields["base_model_name_or_path"]) for fields in names]
     assert bases == [run_dir.resolve() / "reference", copied.resolve() / "reference"]
     (copied / "reference").rename(tmp_path / "away")
-    meta = SavedAdapters(4, 6.0, ("q_proj",), "float32", str(tmp_path / "gone" / "base"))
-    for adapters in (meta, meta._replace(base_path=str(tmp_path / "gone" / "reference"))):
+    meta = SavedAdapters(
+        rank=4,
+        alpha=6.0,
+        targets=("q_proj",),
+        base_dtype="float32",
+        base_path=str(tmp_path / "gone" / "base"),
+    )
+    moved = dataclasses.replace(meta, base_path=str(tmp_path / "gone" / "reference"))
+    for adapters in (meta, moved):
         with pytest.raises(
             CheckpointError,
             match=f"the base of its adapters, {adapters.base_path}, is not there; put",

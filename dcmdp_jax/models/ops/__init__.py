@@ -4,9 +4,9 @@ Every version computes what `reference` computes, up to rounding. Other attentio
 (blockwise, cuDNN, splash) are a setting of their own: `attention.choose_kernel`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
 
@@ -16,7 +16,8 @@ Rotary = tuple[jax.Array, jax.Array]
 """Cosines and sines, from `layers.rotary_tables`."""
 
 
-class Ops(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ops:
     """One version of each operation; `reference` has the docstrings.
 
     Attributes:
@@ -41,17 +42,23 @@ class Ops(NamedTuple):
     fuse_qkv: bool
 
 
-def _ops_of(module: ModuleType, *, fuse_qkv: bool) -> Ops:
+def _ops(module: ModuleType, *, fuse_qkv: bool) -> Ops:
     return Ops(
-        **{name: getattr(module, name) for name in Ops._fields if name != "fuse_qkv"},
+        attention=module.attention,
+        swiglu=module.swiglu,
+        rotate=module.rotate,
+        norm_and_rotate=module.norm_and_rotate,
+        split=module.split,
+        grouped_matmul=module.grouped_matmul,
+        softmax_maximum=module.softmax_maximum,
         fuse_qkv=fuse_qkv,
     )
 
 
-REFERENCE = _ops_of(reference, fuse_qkv=False)
-CPU = _ops_of(cpu, fuse_qkv=True)
-GPU = REFERENCE._replace(grouped_matmul=blocks.grouped_matmul)
-TPU = REFERENCE._replace(grouped_matmul=tpu.grouped_matmul)
+REFERENCE = _ops(reference, fuse_qkv=False)
+CPU = _ops(cpu, fuse_qkv=True)
+GPU = dataclasses.replace(REFERENCE, grouped_matmul=blocks.grouped_matmul)
+TPU = dataclasses.replace(REFERENCE, grouped_matmul=tpu.grouped_matmul)
 
 
 def choose_ops(platform: str) -> Ops:

@@ -66,13 +66,14 @@ def packed_attention(
     """
     rows, length, heads, width = query.shape
     if query.size >= 2**31:
-        taken = f"cuDNN's packed attention takes fewer than {2**31 // (heads * width)}"
-        raise UserError(f"micro-batch: got {rows * length} tokens on a device, {taken}")
+        raise UserError(
+            f"micro-batch: got {rows * length} tokens on a device, cuDNN's packed attention takes "
+            f"fewer than {2**31 // (heads * width)}"
+        )
     sequences = _sequences(segment_ids, segments, heads * width, key.shape[2] * width)
     attended = _attended(query, key, value, sequences, window or None)
-    return jnp.where(
-        sequences.excess, jnp.nan, jnp.where(sequences.real[..., None, None], attended, 0)
-    )
+    attended = jnp.where(sequences.real[..., None, None], attended, 0)
+    return jnp.where(sequences.excess, jnp.nan, attended)
 
 
 def _sequences(
@@ -83,6 +84,7 @@ def _sequences(
     ids = segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
     begins = (index % length == 0) | (ids != jnp.roll(ids, 1))
+
     # The begin of the next segment, or padding, after each token.
     following = lax.cummin(jnp.where(begins, index, total), reverse=True)
     following = jnp.concatenate([following[1:], jnp.full((1,), total, jnp.int32)])
@@ -93,11 +95,16 @@ def _sequences(
     used = starts[: rows * segments]
     lengths = jnp.where(used < total, following[jnp.minimum(used, total - 1)] - used, 0)
     starts = jnp.where(jnp.arange(starts.size) < used.size, starts, total).reshape(rows, -1)
-    excess = jnp.sum(real, dtype=jnp.int32) > used.size
+
     # JAX's own scaling of offsets takes the queries' heads for the keys too, before jax 0.12 (its
     # PR 39521).
-    lengths = lengths.reshape(rows, -1)
-    return _Sequences(lengths, starts * query_stride, starts * key_stride, segment_ids != 0, excess)
+    return _Sequences(
+        lengths=lengths.reshape(rows, -1),
+        query_offsets=starts * query_stride,
+        key_offsets=starts * key_stride,
+        real=segment_ids != 0,
+        excess=jnp.sum(real, dtype=jnp.int32) > used.size,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -138,24 +145,33 @@ def _bind(
     window: int | None,
     **options: bool,
 ) -> list[jax.Array]:
-    """Bind JAX's primitive itself: its public function scales the offsets, and asks for the GPU
-    while tracing.
-    """
+    """Bind JAX's primitive: the public function scales the offsets, and needs a GPU to trace."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    lowering = getattr(cudnn, f"_dot_product_attention_{direction}_cuda_lowering")
-    known = inspect.signature(lowering).parameters
-    options |= {
-        name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in known
-    }  # of jax 0.12
+    name = f"_dot_product_attention_{direction}"
+    parameters = inspect.signature(getattr(cudnn, f"{name}_cuda_lowering")).parameters
+    for option in ("score_mod_name", "score_mod_jaxpr"):
+        if option in parameters:  # of jax 0.12
+            options[option] = None
     unused = jnp.zeros(0, query.dtype)
-    lengths = sequences.lengths
-    options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
-    options |= {"variadic_args": (False, False), "sliding_window_length": window}
-    options |= {
-        "mask_type": cudnn.MaskType.PADDING_CAUSAL,
-        "layout": cudnn.AttentionLayout.BTNH.value,
-    }
-    where = lengths, lengths, sequences.query_offsets, sequences.key_offsets
-    bind = getattr(cudnn, f"_dot_product_attention_{direction}_p").bind
-    return bind(query, key, value, unused, *where, unused, unused, *saved, **options)
+    return getattr(cudnn, f"{name}_p").bind(
+        query,
+        key,
+        value,
+        unused,
+        sequences.lengths,
+        sequences.lengths,
+        sequences.query_offsets,
+        sequences.key_offsets,
+        unused,
+        unused,
+        *saved,
+        scale=1.0 / math.sqrt(query.shape[-1]),
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        sliding_window_length=window,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        **options,
+    )

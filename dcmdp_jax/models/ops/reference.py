@@ -74,9 +74,7 @@ def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
 
 
 def softmax_maximum(x: jax.Array) -> jax.Array:
-    """max(x) over the last axis, kept as an axis of size 1; no gradient, as a softmax needs
-    none.
-    """
+    """max(x) over the last axis, kept as an axis of size 1; a softmax needs no gradient of it."""
     return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
 
 
@@ -97,21 +95,19 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row
-    by row.
-    """
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order]; its transpose gathers by `inverse`, where autodiff would scatter row by row."""
     return x[order]
 
 
 def _permute_forward(
-    x: jax.Array, order: jax.Array, place: jax.Array
+    x: jax.Array, order: jax.Array, inverse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return x[order], place
+    return x[order], inverse
 
 
-def _permute_backward(place: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return cotangent[place], None, None
+def _permute_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent[inverse], None, None
 
 
 permute.defvjp(_permute_forward, _permute_backward)

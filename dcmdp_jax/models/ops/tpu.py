@@ -30,14 +30,16 @@ def splash_attention(
     sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides})
     query = query * jnp.asarray(1.0 / math.sqrt(query.shape[-1]), query.dtype)
     square = length, length
-    own = masks.LocalMask(square, (window - 1, 0), 0) if window else masks.CausalMask(square)
-    mask = masks.MultiHeadMask([own for _ in range(heads)])
+    if window:
+        head_mask = masks.LocalMask(square, (window - 1, 0), 0)
+    else:
+        head_mask = masks.CausalMask(square)
+    mask = masks.MultiHeadMask([head_mask] * heads)
     kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     # The multi-head kernel serves grouped queries too: query head i reads key head i // (H / K).
-    swapped = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    return jnp.swapaxes(
-        jax.vmap(kernel)(*swapped, splash.SegmentIds(segment_ids, segment_ids)), 1, 2
-    )
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    ids = splash.SegmentIds(segment_ids, segment_ids)
+    return jnp.swapaxes(jax.vmap(kernel)(query, key, value, ids), 1, 2)
 
 
 # Rows, in and out of a tile of the grouped product; as in MaxText for models of this width.
