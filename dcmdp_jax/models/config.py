@@ -106,29 +106,41 @@ class ModelConfig:
             raise UserError(
                 f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(FAMILIES))}"
             )
-        for name in (
-            "sliding_layers",
-            "rope_free_layers",
-            "recurrent_layers",
-        ):  # lists in a saved record
+        # Lists in a saved record.
+        for name in ("sliding_layers", "rope_free_layers", "recurrent_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        sizes = (
+        self._check_sizes()
+        if self.family.full_attention_every:
+            self._check_recurrent()
+        if self.num_experts and not self.family.experts:
+            raise UserError(
+                f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}"
+            )
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            raise UserError(
+                f"num_experts_per_tok: got {self.num_experts_per_tok}, must be at most "
+                f"num_experts={self.num_experts}"
+            )
+
+    def _check_sizes(self) -> None:
+        for name in (
             "vocab_size",
             "hidden_size",
             "intermediate_size",
             "num_layers",
             "num_heads",
             "num_kv_heads",
-        )
-        experts = (
-            ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-            if self.family.experts
-            else ()
-        )
-        for name in (*sizes, *experts):
+        ):
             if getattr(self, name) < 1:
-                why = f" for model_type={self.model_type}" if name in experts else ""
-                raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1{why}")
+                raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1")
+        if self.family.experts:
+            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+                if getattr(self, name) < 1:
+                    raise UserError(
+                        f"{name}: got {getattr(self, name)}, must be at least 1 for "
+                        f"model_type={self.model_type}"
+                    )
+
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads: got {self.num_heads}, must be a multiple of "
@@ -145,51 +157,39 @@ class ModelConfig:
                     f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]"
                 )
         if self.rotary_dim < 2 or self.rotary_dim % 2:
-            share = (
-                f"got {self.partial_rotary_factor:g}, must be an even number of "
-                f"head_dim={self.head_dim}"
-            )
-            raise UserError(f"partial_rotary_factor: {share}")
-        if self.family.full_attention_every:
-            recurrent = len(self.recurrent_layers)
-            keys = self.linear_num_key_heads
-            if not 0 < recurrent < self.num_layers:
-                said = (
-                    f"{recurrent} of {self.num_layers} layers are linear_attention, must be "
-                    "some and not all"
-                )
-                raise UserError(f"layer_types: {said}")
-            if (values := self.linear_num_value_heads) % keys:
-                said = f"got {values}, must be a multiple of linear_num_key_heads={keys}"
-                raise UserError(f"linear_num_value_heads: {said}")
-        if self.num_experts and not self.family.experts:
             raise UserError(
-                f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}"
+                f"partial_rotary_factor: got {self.partial_rotary_factor:g}, must be an even "
+                f"number of head_dim={self.head_dim}"
             )
-        if 0 < self.num_experts < (used := self.num_experts_per_tok):
+
+    def _check_recurrent(self) -> None:
+        recurrent = len(self.recurrent_layers)
+        if not 0 < recurrent < self.num_layers:
             raise UserError(
-                f"num_experts_per_tok: got {used}, must be at most num_experts={self.num_experts}"
+                f"layer_types: {recurrent} of {self.num_layers} layers are linear_attention, must "
+                "be some and not all"
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise UserError(
+                f"linear_num_value_heads: got {self.linear_num_value_heads}, must be a multiple "
+                f"of linear_num_key_heads={self.linear_num_key_heads}"
             )
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
-        """Kind of layers -> their indices; "" where all have the same parameters. Those of each
-        kind are stacked.
-        """
-        layers = range(self.num_layers)
+        """Kind of layers, stacked by itself -> their indices; "" where all have the same leaves."""
         recurrent = self.recurrent_layers
-        full = tuple(index for index in layers if index not in recurrent)
+        full = tuple(index for index in range(self.num_layers) if index not in recurrent)
         return {"recurrent": recurrent, "full": full} if recurrent else {"": full}
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, int], ...]:
-        """Kind of each layer, and its place among the layers of that kind."""
-        places = {
-            at: (kind, place)
-            for kind, those in self.kinds.items()
-            for place, at in enumerate(those)
-        }
-        return tuple(places[index] for index in range(self.num_layers))
+        """Kind of each layer, and its position among the layers of that kind."""
+        positions = {}
+        for kind, layers in self.kinds.items():
+            for position, layer in enumerate(layers):
+                positions[layer] = kind, position
+        return tuple(positions[layer] for layer in range(self.num_layers))
 
     def by_kind(self, layers: Any) -> dict[str, Any]:
         """Kind of layers -> its part of "layers", of a tree as `params.init_params` makes it."""
@@ -226,19 +226,17 @@ class ModelConfig:
 
     @property
     def layer_ropes(self) -> tuple[str, ...]:
-        """Rotary embedding of each layer: "global" (`rope_theta` with its scaling), "sliding" (its
-        own) or "none".
-        """
+        """Rotary embedding of each layer: "global" (scaled), "sliding" (its own base) or "none"."""
         sliding = "sliding" if self.sliding_rope_theta else "global"
-        special = dict.fromkeys(self.sliding_layers, sliding) | dict.fromkeys(
-            self.rope_free_layers, "none"
-        )
-        return tuple(special.get(index, "global") for index in range(self.num_layers))
+        ropes = dict.fromkeys(self.sliding_layers, sliding)
+        ropes |= dict.fromkeys(self.rope_free_layers, "none")
+        return tuple(ropes.get(layer, "global") for layer in range(self.num_layers))
 
     def layer_windows(self, length: int) -> tuple[int, ...]:
         """Window of each layer in rows of `length` tokens; 0 where it hides nothing of them."""
         window = self.sliding_window if self.sliding_window < length else 0
-        return tuple(window * (index in self.sliding_layers) for index in range(self.num_layers))
+        windows = dict.fromkeys(self.sliding_layers, window)
+        return tuple(windows.get(layer, 0) for layer in range(self.num_layers))
 
     @property
     def active_mlp_width(self) -> int:
@@ -251,18 +249,19 @@ class ModelConfig:
         return self._mlp_width(self.num_experts)
 
     def _mlp_width(self, experts: int) -> int:
-        return sum(
-            getattr(self, name) * (experts if "moe" in name else 1) for name in self.mlp_fields
-        )
+        if not self.num_experts:
+            return self.intermediate_size
+        width = experts * self.moe_intermediate_size
+        return width + self.intermediate_size if self.family.shared_expert else width
 
     @property
     def mlp_fields(self) -> tuple[str, ...]:
-        """Fields of the widths of a layer's MLPs: one MLP's, or the experts' and the shared one's,
-        if there is one.
-        """
-        expert = ("moe_intermediate_size",)
-        mlp = ("intermediate_size",)
-        return expert + mlp * self.family.shared_expert if self.num_experts else mlp
+        """Fields of the widths of a layer's MLPs: one MLP's, or the experts' and a shared one's."""
+        if not self.num_experts:
+            return ("intermediate_size",)
+        if self.family.shared_expert:
+            return ("moe_intermediate_size", "intermediate_size")
+        return ("moe_intermediate_size",)
 
     @property
     def routing(self) -> tuple[int, int, int]:

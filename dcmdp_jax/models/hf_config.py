@@ -49,8 +49,7 @@ _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-    """Read the fields of a config.json of a supported family; nothing is allocated, whatever the
-    sizes.
+    """Read the fields of a config.json of a supported family; nothing is allocated.
 
     Raises:
         UserError: "config.json: " and the field, its value and what it must be, when the family, an
@@ -59,7 +58,8 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             other.
     """
     model_type = fields.get("model_type")
-    if (inner := WRAPPERS.get(str(model_type))) is not None:
+    inner = WRAPPERS.get(str(model_type))
+    if inner is not None:
         text = fields.get("text_config")
         if not isinstance(text, dict) or text.get("model_type", inner) != inner:
             raise UserError(
@@ -67,8 +67,8 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
                 f"{inner!r}"
             )
         # Images are not read; the model ties its output layer where the outer field says so.
-        tied = {name: value for name, value in fields.items() if name == "tie_word_embeddings"}
-        fields = text | tied
+        tie = "tie_word_embeddings"
+        fields = text | {tie: fields[tie]} if tie in fields else text
         model_type = inner
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
@@ -76,11 +76,12 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         raise UserError(
             f"config.json: model_type is {shorten(model_type)},{needs} supported are {supported}"
         )
+
     family = FAMILIES[model_type]
-    found = Fields({**_DEFAULTS, **family.defaults, **fields})
-    _check_supported(found, family)
-    number = found.number
-    sizes = _attention_sizes(found)
+    fields = Fields({**_DEFAULTS, **family.defaults, **fields})
+    _check_supported(fields, family)
+    number = fields.number
+    sizes = _attention_sizes(fields)
     max_positions = number("max_position_embeddings")
     layers = number("num_hidden_layers")
     config = ModelConfig(
@@ -89,27 +90,29 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=number(_SHARED if family.shared_expert else "intermediate_size"),
         num_layers=layers,
         **sizes,
-        **layer_pattern(found, family, layers),
-        **read_ropes(found, family, max_positions),
+        **layer_pattern(fields, family, layers),
+        **read_ropes(fields, family, max_positions),
         rms_norm_eps=number("rms_norm_eps"),
-        tie_word_embeddings=found.flag("tie_word_embeddings"),
-        attention_bias=family.qkv_bias or found.flag("attention_bias"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=family.qkv_bias or fields.flag("attention_bias"),
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range"),
         query_pre_attn_scalar=number("query_pre_attn_scalar")
         if "query_pre_attn_scalar" in family.defaults
         else 0,
-        **(_read_experts(found, family) if family.experts else {}),
+        **(_read_experts(fields, family) if family.experts else {}),
         **({name: number(name) for name in RECURRENT_SIZES} if family.full_attention_every else {}),
     )
+
     # The matrices alone, by multiplication: a count of declared parameters would walk a billion
     # layers.
-    layer = (
-        config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.stored_mlp_width
-    )
-    matrices = config.hidden_size * (layers * layer + config.vocab_size)
+    attention_width = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
+    width = layers * (attention_width + 3 * config.stored_mlp_width) + config.vocab_size
+    matrices = config.hidden_size * width
     if matrices > _MOST_PARAMS:
-        names = (*config.mlp_fields, *("num_experts",) * (config.num_experts > 0))
+        names = config.mlp_fields
+        if config.num_experts:
+            names = (*names, "num_experts")
         width = ", ".join(f"{name} {getattr(config, name)}" for name in names)
         raise UserError(
             f"config.json: vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, "
@@ -122,9 +125,10 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
 def _check_supported(fields: Fields, family: Family) -> None:
     """Refuse an activation, soft caps and flags that the decoder does not have."""
     gate = _GATES[family.gate]
-    spelled = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
-    if (act := fields.get(spelled, gate)) != gate:
-        raise UserError(f"config.json: {spelled} is {shorten(act)}, only {gate!r} is supported")
+    name = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    activation = fields.get(name, gate)
+    if activation != gate:
+        raise UserError(f"config.json: {name} is {shorten(activation)}, only {gate!r} is supported")
     for name in _REFUSED_NUMBERS:
         if fields.get(name) is not None:
             raise UserError(
@@ -143,16 +147,15 @@ def _attention_sizes(fields: Fields) -> dict[str, int]:
     """Width, heads, key-value heads and head size that fit each other."""
     heads = fields.number("num_attention_heads")
     hidden_size = fields.number("hidden_size")
-    kv_heads = (
-        heads
-        if fields.get("num_key_value_heads", 0) is None
-        else fields.number("num_key_value_heads")
-    )
+    kv_heads = heads
+    if fields.get("num_key_value_heads", 0) is not None:
+        kv_heads = fields.number("num_key_value_heads")
     if heads % kv_heads:
         raise UserError(
             f"config.json: num_attention_heads is {heads}, must be a multiple of "
             f"num_key_value_heads={kv_heads}"
         )
+
     head_dim = fields.get("head_dim")
     if head_dim is None:
         if hidden_size % heads:
@@ -175,8 +178,7 @@ def _attention_sizes(fields: Fields) -> dict[str, int]:
 
 
 def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
-    """Which layers slide and over how many tokens, and which have no rotary embedding, as
-    `ModelConfig` has them.
+    """Fields of `ModelConfig`: which layers slide, how far, and which have no rotary embedding.
 
     Args:
         fields: fields of config.json.
@@ -187,29 +189,27 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
         UserError: for a kind of layer that is not there, or a list that does not name every layer.
     """
 
-    def chosen(name: str, values: tuple[Any, ...], period: int) -> list[Any]:
-        """`name` of each layer: values[1] every `period` layers and values[0] between, where
-        config.json has none.
-        """
-        found = fields.get(name)
-        if found is None:
-            return [values[bool(period) and (index + 1) % period == 0] for index in range(layers)]
-        if (
-            not isinstance(found, list)
-            or len(found) < layers
-            or any(value not in values for value in found)
-        ):
-            wrong = (
-                [value for value in found if value not in values]
-                if isinstance(found, list)
-                else [found]
-            )
-            said = shorten(wrong[0]) if wrong else f"{len(found)} entries"
-            allowed = " or ".join(map(repr, values))
+    def by_layer(name: str, usual: Any, periodic: Any, period: int) -> list[Any]:
+        """`name` of each layer: `periodic` every `period` layers where config.json has none."""
+        entries = fields.get(name)
+        if entries is None:
+            entries = [usual] * layers
+            if period:
+                entries[period - 1 :: period] = [periodic] * (layers // period)
+            return entries
+        wrong = None
+        if not isinstance(entries, list):
+            wrong = shorten(entries)
+        elif any(value not in (usual, periodic) for value in entries):
+            wrong = shorten(next(value for value in entries if value not in (usual, periodic)))
+        elif len(entries) < layers:
+            wrong = f"{len(entries)} entries"
+        if wrong is not None:
             raise UserError(
-                f"config.json: {name} has {said}, must have {allowed} for each of {layers} layers"
+                f"config.json: {name} has {wrong}, must have {usual!r} or {periodic!r} for each of "
+                f"{layers} layers"
             )
-        return found[:layers]
+        return entries[:layers]
 
     pattern: dict[str, Any] = {}
     window = fields.get("sliding_window")
@@ -217,7 +217,7 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
         period = in_range(
             "sliding_window_pattern", fields.get("sliding_window_pattern") or family.full_every or 1
         )
-        kinds = chosen("layer_types", (SLIDING, FULL), period if family.full_every else 0)
+        kinds = by_layer("layer_types", SLIDING, FULL, period if family.full_every else 0)
         sliding = tuple(index for index, kind in enumerate(kinds) if kind == SLIDING)
         pattern |= {
             "sliding_window": in_range("sliding_window", window) if sliding else 0,
@@ -225,7 +225,7 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
         }
     if family.full_attention_every:
         every = fields.get("full_attention_interval") or family.full_attention_every
-        kinds = chosen("layer_types", (LINEAR, FULL), in_range("full_attention_interval", every))
+        kinds = by_layer("layer_types", LINEAR, FULL, in_range("full_attention_interval", every))
         pattern["recurrent_layers"] = tuple(
             index for index, kind in enumerate(kinds) if kind == LINEAR
         )
@@ -233,36 +233,41 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
         period = in_range(
             "no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every
         )
-        has_rope = chosen("no_rope_layers", (1, 0), period)
+        has_rope = by_layer("no_rope_layers", 1, 0, period)
         pattern["rope_free_layers"] = tuple(index for index, has in enumerate(has_rope) if not has)
     return pattern
 
 
 def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     """The fields of a mixture of experts; every layer must have one."""
-    for name, value, only in (
+    for name, value, supported in (
         ("decoder_sparse_step", fields.get("decoder_sparse_step", 1), 1),
         ("mlp_only_layers", fields.get("mlp_only_layers") or [], []),
     ):
-        if value != only:
+        if value != supported:
             raise UserError(
-                f"config.json: {name} is {shorten(value)}, only {only} is supported (experts "
+                f"config.json: {name} is {shorten(value)}, only {supported} is supported (experts "
                 "everywhere)"
             )
-    # transformers 5 calls the field num_local_experts inside, and writes either.
-    if (value := fields.get("num_experts")) is None and (
-        value := fields.get("num_local_experts")
-    ) is None:
+    experts = fields.get("num_experts")
+    if experts is None:
+        # transformers 5 calls the field num_local_experts inside, and writes either.
+        experts = fields.get("num_local_experts")
+    if experts is None:
         raise UserError("config.json: num_experts is missing, must be a number")
-    experts = in_range("num_experts", value)
-    chosen = fields.number("num_experts_per_tok")
-    if chosen > experts:
+    experts = in_range("num_experts", experts)
+    per_token = fields.number("num_experts_per_tok")
+    if per_token > experts:
         raise UserError(
-            f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}"
+            f"config.json: num_experts_per_tok is {per_token}, must be at most "
+            f"num_experts={experts}"
         )
-    width = fields.number("moe_intermediate_size")
-    normed = family.shared_expert or fields.flag("norm_topk_prob")
-    return dict(zip(_EXPERTS, (experts, chosen, width, normed), strict=True))
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": fields.number("moe_intermediate_size"),
+        "norm_topk_prob": family.shared_expert or fields.flag("norm_topk_prob"),
+    }
 
 
 def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -273,64 +278,56 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         dtype: "float32" or "bfloat16", the dtype of the saved tensors.
     """
     family = config.family
-    gate = _GATES[config.family.gate]
+    gate = _GATES[family.gate]
     fields: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.model_type,
         "torch_dtype": dtype,
-        **{name: getattr(config, own) for name, own in _SIZES.items()},
+        **{name: getattr(config, attribute) for name, attribute in _SIZES.items()},
         "hidden_act": gate,
         **{name: getattr(config, name) for name in _OTHERS},
         "use_cache": True,
     }
-    fields |= (
-        family.written
-        if family.full_every is None
-        else {"sliding_window": config.sliding_window or None}
-    )
+    if family.full_every is None:
+        fields |= family.written
+    else:
+        fields["sliding_window"] = config.sliding_window or None
     if not family.qkv_bias:
         fields["attention_bias"] = config.attention_bias
     if family.experts:
-        fields |= {name: getattr(config, name) for name in _EXPERTS} | {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
+        fields |= {name: getattr(config, name) for name in _EXPERTS}
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     if family.shared_expert:
         fields[_SHARED] = fields.pop("intermediate_size")
-    sliding_theta = (
-        (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
-    )
+
+    sliding_theta = None
+    if family.sliding_rope:
+        sliding_theta = config.sliding_rope_theta or config.rope_theta
     fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta)
     if config.recurrent_layers:
-        fields |= {
-            name: getattr(config, name) for name in (*RECURRENT_SIZES, "partial_rotary_factor")
-        }
+        for name in (*RECURRENT_SIZES, "partial_rotary_factor"):
+            fields[name] = getattr(config, name)
     if family.full_every or config.recurrent_layers:
-        kinds = dict.fromkeys(config.sliding_layers, SLIDING) | dict.fromkeys(
-            config.recurrent_layers, LINEAR
-        )
+        kinds = dict.fromkeys(config.sliding_layers, SLIDING)
+        kinds |= dict.fromkeys(config.recurrent_layers, LINEAR)
         fields["layer_types"] = [kinds.get(index, FULL) for index in range(config.num_layers)]
     if family.rope_free_every:
         fields["no_rope_layers"] = [int(rope != "none") for rope in config.layer_ropes]
     if family.defaults.get("pad_token_id", 0) >= config.vocab_size:
-        fields["pad_token_id"] = (
-            None  # transformers' default, which is no token of a small vocabulary
-        )
+        # transformers' default, which is no token of a small vocabulary
+        fields["pad_token_id"] = None
     if config.query_pre_attn_scalar:
         fields |= {"query_pre_attn_scalar": config.query_pre_attn_scalar, "hidden_activation": gate}
     return fields
 
 
 def wrapping_class(directory: Path) -> str:
-    """The class of transformers for a directory of a decoder beside an image tower; "" for a
-    decoder alone.
-    """
-    inner = WRAPPERS.get(str(read_json_object(directory / "config.json").get("model_type")))
-    return (
-        ""
-        if inner is None
-        else FAMILIES[inner].architecture.replace("CausalLM", "ConditionalGeneration")
-    )
+    """The class of transformers for a decoder beside an image tower; "" for a decoder alone."""
+    model_type = read_json_object(directory / "config.json").get("model_type")
+    inner = WRAPPERS.get(str(model_type))
+    if inner is None:
+        return ""
+    return FAMILIES[inner].architecture.replace("CausalLM", "ConditionalGeneration")
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:

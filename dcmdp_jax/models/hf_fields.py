@@ -11,12 +11,7 @@ _RANGES = (
         int,
         1,
         2**31 - 1,
-        "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads",
-    ),
-    (
-        int,
-        1,
-        2**31 - 1,
+        "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads "
         "num_key_value_heads sliding_window query_pre_attn_scalar original_max_position_embeddings",
     ),
     (int, 2, 2**31 - 1, "head_dim max_position_embeddings"),
@@ -42,9 +37,9 @@ _RANGES = (
     (float, 1e-6, 1e6, "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"),
     (float, 0.0, 1e6, "mscale mscale_all_dim"),
 )
-RANGES: dict[str, tuple[type, float, float]] = {
-    name: (kind, low, high) for kind, low, high, names in _RANGES for name in names.split()
-}
+RANGES: dict[str, tuple[type, float, float]] = {}
+for _kind, _low, _high, _names in _RANGES:
+    RANGES |= dict.fromkeys(_names.split(), (_kind, _low, _high))
 """Field -> its type, int or float, its lowest and its highest value."""
 
 
@@ -75,7 +70,8 @@ class Fields(dict[str, Any]):
 
     def number(self, name: str) -> int | float:
         """A number that must be there, see `in_range`."""
-        if (value := self.get(name)) is None:
+        value = self.get(name)
+        if value is None:
             raise UserError(
                 f"config.json: {name} is {'null' if name in self else 'missing'}, must be a number"
             )
@@ -87,6 +83,7 @@ class Fields(dict[str, Any]):
         Raises:
             UserError: if it is anything else.
         """
-        if not isinstance(value := self.get(name, False), bool):
+        value = self.get(name, False)
+        if not isinstance(value, bool):
             raise UserError(f"config.json: {name} is {shorten(value)}, must be true or false")
         return value

@@ -28,21 +28,19 @@ _FOLDERS = ("models", "runs")
 
 def is_hub_name(path: str) -> bool:
     """Whether a path names no directory and is `OWNER/NAME` or `OWNER/NAME@REVISION`."""
-    found = _NAME.fullmatch(path)
-    return found is not None and path.partition("/")[0] not in _FOLDERS and not Path(path).exists()
+    if _NAME.fullmatch(path) is None or path.partition("/")[0] in _FOLDERS:
+        return False
+    return not Path(path).exists()
 
 
 def is_fetched(path: str) -> bool:
-    """Whether `model_directory` fetches what a path names: a model of the Hub or of a Python
-    package.
-    """
+    """Whether `model_directory` fetches what a path names, from the Hub or as a Python package."""
     return is_hub_name(path) or path.startswith(PACKAGE)
 
 
 @functools.cache
 def model_directory(path: str) -> Path:
-    """The directory of a model: `path` itself if there is such a directory, else a package's or one
-    of the Hub.
+    """The directory of a model: `path` itself if it is one, else a package's or one of the Hub.
 
     `pip:NAME` is the model in a Python package's GGUF file; see `gguf_convert.package_model`.
 
@@ -71,9 +69,9 @@ def model_directory(path: str) -> Path:
                 snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES))
             )
     except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
-        said = one_line(f"{type(error).__name__}: {error}", 200)
+        reason = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(
-            f"no directory {path}, and it can't be fetched from the Hub ({said}); check name, "
+            f"no directory {path}, and it can't be fetched from the Hub ({reason}); check name, "
             "network and `hf auth login`, or copy the model's directory here"
         ) from error
     if not any(directory.glob("*.safetensors")):
@@ -89,8 +87,8 @@ def check_push(name: str) -> None:
     """
     from huggingface_hub import get_token
 
-    found = _NAME.fullmatch(name)
-    if found is None or found[2]:
+    match = _NAME.fullmatch(name)
+    if match is None or match[2]:
         raise UserError(
             f"--push: got {name!r}, must be USER/NAME: letters, digits, '.', '_' and '-'"
         )
@@ -116,23 +114,18 @@ def push(directory: Path, name: str, *, message: str) -> str:
     api = HfApi()
     try:
         api.create_repo(name, exist_ok=True)
-        return str(
-            api.upload_folder(
-                repo_id=name, folder_path=directory, commit_message=message
-            ).commit_url
-        )
+        commit = api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)
+        return str(commit.commit_url)
     except Exception as error:  # as above
-        said = one_line(f"{type(error).__name__}: {error}", 200)
+        reason = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(
-            f"--push={name}: not pushed ({said}). The export is whole in {directory}; "
+            f"--push={name}: not pushed ({reason}). The export is whole in {directory}; "
             f"`hf upload {name} {directory}` pushes it"
         ) from error
 
 
 def ends_of_files(directory: Path) -> Iterator[bytes]:
-    """Name, size and both ends of each file: all of a small one, the table and the last values of a
-    large one.
-    """
+    """Name, size and both ends of each file, which hold a large one's table and last values."""
     for path in sorted(directory.iterdir()):
         if path.suffix not in (".json", ".safetensors"):
             continue

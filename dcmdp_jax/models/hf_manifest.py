@@ -3,11 +3,12 @@ must be finite.
 """
 
 import contextlib
+import dataclasses
 import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +33,8 @@ _READ = 1 << 24
 _EXPONENTS = {2: np.uint16(0x7F80), 4: np.uint32(0x7F800000)}
 
 
-class Stored(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
     """Where the safetensors files hold a tensor.
 
     Attributes:
@@ -43,10 +45,11 @@ class Stored(NamedTuple):
 
     path: Path
     name: str
-    fused: params.FusedPart | None
+    fused: params.FusedPart | None = None
 
 
-class Manifest(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
     """Tensors in the safetensors files of a directory, checked against a config.
 
     Attributes:
@@ -100,71 +103,85 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             number of layers, a tensor that is missing, unknown, or of the wrong shape or dtype.
     """
     directory = Path(directory)
-    found = _locate(directory)
+    left_out: Counter[str] = Counter()
+    located: dict[str, Stored] = {}
     others = config.family.left_out
-    left_out = Counter(prefix for name in found for prefix in others if name.startswith(prefix))
     wrapped = hf_config.WRAPPED_PREFIX if others else hf_config.TEXT_PREFIX
-    inside = {
-        name.replace(wrapped, hf_config.TEXT_PREFIX, 1): name
-        for name in found
-        if not name.startswith(others)
-    }
-    located = {own: found[name] for own, name in inside.items()}
+    for stored_name, path in _locate(directory).items():
+        if stored_name.startswith(others):
+            left_out.update(filter(stored_name.startswith, others))
+        else:
+            name = stored_name.replace(wrapped, hf_config.TEXT_PREFIX, 1)
+            located[name] = Stored(path=path, name=stored_name)
     # Before names are made of a number of layers that may be anything.
     _check_counts(directory, config, located)
-    listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
-    places = params.hf_tensors(config)
+
     tensors: dict[str, Stored] = {}
-    allowed: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     missing = []
-    for name, place in places.items():
-        fused = place.fused if name not in located else None
-        held = name if fused is None else fused.name
-        if held not in located:
-            missing.append(name)
-            continue
-        allowed[held] = place.shape if fused is None else fused.shape
-        tensors[name] = Stored(located[held], inside[held], fused)
+    for name, tensor in params.hf_tensors(config).items():
+        if name in located:
+            tensors[name] = located[name]
+            shapes[name] = tensor.shape
+        elif tensor.fused is not None and tensor.fused.name in located:
+            tensors[name] = dataclasses.replace(located[tensor.fused.name], fused=tensor.fused)
+            shapes[tensor.fused.name] = tensor.fused.shape
+        else:
+            missing.append((name, tensor))
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
+        name, tensor = missing[0]
+        further = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        remedy = ""
+        if name == decoder.HF_OUTPUT:
+            remedy = "; or set tie_word_embeddings to true in config.json"
         raise UserError(
-            (
-                f"{listing}: tensor {missing[0]} is missing{more}, expected "
-                f"{list(places[missing[0]].shape)}"
-            )
-            + "; or set tie_word_embeddings to true in config.json"
-            * (missing[0] == decoder.HF_OUTPUT)
+            f"{listing}: tensor {name} is missing{further}, expected {list(tensor.shape)}{remedy}"
         )
+
+    redundant_head = None
     if config.tie_word_embeddings:
-        allowed[decoder.HF_OUTPUT] = allowed[decoder.HF_EMBEDDING]
+        shapes[decoder.HF_OUTPUT] = shapes[decoder.HF_EMBEDDING]
+        if decoder.HF_OUTPUT in located:
+            redundant_head = located[decoder.HF_OUTPUT].path
     dtypes: Counter[str] = Counter()
     num_bytes = 0
     with Files() as files:
-        for name, path in located.items():
-            if name not in allowed:
+        for name, stored in located.items():
+            if name not in shapes:
+                remedy = ""
+                if name == decoder.HF_OUTPUT:
+                    remedy = "; or set tie_word_embeddings to false there"
                 raise UserError(
-                    (
-                        f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} "
-                        "with this config.json"
-                    )
-                    + "; or set tie_word_embeddings to false there" * (name == decoder.HF_OUTPUT)
+                    f"{stored.path}: tensor {shorten_name(name)} is unknown to "
+                    f"{config.model_type} with this config.json{remedy}"
                 )
-            stored = files[path].get_slice(inside[name])
-            shape = tuple(stored.get_shape())
-            dtype = stored.get_dtype()
-            if shape != allowed[name]:
-                raise UserError(
-                    f"{path}: tensor {name} is {list(shape)}, expected {list(allowed[name])} by "
-                    "config.json"
-                )
-            if dtype not in _SOURCE_DTYPES:
-                raise UserError(
-                    f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}"
-                )
+            dtype = _checked_dtype(files, name, stored, shapes[name])
             dtypes[dtype] += 1
-            num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
-        redundant = located.get(decoder.HF_OUTPUT) if config.tie_word_embeddings else None
-    return Manifest(tensors, redundant, dict(dtypes), num_bytes, dict(left_out))
+            num_bytes += math.prod(shapes[name]) * (4 if dtype == "F32" else 2)
+    return Manifest(
+        tensors=tensors,
+        redundant_head=redundant_head,
+        dtypes=dict(dtypes),
+        num_bytes=num_bytes,
+        left_out=dict(left_out),
+    )
+
+
+def _checked_dtype(files: Files, name: str, stored: Stored, expected: tuple[int, ...]) -> str:
+    array = files[stored.path].get_slice(stored.name)
+    shape = tuple(array.get_shape())
+    if shape != expected:
+        raise UserError(
+            f"{stored.path}: tensor {name} is {list(shape)}, expected {list(expected)} by "
+            "config.json"
+        )
+    dtype = array.get_dtype()
+    if dtype not in _SOURCE_DTYPES:
+        raise UserError(
+            f"{stored.path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}"
+        )
+    return dtype
 
 
 def check_redundant_head(manifest: Manifest, files: Files) -> None:
@@ -176,12 +193,12 @@ def check_redundant_head(manifest: Manifest, files: Files) -> None:
     if manifest.redundant_head is None:
         return
     head = files[manifest.redundant_head].get_slice(decoder.HF_OUTPUT)
-    path, name, _ = manifest.tensors[decoder.HF_EMBEDDING]
-    embedding = files[path].get_slice(name)
+    stored = manifest.tensors[decoder.HF_EMBEDDING]
+    embedding = files[stored.path].get_slice(stored.name)
     rows = head.get_shape()[0]
     for start in range(0, rows, 8192):
-        part = slice(start, min(start + 8192, rows))
-        if not np.array_equal(head[part], embedding[part], equal_nan=True):
+        rows_read = slice(start, min(start + 8192, rows))
+        if not np.array_equal(head[rows_read], embedding[rows_read], equal_nan=True):
             raise UserError(
                 f"{manifest.redundant_head}: tensor {decoder.HF_OUTPUT} differs from "
                 f"{decoder.HF_EMBEDDING}, but config.json ties them; set tie_word_embeddings to "
@@ -198,16 +215,13 @@ def check_values(manifest: Manifest) -> None:
     """
     with Files() as files:
         check_redundant_head(manifest, files)
-        for path, name in dict.fromkeys(
-            (stored.path, stored.name) for stored in manifest.tensors.values()
-        ):
+        tensors = {(stored.path, stored.name): None for stored in manifest.tensors.values()}
+        for path, name in tensors:
             check_tensor(files, path, name, jnp.dtype("float32"))
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether a contiguous float32 or bfloat16 array holds no NaN and no infinity; takes no memory
-    of its size.
-    """
+    """Whether a contiguous float32 or bfloat16 array is finite; takes no memory of its size."""
     exponent = _EXPONENTS[values.dtype.itemsize]
     bits = values.reshape(-1).view(exponent.dtype)
     return all(
@@ -225,37 +239,42 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
     shape = stored.get_shape()
     rows = max(1, _READ // math.prod(shape[1:]))
     for start in range(0, shape[0], rows):
-        part = np.ascontiguousarray(stored[start : min(start + rows, shape[0])])
+        values = np.ascontiguousarray(stored[start : min(start + rows, shape[0])])
         with np.errstate(over="ignore"):
-            cast = part.astype(dtype)
+            cast = values.astype(dtype)
         if not all_finite(cast):
             at = tuple(map(int, np.unravel_index(int(np.argmax(~np.isfinite(cast))), cast.shape)))
-            reason = "not finite" if not np.isfinite(part[at]) else f"too large for {dtype.name}"
+            reason = f"too large for {dtype.name}" if np.isfinite(values[at]) else "not finite"
             raise UserError(
-                f"{path}: tensor {name} has a value that is {reason}: {part[at]} at "
+                f"{path}: tensor {name} has a value that is {reason}: {values[at]} at "
                 f"{[at[0] + start, *at[1:]]}; the weights are damaged, fetch or export them again"
             )
 
 
-def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
-    """Compare the layers and experts of config.json with the stored ones, where these are numbered
-    without a gap.
+def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Stored]) -> None:
+    """Compare the layers and experts of config.json with stored ones that are numbered
+    gaplessly.
     """
-    for field, pattern, wanted, what in (
+    for field, pattern, expected, noun in (
         ("num_hidden_layers", _LAYER, config.num_layers, "layers"),
         ("num_experts", _EXPERT, config.num_experts, "experts"),
     ):
-        stored = {int(match[1]): name for name in located if (match := pattern.match(name))}
-        found = len(stored)
-        if not found and what == "layers":
+        examples = {}
+        for name in located:
+            match = pattern.match(name)
+            if match is not None:
+                examples[int(match[1])] = name
+        count = len(examples)
+        if not count and noun == "layers":
+            path = next((stored.path for stored in located.values()), directory)
             raise UserError(
-                f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., "
-                f"names must be those of transformers' {config.family.architecture}"
+                f"{path}: holds no tensor model.layers.0..., names must be those of transformers' "
+                f"{config.family.architecture}"
             )
-        if wanted and found and found != wanted and max(stored) == found - 1:
+        if expected and count and count != expected and max(examples) == count - 1:
             raise UserError(
-                f"{directory}/config.json: {field} is {wanted}, the safetensors files hold "
-                f"{found} {what} ({stored[found - 1]} is of the last); correct config.json or "
+                f"{directory}/config.json: {field} is {expected}, the safetensors files hold "
+                f"{count} {noun} ({examples[count - 1]} is of the last); correct config.json or "
                 "fetch the weights it belongs to"
             )
 
@@ -277,16 +296,19 @@ def _locate(directory: Path) -> dict[str, Path]:
                     f"{index}: tensor {shorten_name(name)} is said to be in "
                     f"{shorten_name(shard)}, which is missing"
                 )
+
         for path in dict.fromkeys(located.values()):
-            held = set(files[path].keys())
-            if absent := [
-                name for name, place in located.items() if place == path and name not in held
-            ]:
+            stored_names = set(files[path].keys())
+            for name, file in located.items():
+                if file == path and name not in stored_names:
+                    raise UserError(
+                        f"{path}: tensor {shorten_name(name)} is missing, {INDEX} says it is here"
+                    )
+            unlisted = stored_names - located.keys()
+            if unlisted:
                 raise UserError(
-                    f"{path}: tensor {shorten_name(absent[0])} is missing, {INDEX} says it is here"
+                    f"{path}: tensor {shorten_name(min(unlisted))} is unknown to {INDEX}"
                 )
-            if unlisted := sorted(name for name in held if name not in located):
-                raise UserError(f"{path}: tensor {shorten_name(unlisted[0])} is unknown to {INDEX}")
     return located
 
 

@@ -67,9 +67,9 @@ def load_params(
     target = _target_dtype(dtype)
     manifest = hf_manifest.check_manifest(directory, config)
     names: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
-    places = hf_tensors(config)
-    for name, place in places.items():
-        names.setdefault(place.path, {})[place.index] = name
+    hf = hf_tensors(config)
+    for name, tensor in hf.items():
+        names.setdefault(tensor.path, {})[tensor.index] = name
 
     with hf_manifest.Files() as files:
         hf_manifest.check_redundant_head(manifest, files)
@@ -78,13 +78,12 @@ def load_params(
             path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding
         ) -> jax.Array:
             tensors = names[tuple(entry.key for entry in path)]
-            done: dict[
-                str, np.ndarray
-            ] = {}  # devices that hold the same part of a leaf get one reading of it
+            # Devices that hold the same part of a leaf get one reading of it.
+            shards: dict[str, np.ndarray] = {}
 
             def read(name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
                 stored = manifest.tensors[name]
-                transposed = places[name].transposed
+                transposed = hf[name].transposed
                 # A number that the dtype has no room for becomes infinite, and is named below.
                 with np.errstate(over="ignore"):
                     values = _read(files, stored, index[::-1] if transposed else index)
@@ -93,21 +92,20 @@ def load_params(
                     hf_manifest.check_tensor(files, stored.path, stored.name, target)
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
-                if (key := str(index)) in done:
-                    return done[key]
-                index = tuple(
-                    slice(*part.indices(size)[:2])
-                    for part, size in zip(index, leaf.shape, strict=True)
-                )
-                out = done[key] = np.empty([part.stop - part.start for part in index], target)
-                stacked = len(next(iter(tensors)))
-                starts = [part.start for part in index[:stacked]]
-                for offsets in np.ndindex(out.shape[:stacked]):
-                    at = tuple(
-                        start + offset for start, offset in zip(starts, offsets, strict=True)
-                    )
-                    read(tensors[at], index[stacked:], out[offsets])
-                return out
+                key = str(index)
+                if key not in shards:
+                    ranges = [
+                        range(size)[axis] for axis, size in zip(index, leaf.shape, strict=True)
+                    ]
+                    shards[key] = np.empty([len(axis) for axis in ranges], target)
+                    stacked = len(next(iter(tensors)))
+                    inner = tuple(slice(axis.start, axis.stop) for axis in ranges[stacked:])
+                    for offsets in np.ndindex(shards[key].shape[:stacked]):
+                        at = tuple(
+                            axis[i] for axis, i in zip(ranges[:stacked], offsets, strict=True)
+                        )
+                        read(tensors[at], inner, shards[key][offsets])
+                return shards[key]
 
             return jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=target)
 
@@ -122,13 +120,10 @@ def directory_digest(directory: Path, config: ModelConfig) -> int:
     digest = 0
     tensors = hf_manifest.check_manifest(directory, config).tensors
     with hf_manifest.Files() as files:
-        for name, place in hf_tensors(config).items():
-            first = (
-                (slice(1), slice(place.shape[1]))
-                if len(place.shape) > 1
-                else (slice(place.shape[0]),)
-            )
-            values = _read(files, tensors[name], tuple(slice(0, part.stop) for part in first))
+        for name, tensor in hf_tensors(config).items():
+            rows = 1 if len(tensor.shape) > 1 else tensor.shape[0]
+            index = tuple(slice(0, size) for size in (rows, *tensor.shape[1:2]))
+            values = _read(files, tensors[name], index)
             digest = zlib.crc32(np.ascontiguousarray(values.astype(jnp.bfloat16)).tobytes(), digest)
     return digest
 
@@ -136,8 +131,7 @@ def directory_digest(directory: Path, config: ModelConfig) -> int:
 def iterate_hf_tensors(
     params: Params, config: ModelConfig, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it
-    is asked for.
+    """Hugging Face's tensors one by one, in the order of `hf_tensors`, each made when asked for.
 
     Args:
         params: tree of `params.init_params`, of jax (any sharding; over several processes, all must
@@ -154,13 +148,14 @@ def iterate_hf_tensors(
     """
     target = _target_dtype(dtype)
     check_params(params, config)
-    for name, place in hf_tensors(config).items():
-        leaf = place.leaf(params)
-        tensor: Array = leaf[place.index] if place.index else leaf
+    for name, tensor in hf_tensors(config).items():
+        array: Array = tensor.leaf(params)
+        if tensor.index:
+            array = array[tensor.index]
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it
         # is a view.
-        host = to_host(tensor.astype(target))
-        host = np.ascontiguousarray(host.T if place.transposed else host)
+        host = to_host(array.astype(target))
+        host = np.ascontiguousarray(host.T if tensor.transposed else host)
         if not hf_manifest.all_finite(host):
             raise UserError(
                 f"params: tensor {name} has {int((~np.isfinite(host)).sum()):,} value(s) of "
@@ -228,27 +223,27 @@ def save_tensors(
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
         for source in copied:
             shutil.copyfile(source, partial / source.name)
+
         shards: list[list[str]] = [[]]
-        filled = total = 0
-        for name, place in hf_tensors(config).items():
-            num_bytes = math.prod(place.shape) * size
+        filled = 0
+        total = 0
+        for name, tensor in hf_tensors(config).items():
+            num_bytes = math.prod(tensor.shape) * size
             if shards[-1] and filled + num_bytes > max_shard_bytes:
                 shards.append([])
                 filled = 0
             shards[-1].append(name)
-            filled = filled + num_bytes
-            total = total + num_bytes
+            filled += num_bytes
+            total += num_bytes
         weight_map = {}
         for number, names in enumerate(shards, 1):
-            file = (
-                hf_manifest.SINGLE
-                if len(shards) == 1
-                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            )
-            held = dict(next(tensors) for _ in names)
+            file = hf_manifest.SINGLE
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            shard = dict(next(tensors) for _ in names)
             try:
                 # transformers refuses a file whose metadata does not say the framework.
-                save_file(held, partial / file, metadata={"format": "pt"})
+                save_file(shard, partial / file, metadata={"format": "pt"})
             except SafetensorError as error:  # the system's error is in its text alone
                 raise OSError(f"{partial / file}: can't be written ({error})") from error
             weight_map |= dict.fromkeys(names, file)
@@ -268,8 +263,9 @@ def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
     """
     name = glob.escape(directory.name)
-    for old in directory.parent.glob(f".{name}.before-*") if not directory.exists() else ():
-        old.rename(directory)
+    if not directory.exists():
+        for old in directory.parent.glob(f".{name}.before-*"):
+            old.rename(directory)
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory}: is a file, choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
@@ -288,9 +284,8 @@ def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
         try:
             yield partial
             for path in (*partial.iterdir(), partial):
-                path.chmod(
-                    path.stat().st_mode | partial.stat().st_mode & 0o666
-                )  # safetensors writes for the owner alone
+                # safetensors writes for the owner alone
+                path.chmod(path.stat().st_mode | partial.stat().st_mode & 0o666)
                 _sync(path)
             _replace(partial, directory)
         finally:
@@ -310,27 +305,28 @@ def _read(
     tensor = files[stored.path].get_slice(stored.name)
     if stored.fused is None:
         return tensor[index]
-    first, (rows, *rest) = stored.fused.rows.start, index
-    which = slice(stored.fused.index, stored.fused.index + 1)
-    return tensor[(which, slice(first + rows.start, first + rows.stop), *rest)][0]
+    rows, *columns = index
+    first = stored.fused.rows.start
+    member = slice(stored.fused.index, stored.fused.index + 1)
+    return tensor[(member, slice(first + rows.start, first + rows.stop), *columns)][0]
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
     if not has_tokenizer(directory):
         raise FileNotFoundError(f"{directory}: has no tokenizer (tokenizer.json or vocab.json)")
-    return [
-        path for name in (*TOKENIZER_FILES, _GENERATION) if (path := directory / name).is_file()
-    ]
+    paths = [directory / name for name in (*TOKENIZER_FILES, _GENERATION)]
+    return [path for path in paths if path.is_file()]
 
 
 def _token_ids(directory: str | Path | None) -> dict[str, Any]:
-    files = (
-        [Path(directory) / name for name in ("config.json", _GENERATION)]
-        if directory is not None
-        else []
-    )
-    fields = next((read_json_object(path) for path in files if path.is_file()), {})
-    return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
+    if directory is None:
+        return {}
+    for name in ("config.json", _GENERATION):
+        path = Path(directory) / name
+        if path.is_file():
+            fields = read_json_object(path)
+            return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
+    return {}
 
 
 @contextlib.contextmanager
@@ -349,9 +345,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock. Raises OSError if another process holds it, or it can't be
-    locked.
-    """
+    """Hold a directory's lock; raise OSError if it can't be locked, or another process holds it."""
     with _opened(directory) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

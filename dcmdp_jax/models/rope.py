@@ -61,8 +61,7 @@ class RopeScaling:
 def read_ropes(
     fields: Mapping[str, Any], family: Family, max_position_embeddings: int
 ) -> dict[str, Any]:
-    """Rotary embedding of all layers, and of sliding ones where the family's have their own, as
-    `ModelConfig` has them.
+    """Fields of `ModelConfig` for the rotary embedding of all layers, and of sliding ones.
 
     transformers 5 writes `rope_parameters` of such a family by kind of layer.
 
@@ -71,71 +70,64 @@ def read_ropes(
             different values.
     """
     kinds = fields.get("rope_parameters")
-    partial = {}
+    ropes = {}
     if family.partial_rotary:
-        own = kinds if isinstance(kinds, dict) else {}
-        partial = {
-            _PARTIAL: in_range(
-                _PARTIAL, own.get(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary))
-            )
-        }
-        plain = {name: value for name, value in own.items() if name not in _UNSCALED}
-        fields = {**fields, "rope_parameters": plain if own else kinds, _PARTIAL: None}
-    by_kind = family.sliding_rope and isinstance(kinds, dict) and bool({SLIDING, FULL} & set(kinds))
-    full = {**fields, "rope_parameters": kinds.get(FULL)} if by_kind else fields
-    theta, scaling = _rope(full, max_position_embeddings, family.rope_theta)
-    found = {"rope_theta": theta, "rope_scaling": scaling, **partial}
+        section = kinds if isinstance(kinds, dict) else {}
+        share = section.get(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary))
+        ropes[_PARTIAL] = in_range(_PARTIAL, share)
+        fields = {**fields, _PARTIAL: None}
+        if section:
+            fields["rope_parameters"] = {
+                name: value for name, value in section.items() if name not in _UNSCALED
+            }
+
+    sliding_fields = {}
+    if family.sliding_rope and isinstance(kinds, dict) and (SLIDING in kinds or FULL in kinds):
+        sliding_fields = {"rope_parameters": kinds.get(SLIDING)}
+        fields = {**fields, "rope_parameters": kinds.get(FULL)}
+    theta, scaling = _rope(fields, max_position_embeddings, family.rope_theta)
+    ropes |= {"rope_theta": theta, "rope_scaling": scaling}
     if not family.sliding_rope:
-        return found
-    local = fields.get("rope_local_base_freq")
-    own = {"rope_parameters": kinds.get(SLIDING)} if by_kind else {}
-    base = theta if local is None else in_range("rope_local_base_freq", local)
-    sliding, unscaled = _rope(own, max_position_embeddings, base)
-    if unscaled != RopeScaling():
+        return ropes
+
+    base = fields.get("rope_local_base_freq")
+    base = theta if base is None else in_range("rope_local_base_freq", base)
+    sliding_theta, sliding_scaling = _rope(sliding_fields, max_position_embeddings, base)
+    if sliding_scaling != RopeScaling():
         raise UserError(
-            f"config.json: rope_parameters of {SLIDING} is scaled ({unscaled.kind}), must be "
-            "default"
+            f"config.json: rope_parameters of {SLIDING} is scaled ({sliding_scaling.kind}), must "
+            "be default"
         )
-    return (
-        found
-        if (sliding, unscaled) == (theta, scaling)
-        else found | {"sliding_rope_theta": sliding}
-    )
+    if sliding_theta != theta or scaling != RopeScaling():
+        ropes["sliding_rope_theta"] = sliding_theta
+    return ropes
 
 
 def _rope(
     fields: Mapping[str, Any], max_position_embeddings: int, base: float = 10000.0
 ) -> tuple[float, RopeScaling]:
-    """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and
-    `rope_scaling`.
+    """Base and scaling by `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
     As transformers: an empty section counts as absent, `rope_theta` and
     `original_max_position_embeddings` may stand outside. Where it would take one of two values that
     disagree, both are refused: engines and releases differ.
     """
-    sections = [
-        name for name in ("rope_scaling", "rope_parameters") if fields.get(name) is not None
-    ]
-    for name in sections:
-        if not isinstance(fields[name], dict):
-            raise UserError(
-                f"config.json: {name} is {shorten(fields[name])}, must be an object or null"
-            )
-    found = {
-        name: _rope_section(name, fields, max_position_embeddings, base)
-        for name in sections
-        if fields[name]
-    }
-    if len(set(found.values())) > 1:
-        said = " and ".join(
-            f"{name} {shorten(fields[name])} (base {found[name][0]:g})" for name in found
+    names = ("rope_scaling", "rope_parameters")
+    for name in names:
+        section = fields.get(name)
+        if section is not None and not isinstance(section, dict):
+            raise UserError(f"config.json: {name} is {shorten(section)}, must be an object or null")
+    sections = [name for name in names if fields.get(name)] or ["rope_scaling"]
+    ropes = [_rope_section(name, fields, max_position_embeddings, base) for name in sections]
+    if len(set(ropes)) > 1:
+        descriptions = " and ".join(
+            f"{name} {shorten(fields[name])} (base {theta:g})"
+            for name, (theta, _) in zip(sections, ropes, strict=True)
         )
         raise UserError(
-            f"config.json: {said} disagree; keep the one that the model was trained with"
+            f"config.json: {descriptions} disagree; keep the one that the model was trained with"
         )
-    return next(iter(found.values()), None) or _rope_section(
-        "rope_scaling", fields, max_position_embeddings, base
-    )
+    return ropes[0]
 
 
 def _rope_section(
@@ -156,6 +148,7 @@ def _rope_section(
         if outside is not None:
             raw[name] = outside
     theta = in_range("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", base)))
+
     kind = raw.pop("rope_type", None)
     older = raw.pop("type", None)
     if None not in (kind, older) and kind != older:
@@ -163,7 +156,8 @@ def _rope_section(
             f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; "
             "keep one"
         )
-    kind = next((each for each in (kind, older) if each is not None), "default")
+    if kind is None:
+        kind = "default" if older is None else older
     if not isinstance(kind, str) or kind not in ("default", *_ROPE_FIELDS):
         supported = ", ".join(_ROPE_FIELDS)
         raise UserError(
@@ -173,21 +167,25 @@ def _rope_section(
         raise UserError(
             "config.json: partial_rotary_factor other than 1 is not used by these families"
         )
-    known = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
-    if unknown := sorted(set(raw) - known):
+    field_names = {field.name for field in dataclasses.fields(RopeScaling)} - {"kind"}
+    unknown = sorted(raw.keys() - field_names)
+    if unknown:
         raise UserError(
             f"config.json: {section} has the unknown field {shorten(unknown[0])} for {kind!r}"
         )
     if kind == "default":
         return theta, RopeScaling()
+
     needed, optional = _ROPE_FIELDS[kind]
     # Fields of another kind, which transformers warns of and ignores, are ignored here too.
     values = {name: raw[name] for name in (*needed, *optional) if raw.get(name) is not None}
     if "original_max_position_embeddings" in needed:
         values.setdefault("original_max_position_embeddings", max_position_embeddings)
-    if missing := [name for name in needed if name not in values]:
-        raise UserError(f"config.json: {section} of type {kind!r} needs the field {missing[0]!r}")
-    if not isinstance(truncate := values.pop("truncate", True), bool):
+    for name in needed:
+        if name not in values:
+            raise UserError(f"config.json: {section} of type {kind!r} needs the field {name!r}")
+    truncate = values.pop("truncate", True)
+    if not isinstance(truncate, bool):
         raise UserError(f"config.json: truncate is {shorten(truncate)}, must be true or false")
     scaling = RopeScaling(
         kind, truncate=truncate, **{name: in_range(name, value) for name, value in values.items()}
@@ -211,11 +209,12 @@ def rope_fields(theta: float, scaling: RopeScaling, sliding_theta: float | None)
     fields: dict[str, Any] = {}
     if scaling.kind != "default":
         needed, optional = _ROPE_FIELDS[scaling.kind]
-        changed = [
-            name for name in optional if getattr(scaling, name) != getattr(RopeScaling(), name)
-        ]
-        values = {name: getattr(scaling, name) for name in (*needed, *changed)}
-        fields["rope_scaling"] = {"rope_type": scaling.kind, **values}
+        section = {"rope_type": scaling.kind}
+        for name in (*needed, *optional):
+            value = getattr(scaling, name)
+            if name in needed or value != getattr(RopeScaling(), name):
+                section[name] = value
+        fields["rope_scaling"] = section
     if sliding_theta is not None:
         local = {"rope_type": "default", "rope_theta": sliding_theta}
         full = {"rope_theta": theta, **fields.get("rope_scaling", {"rope_type": "default"})}
