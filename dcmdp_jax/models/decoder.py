@@ -33,7 +33,7 @@ from dcmdp_jax.models.layers import (
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
-from dcmdp_jax.models.ops.reference import rms_norm
+from dcmdp_jax.models.ops.reference import Rotary, rms_norm
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, with_scheme
 from dcmdp_jax.types import Array, Params
@@ -153,7 +153,7 @@ class Attention(nnx.Module):
         self.o = linear("o_proj", (width, embed), ("heads", "embed"))
 
     def __call__(
-        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
+        self, x: jax.Array, rotary: Rotary, attend: Attend, ops: Ops
     ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
@@ -200,7 +200,7 @@ class Attention(nnx.Module):
         return self.o(attended.reshape(*x.shape[:2], -1)), cache
 
     def _rotated(
-        self, x: jax.Array, scale: jax.Array | None, rotary: tuple[jax.Array, jax.Array], ops: Ops
+        self, x: jax.Array, scale: jax.Array | None, rotary: Rotary, ops: Ops
     ) -> jax.Array:
         if scale is None:
             return ops.rotate(x, rotary)
@@ -261,7 +261,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        rotary: tuple[jax.Array, jax.Array],
+        rotary: Rotary,
         attend: Attend | Recur,
         ops: Ops,
         *,

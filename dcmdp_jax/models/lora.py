@@ -37,7 +37,7 @@ from dcmdp_jax.models.params import (
     quantized_leaves,
 )
 from dcmdp_jax.models.quantize import (
-    QuantizedKernel,
+    Kernel,
     in_float32,
     is_quantized,
     quantize_tree,
@@ -199,7 +199,7 @@ def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = 
     arrive.
     """
 
-    def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
+    def merge(kernel: Kernel, a: jax.Array, b: jax.Array) -> jax.Array:
         change = _product(a, b) * lora.scale
         if rounded_to is not None:
             change = _arriving(kernel, change, rounded_to)
@@ -226,7 +226,7 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
     errors = []
     changes = []
 
-    def measure(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> None:
+    def measure(kernel: Kernel, a: jax.Array, b: jax.Array) -> None:
         change = _product(a, b) * lora.scale
         errors.append(jnp.sum((_arriving(kernel, change, precision) - change) ** 2))
         changes.append(jnp.sum(change**2))
@@ -244,7 +244,7 @@ def merged_and_measured(
     }
 
 
-def _arriving(kernel: jax.Array | QuantizedKernel, change: jax.Array, precision: str) -> jax.Array:
+def _arriving(kernel: Kernel, change: jax.Array, precision: str) -> jax.Array:
     """Q(W + D) - Q(W)."""
     w = in_float32(kernel)
     return in_float32(stored(w + change, precision)) - in_float32(stored(w, precision))

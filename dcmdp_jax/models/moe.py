@@ -21,7 +21,7 @@ from dcmdp_jax.models.declare import Fused, Stack, parameter
 from dcmdp_jax.models.layers import MLP, Linear
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
-from dcmdp_jax.models.quantize import QuantizedKernel, in_float32
+from dcmdp_jax.models.quantize import Kernel, QuantizedKernel, in_float32
 from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
 
 EXPERT = "expert"
@@ -57,41 +57,33 @@ class Experts(nnx.Module):
     ) -> None:
         width = config.moe_intermediate_size
         embed = config.hidden_size
-        inward = ("embed", "expert_mlp")
-        std = config.initializer_range
         stacks = (*stacks, Stack(axis="experts", size=config.num_experts))
 
-        if fused:
-            self.gate_up = ExpertLinear(
-                (embed, 2 * width), inward, std=std, hf_name=None, stacks=stacks
-            )
-        else:
-            gate_up = f"{hf_name}.gate_up_proj"
-            self.gate = ExpertLinear(
-                (embed, width),
-                inward,
-                std=std,
-                hf_name=f"{hf_name}.{{experts}}.gate_proj.weight",
+        def linear(
+            name: str | None,
+            sizes: tuple[int, int],
+            fused: Fused | None,
+            axes: tuple[str, str] = ("embed", "expert_mlp"),
+        ) -> ExpertLinear:
+            return ExpertLinear(
+                sizes,
+                axes,
+                std=config.initializer_range,
+                hf_name=None if name is None else f"{hf_name}.{{experts}}.{name}.weight",
                 stacks=stacks,
-                fused=Fused(hf_name=gate_up, block=0, blocks=2),
-            )
-            self.up = ExpertLinear(
-                (embed, width),
-                inward,
-                std=std,
-                hf_name=f"{hf_name}.{{experts}}.up_proj.weight",
-                stacks=stacks,
-                fused=Fused(hf_name=gate_up, block=1, blocks=2),
+                fused=fused,
             )
 
-        self.down = ExpertLinear(
-            (width, embed),
-            ("expert_mlp", "embed"),
-            std=std,
-            hf_name=f"{hf_name}.{{experts}}.down_proj.weight",
-            stacks=stacks,
-            fused=Fused(hf_name=f"{hf_name}.down_proj", block=0, blocks=1),
-        )
+        if fused:
+            self.gate_up = linear(None, (embed, 2 * width), None)
+        else:
+            gate_up = f"{hf_name}.gate_up_proj"
+            self.gate = linear(
+                "gate_proj", (embed, width), Fused(hf_name=gate_up, block=0, blocks=2)
+            )
+            self.up = linear("up_proj", (embed, width), Fused(hf_name=gate_up, block=1, blocks=2))
+        down = Fused(hf_name=f"{hf_name}.down_proj", block=0, blocks=1)
+        self.down = linear("down_proj", (width, embed), down, ("expert_mlp", "embed"))
 
 
 class MoE(nnx.Module):
@@ -308,9 +300,7 @@ def _routes(experts: jax.Array, num_experts: int) -> _Routes:
     )
 
 
-def _linear(
-    x: jax.Array, kernel: jax.Array | QuantizedKernel, routes: _Routes, ops: Ops
-) -> jax.Array:
+def _linear(x: jax.Array, kernel: Kernel, routes: _Routes, ops: Ops) -> jax.Array:
     if isinstance(kernel, QuantizedKernel) and kernel.grouped:
         kernel = in_float32(kernel).astype(x.dtype)
     if not isinstance(kernel, QuantizedKernel):
@@ -323,7 +313,7 @@ def _compute(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    kernels: tuple[jax.Array | QuantizedKernel, ...],
+    kernels: tuple[Kernel, ...],
     *,
     num_experts: int,
     ops: Ops,

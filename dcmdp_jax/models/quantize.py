@@ -37,6 +37,10 @@ class QuantizedKernel(NamedTuple):
         return self.scale.ndim == self.values.ndim
 
 
+Kernel = jax.Array | QuantizedKernel
+"""A matrix of a linear layer, or of many stacked."""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("kernel",), meta_fields=("precision", "axis")
 )
@@ -50,7 +54,7 @@ class RoundsInputs:
         axis: the axis of a `shard_map` that the inputs may be split over; "" for none.
     """
 
-    kernel: jax.Array | QuantizedKernel
+    kernel: Kernel
     precision: str
     axis: str = ""
 
@@ -79,7 +83,7 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
     256. Matrices with groups become arrays, rounded to `dtype` with their scales.
     """
 
-    def leaf(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
+    def leaf(x: Kernel) -> Kernel:
         if not is_quantized(x):
             return x.astype(dtype)
         if x.grouped and not keep_quantized:
@@ -178,15 +182,13 @@ def with_rounded_inputs(layer_params: Params, precision: str, axis: str = "") ->
     if precision not in GROUPED or not GROUPED[precision].rounds_inputs:
         return layer_params
 
-    def leaf(
-        path: tuple, x: jax.Array | QuantizedKernel
-    ) -> jax.Array | QuantizedKernel | RoundsInputs:
+    def leaf(path: tuple, x: Kernel) -> Kernel | RoundsInputs:
         return RoundsInputs(x, precision, axis) if path[-1].key == "kernel" else x
 
     return jax.tree_util.tree_map_with_path(leaf, layer_params, is_leaf=is_quantized)
 
 
-def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
+def stored(w: jax.Array, precision: str) -> Kernel:
     """A float32 matrix [..., in, out] with the values that an engine of a precision holds.
 
     Args:
@@ -208,7 +210,7 @@ def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
     return jax.lax.reduce_precision(w, info.nexp, info.nmant)
 
 
-def in_float32(x: jax.Array | QuantizedKernel) -> jax.Array:
+def in_float32(x: Kernel) -> jax.Array:
     """The numbers that a matrix stands for."""
     if not is_quantized(x):
         return x.astype(jnp.float32)
@@ -224,7 +226,7 @@ def in_float32(x: jax.Array | QuantizedKernel) -> jax.Array:
 def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
     """`quantize_kernel` of the leaves that the tree `params.quantized_leaves` marks."""
 
-    def leaf(x: jax.Array, marked: bool) -> jax.Array | QuantizedKernel:
+    def leaf(x: jax.Array, marked: bool) -> Kernel:
         return quantize_kernel(x, precision) if marked else x
 
     return jax.tree.map(leaf, tree, quantized)
@@ -297,7 +299,7 @@ def arrival(
         precision: the engine's, see `stored`.
     """
 
-    def values(x: jax.Array | QuantizedKernel) -> jax.Array:
+    def values(x: Kernel) -> jax.Array:
         return x.values if is_quantized(x) else x
 
     changed = error = update = 0.0

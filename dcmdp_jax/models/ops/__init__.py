@@ -11,9 +11,7 @@ from types import ModuleType
 import jax
 
 from dcmdp_jax.models.ops import blocks, cpu, reference, tpu
-
-Rotary = tuple[jax.Array, jax.Array]
-"""Cosines and sines, from `layers.rotary_tables`."""
+from dcmdp_jax.models.ops.reference import Rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.models.ops.blocks import grouped_matmul as grouped_matmul
+from dcmdp_jax.models.ops.reference import Rotary
 
 HIDDEN = -1e30
 """Added to the score of a key that a query does not see."""
@@ -86,7 +87,7 @@ def _split_backward(
 split.defvjp(_split_forward, _split_backward)
 
 
-def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     """`reference.rotate` by a reversal: XLA computes a concatenation one element at a time."""
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -94,15 +95,13 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def norm_and_rotate(
-    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
-) -> jax.Array:
+def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float) -> jax.Array:
     """`reference.norm_and_rotate` with a backward pass that reads its inputs once."""
     return _norm_and_rotate_forward(x, scale, rotary, eps)[0]
 
 
 def _norm_and_rotate_forward(
-    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
+    x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -5,6 +5,9 @@ versions with.
 import jax
 import jax.numpy as jnp
 
+Rotary = tuple[jax.Array, jax.Array]
+"""(cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no gradient."""
+
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 as in Hugging Face's Qwen code.
@@ -24,13 +27,12 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotate the halves (a, b) of each head to (a cos - b sin, b cos + a sin), computed in float32.
 
     Args:
         x: [B, T, heads, h].
-        rotary: (cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no
-            gradient.
+        rotary: see `Rotary`.
     """
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -38,15 +40,13 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return (halves * cos + swapped * sin).reshape(x.shape).astype(x.dtype)
 
 
-def norm_and_rotate(
-    x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float
-) -> jax.Array:
+def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float) -> jax.Array:
     """RMS norm of each head, then `rotate`, applied by Qwen3 to queries and keys.
 
     Args:
         x: [B, T, heads, h].
         scale: [heads, h], the norm's weights.
-        rotary: see `rotate`.
+        rotary: see `Rotary`.
         eps: added to the mean square.
     """
     return rotate(rms_norm(x, scale, eps), rotary)
