@@ -130,9 +130,7 @@ def statistics_kept(kernel: str, segments: int) -> int:
 
 
 def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
-    """A kernel whose window holds where `slides`; a static window makes it a choice of two
-    forms.
-    """
+    """A kernel whose window holds where `slides`; a static window becomes a choice of two."""
     windowed = functools.partial(attend, window=window)
 
     def attended(
@@ -153,8 +151,7 @@ def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) ->
 
 
 def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | None) -> bool:
-    """Whether a kernel computes the scores [length, length] of whole rows, for each head, in
-    memory.
+    """Whether a kernel computes the scores [length, length] of whole rows in memory.
 
     "xla" does. "blockwise" does so for rows of fewer than 192 tokens, whose blocks save nothing on
     a CPU, and for rows or query heads that a mesh doesn't split evenly, which only the compiler can

@@ -1,5 +1,6 @@
-"""Declare a parameter of a model once, with everything that is known of it as metadata of its
-`nnx.Param`.
+"""Declare a parameter of a model once, with everything that is known of it.
+
+A declaration is metadata of its `nnx.Param`.
 
 A module built from declarations holds shapes and no arrays: a model of any size is built in
 milliseconds. `params.py` walks it and derives shapes, initial values, shardings, Hugging Face
@@ -19,8 +20,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A leading axis along which many modules of one kind are stored, such as the layers of a
-    decoder.
+    """A leading axis along which many modules of one kind are stored, such as layers.
 
     Attributes:
         axis: the logical name of the axis, "layers" or "experts".
@@ -40,8 +40,9 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fused:
-    """A second Hugging Face layout of a stacked leaf: its innermost stacked axis and several
-    matrices in one tensor.
+    """A second Hugging Face layout of a stacked leaf: several matrices in one tensor.
+
+    The tensor also has the leaf's innermost stacked axis.
 
     Attributes:
         hf_name: the tensor, of shape [size of the innermost stack, blocks x out, in].

@@ -95,8 +95,7 @@ class Compute:
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and rotary embedding around an attention function given by the
-    caller.
+    """Projections, head norms and rotary embedding around the caller's attention.
 
     Attributes:
         fused: W_q, W_k and W_v are one matrix `qkv`; see `fuse_projections`.
@@ -383,8 +382,9 @@ def hidden_states_and_aux(
     replayed: Integer[Array, "R L layers k"] | None = None,
     scheme: Scheme = FULL,
 ) -> tuple[Float[jax.Array, "R L D"], Aux]:
-    """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts
-    token t + 1.
+    """Final normed hidden states of packed rows, and what the layers report.
+
+    `hidden[t]` predicts token t + 1.
 
     Args:
         params: tree of `params.init_params`.

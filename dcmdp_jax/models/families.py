@@ -1,5 +1,4 @@
-"""Decoder families as rows of data, each difference declared once; modules and engines read it
-here.
+"""Decoder families as rows of data; modules and engines read each difference here.
 
 Every switch is one that a layer has in place of another. A family that needs more is named in
 `MISSING`.

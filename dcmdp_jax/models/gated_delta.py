@@ -1,5 +1,6 @@
-"""Recurrent layers of the gated delta rule (Yang et al. 2025, arXiv:2412.06464), as Qwen3.5's in
-transformers.
+"""Recurrent layers of the gated delta rule, as Qwen3.5's in transformers.
+
+Yang et al. 2025, arXiv:2412.06464.
 
 Each value head has a state S [k, v]. With a normed query q and key k, a value v, a decay a in (0,
 1) and a rate b:
@@ -63,8 +64,10 @@ Recur = Callable[[Mixed], tuple[jax.Array, Any]]
 
 
 class Heads(NamedTuple):
-    """Arguments of the recurrence, float32: `query` (times 1 / sqrt(k)) and `key` [B, T, H, k] of
-    length 1, `value` [B, T, H, v], `log_decay` and `rate` [B, T, H].
+    """Arguments of the recurrence, float32.
+
+    `query` (times 1 / sqrt(k)) and `key` [B, T, H, k] of length 1, `value` [B, T, H, v],
+    `log_decay` and `rate` [B, T, H].
     """
 
     query: jax.Array
@@ -75,9 +78,7 @@ class Heads(NamedTuple):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Projections, gates and norm around the caller's recurrence, in place of
-    `decoder.Attention`.
-    """
+    """Projections, gates and norm around a recurrence, in place of `decoder.Attention`."""
 
     def __init__(
         self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = ()
@@ -246,8 +247,9 @@ def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, 
 def in_chunks(
     tokens: Heads, segment_ids: Int[jax.Array, "B L"], chunk: int = CHUNK
 ) -> tuple[Float[jax.Array, "B L H v"], Float[jax.Array, "B H k v"]]:
-    """The recurrence over rows, `chunk` tokens at a time, as `torch_chunk_gated_delta_rule` of
-    transformers.
+    """The recurrence over rows, `chunk` tokens at a time.
+
+    As `torch_chunk_gated_delta_rule` of transformers.
 
     Within a chunk, with G_i the sum of log a up to token i, the changes u_i = b_i (v_i - a_i
     S_(i-1)^T k_i) solve

@@ -1,6 +1,4 @@
-"""A GGUF file, or the one in a Python package, as a Hugging Face directory: weights, tokenizer,
-chat template.
-"""
+"""A GGUF file, or the one in a Python package, as a Hugging Face directory."""
 
 import importlib.metadata
 import json

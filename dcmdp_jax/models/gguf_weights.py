@@ -1,6 +1,4 @@
-"""Models in GGUF files, llama.cpp's format: their shape, and their tensors dequantized under
-Hugging Face's names.
-"""
+"""Models in GGUF files, llama.cpp's format: shape, and tensors under Hugging Face's names."""
 
 import dataclasses
 import functools

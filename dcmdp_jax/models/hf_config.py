@@ -1,6 +1,4 @@
-"""config.json in and out: a `ModelConfig` from the fields that transformers writes, and the fields
-of one.
-"""
+"""config.json in and out: a `ModelConfig` from the fields that transformers writes, and back."""
 
 from collections.abc import Mapping
 from pathlib import Path

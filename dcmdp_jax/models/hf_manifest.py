@@ -1,6 +1,4 @@
-"""Checks of a Hugging Face directory: tensors against config.json by their headers, and values that
-must be finite.
-"""
+"""Checks of a Hugging Face directory: headers against config.json, and finite values."""
 
 import contextlib
 import dataclasses
@@ -252,9 +250,7 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
 
 
 def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Stored]) -> None:
-    """Compare the layers and experts of config.json with stored ones that are numbered
-    gaplessly.
-    """
+    """Compare the layers and experts of config.json with stored ones without a gap."""
     for field, pattern, expected, noun in (
         ("num_hidden_layers", _LAYER, config.num_layers, "layers"),
         ("num_experts", _EXPERT, config.num_experts, "experts"),

@@ -1,6 +1,4 @@
-"""Parameters from Hugging Face directories and back: safetensors in, config.json, safetensors and
-tokenizer out.
-"""
+"""Parameters from Hugging Face directories and back."""
 
 import contextlib
 import ctypes

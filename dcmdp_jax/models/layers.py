@@ -65,8 +65,9 @@ def kernel_matmul(
 
 
 class Linear(nnx.Module):
-    """y = x W + b; W [in, out] may be a `QuantizedKernel` (engine), a `SchemeKernel` or a
-    `LoraKernel` (training).
+    """y = x W + b.
+
+    W [in, out] may be a `QuantizedKernel` (engine), a `SchemeKernel` or a `LoraKernel` (training).
 
     Products run in the dtype of `x`, parameters are cast to it.
     """
@@ -214,8 +215,7 @@ class MLP(nnx.Module):
 
 
 def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.ndarray, float]:
-    """Inverse frequencies of a rotary embedding of `ModelConfig.layer_ropes` and the factor on cos
-    and sin.
+    """Inverse frequencies of one of `ModelConfig.layer_ropes`, and the factor on cos and sin.
 
     The unscaled frequencies are theta^(-2i/h). "linear" divides all by `factor`; "yarn" (Peng et
     al. 2023, arXiv:2309.00071, eq. 20-23) divides the slow ones and ramps between; "llama3"
@@ -263,9 +263,7 @@ def _llama3_frequencies(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _yarn_unscaled_share(config: ModelConfig) -> np.ndarray:
-    """Share of each unscaled frequency: 1 for the fast ones, 0 for the slow ones, a ramp
-    between.
-    """
+    """Share of each unscaled frequency: 1 for fast ones, 0 for slow ones, a ramp between."""
     scaling = config.rope_scaling
     dim = config.rotary_dim
 

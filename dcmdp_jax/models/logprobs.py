@@ -25,8 +25,7 @@ CHUNKS = "logprob_chunks"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelAxes:
-    """Manual mesh axes, of an enclosing `shard_map`, that split the output matrix [D, V] and the
-    embedding [V, D].
+    """Manual mesh axes that split the output matrix [D, V] and the embedding [V, D].
 
     Attributes:
         embed: the axis that splits D; None if D is whole. The output matrix is gathered over it
@@ -48,8 +47,9 @@ WHOLE_KERNEL = KernelAxes()
 def token_blocks(
     tokens: int, chunk: int, vocab: int, axes: KernelAxes = WHOLE_KERNEL
 ) -> tuple[int, int]:
-    """Number and size of the blocks of tokens in `token_logprobs`; `chunk` x `vocab` logits exist
-    at a time.
+    """Number and size of the blocks of tokens in `token_logprobs`.
+
+    `chunk` x `vocab` logits exist at a time.
 
     With the vocabulary in pieces a block has as many tokens more, and blocks have equal sizes, so
     that few are padding.
@@ -84,8 +84,7 @@ def token_logprobs(
     kernel_axes: KernelAxes = WHOLE_KERNEL,
     listed_gradient: bool = False,
 ) -> tuple[Float[jax.Array, "R L ..."], ...]:
-    """log pi(token t | tokens before t) and the entropy of the distribution that token t was drawn
-    from.
+    """log pi(token t | tokens before t), and the entropy of the distribution it was drawn from.
 
     With z = h_{t-1} W / temperature:
 

@@ -1,5 +1,6 @@
-"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685); PEFT's
-directories.
+"""Low-rank adapters of a model's linear layers (LoRA), and PEFT's directories.
+
+Hu et al. 2021, arXiv:2106.09685.
 
     y = x W + (alpha / r) (x A) B,      A [in, r],   B [r, out],   W frozen
 
@@ -504,8 +505,9 @@ def _shape(
 
 
 def _targeted(layer: str, targets: Any) -> bool:
-    """Whether PEFT adapts a layer: a text is a regular expression for its whole name, a list holds
-    ends of names.
+    """Whether PEFT adapts a layer.
+
+    A text is a regular expression for its whole name, a list holds ends of names.
     """
     if isinstance(targets, str):
         return targets == ALL_LINEAR or re.fullmatch(targets, layer) is not None

@@ -1,5 +1,4 @@
-"""Mixture of experts in place of an MLP: a router, the experts of each token, and what a router
-reports.
+"""Mixture of experts in place of an MLP: router, experts, and what a router reports.
 
 No token is dropped: the rows of each expert are computed together, however many they are.
 """
@@ -252,8 +251,9 @@ def router_metrics(sums: Aux) -> dict[str, jax.Array]:
 
 
 def load_balancing_loss(sums: Aux) -> jax.Array:
-    """E sum_e f_e P_e: f_e the share of tokens sent to expert e (k altogether), P_e its mean
-    probability.
+    """E sum_e f_e P_e, the loss of an uneven use of the experts.
+
+    f_e is the share of tokens sent to expert e (k altogether), P_e its mean probability.
 
     Fedus et al. 2021 (arXiv:2101.03961), Eq. 4-6, with the tokens of all layers together as in
     transformers' `load_balancing_loss_func`. k if every expert gets as much as any other, at most
@@ -359,8 +359,7 @@ def _expert_parallel(
     ops: Ops,
     mesh: Mesh,
 ) -> jax.Array:
-    """`_compute` on a mesh: rows split over data, fsdp and expert, experts over expert, their width
-    over tensor.
+    """`_compute` on a mesh: rows over data, fsdp, expert; experts over expert; width over tensor.
 
     Devices along the expert axis gather each other's tokens, compute the tokens of their own
     experts, and return the sums. Nothing depends on where tokens go, so shapes are static and no

@@ -1,6 +1,4 @@
-"""Tables derived from the declarations of a model's parameters: shapes, initial values, axes,
-Hugging Face tensors.
-"""
+"""Tables derived from the declarations of a model's parameters."""
 
 import dataclasses
 import functools

@@ -1,6 +1,4 @@
-"""Precision of matrix products. Products of float32 operands are computed in float32 on every
-platform.
-"""
+"""Precision of matrix products: float32 operands are multiplied in float32 everywhere."""
 
 import contextlib
 import functools
@@ -37,9 +35,7 @@ def products_in(dtype: jax.typing.DTypeLike) -> AbstractContextManager[object]:
 
 
 def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Trace a function whose keyword `program` has a `compute_dtype` within `products_in` that
-    dtype.
-    """
+    """Trace a function in `products_in` the `compute_dtype` of its keyword `program`."""
 
     @functools.wraps(function)
     def traced(*arguments: Any, **names: Any) -> _T:
@@ -50,15 +46,14 @@ def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
-    """`precision` of a product of two arrays of `dtype`, for code that is traced outside of
-    `products_in`.
-    """
+    """`precision` of a product in `dtype`, for code that is traced outside of `products_in`."""
     return PRECISE if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def euclidean_norm(tree: Params) -> jax.Array:
-    """The norm of all leaves together. Dot products: a sum of squares would write the squares
-    first.
+    """The norm of all leaves together.
+
+    By dot products: a sum of squares would write the squares first.
     """
 
     def squared(leaf: jax.Array) -> jax.Array:

@@ -1,6 +1,4 @@
-"""Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel or per group of
-its inputs.
-"""
+"""Weights of an engine in 8, 4, 3 or 2 bits, a scale per output or group of its inputs."""
 
 import dataclasses
 import functools
@@ -60,8 +58,9 @@ class RoundsInputs:
 
 
 def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """x (values * scale) in float32. A scale for each output is applied after the product, scales
-    of groups before.
+    """x (values * scale) in float32.
+
+    A scale for each output is applied after the product, scales of groups before.
     """
     factor = in_float32(kernel) if kernel.grouped else kernel.values
     product = jnp.matmul(x, factor.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -282,8 +281,9 @@ def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
 def arrival(
     before: list[jax.Array], params: Params, quantized: Params, precision: str
 ) -> dict[str, jax.Array]:
-    """Share of the engine's weights that an update D = W' - W changes, and what rounding Q does to
-    it.
+    """Share of the engine's weights that an update changes, and what rounding does to it.
+
+    Of an update D = W' - W and a rounding Q:
 
         mismatch/push_changed  = mean [Q(W') != Q(W)]
         mismatch/push_rounding = ||Q(W') - Q(W) - D|| / ||D||

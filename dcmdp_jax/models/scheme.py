@@ -76,8 +76,7 @@ FULL = Scheme()
 
 
 def weights_alone(precision: str, cache: str) -> Scheme:
-    """The scheme of an engine that dequantizes its weights and computes as the trainer does, as the
-    embedded one does.
+    """The scheme of an engine that dequantizes its weights and computes as the trainer does.
 
     Args:
         precision: "full", or of `quantize.PRECISIONS`.
@@ -88,8 +87,7 @@ def weights_alone(precision: str, cache: str) -> Scheme:
 
 
 def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> None:
-    """Refuse one of `GROUPED` without its library, or with groups that do not divide the inputs of
-    a matrix.
+    """Refuse one of `GROUPED` without its library, or whose groups do not divide the inputs.
 
     Args:
         precision: of any kind; others than these are fine.

@@ -1,5 +1,6 @@
-"""A linear layer's product, and cached keys and values, rounded as vLLM rounds them; gradients pass
-straight through.
+"""A linear layer's product, and cached keys and values, rounded as vLLM rounds them.
+
+Gradients pass straight through.
 
 y = Q(x) Q(W): both factors have the values that the engine multiplies by, sums are in float32. The
 gradient is that of the plain product at the rounded factors, d y / d x = Q(W), d y / d W = Q(x)

@@ -67,9 +67,7 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
 def _by_blocks(
     x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, contracted: int
 ) -> jax.Array:
-    """Each row times the matrix of its group, contracting the matrix's axis 0, or 1 for its
-    transpose.
-    """
+    """Each row times the matrix of its group; `contracted` is the matrix's axis, 1 transposes."""
     blocks = _blocks(group_sizes, x.shape[0])
     # Blocks are written in order: what one writes beyond its group the next ones overwrite.
     padded = jnp.pad(x, ((0, blocks.size), (0, 0)))

@@ -1,5 +1,4 @@
-"""Causal attention of packed rows that computes blocks of a row's own segments alone: flash
-attention in XLA loops.
+"""Causal attention of packed rows, block by block of their segments, in XLA loops.
 
 For platforms without such a kernel of their own. Measured on CPU: benchmarks/README.md.
 """
@@ -202,8 +201,10 @@ def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
 def _attended(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
 ) -> jax.Array:
-    """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h]. Scores are [K,
-    keys, n]: queries are columns, so that reductions over keys are vectorized over queries.
+    """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h].
+
+    Scores are [K, keys, n]: queries are columns, so that reductions over keys are vectorized over
+    queries.
     """
     return _attended_forward(query, key, value, segments, size, length)[0]
 

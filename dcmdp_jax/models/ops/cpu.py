@@ -51,8 +51,9 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
-    """max(x) over an axis, kept as an axis of size 1. Not differentiable; the axis may not be split
-    over devices.
+    """max(x) over an axis, kept as an axis of size 1.
+
+    Not differentiable; the axis may not be split over devices.
 
     A comparison that ignores NaN takes a third of the time of `jnp.max`. NaN stays NaN in the
     exponentials.
@@ -153,8 +154,9 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
 
 @jax.custom_vjp
 def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
-    """softmax(q k^T + bias) v for query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1,
-    Q, S].
+    """softmax(q k^T + bias) v.
+
+    For query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
 
     The sum of the exponentials divides the result, not the [Q, S] weights, and the backward pass
     takes sum_s w_s dw_s as sum_h o_h do_h: four passes over [Q, S] fewer than autodiff. No gradient

@@ -1,5 +1,6 @@
-"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory. Run on one
-H200 (cuDNN 9.19).
+"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory.
+
+Run on one H200 (cuDNN 9.19).
 
 It binds primitives that are private to JAX, as 0.10.2, 0.11.2 and 0.12.0 have them. Where a release
 moves them a run is refused with the way out, `training.segments_per_row=1`. Another, on Python
@@ -48,8 +49,7 @@ def packed_attention(
     segments: int,
     window: int = 0,
 ) -> jax.Array:
-    """Causal attention of packed rows within their segments, on one device; see
-    `attention.row_attention`.
+    """Causal attention of packed rows within their segments; see `attention.row_attention`.
 
     cuDNN takes each segment as a sequence of its own, so it computes no scores between two of them
     and needs no mask. For the backward pass it keeps R M H L float32 values.

@@ -1,6 +1,4 @@
-"""The operations of a decoder in plain `jax.numpy`, differentiated by JAX: what tests compare other
-versions with.
-"""
+"""The operations of a decoder in plain `jax.numpy`, which tests compare others with."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,4 @@
-"""Kernels of TPUs: splash attention, which skips blocks of other segments, and the grouped product
-of megablox.
-"""
+"""Kernels of TPUs: splash attention, and the grouped product of megablox."""
 
 import math
 
@@ -13,8 +11,7 @@ from dcmdp_jax.errors import UserError
 def splash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, window: int = 0
 ) -> jax.Array:
-    """Causal attention of packed rows within their segments, on one device; see
-    `attention.row_attention`.
+    """Causal attention of packed rows within their segments; see `attention.row_attention`.
 
     Raises:
         UserError: if the row length is not a multiple of 128.
@@ -49,8 +46,7 @@ _TILE = (512, 1024, 1024)
 def grouped_matmul(
     x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """`reference.grouped_matmul` by megablox, which computes each row for its own group alone. Not
-    run on a TPU yet.
+    """`reference.grouped_matmul` by megablox. Not run on a TPU yet.
 
     Args:
         x, kernels, group_sizes: see `reference.grouped_matmul`.
