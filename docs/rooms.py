@@ -25,10 +25,7 @@ _WALK = re.compile(
     r"^(\*\*[^*]+\*\*) \((\d+) places, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )",
     re.MULTILINE | re.DOTALL,
 )
-_NO_CODE = {
-    getattr(tokenize, name)
-    for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()
-}
+_COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 LINES_A_MINUTE = 25
 """Lines of this code, docstrings included, that a newcomer reads in a minute."""
 _PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
@@ -59,25 +56,28 @@ def rooms() -> Rooms:
     return found
 
 
-def code_lines(text: str) -> int:
-    """Number of lines that hold code: no blank lines, comments or docstrings."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+def code_tokens(text: str) -> int:
+    """Number of names, operators, numbers and strings that are no docstrings."""
+    docstring_lines: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        documented = isinstance(
-            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        )
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str())):
+                    lines = range(statement.lineno, statement.end_lineno + 1)
+                    docstring_lines.update(lines)
+
+    return sum(
+        token.type in _COUNTED and token.start[0] not in docstring_lines
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    )
 
 
 def size_of(room: str) -> int:
-    """Code lines of a room, to the nearest fifty."""
+    """Tokens of a room's code, to the nearest five hundred."""
     files = (_PACKAGE / room).rglob("*.py")
-    return round(sum(code_lines(path.read_text(encoding="utf-8")) for path in files) / 50) * 50
+    tokens = sum(code_tokens(path.read_text(encoding="utf-8")) for path in files)
+    return round(tokens / 500) * 500
 
 
 def without_sizes(page: str) -> str:
@@ -125,7 +125,7 @@ def floors(table: Rooms) -> list[list[str]]:
 def page_block(table: Rooms) -> str:
     """The generated part of the page."""
     image = "![Rooms, each above those that it imports](images/rooms.svg)"
-    lines = [f"{image}\n\n| room | what it has | code lines |\n|---|---|---|\n"]
+    lines = [f"{image}\n\n| room | what it has | tokens |\n|---|---|---|\n"]
     for floor in floors(table):
         for room in floor:
             module = ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
