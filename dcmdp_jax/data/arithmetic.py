@@ -147,6 +147,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
     level = LEVELS[spec.difficulty]
     draw = random.Random(f"arithmetic {spec.difficulty} {spec.split} {spec.seed}")
     noise = random.Random(f"errors {spec.difficulty} {spec.split} {spec.seed}")
+
     rows = []
     seen = set()
     fruitless = 0
@@ -160,6 +161,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
         steps = _steps(numbers, operators)
         if not _in_range(steps, level):
             continue
+
         seen.add(text)
         fruitless = 0
         *_, result = steps[-1]
@@ -175,6 +177,7 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
                 "solution": _solution(steps),
             }
         )
+
     if len(rows) < spec.count:
         raise UserError(
             f"arithmetic difficulty {spec.difficulty} has no {spec.count} distinct {spec.split} "

@@ -265,6 +265,7 @@ def end_token_ids(
                 f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's "
                 f"tokens are 0 to {vocab_size - 1}; use the model's own tokenizer"
             )
+
     paths = []
     if model_dir is not None:
         directory = Path(model_dir).expanduser()

@@ -102,6 +102,7 @@ def adapter_declarations(
         *leading, inward, outward = declared.axes
         layer = declared.hf_name.removeprefix(hf_config.TEXT_PREFIX).removesuffix(".weight")
         name = f"{_PREFIX}{prefix}{layer}"
+
         a = dataclasses.replace(
             declared,
             path=(*path, "a"),

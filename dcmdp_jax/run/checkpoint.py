@@ -375,6 +375,7 @@ class Checkpoints:
                 f"of run {self._run} ({RUN_ID_FILE}); move that checkpoint away, or choose "
                 "another run_dir"
             )
+
         own_model = json.loads(json.dumps(dataclasses.asdict(model)))
         for name, value in saved["model"].items():
             if value != own_model[name]:
@@ -382,12 +383,14 @@ class Checkpoints:
                     f"{self._directory / str(step)}: its model has {name}={value!r}, this "
                     f"config's has {own_model[name]!r}; choose another run_dir"
                 )
+
         items = {"params": abstract.params, "learner": _learner(abstract)}
         for name in TrainState._field_defaults:
             if not any(path.startswith(f"['{name}']") for path in saved["digests"]["learner"]):
                 items["learner"].pop(name, None)
         for item in ("params", "learner"):
             check_structure(self._directory / str(step), item, saved["digests"][item], items[item])
+
         versions = saved["digests"].get(_BEHIND)
         if versions:
             items[_BEHIND] = dict.fromkeys(versions, abstract.params)

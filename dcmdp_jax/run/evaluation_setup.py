@@ -159,6 +159,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
             probe=lambda: make_probe(model, Compute(), one_device_mesh()),
         )
         kind.check(arguments)
+
     prepare_jax(config.mesh.cpu_devices)
     machine = this_machine(make_mesh(data=-1).devices.flat[0].platform)
     lengths, completions = task.requests

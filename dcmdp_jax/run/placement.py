@@ -330,6 +330,7 @@ def fit(
     machine = machine or this_machine(mesh.devices.flat[0].platform)
     adapted = config.model.lora_rank or config.model.adapter
     dtype = "float32" if adapted else config.model.param_dtype
+
     lengths, completions = requests
     trainer = training_memory(
         config,
@@ -343,6 +344,7 @@ def fit(
         lora=lora,
         teacher=teacher,
     )
+
     setup = fit_engine(
         kind,
         dataclasses.replace(
@@ -363,6 +365,7 @@ def fit(
         trainer,
         fitted_rows=fitted_rows,
     )
+
     refills = config.algorithm.refill_rounds > 0 and hosts.count > 1
     return Placement(
         hosts=hosts,

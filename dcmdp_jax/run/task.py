@@ -480,6 +480,7 @@ def _load_prompts(
         answers = "required" if all(needed) else "optional"
     else:
         answers = "unused"
+
     held_out = setting == "evaluation.task"
     try:
         problems = []

@@ -168,6 +168,7 @@ def rollout_metrics(
         **reward_metrics(rollout.scores),
         **identical_metrics(rollout.episodes),
     }
+
     usable = ~rollout.dropped
     if rollout.scores.sources is not None:
         sources = np.array(rollout.scores.sources)[rollout.rows]
@@ -178,6 +179,7 @@ def rollout_metrics(
             mean = discrepancy[selected].mean(dtype=np.float64)
             metrics[f"discrepancy/source/{source}/mean"] = float(mean)
             metrics[f"completion/source/{source}/length_mean"] = float(lengths[selected].mean())
+
     if refills:
         rewards = rollout.scores.totals.astype(np.float64)[usable]
         differing = rollout.differing

@@ -133,6 +133,7 @@ class Verifier(Closing):
             )
         if self._closed:
             raise RuntimeError("the verifier is closed: make a new one")
+
         wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
         pairs = []
         for completion, answer in zip(completions, answers, strict=True):
@@ -140,6 +141,7 @@ class Verifier(Closing):
             if prediction is None:
                 pairs.append(None)
                 continue
+
             pair = prediction, answer
             pairs.append(pair)
             if pair in self._decided or pair in self._calls:
