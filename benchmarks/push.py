@@ -1,5 +1,5 @@
-"""Time and memory of a push to the embedded engine on simulated devices of a CPU, and of one to
-vLLM beside another's.
+"""Time and memory of a weight sync to the embedded engine on simulated devices of a CPU, and of one
+to vLLM beside another's.
 
     python -m benchmarks.push --size 0.6B --devices 1,2,8 --repeats 3
     python -m benchmarks.push --beside CHECKOUT --repeats 3
@@ -7,16 +7,16 @@ vLLM beside another's.
 Parameters in float32 are split over fsdp, the engine's weights in bfloat16 over tensor, both over
 all devices. For each number of devices a process of its own prints a table row:
 
-- seconds of a push: conversion, checksums on both sides, median and spread;
-- growth of the process's resident memory at its peak in a push, beside parameters that are there
-  already; the engine's weights, which stay, are part of it;
-- temporary memory on a device of the largest program of a push, by the compiler, and what of the
-  engine's weights the device keeps.
+- seconds of a weight sync: conversion, checksums on both sides, median and spread;
+- growth of the process's resident memory at its peak in a weight sync, beside parameters that are
+  there already; the engine's weights, which stay, are part of it;
+- temporary memory on a device of the largest program of a weight sync, by the compiler, and what of
+  the engine's weights the device keeps.
 
 The second command takes turns with another checkout of this project: runs of configs/demo_vllm.py
-without its warm-up, of which it reads `time/push`: conversion, checksums, vLLM's load and the
-proof. The first two pushes of a run are left out, as vLLM's own reload learns what later ones
-repeat.
+without its warm-up, of which it reads `time/weight_sync`: conversion, checksums, vLLM's load and
+the proof. The first two weight syncs of a run are left out, as vLLM's own reload learns what later
+ones repeat.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _resident(field: str) -> int:
 
 
 def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> int:
-    """The most temporary memory on a device of a program of a push."""
+    """The most temporary memory on a device of a program of a weight sync."""
     programs = conversion(config, _PRECISION, mesh)
     rest = {name: leaf for name, leaf in params.items() if name != "layers"}
     lowered = (
@@ -101,7 +101,7 @@ def measure(size: str, repeats: int) -> str:
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         began = time.perf_counter()
-        engine.push_weights(params, version)
+        engine.sync_weights(params, version)
         if version:
             times.append(time.perf_counter() - began)
             grown.append((_resident("VmHWM") - before) / _MIB)
@@ -117,8 +117,8 @@ def measure(size: str, repeats: int) -> str:
 
 
 def pushed_in_run(tree: Path) -> float:
-    """Median seconds of a push to vLLM in a run of `tree`, a checkout; the program is that of this
-    environment.
+    """Median seconds of a weight sync to vLLM in a run of `tree`, a checkout; the program is that
+    of this environment.
     """
     with tempfile.TemporaryDirectory() as directory:
         short = (
@@ -142,12 +142,16 @@ def pushed_in_run(tree: Path) -> float:
                 f"{tree}: the run ended with {done.returncode}: {done.stderr.strip()[-600:]}"
             )
         lines = Path(directory, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    pushes = [record["time/push"] for record in map(json.loads, lines) if "time/push" in record]
-    return statistics.median(pushes[2:])
+    syncs = [
+        record["time/weight_sync"]
+        for record in map(json.loads, lines)
+        if "time/weight_sync" in record
+    ]
+    return statistics.median(syncs[2:])
 
 
 def beside(other: Path, repeats: int) -> str:
-    """Table of a push to vLLM by this checkout and by another, in turns."""
+    """Table of a weight sync to vLLM by this checkout and by another, in turns."""
     trees = {"this checkout": Path(__file__).parents[1], str(other): other.resolve()}
     times: dict[str, list[float]] = {name: [] for name in trees}
     for _ in range(repeats):
@@ -171,7 +175,7 @@ def main() -> None:
         "--beside",
         type=Path,
         metavar="CHECKOUT",
-        help="a push to vLLM by this tree and by that one",
+        help="a weight sync to vLLM by this tree and by that one",
     )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Seconds of a push to vLLM replicas: sidecars beside actors on two Ray nodes of this machine, in
-the CPU build.
+"""Seconds of a weight sync to vLLM replicas: sidecars beside actors on two Ray nodes of this
+machine, in the CPU build.
 
     python -m benchmarks.ray_push --replicas 1,2,4 --repeats 5
 
 Parameters and weights in bfloat16, without the probe. A row for each number of replicas: median and
-spread of pushes after the first, and sampled tokens a second of 64 prompts. A bandwidth between
-hosts is not measured. 67 MB on two busy cores: 0.108 s by sidecars and 0.189 s by Ray with one
-replica, 0.175 and 0.333 s with two, 0.178 and 0.357 s with four.
+spread of weight syncs after the first, and sampled tokens a second of 64 prompts. A bandwidth
+between hosts is not measured. 67 MB on two busy cores: 0.108 s by sidecars and 0.189 s by Ray with
+one replica, 0.175 and 0.333 s with two, 0.178 and 0.357 s with four.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def _two_nodes(replicas: int) -> Iterator[str]:
 
 def _measure(settings: VllmSettings, params: object, repeats: int) -> str:
     prompts = [np.arange(1, 17, dtype=np.int32) + row for row in range(64)]
-    pushes = []
+    syncs = []
     rates = []
     with _engine(settings) as engine:
         for version in range(repeats + 1):
             began = time.perf_counter()
-            engine.push_weights(params, version)
-            pushed = time.perf_counter()
+            engine.sync_weights(params, version)
+            synced = time.perf_counter()
             found = [
                 episode
                 for group in engine.generate(prompts, _SAMPLED, seed=0, step=version)
@@ -84,9 +84,9 @@ def _measure(settings: VllmSettings, params: object, repeats: int) -> str:
             ]
             sampled = sum(int(episode.sampled_mask.sum()) for episode in found)
             if version:
-                pushes.append(pushed - began)
-                rates.append(sampled / (time.perf_counter() - pushed))
-    return f"{median_and_spread(pushes, '.3f')} | {median_and_spread(rates, ',.0f')}"
+                syncs.append(synced - began)
+                rates.append(sampled / (time.perf_counter() - synced))
+    return f"{median_and_spread(syncs, '.3f')} | {median_and_spread(rates, ',.0f')}"
 
 
 def main() -> None:

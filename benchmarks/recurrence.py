@@ -84,7 +84,7 @@ def legs(precision: str, state_dtype: str) -> str:
         made = LocalEngine(
             EngineArguments(name, name, model=config, max_total_tokens=288, min_rows=4)
         )
-        made.push_weights(params, 0)
+        made.sync_weights(params, 0)
         return made
 
     def rounded(memory: jax.Array, token: Heads) -> tuple[jax.Array, jax.Array]:

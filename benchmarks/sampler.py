@@ -69,8 +69,8 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     push = {}
     times = {precision: [] for precision in precisions}
     for precision, engine in engines.items():
-        engine.push_weights(params, 0)
-        push[precision] = _seconds(lambda engine=engine: engine.push_weights(params, 1))
+        engine.sync_weights(params, 0)
+        push[precision] = _seconds(lambda engine=engine: engine.sync_weights(params, 1))
         first[precision] = _seconds(
             lambda engine=engine: collect(engine.generate(prompts, sampling, seed=0, step=0))
         )

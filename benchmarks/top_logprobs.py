@@ -1,4 +1,4 @@
-"""What the engine's k likeliest tokens cost: the training step, packing and transfer included, and
+"""What the engine's top-k tokens cost: the training step, packing and transfer included, and
 sampling.
 
     python -m benchmarks.top_logprobs [--sizes 0.6M,9M] [--k 32] [--prompts 16] [--repeats 7]
@@ -99,7 +99,7 @@ def sampling(
         engine = LocalEngine(
             EngineArguments("float32", max_total_tokens=TOTAL, model=config, top_logprobs=k)
         )
-        engine.push_weights(init_params(config, jax.random.key(0)), 0)
+        engine.sync_weights(init_params(config, jax.random.key(0)), 0)
         asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
         return lambda: len(collect(engine.generate(prompts, asked, seed=0, step=0)))
 
@@ -126,7 +126,7 @@ def vllm_seconds(
             )
         )
         try:
-            engine.push_weights(init_params(config, jax.random.key(0)), 0)
+            engine.sync_weights(init_params(config, jax.random.key(0)), 0)
             asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
 
             def call(k: int) -> int:

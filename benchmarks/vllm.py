@@ -59,7 +59,7 @@ def measure(name: str, repeats: int) -> None:
             "directory": Path(directory),
         }
         engine = VllmEngine(EngineArguments("bfloat16", "bfloat16", model=config, **sizes))
-        engine.push_weights(init_params(config, jax.random.key(0)), 0)
+        engine.sync_weights(init_params(config, jax.random.key(0)), 0)
         arguments = EngineArguments("bfloat16", "bfloat16", model=config, platform="cpu", **sizes)
         request = {
             "environment": launch.environment(arguments),

@@ -27,7 +27,7 @@ _TOLERANCE = 0.00123456789
 # Name of the function that begins it -> phase.
 _PHASES = {
     "Run.check": "setup",
-    "push_weights": "push",
+    "sync_weights": "push",
     "_generate": "generate",
     "finish": "verify",
     "_pack": "pack",

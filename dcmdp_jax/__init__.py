@@ -22,7 +22,7 @@ from dcmdp_jax.version import __version__
 
 _TABLE = """
     DcGrpoAux             algorithm.dc_grpo        aux
-    penalized_advantages  algorithm.penalties      penal charge
+    penalized_advantages  algorithm.penalties      penal penalty
     clipped_surrogate     algorithm.trust_regions  clip ppo surrogate
     group_advantages      algorithm.advantages     advantage normaliz statistic
     dc_grpo_loss          algorithm.dc_grpo        loss grpo

@@ -23,8 +23,8 @@ def huber(tokens: Tokens, *, knee: float = 0.01) -> tuple[jax.Array, Statistics]
     """
     delta = tokens.discrepancy
     above = tokens.discrepancy > knee
-    charge = jnp.where(above, delta - knee / 2, delta**2 / (2 * knee))
-    return tokens.advantages - tokens.multiplier * charge, {
+    penalty = jnp.where(above, delta - knee / 2, delta**2 / (2 * knee))
+    return tokens.advantages - tokens.multiplier * penalty, {
         "above_knee": masked_sum(above, tokens.completion_mask)
     }
 

@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 from research import (
     ascents,
     certificates,
-    charge_gradients,
-    charge_in_a_real_model,
     dose_tables,
     doses,
     frozen_tables,
     kept_studies,
     long_tables,
     paper_regime,
+    penalty_gradients,
+    penalty_in_a_real_model,
     repeated,
     theory_tables,
 )
@@ -88,9 +88,9 @@ def _frozen() -> str:
     )
 
 
-def _charge_in_a_real_model() -> str:
-    return charge_in_a_real_model.table(
-        json.loads(charge_in_a_real_model.KEPT.read_text(encoding="utf-8"))
+def _penalty_in_a_real_model() -> str:
+    return penalty_in_a_real_model.table(
+        json.loads(penalty_in_a_real_model.KEPT.read_text(encoding="utf-8"))
     )
 
 
@@ -98,9 +98,9 @@ def _regime(name: str) -> str:
     return paper_regime.text(paper_regime.read_kept(name))
 
 
-def _charge_gradients() -> str:
-    return charge_gradients.gradient_table(
-        json.loads((KEPT / "charge_gradients.json").read_text(encoding="utf-8"))
+def _penalty_gradients() -> str:
+    return penalty_gradients.gradient_table(
+        json.loads((KEPT / "penalty_gradients.json").read_text(encoding="utf-8"))
     )
 
 
@@ -117,10 +117,10 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "oracle": oracle.text,
     "certificates": certificates.text,
     "theory": theory_tables.text,
-    "charge_gradients": _charge_gradients,
+    "penalty_gradients": _penalty_gradients,
     **(
-        {"charge_in_a_real_model": _charge_in_a_real_model}
-        if charge_in_a_real_model.KEPT.exists()
+        {"penalty_in_a_real_model": _penalty_in_a_real_model}
+        if penalty_in_a_real_model.KEPT.exists()
         else {}
     ),
     **{name: functools.partial(_regime, name) for name in _REGIMES},

@@ -100,7 +100,7 @@ def record_demo(run: Path) -> dict[str, Columns]:
                 model=model.model, max_total_tokens=56, max_rows=128, min_rows=32, **options
             )
         )
-        engine.push_weights(model.params if params is None else params, 0)
+        engine.sync_weights(model.params if params is None else params, 0)
         found = sample(
             engine,
             asked,

@@ -1,4 +1,4 @@
-"""The tables and figures of appendix.md: what a fixed lambda does, charge by charge, at equal
+"""The tables and figures of appendix.md: what a fixed lambda does, penalty by penalty, at equal
 entropy.
 
 `python -m research dose_response`, and the other studies of fixed lambdas. Two estimators stand
@@ -48,16 +48,16 @@ from research.studies.results import (
 
 BASELINE = "grpo"
 CONTROL = "grpo_perturbed"
-"""Arm without a charge, and the one that differs from it by a perturbation alone."""
+"""Arm without a penalty, and the one that differs from it by a perturbation alone."""
 _FEWEST_RUNS = 5
 _LOGARITHMS = ("excess", "per_nat")
 Doses = Mapping[str, tuple[str, float]]
-"""Arm -> its charge and its lambda."""
+"""Arm -> its penalty and its lambda."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """Discrepancy by entropy of runs without a charge: log delta = intercept + slope log H.
+    """Discrepancy by entropy of runs without a penalty: log delta = intercept + slope log H.
 
     Attributes:
         intercept, slope: least squares over all steps of all runs.
@@ -241,7 +241,7 @@ def dose_claims(runs: Table, baseline: str, control: str) -> list[str]:
 
     Args:
         runs: of the study.
-        baseline: arm without a charge.
+        baseline: arm without a penalty.
         control: the same arm with a perturbation.
     """
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
@@ -283,7 +283,7 @@ def ascent_table(runs: Table, baseline: str) -> str:
     c.
 
     Against each arm stands the baseline with the same c: what the share of steps above it is
-    without a charge.
+    without a penalty.
     """
     rows = []
     for arm in ascending(runs):
@@ -321,22 +321,24 @@ def _late_mean(series: Series) -> float:
 def dose_panels(
     runs: Table, baseline: str, doses: Doses
 ) -> dict[str, tuple[float, float, dict[str, np.ndarray]]]:
-    """What `draw_doses` draws: values of each charge by lambda; logarithms as a difference to 0."""
+    """What `draw_doses` draws: values of each penalty by lambda; logarithms as a difference to
+    0.
+    """
     present = {arm: seeds for arm, seeds in runs.items() if seeds}
     found = measure_doses(present, baseline)
     panels = {}
     for name, (heading, _) in responses(fit_relation(present[baseline])).items():
-        charges: dict[str, list[tuple[float, float, float]]] = {}
-        for arm, (charge, strength) in doses.items():
+        penalties: dict[str, list[tuple[float, float, float]]] = {}
+        for arm, (penalty, strength) in doses.items():
             if arm in present:
                 own, paired = found[name][arm]
                 shown = paired if name in _LOGARITHMS else own
-                charges.setdefault(charge, []).append((strength, shown.mean, shown.half_width))
+                penalties.setdefault(penalty, []).append((strength, shown.mean, shown.half_width))
         level = found[name][baseline][1 if name in _LOGARITHMS else 0]
         panels[heading] = (
             level.mean,
             level.half_width,
-            {charge: np.array(each) for charge, each in charges.items()},
+            {penalty: np.array(each) for penalty, each in penalties.items()},
         )
     return panels
 
@@ -393,7 +395,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
     Args:
         path: remedies.json of `python -m research.oracle --study`.
         runs: of the study.
-        baseline: the arm without a charge, which the oracle calls no remedy.
+        baseline: the arm without a penalty, which the oracle calls no remedy.
 
     Raises:
         UserError: if the file can't be read, or has fewer than three of the study's arms.
@@ -476,19 +478,19 @@ def _table(oracles: Sequence[Mapping[str, Any]]) -> list[str]:
     engines = [
         heading for oracle in oracles for heading in (f"{oracle['engine']}: error", "bias^2")
     ]
-    return markdown_table(["charge", *engines], rows)
+    return markdown_table(["penalty", *engines], rows)
 
 
 def draw_doses(
     title: str, baseline: str, panels: Mapping[str, tuple[float, float, Mapping[str, np.ndarray]]]
 ) -> Figure:
-    """Plot what a fixed lambda does: a panel for each response, a line for each charge, the
+    """Plot what a fixed lambda does: a panel for each response, a line for each penalty, the
     baseline in gray.
 
     Args:
         title: heading.
-        baseline: label of the runs without a charge.
-        panels: heading -> the baseline's mean and half width, and charge -> [n, 3]: lambda, mean,
+        baseline: label of the runs without a penalty.
+        panels: heading -> the baseline's mean and half width, and penalty -> [n, 3]: lambda, mean,
             half width.
     """
     columns = math.ceil(len(panels) / 2)
@@ -503,20 +505,27 @@ def _doses(
     axes: Axes, heading: str, baseline: str, panel: tuple[float, float, Mapping[str, np.ndarray]]
 ) -> None:
     """One response by fixed lambda."""
-    mean, half, charges = panel
+    mean, half, penalties = panel
     axes.axhline(mean, color=BASELINE_COLOR, linewidth=1.5, label=baseline)
     if math.isfinite(half):
         axes.axhspan(mean - half, mean + half, color=BASELINE_COLOR, alpha=0.25, linewidth=0)
-    for charge, points in charges.items():
+    for penalty, points in penalties.items():
         strength, values, widths = points.T
         widths = np.where(np.isfinite(widths), widths, 0)
         line = {
-            "color": color_of(charge),
-            "linestyle": "--" if charge.endswith("_one") else "-",
+            "color": color_of(penalty),
+            "linestyle": "--" if penalty.endswith("_one") else "-",
             "linewidth": 1.5,
         }
         axes.errorbar(
-            strength, values, yerr=widths, marker="o", markersize=4, capsize=3, label=charge, **line
+            strength,
+            values,
+            yerr=widths,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            label=penalty,
+            **line,
         )
     axes.set_xscale("log")
     style_axes(axes, heading, x="lambda, fixed")
@@ -530,11 +539,11 @@ def draw_answer(
     discrepancies: Mapping[str, np.ndarray],
     budget: float,
 ) -> Figure:
-    """Plot whether the charge lowers the discrepancy: by fixed lambda above, by dual ascent below.
+    """Plot whether the penalty lowers the discrepancy: by fixed lambda above, by dual ascent below.
 
     Args:
         title: heading.
-        baseline: label of the runs without a charge.
+        baseline: label of the runs without a penalty.
         panels: two of `draw_doses`.
         multipliers, discrepancies: label -> [n, 3]: step, mean, half width, of arms with dual
             ascent; the second has the baseline too.
@@ -598,6 +607,6 @@ def figures(runs: Table, oracle: Path | None = None) -> dict[str, Figure]:
         "doses": draw_doses(title, BASELINE, panels),
         "answer": draw_answer(title, BASELINE, first, multipliers, discrepancies, budget),
         "oracle": draw_oracle(
-            "Each charge's gradient against the exact one", oracle_panels(oracle)
+            "Each penalty's gradient against the exact one", oracle_panels(oracle)
         ),
     }

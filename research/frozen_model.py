@@ -83,7 +83,7 @@ class Tokens:
         prompt: [n] int, the prompt of each token.
         train, rollout: [n] float nats, log p and log q of the sampled token.
         entropy: [n] nats, of p.
-        top_train, top_rollout: [n, k] nats, of the engine's likeliest tokens; -inf where it has
+        top_train, top_rollout: [n, k] nats, of the engine's top-k tokens; -inf where it has
             fewer.
         advantages: [n], of the completion; 1 where the task has no rewards.
     """
@@ -119,7 +119,7 @@ def log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 def summarize(tokens: Tokens) -> dict[str, Any]:
     """The numbers that are kept of an engine: means by prompt, quantiles, bins, histograms, shares,
-    the charge.
+    the penalty.
 
     A mean is over tokens, its interval that of the jackknife over prompts, since completions of one
     prompt are alike; a quantile's is the bootstrap's over prompts.
@@ -157,7 +157,7 @@ def summarize(tokens: Tokens) -> dict[str, Any]:
         "by_p": in_bins(p, PROBABILITIES, delta, eps, q > p),
         "by_entropy": in_bins(tokens.entropy, ENTROPIES, delta, eps, q > p),
         "histograms": {"delta": histogram(delta), "abs_displacement": histogram(np.abs(eps))},
-        "charge": {f"{strength:g}": charge(tokens, strength) for strength in LAMBDAS},
+        "penalty": {f"{strength:g}": penalty(tokens, strength) for strength in LAMBDAS},
     }
 
 
@@ -216,33 +216,33 @@ def histogram(values: np.ndarray) -> list[int]:
     ).tolist()
 
 
-def charge(tokens: Tokens, strength: float) -> dict[str, float]:
-    """The charge of -lambda delta at this lambda beside advantages: its share of the update, and
+def penalty(tokens: Tokens, strength: float) -> dict[str, float]:
+    """The penalty of -lambda delta at this lambda beside advantages: its share of the update, and
     its tail.
 
-    `share` is that of `algorithm.signals.charge_share`, every token weighing the same; `largest`
+    `share` is that of `algorithm.signals.penalty_share`, every token weighing the same; `largest`
     and `over_half` are of lambda delta.
     """
     from dcmdp_jax.algorithm.remedies import Tokens as Columns
-    from dcmdp_jax.algorithm.signals import charge_share
+    from dcmdp_jax.algorithm.signals import penalty_share
 
     plain = tokens.advantages[None].astype(np.float32)
     train, rollout = (x[None].astype(np.float32) for x in (tokens.train, tokens.rollout))
-    charged = strength * tokens.delta[None].astype(np.float32)
+    penalized = strength * tokens.delta[None].astype(np.float32)
     columns = Columns(
         train_logprobs=train,
         old_logprobs=train,
         rollout_logprobs=rollout,
-        advantages=plain - charged,
+        advantages=plain - penalized,
         completion_mask=np.ones(train.shape, bool),
         completion_index=np.zeros(train.shape, np.int32),
         num_completions=1,
     )
-    share = charge_share(columns, plain, np.ones_like(plain))
+    share = penalty_share(columns, plain, np.ones_like(plain))
     return {
         "share": _digits(float(share.total / share.weight)),
-        "largest": _digits(charged.max()),
-        "over_half": _digits((charged >= 0.5).mean()),
+        "largest": _digits(penalized.max()),
+        "over_half": _digits((penalized >= 0.5).mean()),
     }
 
 
@@ -315,7 +315,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     mask = rows.completion_mask
     columns = {}
     for key, fill in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(0))):
-        columns[key] = np.full((*mask.shape, arguments.likeliest), fill)
+        columns[key] = np.full((*mask.shape, arguments.top_logprobs), fill)
         columns[key][mask] = np.concatenate(
             [one.columns[key][one.sampled_mask] for one in episodes]
         )
@@ -447,7 +447,7 @@ def advantages(rewards: np.ndarray | None, episodes: Sequence[Any]) -> np.ndarra
 
 
 def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The probe's session of one engine that also gives its likeliest tokens, and the engine."""
+    """The probe's session of one engine that also gives its top-k tokens, and the engine."""
     from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.lab.probe.engines import parse_spec
@@ -464,7 +464,7 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
         "rollout.group_size": arguments.completions,
         "rollout.max_rows": 64,
         "rollout.max_completion_tokens": arguments.tokens,
-        "rollout.top_logprobs": arguments.likeliest,
+        "rollout.top_logprobs": arguments.top_logprobs,
         "task.train": arguments.task,
         "task.prompt_suffix": arguments.suffix,
         "training.seed": 0,
@@ -497,7 +497,7 @@ def main() -> None:
     add("--tokens", type=int, default=128, help="longest completion (default: %(default)s)")
     add("--engine", action="append", choices=ENGINES, help="default: all")
     add(
-        "--likeliest",
+        "--top-logprobs",
         type=int,
         default=32,
         help="k, tokens of the engine's head (default: %(default)s)",

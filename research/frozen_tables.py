@@ -192,12 +192,12 @@ def whole_table(kept: Kept) -> str:
     )
 
 
-def charge_table(kept: Kept) -> str:
-    """The charge's share and its tail."""
+def penalty_table(kept: Kept) -> str:
+    """The penalty's share and its tail."""
 
     def row(one: Mapping[str, Any]) -> list[str]:
         cells = []
-        for found in one["charge"].values():
+        for found in one["penalty"].values():
             cells += [
                 f"{100 * found['share']:.2g}",
                 f"{found['largest']:.2g}",
@@ -287,7 +287,7 @@ def tables(kept: Kept) -> dict[str, str]:
         "size": size_table(kept),
         "verdict": verdict_table(kept),
         "whole": whole_table(kept),
-        "charge": charge_table(kept),
+        "penalty": penalty_table(kept),
         "floor": floor_table(kept),
         "count": count_table(kept),
         "text": text_table(kept),

@@ -114,7 +114,7 @@ BESIDE: Mapping[str, Callable[[Series], float]] = {
     "delta with q > p, %": _late("discrepancy/engine_share", 100),
     "p99 of delta, 1e-3": _late("discrepancy/p99", 1e3),
     "p99 abs(eps), nats": _late("displacement/abs_p99"),
-    "charge's share, %": _late("dual/charge_share", 100),
+    "penalty's share, %": _late("dual/penalty_share", 100),
     "gradient norm": _late("optimizer/grad_norm"),
     "lambda, last": lambda series: float(series["dual/multiplier"][1][-1]),
     "length": _late("completion/length_mean"),
@@ -145,8 +145,8 @@ def ended(runs: Table) -> dict[str, list[int]]:
     }
 
 
-def charge_warnings(runs: Table) -> dict[str, int]:
-    """How well the alarm `charge` tells runs that end, of those with a lambda above 0.
+def penalty_warnings(runs: Table) -> dict[str, int]:
+    """How well the alarm `penalty` tells runs that end, of those with a lambda above 0.
 
     Returns:
         `ended` runs, those of them warned `in_time`, before the first four steps of which all later
@@ -181,7 +181,7 @@ def _first(series: Series, count: int) -> Series:
 
 
 def _warned(series: Series) -> bool:
-    return any(alarm.name == "charge" for alarm in alarms(series))
+    return any(alarm.name == "penalty" for alarm in alarms(series))
 
 
 def differences(runs: Table) -> dict[tuple[str, str], Estimate]:

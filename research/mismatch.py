@@ -59,7 +59,7 @@ class Mismatch(NamedTuple):
     Attributes:
         probability: mean |p_train - p_engine| over the sampled tokens.
         noise_floor: the same between two batch compositions of the engine.
-        probe: mean |log p_train - log p_engine| of the push's probe, nats.
+        probe: mean |log p_train - log p_engine| of the weight sync's probe, nats.
         entropy: mean surprise of the sampled tokens, nats.
         matched: as `probability`, of a trainer in bfloat16 whose forward pass repeats the engine's
             roundings.
@@ -108,7 +108,7 @@ def _reference(family: str) -> tuple[ModelConfig, Params, LocalEngine]:
     config = model(family)
     params = init_params(config, jax.random.key(0))
     exact = LocalEngine(EngineArguments(model=config, max_total_tokens=TOTAL))
-    exact.push_weights(params, 0)
+    exact.sync_weights(params, 0)
     return config, params, exact
 
 
@@ -132,7 +132,7 @@ def measure(family: str, regime: Regime) -> Mismatch:
         )
         engine = VllmEngine(arguments)
         try:
-            pushed = engine.push_weights(params, 0)
+            synced = engine.sync_weights(params, 0)
             episodes = collect(engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0))
             first = dict(enumerate(episodes[:ALONE]))
             together, alone = sample_alone(engine, first, SamplingParams(1, TOKENS), seed=0, step=0)
@@ -148,7 +148,7 @@ def measure(family: str, regime: Regime) -> Mismatch:
     floor = mean_difference([together], [alone])
     apart = mean_difference(matched.score(*rows, temperature=1.0), sampled)
     return Mismatch(
-        mean_difference(train, sampled), floor, pushed["mismatch/probe"], entropy, apart
+        mean_difference(train, sampled), floor, synced["mismatch/probe"], entropy, apart
     )
 
 

@@ -191,7 +191,7 @@ FIGURES: Mapping[str, Callable[[Series], tuple[np.ndarray, np.ndarray]]] = {
         series["policy/clip_low_fraction"][0],
         series["policy/clip_low_fraction"][1] + series["policy/clip_high_fraction"][1],
     ),
-    "charge's share": lambda series: series["dual/charge_share"],
+    "penalty's share": lambda series: series["dual/penalty_share"],
 }
 
 

@@ -115,7 +115,7 @@ def measure(engine: Engine, params: Params) -> Effect:
         rng.integers(0, MODEL.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(PROMPTS)
     ]
     try:
-        engine.push_weights(params, 0)
+        engine.sync_weights(params, 0)
         episodes = collect(engine.generate(prompts, SamplingParams(1, TOKENS), seed=0, step=0))
     finally:
         engine.close()

@@ -1,9 +1,9 @@
-"""The tables behind docs/theory.md: the direction of the token's charge, two steps with a way out,
+"""The tables behind docs/theory.md: the direction of the token's penalty, two steps with a way out,
 budgets.
 
     python -m research theory          # writes tables/theory.txt
 
-**Does the token's charge descend the discrepancy? One state, every action, exact sums and
+**Does the token's penalty descend the discrepancy? One state, every action, exact sums and
 derivatives in float64.**
 
 Logits z, trainer p = softmax(z), engine q, delta_a = |p_a - q_a|. What the discrepancy is, and
@@ -11,7 +11,7 @@ where it falls fastest:
 
     D = sum_a q_a delta_a = E_{a~q}[delta_a]
 
-The charge moves z by its expected score-function term over the engine's samples, delta being a
+The penalty moves z by its expected score-function term over the engine's samples, delta being a
 constant:
 
     v = E_{a~q}[-delta_a grad_z log p_a] = -(q delta - (sum_b q_b delta_b) p)
@@ -29,7 +29,7 @@ several tokens it leaves out, too, what a token does to the discrepancy of those
 Two actions, the engine stays: delta_1 = delta_2 = |y - x| with y = p_1 and x = q_1, v_1 - v_2 = -2
 delta (x - y), and y moves by y (1 - y) (v_1 - v_2), away from x, whatever x and y: D never falls.
 
-**Two steps with a way around the mismatch: which charge makes a policy take it, in closed form and
+**Two steps with a way around the mismatch: which penalty makes a policy take it, in closed form and
 by simulation.**
 
 The first token chooses a way, clean (logit theta) or noisy (0); the second has two actions, equally
@@ -43,23 +43,23 @@ both actions of the noisy way have the same discrepancy delta, and the first tok
 samples groups of G completions of the ENGINE's policy and moves by gradient ascent of the mean over
 completions of
 
-    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),  A of a charge as in `CHARGES`, not divided by a
+    1/2 sum_t A_{i,t} log pi(a_{i,t} | s_{i,t}),  A of a penalty as in `PENALTIES`, not divided by a
                                                   deviation
 
 (`reward_std` divides). Its expectation, for one unit of step size:
 
     E[d theta] = 1/2 x (1 - x) u,    E[d phi] = 1/2 (1 - x) (z - y) v,    with b = 1 - 1/G and
 
-    charge           u                          v
+    penalty           u                          v
     grpo             -b g                       b x g
     token            -b g                       b x g - lambda delta
     sequence         -b g + lambda delta / 2    b x g - lambda delta / 2
     reward           b (lambda delta / 2 - g)   -b x (lambda delta / 2 - g)
     state            -b g                       b x g
 
-`token` never moves theta: what is charged after a choice reaches the choice only by the
+`token` never moves theta: what is penalized after a choice reaches the choice only by the
 completion's advantage. `token` and `sequence` push phi away from what the engine samples, since a
-negative advantage on samples of z lowers y where z is above it: a charge that is equal for all
+negative advantage on samples of z lowers y where z is above it: a penalty that is equal for all
 actions has expected gradient 0 only if they are sampled from the policy. While delta stays as it
 is, theta follows
 
@@ -68,7 +68,7 @@ is, theta follows
 **Which budget can be met by growing sure?** The same two ways, but only the first action of the
 noisy way is right, so that it earns 1 or 0: reward alone leads there and makes phi grow. Both
 actions have |eps| = |logit y - logit z| = d whatever phi is, and delta = |y - z| -> 0. Each
-completion is charged its mean (`sequence`), its tokens being the first, which has no discrepancy,
+completion is penalized its mean (`sequence`), its tokens being the first, which has no discrepancy,
 and the second. With V = x (1 - g) + (1 - x) z, h = lambda m / 2 and m = delta or d,
 
     E[d theta] = 1/2 x (1 - x) (1 - g - z + h)
@@ -99,10 +99,10 @@ entropy of 1.2 nats.
 """
 
 
-def charge_direction(policy: np.ndarray, engine: np.ndarray) -> np.ndarray:
-    """v of the token's charge at lambda 1, [..., K] of p and q [..., K]."""
-    charged = engine * np.abs(policy - engine)
-    return charged.sum(axis=-1, keepdims=True) * policy - charged
+def penalty_direction(policy: np.ndarray, engine: np.ndarray) -> np.ndarray:
+    """v of the token's penalty at lambda 1, [..., K] of p and q [..., K]."""
+    penalized = engine * np.abs(policy - engine)
+    return penalized.sum(axis=-1, keepdims=True) * policy - penalized
 
 
 def discrepancy_slope(
@@ -131,13 +131,13 @@ def random_states(
     return softmax(SPREAD * logits, axis=-1), softmax(SPREAD * logits + noise * shift, axis=-1)
 
 
-def state_direction(policy: np.ndarray, engine: np.ndarray, charge: str) -> np.ndarray:
-    """-grad_z of a state's charge in the loss (`dcmdp_jax.algorithm.penalties`), [..., K] of p and
+def state_direction(policy: np.ndarray, engine: np.ndarray, penalty: str) -> np.ndarray:
+    """-grad_z of a state's penalty in the loss (`dcmdp_jax.algorithm.penalties`), [..., K] of p and
     q [..., K].
     """
-    if charge == "state_kl":
+    if penalty == "state_kl":
         return engine - policy
-    slope = np.sign(policy - engine) * (engine if charge == "state_delta" else 0.5)
+    slope = np.sign(policy - engine) * (engine if penalty == "state_delta" else 0.5)
     return -policy * (slope - np.sum(policy * slope, axis=-1, keepdims=True))
 
 
@@ -147,15 +147,15 @@ def falling_share(
     follows: bool,
     states: int = 4000,
     actions: int = ACTIONS,
-    charge: str = "token",
+    penalty: str = "token",
 ) -> float:
-    """Share of random states in which the token's charge, or one in the loss, lowers D, to first
+    """Share of random states in which the token's penalty, or one in the loss, lowers D, to first
     order.
     """
     policy, engine = random_states(noise, states=states, actions=actions)
-    token = charge == "token"
+    token = penalty == "token"
     direction = (
-        charge_direction(policy, engine) if token else state_direction(policy, engine, charge)
+        penalty_direction(policy, engine) if token else state_direction(policy, engine, penalty)
     )
     return float(np.mean(discrepancy_slope(policy, engine, direction, follows=follows) < 0))
 
@@ -193,64 +193,66 @@ def _none(
     return zero, zero, zero
 
 
-CHARGES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]] = MappingProxyType(
-    {
-        "grpo": _none,
-        "token": lambda noisy, delta, multiplier: (
-            0.0 * noisy,
-            multiplier * delta * noisy,
-            0.0 * noisy,
-        ),
-        "sequence": lambda noisy, delta, multiplier: (
-            multiplier * delta * noisy / 2,
-            multiplier * delta * noisy / 2,
-            0.0 * noisy,
-        ),
-        "reward": lambda noisy, delta, multiplier: (
-            0.0 * noisy,
-            0.0 * noisy,
-            multiplier * delta * noisy / 2,
-        ),
-        "reward_std": lambda noisy, delta, multiplier: (
-            0.0 * noisy,
-            0.0 * noisy,
-            multiplier * delta * noisy / 2,
-        ),
-        # The state's expected discrepancy is the action's own: both have the same.
-        "state": _none,
-    }
+PENALTIES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]] = (
+    MappingProxyType(
+        {
+            "grpo": _none,
+            "token": lambda noisy, delta, multiplier: (
+                0.0 * noisy,
+                multiplier * delta * noisy,
+                0.0 * noisy,
+            ),
+            "sequence": lambda noisy, delta, multiplier: (
+                multiplier * delta * noisy / 2,
+                multiplier * delta * noisy / 2,
+                0.0 * noisy,
+            ),
+            "reward": lambda noisy, delta, multiplier: (
+                0.0 * noisy,
+                0.0 * noisy,
+                multiplier * delta * noisy / 2,
+            ),
+            "reward_std": lambda noisy, delta, multiplier: (
+                0.0 * noisy,
+                0.0 * noisy,
+                multiplier * delta * noisy / 2,
+            ),
+            # The state's expected discrepancy is the action's own: both have the same.
+            "state": _none,
+        }
+    )
 )
-"""Charge: (on the noisy way?, delta, lambda) -> what is taken from the first token, the second, and
-the reward.
+"""Penalty: (on the noisy way?, delta, lambda) -> what is taken from the first token, the second,
+and the reward.
 """
 
 
-def expected_update(start: TwoSteps, charge: str, multiplier: float) -> tuple[float, float]:
+def expected_update(start: TwoSteps, penalty: str, multiplier: float) -> tuple[float, float]:
     """The expectation of (d theta, d phi) of one step of size 1, exactly.
 
     Args:
         start: problem and policy.
-        charge: of `CHARGES`.
+        penalty: of `PENALTIES`.
         multiplier: lambda.
 
     Raises:
-        ValueError: for an unknown charge.
+        ValueError: for an unknown penalty.
     """
-    _check(charge)
+    _check(penalty)
     x = expit(start.theta)
     y = expit(start.phi)
     z = expit(start.phi + start.shift)
     b = 1 - 1 / start.group_size
     g = start.price
     half = multiplier * start.discrepancy / 2
-    if charge == "reward_std":
+    if penalty == "reward_std":
         u, v = _normalized(start, half)
     else:
-        in_reward = half if charge == "reward" else 0.0
+        in_reward = half if penalty == "reward" else 0.0
         u = b * (in_reward - g)
         v = -b * x * (in_reward - g)
-        u += half if charge == "sequence" else 0.0
-        v -= {"token": 2 * half, "sequence": half}.get(charge, 0.0)
+        u += half if penalty == "sequence" else 0.0
+        v -= {"token": 2 * half, "sequence": half}.get(penalty, 0.0)
     return float(x * (1 - x) * u / 2), float((1 - x) * (z - y) * v / 2)
 
 
@@ -278,7 +280,7 @@ def _sampled(
     start: TwoSteps,
     theta: np.ndarray,
     phi: np.ndarray,
-    charge: str,
+    penalty: str,
     multiplier: float,
     prompts: int,
     rng: np.random.Generator,
@@ -288,10 +290,10 @@ def _sampled(
     x, y, z = (expit(v)[:, None, None] for v in (theta, phi, phi + start.shift))
     noisy = (rng.random(shape) >= x).astype(float)
     first = (rng.random(shape) < z).astype(float)
-    on_first, on_second, in_reward = CHARGES[charge](noisy, np.abs(y - z), multiplier)
+    on_first, on_second, in_reward = PENALTIES[penalty](noisy, np.abs(y - z), multiplier)
     rewards = 1 - start.price * (1 - noisy) - in_reward
     advantages = rewards - rewards.mean(axis=-1, keepdims=True)
-    if charge == "reward_std":
+    if penalty == "reward_std":
         deviation = rewards.std(axis=-1, ddof=1, keepdims=True)
         # Equal rewards: 0 and not rounding over rounding.
         advantages = np.where(
@@ -303,20 +305,20 @@ def _sampled(
 
 
 def expected_path(
-    start: TwoSteps, charge: str, multiplier: float, *, steps: int, size: float
+    start: TwoSteps, penalty: str, multiplier: float, *, steps: int, size: float
 ) -> np.ndarray:
     """theta and phi after 0, 1, ... `steps` expected updates of `size`, [steps + 1, 2] float64."""
     path = [(start.theta, start.phi)]
     for _ in range(steps):
         here = dataclasses.replace(start, theta=path[-1][0], phi=path[-1][1])
-        moved = expected_update(here, charge, multiplier)
+        moved = expected_update(here, penalty, multiplier)
         path.append((here.theta + size * moved[0], here.phi + size * moved[1]))
     return np.array(path)
 
 
 def simulated_paths(
     start: TwoSteps,
-    charge: str,
+    penalty: str,
     multiplier: float,
     *,
     steps: int,
@@ -326,24 +328,24 @@ def simulated_paths(
     rng: np.random.Generator,
 ) -> np.ndarray:
     """theta and phi at the end of many runs, [runs, 2]; each step samples `prompts` groups."""
-    _check(charge)
+    _check(penalty)
     theta = np.full(runs, start.theta)
     phi = np.full(runs, start.phi)
     for _ in range(steps):
-        d_theta, d_phi = _sampled(start, theta, phi, charge, multiplier, prompts, rng)
+        d_theta, d_phi = _sampled(start, theta, phi, penalty, multiplier, prompts, rng)
         theta = theta + size * d_theta
         phi = phi + size * d_phi
     return np.stack([theta, phi], axis=1)
 
 
-def least_multiplier(start: TwoSteps, charge: str) -> float:
-    """lambda above which the charge moves the policy to the clean way; infinite where none does, 0
+def least_multiplier(start: TwoSteps, penalty: str) -> float:
+    """lambda above which the penalty moves the policy to the clean way; infinite where none does, 0
     where any does.
     """
-    _check(charge)
-    if charge not in ("sequence", "reward", "reward_std"):
+    _check(penalty)
+    if penalty not in ("sequence", "reward", "reward_std"):
         return math.inf
-    share = 1 - 1 / start.group_size if charge == "sequence" else 1.0
+    share = 1 - 1 / start.group_size if penalty == "sequence" else 1.0
     return 2 * share * start.price / start.discrepancy
 
 
@@ -357,7 +359,7 @@ def way_out_table(
     prompts: int,
     seed: int = 0,
 ) -> list[list[str]]:
-    """Rows of a table: each charge, its least lambda, and where theta and phi end by theory and by
+    """Rows of a table: each penalty, its least lambda, and where theta and phi end by theory and by
     simulation.
 
     Args:
@@ -368,23 +370,23 @@ def way_out_table(
         seed: of the simulation.
 
     Returns:
-        Per charge: name, yes or no, least lambda, theta expected, theta simulated with its 95%
+        Per penalty: name, yes or no, least lambda, theta expected, theta simulated with its 95%
         interval, the same of phi, the discrepancy per completion's token that is expected at the
         end.
     """
     rows = []
-    for charge in CHARGES:
-        least = least_multiplier(start, charge)
-        theta, phi = expected_path(start, charge, multiplier, steps=steps, size=size)[-1]
+    for penalty in PENALTIES:
+        least = least_multiplier(start, penalty)
+        theta, phi = expected_path(start, penalty, multiplier, steps=steps, size=size)[-1]
         rng = np.random.default_rng(seed)
         ends = simulated_paths(
-            start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng
+            start, penalty, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng
         )
         half = ndtri(0.975) * ends.std(axis=0, ddof=1) / math.sqrt(runs)
         here = dataclasses.replace(start, theta=theta, phi=phi)
         rows.append(
             [
-                charge,
+                penalty,
                 "yes" if multiplier > least else "no",
                 "none" if math.isinf(least) else f"{least:.2f}",
                 f"{theta:+.3f}",
@@ -406,7 +408,7 @@ PAGE_OPTIONS: Mapping[str, Any] = MappingProxyType(
 
 def way_out_page() -> list[str]:
     """The table of two steps with a way out, lines of Markdown."""
-    heading = ["charge", "takes the way out", "least lambda", "theta, theory", "theta, simulated"]
+    heading = ["penalty", "takes the way out", "least lambda", "theta, theory", "theta, simulated"]
     heading += ["phi, theory", "phi, simulated", "delta at the end"]
     rows = [heading, ["---"] * len(heading), *way_out_table(PAGE_START, **PAGE_OPTIONS)]
     return [f"| {' | '.join(row)} |" for row in rows]
@@ -441,15 +443,15 @@ def budget_path(
         x = expit(theta)
         y = expit(phi)
         z = expit(phi + start.shift)
-        charged = abs(y - z) if measure == "diff" else abs(start.shift)
+        penalized = abs(y - z) if measure == "diff" else abs(start.shift)
         path.append((multiplier, x, phi, (1 - x) * abs(y - z) / 2, (1 - x) * abs(start.shift) / 2))
         value = x * (1 - start.price) + (1 - x) * z
-        half = multiplier * charged / 2
+        half = multiplier * penalized / 2
         theta += size * x * (1 - x) * (1 - start.price - z + half) / 2
         phi += (
             size * (1 - x) * (z * (1 - y) * (1 - value - half) + (1 - z) * y * (value + half)) / 2
         )
-        spent = (1 - x) * charged / 2 if budget == "mean" else charged * ((1 - x) / 2 > 0.05)
+        spent = (1 - x) * penalized / 2 if budget == "mean" else penalized * ((1 - x) / 2 > 0.05)
         multiplier = max(multiplier + rate * (spent - tolerance), 0.0)
     return np.array(path)
 
@@ -477,19 +479,19 @@ def budget_page() -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def _check(charge: str) -> None:
-    if charge not in CHARGES:
-        raise ValueError(f"charge = {charge!r}: allowed are {', '.join(CHARGES)}")
+def _check(penalty: str) -> None:
+    if penalty not in PENALTIES:
+        raise ValueError(f"penalty = {penalty!r}: allowed are {', '.join(PENALTIES)}")
 
 
 def state_page() -> list[str]:
-    """The table of the directions of charges in the loss, lines of Markdown."""
+    """The table of the directions of penalties in the loss, lines of Markdown."""
     names = "token", "state_delta", "state_tv", "state_kl"
     rows = [["actions", "noise of the logits", "engine", *names], ["---"] * 7]
     for actions, noise in ((2, 0.1), (2, 1.0), (8, 0.1), (8, 1.0)):
         for follows in (False, True):
             how = {"follows": follows, "actions": actions}
-            shares = [f"{falling_share(noise, charge=name, **how):.0%}" for name in names]
+            shares = [f"{falling_share(noise, penalty=name, **how):.0%}" for name in names]
             rows.append([str(actions), f"{noise:g}", "follows" if follows else "stays", *shares])
     return [f"| {' | '.join(row)} |" for row in rows]
 

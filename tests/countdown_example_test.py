@@ -194,19 +194,19 @@ def _scores(engine):
     return engine.score(prompt, completion, temperature=1.0)[0]
 
 
-def test_every_second_push_is_taken():
+def test_every_second_sync_is_taken():
     sampler, exact, model = _samplers(every=2)
     scores = []
     for version in range(4):
         params = init_params(model, jax.random.key(version))
-        exact.push_weights(params, version)
+        exact.sync_weights(params, version)
         scores.append(_scores(exact))
-        sampler.push_weights(params, version)
+        sampler.sync_weights(params, version)
         np.testing.assert_allclose(_scores(sampler), scores[version // 2 * 2], atol=1e-5)
     assert np.abs(scores[2] - scores[0]).max() > 0.01
 
 
-def test_the_noise_is_relative_and_the_same_at_every_push():
+def test_the_noise_is_relative_and_the_same_at_every_sync():
     sampler, exact, model = _samplers(noise=0.05)
     noisy = runpy.run_path(str(_ROOT / "examples" / "countdown" / "sampler.py"))["noisy"]
     first, second = (init_params(model, jax.random.key(seed)) for seed in (0, 1))
@@ -221,8 +221,8 @@ def test_the_noise_is_relative_and_the_same_at_every_push():
     both = np.isfinite(ratios[0]) & np.isfinite(ratios[1])
     np.testing.assert_allclose(ratios[0][both], ratios[1][both], atol=1e-5)
     for version, params in enumerate((first, second)):
-        sampler.push_weights(params, version)
-        exact.push_weights(noisy(params, 0, 0.05), version)
+        sampler.sync_weights(params, version)
+        exact.sync_weights(noisy(params, 0, 0.05), version)
         np.testing.assert_allclose(_scores(sampler), _scores(exact), atol=1e-5)
 
 

@@ -58,7 +58,7 @@ def contradictions(run_dir):
         yield f"held-out scores {score} outside their intervals {low} to {high}"
     parts = sum(
         values(f"time/{name}")
-        for name in ("push", "generate", "verify", "noise_floor", "pack", "step")
+        for name in ("weight_sync", "generate", "verify", "noise_floor", "pack", "step")
     )
     if not (parts >= 0.8 * values("time/total")).all():
         yield f"the named phases take {parts} of {values('time/total')} s"

@@ -40,16 +40,16 @@ def _remedies(**algorithm):
 
 def test_huber_by_hand():
     # A = 1, lambda = 0.5, knee 0.1. delta = 0.05: 0.05^2 / 0.2 = 0.0125. At the knee 0.05 from
-    # either side. delta = 0.3: 0.3 - 0.05 = 0.25. A linear charge would give 0.975, 0.95, 0.85.
+    # either side. delta = 0.3: 0.3 - 0.05 = 0.25. A linear penalty would give 0.975, 0.95, 0.85.
     tokens = Tokens(
         advantages=jnp.ones((1, 4)),
         discrepancy=jnp.float32([[0.05, 0.1, 0.3, 0.3]]),
         multiplier=0.5,
         completion_mask=np.array([[True, True, True, False]]),
     )
-    charged, statistics = _remedies(method=_HUBER).penalty(tokens)
+    penalized, statistics = _remedies(method=_HUBER).penalty(tokens)
     np.testing.assert_allclose(
-        charged[0, :3], [1 - 0.5 * x for x in (0.0125, 0.05, 0.25)], rtol=1e-6
+        penalized[0, :3], [1 - 0.5 * x for x in (0.0125, 0.05, 0.25)], rtol=1e-6
     )
     assert float(statistics["remedy/huber/above_knee"].value()) == pytest.approx(1 / 3)
     # lambda is 0.5 on h, whose slope in delta is delta / knee below, 1 above.

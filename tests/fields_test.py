@@ -88,7 +88,7 @@ def test_every_default_keeps_its_own_rules():
         ("algorithm.kl_estimator", stats.KlEstimator, ("k1",)),
         ("algorithm.measure", discrepancy.Measure, ()),
         ("algorithm.sided", discrepancy.Sided, ()),
-        ("algorithm.level", discrepancy.Charge, ()),
+        ("algorithm.level", discrepancy.PenaltyLevel, ()),
     ],
 )
 def test_the_choices_are_those_of_the_functions(name, functions, refused):

@@ -306,7 +306,7 @@ def test_a_recording_is_read_and_explained_without_an_accelerator():
 
 
 def test_what_moves_numpy_arrays_knows_no_model():
-    data = ("columns", "episode", "likeliest_tokens", "packing", "row_layout")
+    data = ("columns", "episode", "top_logprobs", "packing", "row_layout")
     allowed = {
         "errors",
         "types",

@@ -35,7 +35,7 @@ def engines():
     planted = example["ENGINE"].build(arguments)
     exact = local_engine(model, max_total_tokens=64)
     for engine in (planted, exact):
-        engine.push_weights(params, 3)
+        engine.sync_weights(params, 3)
     return planted, exact
 
 
@@ -79,7 +79,7 @@ def test_it_samples_the_distribution_that_it_reports(engines):
     assert again.completion_ids.tolist() == [_IDS["A"]]
 
 
-def test_rewards_and_charges_are_those_of_the_task():
+def test_rewards_and_penalizes_are_those_of_the_task():
     example = runpy.run_path(_FILE)
     assert example["score"](["NA", "NB", "CA", "CB", "AC", "N"]) == [1.0, 1.0, 0.9, 0.9, 0.0, 0.0]
     config = parse(["train", f"--config={_FILE}:sequence,30"]).config

@@ -38,7 +38,6 @@ _SEVEN = [
         "penalised_advantages": "penalized_advantages",
         "penalty": "penalized_advantages",
         "penalize": "penalized_advantages",
-        "charge": "penalized_advantages",
         "grpo": "dc_grpo_loss",
         "grpo_loss": "dc_grpo_loss",
         "dcgrpo": "dc_grpo_loss",

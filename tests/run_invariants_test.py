@@ -45,7 +45,7 @@ def _step(step, multiplier, discrepancy):
         "dual/multiplier": multiplier,
         "dual/tolerance": _C,
         "dual/violation": discrepancy - _C,
-        "time/push": 1.0,
+        "time/weight_sync": 1.0,
         "time/generate": 2.0,
         "time/verify": 0.5,
         "time/noise_floor": 0.0,

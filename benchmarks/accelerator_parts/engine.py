@@ -56,10 +56,10 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     )
     engine = LocalEngine(arguments, mesh=sampling_mesh(mesh))
     params = jax.block_until_ready(jax.jit(lambda key: init_params(model, key))(jax.random.key(0)))
-    engine.push_weights(params, 0)
+    engine.sync_weights(params, 0)
     began = time.perf_counter()
-    engine.push_weights(params, 1)
-    pushed = time.perf_counter() - began
+    engine.sync_weights(params, 1)
+    synced = time.perf_counter() - began
     sampling = SamplingParams(size.decode_group, size.new_tokens)
     seconds = []
     tokens = 0
@@ -77,7 +77,7 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
         "prompt_tokens": size.decode_prompt_tokens,
         "new_tokens": size.new_tokens,
         "tokens": tokens,
-        "push_seconds": pushed,
+        "push_seconds": synced,
         "first_call_seconds": first,
         "seconds": seconds,
         "tokens_per_second": [tokens / each for each in seconds],

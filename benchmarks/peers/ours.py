@@ -78,7 +78,7 @@ def sampler(
     arguments = EngineArguments(**dtypes, model=config, max_total_tokens=total, min_rows=min_rows)
     mesh = sampling_mesh(one_device_mesh(), num_params=num_params(config))
     engine = make(arguments) if make else LocalEngine(arguments, mesh=mesh)
-    engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
+    engine.sync_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     release_freed_memory()  # as bin.evaluate does
     stops = (
         tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size)))
@@ -94,7 +94,7 @@ def sampler(
 
 
 def reinforce(job: Job, rounds: Rounds) -> None:
-    """The training loop of bin/train.py, from one push of weights to the next."""
+    """The training loop of bin/train.py, from one weight sync of weights to the next."""
     config = _run_config(job, mini_batches=1)
     # More than are asked for, so that neither the last checkpoint nor one on the way is part of a
     # round.
@@ -144,9 +144,9 @@ class SteppedEngine:
         self._begin = begin
         self._check = check
 
-    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         self._begin(params)
-        return self._engine.push_weights(params, policy_version)
+        return self._engine.sync_weights(params, policy_version)
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, **settings: Any

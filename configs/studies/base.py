@@ -20,8 +20,8 @@ SIZE = {
     "training.prompts_per_step": 48,
     "training.prompts_per_mini_batch": 24,
 }
-"""What arms of demo size take of the demo's training: two updates a push. c is not measured: it is
-the same in all.
+"""What arms of demo size take of the demo's training: two updates per weight sync. c is not
+measured: it is the same in all.
 """
 ASCENT = {DEMO: (0.0012, 50.0), VLLM: (0.002, 30.0)}
 """c and eta at demo size: fifty and thirty times the paper's eta, so that lambda moves within 40

@@ -1,5 +1,5 @@
 """Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy,
-for each charge.
+for each penalty.
 
     python -m research.sweep --study=configs/studies/dose_response.py \
         --kept=research/kept/dose_response.jsonl.gz --config.model.path=runs/evidence/policy
@@ -10,18 +10,18 @@ lambda is fixed (eta = 0) over four decades. `grpo_perturbed` is GRPO with std_e
 instead of 1e-6: what differs between the two is chance, and no smaller effect is claimed. All runs
 start from one policy; research/appendix.md says how.
 
-`dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` the
-two-sided ones against vLLM, with an arm `matched` whose trainer rounds keys and values as vLLM's
-FP8 cache does.
+`dose_response.py:one` has the one-sided penalties with baselines that measure as they do, `:vllm`
+the two-sided ones against vLLM, with an arm `matched` whose trainer rounds keys and values as
+vLLM's FP8 cache does.
 """
 
 from configs.studies.base import DEMO, VLLM
 from research.studies.study import Arm, Study
 
-CHARGES = ("token", "reward", "sequence", "state")
-"""Charges, each an `algorithm.level`; `state` was one, and its runs are kept."""
+PENALTIES = ("token", "reward", "sequence", "state")
+"""Penalties, each an `algorithm.level`; `state` was one, and its runs are kept."""
 LAMBDAS = (1, 10, 100, 1000)
-"""Fixed multipliers, four decades. At 1 the charge is 0.005 where advantages are 1; less was not
+"""Fixed multipliers, four decades. At 1 the penalty is 0.005 where advantages are 1; less was not
 run.
 """
 SEEDS = tuple(range(10))
@@ -51,7 +51,7 @@ ASCENT = {
 """Dual ascent. c is 0.9 times GRPO's mean delta over the last half of its steps (0.00486), so that
 it binds and is far above the noise floor. A step's delta differs from its mean by 0.001: at this
 eta that moves lambda by 2, and what GRPO has above c moves it by 30 in 32 steps, to where the
-token's charge acts.
+token's penalty acts.
 """
 _VLLM_TOLERANCE = 0.0049
 """c against vLLM: 0.9 times GRPO's mean delta over the last half of its steps, 0.00542 on an Intel
@@ -68,11 +68,11 @@ FIXED = {
 
 
 def doses(sided: str) -> dict[str, tuple[str, float]]:
-    """Arm -> charge and lambda: `token_10`, one-sided `token_one_10`."""
-    charges = [charge + _ENDING[sided] for charge in CHARGES]
+    """Arm -> penalty and lambda: `token_10`, one-sided `token_one_10`."""
+    penalties = [penalty + _ENDING[sided] for penalty in PENALTIES]
     return {
-        f"{charge}_{strength:g}": (charge, float(strength))
-        for charge in charges
+        f"{penalty}_{strength:g}": (penalty, float(strength))
+        for penalty in penalties
         for strength in LAMBDAS
     }
 
@@ -89,8 +89,8 @@ def get_study(arg: str = "") -> Study:
         "exact": {"algorithm.method": "grpo", "rollout.precision": "exact", **ending},
     }
     chosen = doses(sided)
-    for name, (charge, strength) in chosen.items():
-        level = charge.removesuffix(_ENDING["one"])
+    for name, (penalty, strength) in chosen.items():
+        level = penalty.removesuffix(_ENDING["one"])
         arms[name] = {**FIXED, **ending, "algorithm.level": level, "algorithm.multiplier": strength}
     for level in ("token", "reward"):
         arms[f"ascent_{level}"] = {**ASCENT, "algorithm.level": level}

@@ -1,4 +1,4 @@
-"""Discrepancy charged by token against by sequence, under Dual-GRPO (section 4, the choice of
+"""Discrepancy penalized by token against by sequence, under Dual-GRPO (section 4, the choice of
 granularity).
 
     python -m research.studies --study=configs/studies/granularity.py

@@ -1,13 +1,13 @@
-"""The paper's range of lambda, and its charge's parts, on completions of 200 tokens
+"""The paper's range of lambda, and its penalty's parts, on completions of 200 tokens
 (research/long.md).
 
     python -m research.sweep --study=configs/studies/long_completions.py \
         --kept=research/kept/long_completions.jsonl.gz --config.model.path=runs/evidence/policy_long
 
 Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own
-engine and by one that computes as the trainer does. Charges are compared at the mean charge of the
-paper's measure: what they multiply lambda by, and the budgets, come from a run of GRPO that is not
-in the study (`SIZES`).
+engine and by one that computes as the trainer does. Penalties are compared at the mean penalty of
+the paper's measure: what they multiply lambda by, and the budgets, come from a run of GRPO that is
+not in the study (`SIZES`).
 
 `long_completions.py:regimes` asks where learning suffers and what repairs it (research/regimes.md):
 GRPO and an exact engine with 3-bit weights, an FP8 cache, four updates a step and 128 steps,
@@ -34,7 +34,7 @@ SIZES = {"diff": 8.7e-4, "log": 2.43e-3, "ratio": 1.57e-3, "logit": 0.319}
 DISPLACEMENT_P95 = 0.80
 """95th percentile of |logit p - logit q| of the same run."""
 TOP = 16
-"""Likeliest tokens of the engine, for state charges and score centering; the vocabulary has 104."""
+"""Top-k tokens of the engine, for state penalties and score centering; the vocabulary has 104."""
 RARE = 0.1
 """p of a token that the trainer finds unlikely."""
 _MOVE = 0.3
@@ -49,7 +49,7 @@ def _gap(tokens: Tokens) -> jax.Array:
 
 
 def engine_above(tokens: Tokens) -> jax.Array:
-    """A_i - lambda max(q - p, 0): the other half of the one-sided charge."""
+    """A_i - lambda max(q - p, 0): the other half of the one-sided penalty."""
     return tokens.advantages - tokens.multiplier * jnp.maximum(-_gap(tokens), 0.0)
 
 
@@ -60,14 +60,14 @@ def _unlikely(tokens: Tokens) -> jax.Array:
 
 def rare(tokens: Tokens) -> jax.Array:
     """A_i - lambda max(q - p, 0) where p is at most `RARE`, A_i elsewhere."""
-    charge = jnp.where(_unlikely(tokens), jnp.maximum(-_gap(tokens), 0.0), 0.0)
-    return tokens.advantages - tokens.multiplier * charge
+    penalty = jnp.where(_unlikely(tokens), jnp.maximum(-_gap(tokens), 0.0), 0.0)
+    return tokens.advantages - tokens.multiplier * penalty
 
 
 def not_rare(tokens: Tokens) -> jax.Array:
     """A_i - lambda max(q - p, 0) where p is above `RARE`, A_i elsewhere."""
-    charge = jnp.where(_unlikely(tokens), 0.0, jnp.maximum(-_gap(tokens), 0.0))
-    return tokens.advantages - tokens.multiplier * charge
+    penalty = jnp.where(_unlikely(tokens), 0.0, jnp.maximum(-_gap(tokens), 0.0))
+    return tokens.advantages - tokens.multiplier * penalty
 
 
 def signed(tokens: Tokens) -> jax.Array:
@@ -164,7 +164,7 @@ def get_study(arg: str = "") -> Study:
         }
 
     here = "configs/studies/long_completions.py"
-    charges = {
+    penalties = {
         **{f"token_{strength:g}": fixed(strength) for strength in (0.1, 0.3, 1.0)},
         "ascent_0.9": _ascent("diff", 0.9),
         "ascent_1.25": _ascent("diff", 1.25) | {"algorithm.multiplier": 0.1},
@@ -190,7 +190,7 @@ def get_study(arg: str = "") -> Study:
             for name in ("tis", "centered", "tis_centered", "dc_grpo", "token_0.03")
         },
         ETA_50: engine | PAPER | {"algorithm.dual_learning_rate": 50.0},
-        **{name: engine | changes for name, changes in charges.items()},
+        **{name: engine | changes for name, changes in penalties.items()},
     }
     title = "Completions of 200 tokens, the paper's range"
     return Study(title, _arms(arms), "grpo", tuple(range(10)), SCORED_EXACTLY)

@@ -6,7 +6,7 @@ dose-and-response study.
 
 Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6
 (chance alone), and GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where
-these differ most, have charges too. The argument names the setting, 3bits without one;
+these differ most, have penalties too. The argument names the setting, 3bits without one;
 research/appendix.md has the tables of those that were run.
 """
 
@@ -60,7 +60,7 @@ def get_study(arg: str = "") -> Study:
             ("reward", 10),
             ("reward", 100),
         ):
-            charge = {"algorithm.level": level, "algorithm.multiplier": float(strength)}
-            arms[f"{level}_{strength}"] = {**engine, **FIXED, **charge}
+            penalty = {"algorithm.level": level, "algorithm.multiplier": float(strength)}
+            arms[f"{level}_{strength}"] = {**engine, **FIXED, **penalty}
     found = {name: Arm(DEMO, settings) for name, settings in arms.items()}
     return Study(f"Map of regimes, {arg}", found, "grpo", tuple(range(5)))

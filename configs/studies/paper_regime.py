@@ -1,4 +1,4 @@
-"""The paper's own regime: delta about c, four updates of each push, GRPO that falls late, and
+"""The paper's own regime: delta about c, four updates per weight sync, GRPO that falls late, and
 DC-GRPO at eta 1.
 
     python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE \
@@ -9,9 +9,9 @@ DC-GRPO at eta 1.
 DIR is a policy of 0.3M parameters after 2,000 supervised steps on worked sums of 24 terms. Its
 completions have about 190 tokens; the engine's weights are rounded to 4 bits with one scale for
 each output channel. A step has 64 completions of 8 prompts. Without an argument: four updates a
-push, 64 steps. `readings`: other readings of the paper's charge in the same setting. `calm`: the
-same readings at lambda 1 with one update a push and 32 steps, where the charge on each token ends
-four of five runs.
+push, 64 steps. `readings`: other readings of the paper's penalty in the same setting. `calm`: the
+same readings at lambda 1 with one update per weight sync and 32 steps, where the penalty on each
+token ends four of five runs.
 
 Every setting starts at `configs/base.py`, whose constants are the paper's (section 6.1); what a
 study needs beside them is in this file, and the table of arms is printed from the resolved
@@ -55,11 +55,11 @@ SETTING: dict[str, object] = {
     "observe.samples": 0,
     "mesh.cpu_devices": 1,
 }
-"""Four updates of each push. The learning rate is that of the kept studies of this policy
+"""Four updates per weight sync. The learning rate is that of the kept studies of this policy
 (configs/studies).
 """
 CALM = {"training.prompts_per_mini_batch": 8, "training.steps": 32, "evaluation.every_steps": 32}
-"""One update of each push."""
+"""One update per weight sync."""
 GRPO = {"algorithm.method": "grpo"}
 DC_GRPO = {
     "algorithm.method": "dc_grpo",
@@ -74,7 +74,7 @@ HEALTHY = 0.00119
 delta of the first four steps.
 """
 CENTERED = {"algorithm.corrections": "score_centering", "rollout.top_logprobs": 16}
-"""16 likeliest tokens of the engine; the vocabulary has 104."""
+"""16 top-k tokens of the engine; the vocabulary has 104."""
 VERL = {
     "algorithm.aggregation": "token_mean",
     "algorithm.trust_region": "clip(low=0.2,high=0.24,dual=3)",
@@ -91,31 +91,31 @@ SCORED_EXACTLY = (
 
 
 def fixed(multiplier: float) -> dict[str, object]:
-    """The paper's charge with a lambda that does not move."""
+    """The paper's penalty with a lambda that does not move."""
     return DC_GRPO | {"algorithm.multiplier": multiplier, "algorithm.dual_learning_rate": 0.0}
 
 
 def less_batch_mean(tokens: Tokens) -> jax.Array:
-    """A_i - lambda (delta - mean delta of the tokens in the call), whose charges add up to zero.
+    """A_i - lambda (delta - mean delta of the tokens in the call), whose penalties add up to zero.
 
     With `SETTING` one call has all completions of an update.
     """
     mean = masked_sum(tokens.discrepancy, tokens.completion_mask).value()
-    charge = jnp.where(tokens.completion_mask, tokens.discrepancy - mean, 0.0)
-    return tokens.advantages - tokens.multiplier * charge
+    penalty = jnp.where(tokens.completion_mask, tokens.discrepancy - mean, 0.0)
+    return tokens.advantages - tokens.multiplier * penalty
 
 
-def _readings(charge: dict[str, object]) -> dict[str, dict[str, object]]:
-    """Readings of the paper's charge under one rule for lambda."""
+def _readings(penalty: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Readings of the paper's penalty under one rule for lambda."""
     return {
-        "less_batch_mean": charge | {"algorithm.method": f"{_HERE}:less_batch_mean"},
-        "completion_mean": charge | {"algorithm.level": "sequence"},
-        "charge_verl": charge | VERL,
+        "less_batch_mean": penalty | {"algorithm.method": f"{_HERE}:less_batch_mean"},
+        "completion_mean": penalty | {"algorithm.level": "sequence"},
+        "charge_verl": penalty | VERL,
     }
 
 
 THRESHOLD = {"algorithm.method": "threshold_grpo", "algorithm.tolerance": 0.0037}
-"""Charge above c alone, lambda 1 (the paper's tolerance region)."""
+"""Penalty above c alone, lambda 1 (the paper's tolerance region)."""
 
 
 def get_study(arg: str = "") -> Study:
@@ -150,7 +150,7 @@ def get_study(arg: str = "") -> Study:
     }
     title = {
         "": "The paper's own regime",
-        "readings": "Readings of the charge",
+        "readings": "Readings of the penalty",
         "calm": "Readings, calm",
     }[arg]
     return Study(title, found, "grpo", seeds, SCORED_EXACTLY)

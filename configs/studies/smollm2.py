@@ -44,7 +44,7 @@ DISPLACEMENT = 3.0
 in the study.
 """
 TOP = 32
-"""Likeliest tokens of the engine that score centering has."""
+"""Top-k tokens of the engine that score centering has."""
 _SCALE = DELTA / DISPLACEMENT
 _BUDGET = 0.9 * DISPLACEMENT
 

@@ -1,4 +1,4 @@
-"""Dual-GRPO with a dead zone: only discrepancies above c are charged (section 5; figure 3).
+"""Dual-GRPO with a dead zone: only discrepancies above c are penalized (section 5; figure 3).
 
     python -m research.studies --study=configs/studies/tolerance_ranges.py
     python -m research.studies --study=configs/studies/tolerance_ranges.py:paper

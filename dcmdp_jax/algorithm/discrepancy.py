@@ -32,8 +32,8 @@ from dcmdp_jax.types import Array, Scalar
 Measure = Literal["diff", "ratio", "log", "logit"]
 Sided = Literal["two", "one"]
 Level = Literal["token", "sequence"]
-Charge = Literal["token", "sequence", "reward"]
-"""What is charged; see `signals.row_signals`."""
+PenaltyLevel = Literal["token", "sequence", "reward"]
+"""What is penalized; see `signals.row_signals`."""
 
 RATIO_LIMIT = 10.0
 """Largest |p / q - 1| of a token. Ours: the paper has no bound; its measure, diff, is at most 1."""
@@ -60,14 +60,14 @@ def token_discrepancy(
 
     the size of the `displacement`, which confidence does not shrink. Clamped as in `log_odds`: p
     and q are held at 1 - 2^-24 at most, so that a token that float32 calls certain on both sides
-    costs 0, and on one side at most 20. One-sided charges only tokens the training stack finds
+    costs 0, and on one side at most 20. One-sided penalizes only tokens the training stack finds
     likelier, p > q: d is replaced by max(d, 0).
 
     Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` and
     `logit` at most 20, `ratio` at most `RATIO_LIMIT`, without which one token of q near 0 would be
-    charged up to e^20 - 1 = 4.85e8. So q = 0 (-inf) gives p, 10, 20, 20; -inf in both gives 0. NaN
-    stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|), which keeps float32's relative precision
-    when p and q nearly agree.
+    penalized up to e^20 - 1 = 4.85e8. So q = 0 (-inf) gives p, 10, 20, 20; -inf in both gives 0.
+    NaN stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|), which keeps float32's relative
+    precision when p and q nearly agree.
 
     Args:
         train_logprobs: nats, training stack, weights that made the batch: log p^Train.

@@ -1,7 +1,7 @@
 """Measures of a state's two whole distributions, and score centering (arXiv:2609.20807).
 
 Score centering is by Marek and Ryabinin (2026). p is the training stack's distribution of the next
-token, q the engine's. H, the head, are the engine's k likeliest tokens; what is left, 1 - p_H and 1
+token, q the engine's. H, the head, are the engine's top-k tokens; what is left, 1 - p_H and 1
 - q_H, is the tail. A measure is computed on the head and the tail as one token more; its bound says
     how much larger the true value can be.
 With k = V there is no tail, and the value is exact.
@@ -34,7 +34,7 @@ LEAST_TAIL = 1e-6
 
 
 class Head(NamedTuple):
-    """The engine's k likeliest tokens in the place of each sampled token.
+    """The engine's k top-k tokens in the place of each sampled token.
 
     Attributes:
         ids: int32; -1 where the engine has fewer, whose other entries are 0.
@@ -170,7 +170,7 @@ def distribution_statistics(
     p is that of the weights that made the batch, as for the discrepancy.
 
     Args:
-        head: the engine's likeliest tokens.
+        head: the engine's top-k tokens.
         mask: true on sampled tokens.
         measure_options: measure and sided of the discrepancy.
     """
@@ -202,7 +202,7 @@ def centering_loss(
 
     Where p and q differ, E_q[A f(r) s] of the score s = grad log p has a part E_q[A] E_q[f(r) s]
     that teaches the trainer the bias of its own engine. Subtracting A E_q[f(r) s] leaves the
-    covariance of A and f(r) s. With the plain surrogate, gamma = 1 and the engine's k likeliest
+    covariance of A and f(r) s. With the plain surrogate, gamma = 1 and the engine's top k
     tokens H, the gradient of the loss is
 
         -A (f(r_y) grad log p_y - sum_H (q f(p / q) - alpha p) grad log p),  alpha = rho f(1 / rho),
@@ -213,14 +213,14 @@ def centering_loss(
     tokens of H and the tail as one more, and holds for every loss: l_j is the loss at that token
     less what it is with A = 0 (a term without the advantage, as the square of the log-ratio, is not
     centred), its gradient in log p_j; q_j f_j is a constant. A is that of the sampled token in all
-    of them, its charge included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
+    of them, its penalty included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
     gradient.
 
     Args:
         tokens: [R, L] as `losses.policy_loss` gets them.
         weights: float32 >= 0, of the tokens in the loss, corrections that weigh single tokens not
             in it: w.
-        head: the engine's likeliest tokens.
+        head: the engine's top-k tokens.
         anchor: field of `Head` whose policy is in the ratio's denominator.
         loss: function from tokens to losses, as in `policy_loss`.
         corrections: corrections that weigh or drop single tokens, f.

@@ -1,12 +1,12 @@
-"""Penalties on the advantages and charges in the loss for the discrepancy, a function for each.
+"""Penalties on the advantages and penalties in the loss for the discrepancy, a function for each.
 
 A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32.
 To add one, write it in a file of yours, or here and name it in `PENALTIES`; its multiplier then
 moves by dual ascent, unless `FIXED_MULTIPLIERS` names a constant.
 
-The paper's charge lowers the advantage of a sampled token by lambda delta and holds delta constant:
-what that adds to the gradient is not the gradient of E_q[delta], and raises it where the engine
-stays and there are two actions (docs/theory.md). With the engine's k likeliest tokens the
+The paper's penalty lowers the advantage of a sampled token by lambda delta and holds delta
+constant: what that adds to the gradient is not the gradient of E_q[delta], and raises it where the
+engine stays and there are two actions (docs/theory.md). With the engine's top-k tokens the
 discrepancy of a state can be differentiated:
 
     loss = surrogate + lambda sum_t w_t D(s_t),    grad D(s) = sum_a (dD / dp_a) p_a grad log p_a
@@ -33,11 +33,11 @@ from dcmdp_jax.types import Array, Scalar
 def penalized_advantages(
     advantages: Float[Array, " *any"], discrepancy: Float[Array, "N T"], multiplier: Scalar
 ) -> Float[jax.Array, "N T"]:
-    """Charge each token for its discrepancy (Eq. 8; Algorithm 1, "penalized advantage").
+    """Penalize each token for its discrepancy (Eq. 8; Algorithm 1, "penalized advantage").
 
         A^DC_{i,t} = A_i - lambda_k delta_{i,t}
 
-    Every sampled token is charged, also one with delta below the tolerance. With multiplier 0 the
+    Every sampled token is penalized, also one with delta below the tolerance. With multiplier 0 the
     result is A_i bit for bit: plain GRPO.
 
     Args:
@@ -66,7 +66,7 @@ def penalized_advantages(
 
 
 def grpo(tokens: Tokens) -> Float[Array, "R L"]:
-    """A_i: nothing is charged."""
+    """A_i: nothing is penalized."""
     return tokens.advantages
 
 
@@ -125,7 +125,7 @@ def expected_delta(
     return jnp.sum(jnp.exp(log_q) * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
 
 
-STATE_CHARGES: Mapping[str, Callable[[Array, Array], jax.Array]] = {
+STATE_PENALTIES: Mapping[str, Callable[[Array, Array], jax.Array]] = {
     "state_tv": total_variation,
     "state_kl": kl_engine,
     "state_delta": expected_delta,
@@ -135,8 +135,8 @@ tail.
 """
 
 
-def charge_length(head: Head, mask: Bool[Array, "R L"], charge: str) -> Float[jax.Array, "R L"]:
-    """Length of a charge's gradient in the logits.
+def penalty_length(head: Head, mask: Bool[Array, "R L"], penalty: str) -> Float[jax.Array, "R L"]:
+    """Length of a penalty's gradient in the logits.
 
     It is 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD / d log p_a. Over the head and the tail as
     one token, 0 outside `mask`. By the same norm the gradient of log p_y has the length 1 - p_y.
@@ -145,21 +145,21 @@ def charge_length(head: Head, mask: Bool[Array, "R L"], charge: str) -> Float[ja
     present = head.present & jnp.asarray(mask, bool)[..., None]
     log_p = with_tail(head.train_logprobs, present)
     log_q = with_tail(head.rollout_logprobs, present)
-    slopes = jax.grad(lambda x: jnp.sum(STATE_CHARGES[charge](x, log_q)))(log_p)
+    slopes = jax.grad(lambda x: jnp.sum(STATE_PENALTIES[penalty](x, log_q)))(log_p)
     logit_slopes = slopes - jnp.exp(log_p) * jnp.sum(slopes, axis=-1, keepdims=True)
     return jnp.where(mask, jnp.sum(jnp.abs(logit_slopes), axis=-1) / 2, 0.0)
 
 
-def charge_loss(
-    tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge: str
+def penalty_loss(
+    tokens: Tokens, weights: Float[Array, "R L"], head: Head, penalty: str
 ) -> Float[jax.Array, ""]:
     """lambda sum_t w_t D(s_t), to be added to the sum of the loss.
 
     Args:
         tokens: with lambda.
         weights: float32 >= 0, w, corrections in it.
-        head: the engine's likeliest tokens; the gradient reaches its `train_logprobs`.
-        charge: key of `STATE_CHARGES`.
+        head: the engine's top-k tokens; the gradient reaches its `train_logprobs`.
+        penalty: key of `STATE_PENALTIES`.
 
     Raises:
         ValueError: if the shapes of tokens, weights or head differ.
@@ -170,9 +170,9 @@ def charge_loss(
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     present = head.present & active[..., None]
 
-    # Where the engine has fewer tokens both log-probs are 0: no charge differs from 0 there.
+    # Where the engine has fewer tokens both log-probs are 0: no penalty differs from 0 there.
     log_p = with_tail(head.train_logprobs, present)
     log_q = with_tail(head.rollout_logprobs, present)
-    values = STATE_CHARGES[charge](log_p, stop_gradient(log_q))
+    values = STATE_PENALTIES[penalty](log_p, stop_gradient(log_q))
     constant_weights = stop_gradient(jnp.where(active, weights, 0.0))
     return tokens.multiplier * masked.weighted_sum(values, constant_weights).total

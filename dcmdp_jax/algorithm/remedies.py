@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
         old_logprobs: nats, training stack, weights that made the batch.
         rollout_logprobs: nats, the inference engine's.
         advantages: float32, of each token's completion; penalized in trust regions and losses.
-        discrepancy: float32 >= 0, delta as it is charged: the token's, or its completion's mean
+        discrepancy: float32 >= 0, delta as it is penalized: the token's, or its completion's mean
             (`algorithm.level`). 0 outside the mask.
         completion_mask: true on sampled tokens; in trust regions and losses on those in the loss.
         completion_index: the completion of a token.

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from dcmdp_jax.algorithm import masked, stats
 from dcmdp_jax.algorithm.corrections import Correction, chain
-from dcmdp_jax.algorithm.discrepancy import Charge, sequence_discrepancy, token_discrepancy
+from dcmdp_jax.algorithm.discrepancy import PenaltyLevel, sequence_discrepancy, token_discrepancy
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.types import Array
@@ -21,7 +21,7 @@ class Signals(NamedTuple):
     """Constants of the rows of a micro-batch.
 
     Attributes:
-        tokens: with the old log-probs as float32, the discrepancy as charged, and penalized
+        tokens: with the old log-probs as float32, the discrepancy as penalized, and penalized
             advantages.
         discrepancy: delta of each token, 0 outside the mask.
         weights: what multiplies a token's loss; 0 outside the mask and on dropped tokens.
@@ -44,46 +44,46 @@ class Signals(NamedTuple):
     statistics: Statistics
 
 
-def charge_share(
+def penalty_share(
     tokens: Tokens,
-    uncharged: Float[Array, "R L"],
+    unpenalized: Float[Array, "R L"],
     token_weights: Float[Array, "R L"],
     in_loss: Float[Array, "R L"] | None = None,
 ) -> stats.Mean:
-    """Share of an update that is charge for the discrepancy, unreduced. Ours, not in the paper.
+    """Share of an update that is penalty for the discrepancy, unreduced. Ours, not in the paper.
 
         C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
 
     with A' - A what the method adds to the advantage, -lambda delta for DC-GRPO, and w the weight
     of the token in the loss. 1 - p stands for the length of the score, the gradient of log p in the
-    logits, which is between 1 - p and sqrt(2) (1 - p): a charge on a token that the policy is sure
+    logits, which is between 1 - p and sqrt(2) (1 - p): a penalty on a token that the policy is sure
     of moves nothing. C / S = share / (1 - share). How single terms cancel is not in it.
 
     Args:
         tokens: `advantages` penalized; p is of `train_logprobs`.
-        uncharged: A, the advantage without discrepancy.
+        unpenalized: A, the advantage without discrepancy.
         token_weights: >= 0, w.
-        in_loss: >= 0, length of the gradient of a charge in the loss before lambda
-            (`penalties.charge_length`); sum w lambda of it is added to C.
+        in_loss: >= 0, length of the gradient of a penalty in the loss before lambda
+            (`penalties.penalty_length`); sum w lambda of it is added to C.
 
     Returns:
-        C over C + S; 1 where all advantages are 0 and something is charged, 0 where nothing is.
+        C over C + S; 1 where all advantages are 0 and something is penalized, 0 where nothing is.
 
     Raises:
         ValueError: if the shapes differ.
     """
     require_tokens(tokens)
     require_same_shape(
-        advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights
+        advantages=tokens.advantages, unpenalized=unpenalized, token_weights=token_weights
     )
     score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
-    charged = jnp.abs(tokens.advantages - uncharged) * score
-    charge = masked.weighted_sum(charged, token_weights).total
-    plain = masked.weighted_sum(jnp.abs(uncharged) * score, token_weights).total
+    penalized = jnp.abs(tokens.advantages - unpenalized) * score
+    penalty = masked.weighted_sum(penalized, token_weights).total
+    plain = masked.weighted_sum(jnp.abs(unpenalized) * score, token_weights).total
     if in_loss is not None:
         require_same_shape(in_loss=in_loss, token_weights=token_weights)
-        charge += tokens.multiplier * masked.weighted_sum(in_loss, token_weights).total
-    return stop_gradient(stats.Mean(charge, charge + plain))
+        penalty += tokens.multiplier * masked.weighted_sum(in_loss, token_weights).total
+    return stop_gradient(stats.Mean(penalty, penalty + plain))
 
 
 def row_signals(
@@ -91,7 +91,7 @@ def row_signals(
     weights: Float[Array, " N"],
     *,
     measure: Mapping[str, Any],
-    level: Charge,
+    level: PenaltyLevel,
     penalty: Function,
     corrections: Sequence[Correction] = (),
     of_completions: Sequence[Correction] = (),
@@ -111,10 +111,10 @@ def row_signals(
             before this step's dual update) and tolerance.
         weights: from `losses.aggregation_weights`.
         measure: keyword arguments of `token_discrepancy`: measure, sided.
-        level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the
-            completion. "reward": no charge per token, the advantages hold it already. The mean
+        level: the unit that is penalized. "token": delta_{i,t}. "sequence": its mean over the
+            completion. "reward": no penalty per token, the advantages hold it already. The mean
             discrepancy is that of tokens in any case.
-        penalty: function of `penalties` that charges the discrepancy.
+        penalty: function of `penalties` that penalizes the discrepancy.
         corrections: functions of `corrections`, in order.
         of_completions: corrections among them that give all tokens of a completion one weight, for
             score centering.
@@ -128,7 +128,7 @@ def row_signals(
     """
     require_tokens(tokens)
     require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
-    require_option("level", level, get_args(Charge))
+    require_option("level", level, get_args(PenaltyLevel))
     mask = tokens.completion_mask
     num_completions = tokens.num_completions
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
@@ -138,12 +138,12 @@ def row_signals(
     delta = token_discrepancy(
         tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure
     )
-    charged = delta
+    penalized = delta
     if level == "reward":
-        charged = jnp.zeros_like(delta)
+        penalized = jnp.zeros_like(delta)
     elif level == "sequence":
-        charged = sequence_discrepancy(delta, tokens.where)
-    tokens = tokens._replace(discrepancy=charged)
+        penalized = sequence_discrepancy(delta, tokens.where)
+    tokens = tokens._replace(discrepancy=penalized)
     penalized, statistics = split(penalty(tokens))
 
     # `tokens` are constants, so that all that follows from them is.

@@ -193,9 +193,9 @@ def _evaluate(
 
     results: list[EvaluationResult] = []
     with start_services(task, setup) as services:
-        if setup.kind.pushes:
-            params = saved.load(evaluation_setup.pushed_dtype(saved, task.config))
-            services.engine.push_weights(params, saved.step or 0)
+        if setup.kind.takes_weights:
+            params = saved.load(evaluation_setup.synced_dtype(saved, task.config))
+            services.engine.sync_weights(params, saved.step or 0)
             del params
             release_freed_memory()
         for held_out_task, prompts in task.held_out:

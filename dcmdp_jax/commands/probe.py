@@ -79,7 +79,7 @@ _OTHER_COLUMNS = {
     "mask": "1 on sampled tokens (default: all are)",
     "entropy": "the training stack's entropies (default: none)",
     "lag": "age in steps of the weights that sampled",
-    "top": "the engine's likeliest tokens, as Recorder packs them",
+    "top": "the engine's top-k tokens, as Recorder packs them",
 }
 """Field of `Columns` -> what its option --NAME-column is for."""
 _RECORDED_BY = "trl", "verl", "skyrl"

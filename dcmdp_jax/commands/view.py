@@ -175,7 +175,7 @@ def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Ite
             top = None
             if recording.LISTS[0] in row:
                 states = zip(*(row[name] for name in recording.LISTS), strict=True)
-                top = [_likeliest(word, *state) for state in states]
+                top = [_top_tokens(word, *state) for state in states]
             yield Completion(
                 run=label,
                 step=step_rank.step,
@@ -202,10 +202,10 @@ def _prompt(cells: dict[str, Any], decode: Callable[[tuple[int, ...]], str]) -> 
     return "" if number is None else f"problem {number}"
 
 
-def _likeliest(
+def _top_tokens(
     word: Callable[[int], str], ids: np.ndarray, *logprobs: np.ndarray
 ) -> list[tuple[str, float, float]]:
-    """Text, p and q of the first of the engine's likeliest tokens in a state."""
+    """Text, p and q of the first of the engine's top-k tokens in a state."""
     count = min(MOST_LISTED, int((ids >= 0).sum()))
     words = map(word, ids[:count].tolist())
     return list(zip(words, *(np.exp(x[:count]).tolist() for x in logprobs), strict=True))

@@ -34,7 +34,7 @@ _REMEDIES: Mapping[str, tuple[str, Functions]] = {
         "penalty",
         {
             **penalties.PENALTIES,
-            **dict.fromkeys(penalties.STATE_CHARGES, penalties.PENALTIES["grpo"]),
+            **dict.fromkeys(penalties.STATE_PENALTIES, penalties.PENALTIES["grpo"]),
         },
     ),
     "corrections": ("correction", {**CORRECTIONS, _CENTERING: distribution.score_centering}),
@@ -67,13 +67,13 @@ class AlgorithmSettings:
     Attributes:
         method: Penalty of the discrepancy: dc_grpo, dual_grpo, threshold_grpo, grpo, or a function
             of yours as path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier
-            fixed at 1. state_tv, state_kl, state_delta: the loss is charged for a state's
+            fixed at 1. state_tv, state_kl, state_delta: the loss is penalized for a state's
             discrepancy, from rollout.top_logprobs, and not the advantage. Source: paper [4, 5].
         measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1|, |log p_train -
             log p_inf| or |logit p_train - logit p_inf|, which confidence does not shrink. Source:
             paper: diff.
-        sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
-        level: What is charged. token: each token's discrepancy. sequence: its completion's mean.
+        sided: two: absolute value. one: only p_train above p_inf is penalized. Source: paper: two.
+        level: What is penalized. token: each token's discrepancy. sequence: its completion's mean.
             reward: that mean, in the reward, before the group's mean is taken (one forward pass
             more). Source: paper: token.
         multiplier: lambda_0, the multiplier of the first step. Source: paper [6.1]: 0.1 (8B), 0.05
@@ -91,7 +91,7 @@ class AlgorithmSettings:
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
         multiplier_max: Upper end of lambda; the lower one is 0. The paper states none, and its
             lambda rises above 0.1. A fixed lambda of 1 ended learning on long completions
-            (docs/evidence.md): watch the alarm charge. Source: ours.
+            (docs/evidence.md): watch the alarm penalty. Source: ours.
         trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo,
             acr, with parameters such as low and high, or a function of yours as
             path.py:function(parameter=value) (docs/remedies.md). clip bounds the ratio (low=0.2,
@@ -145,7 +145,7 @@ class AlgorithmSettings:
     method: str = setting("dc_grpo")
     measure: str = setting("diff", choices=get_args(discrepancy.Measure))
     sided: str = setting("two", choices=get_args(discrepancy.Sided))
-    level: str = setting("token", choices=get_args(discrepancy.Charge))
+    level: str = setting("token", choices=get_args(discrepancy.PenaltyLevel))
     multiplier: float = setting(0.1, unit="advantage per discrepancy")
     budget: str = setting("mean", choices=("mean", *dual.QUANTILES))
     tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
@@ -219,19 +219,19 @@ class AlgorithmSettings:
 
     @property
     def centers(self) -> bool:
-        """Whether the expected score is subtracted, which takes the engine's likeliest tokens."""
+        """Whether the expected score is subtracted, which takes the engine's top-k tokens."""
         return any(call.function == _CENTERING for call in self.calls("corrections"))
 
     @property
-    def state_charge(self) -> str | None:
-        """Name of the charge in the loss, of the engine's likeliest tokens; None without one."""
+    def state_penalty(self) -> str | None:
+        """Name of the penalty in the loss, of the engine's top-k tokens; None without one."""
         name = self.calls("method")[0].function
-        return name if name in penalties.STATE_CHARGES else None
+        return name if name in penalties.STATE_PENALTIES else None
 
     @property
     def differentiates_head(self) -> bool:
-        """Whether the gradient flows through the log-probs of the engine's likeliest tokens."""
-        return self.centers or self.state_charge is not None
+        """Whether the gradient flows through the log-probs of the engine's top-k tokens."""
+        return self.centers or self.state_penalty is not None
 
     def remedies(self) -> Remedies:
         """The functions that the settings name.
@@ -371,10 +371,10 @@ def algorithm_rules(
             "needs a method of ours and not ratio_denominator=bypass; set "
             "ratio_denominator=rollout or level=token",
         )
-    if algorithm.state_charge and algorithm.level != "token":
+    if algorithm.state_penalty and algorithm.level != "token":
         yield (
             "algorithm.level",
-            f"with method={algorithm.method}, which charges states; leave it at token",
+            f"with method={algorithm.method}, which penalizes states; leave it at token",
         )
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
         yield (

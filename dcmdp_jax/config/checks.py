@@ -140,9 +140,9 @@ def find_trainable(name: str) -> EngineKind:
     check_name(name)
     with as_settings({"engine": "rollout.engine"}):
         kind = find_engine(name)
-    if not kind.pushes:
+    if not kind.takes_weights:
         raise UserError(
-            f"config.rollout.engine: {name} holds weights of its own; training pushes the trainer's"
+            f"config.rollout.engine: {name} holds weights of its own; training syncs the trainer's"
         )
     return kind
 
@@ -419,10 +419,10 @@ def _step_rules(config: Config) -> Broken:
         yield "evaluation.task", "name a task or set evaluation.every_steps=0"
 
     if algorithm.differentiates_head and not rollout.top_logprobs:
-        name = "method" if algorithm.state_charge else "corrections"
+        name = "method" if algorithm.state_penalty else "corrections"
         yield (
             f"algorithm.{name}",
-            "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more",
+            "needs the engine's top-k tokens; set rollout.top_logprobs=32 or more",
         )
     if rollout.cuts and rollout.top_logprobs < max(1, rollout.top_k):
         name = "top_k" if rollout.top_k else "top_p"

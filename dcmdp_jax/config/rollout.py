@@ -13,7 +13,7 @@ LOWEST_TEMPERATURE = 0.01
 """Below it log-probs reach their clamp."""
 HIGHEST_TEMPERATURE = 100
 """Above it sampling is all but uniform."""
-TRAINABLE = {name: kind for name, kind in ENGINES.items() if kind.pushes}
+TRAINABLE = {name: kind for name, kind in ENGINES.items() if kind.takes_weights}
 """The built-in engines that take the trainer's weights, by the value of `rollout.engine`."""
 
 
@@ -31,7 +31,7 @@ class RolloutSettings:
         precision: Weights of the engine. float32, bfloat16, float16: rounded to it. exact (local):
             the training stack recomputes the log-probs, so the discrepancy is 0. int8, int4, int3,
             int2 (in a byte), fp8 of the local engine: weights alone, quantized per output channel
-            at each push; mxfp8, mxfp4, nvfp4, nf4, int4_g32, int4_g128 in groups (in a byte;
+            at each weight sync; mxfp8, mxfp4, nvfp4, nf4, int4_g32, int4_g128 in groups (in a byte;
             docs/remedies.md). On a CPU they take more memory than bfloat16. int8 of vLLM: W8A8, per
             channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; fp8_per_block: per
             block of 128.
@@ -48,13 +48,13 @@ class RolloutSettings:
             8192.
         temperature: Sampling temperature. Source: paper [6.1]: 1.0.
         top_logprobs: For each sampled token also the log-probs of this many of the engine's
-            likeliest tokens, k: for exact measures of a state and for
+            top-k tokens, k: for exact measures of a state and for
             algorithm.corrections=score_centering (docs/distribution.md). 0: none. Source: paper:
             the sampled token's alone.
         top_p: Sample from the nucleus of this mass alone; the trainer's distribution is cut to the
             tokens that the engine kept (docs/distribution.md), which top_logprobs must hold all.
             Source: paper [6.1]: 1.0.
-        top_k: Sample from this many likeliest tokens alone, likewise; 0: all. Source: paper: not
+        top_k: Sample from this many top-k tokens alone, likewise; 0: all. Source: paper: not
             stated.
         on_non_finite: A log-prob that is NaN or infinite: error stops and names the token, drop
             leaves the completion out and counts it.

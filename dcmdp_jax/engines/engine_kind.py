@@ -35,7 +35,7 @@ class Workload:
         group_size: completions of a prompt.
         prompt_lengths: tokens of each prompt.
         max_completion_tokens: limit of each completion.
-        param_dtype: dtype of the pushed parameters.
+        param_dtype: dtype of the synced parameters.
         training: whether a trainer has the same devices and takes turns with the engine.
     """
 
@@ -65,25 +65,26 @@ class EngineArguments:
         settings: the engine's own, an instance of the kind's `settings`.
         routed_experts: return the experts of each token with the episodes (column
             `routed_experts`).
-        top_logprobs: k, return the likeliest tokens and their log-probs too (columns `top_ids`,
+        top_logprobs: k, return the top-k tokens and their log-probs too (columns `top_ids`,
             `top_logprobs`).
         directory: the engine's files, such as a log. Made by the engine.
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts
             JAX's devices.
-        probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
+        probe: makes the trainer's log-probs of fixed sequences, to prove a weight sync; it
+            compiles.
         prepare: compile programs and start processes beside what the trainer does: for a run of
             many calls.
         first_calls: prompts and distribution of the calls that such a run begins with. None: as
             many completions are scored, of the longest length.
-        param_dtype: dtype of the pushed parameters.
+        param_dtype: dtype of the synced parameters.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda",
             "tpu"; "" unknown.
         host_devices: devices of each host that is planned for and not here; 0: as many as this
             machine has.
         lag: steps that sampling runs ahead of training (`rollout.lag`).
-        lora: shape of the adapters that are pushed apart from their base, see
-            `EngineKind.takes_adapters`; None: a push is of one model.
+        lora: shape of the adapters that are synced apart from their base, see
+            `EngineKind.takes_adapters`; None: a weight sync is of one model.
     """
 
     precision: str = "exact"
@@ -181,8 +182,8 @@ class EngineKind:
         emulated, emulated_caches: the precisions and caches whose roundings the training stack can
             repeat.
         temperatures: smallest and largest temperature above 0 that it applies unchanged.
-        pushes: takes the trainer's weights. One that does not holds its own, and can't be trained
-            with.
+        takes_weights: takes the trainer's weights. One that does not holds its own, and can't be
+            trained with.
         scores: has `score`.
         routes: can return the experts of each token.
         most_top_logprobs: largest `top_logprobs` that it returns; 0: none.
@@ -200,7 +201,7 @@ class EngineKind:
     emulated: tuple[str, ...] = ()
     emulated_caches: tuple[str, ...] = ()
     temperatures: tuple[float, float] = (0.0, math.inf)
-    pushes: bool = True
+    takes_weights: bool = True
     scores: bool = True
     routes: bool = False
     most_top_logprobs: float = 0
@@ -227,7 +228,9 @@ class EngineKind:
         return ""
 
     def takes_adapters(self, settings: Any) -> bool:
-        """Whether a trainer of adapters pushes base, A and B unmerged (`models.lora.Adapted`)."""
+        """Whether a trainer of adapters weight syncs base, A and B unmerged
+        (`models.lora.Adapted`).
+        """
         return False
 
     def scheme(
@@ -278,7 +281,7 @@ class EngineKind:
                 missing.
         """
         engine = self.build(arguments)
-        names = ["push_weights", "generate", "release_weights", "close"]
+        names = ["sync_weights", "generate", "release_weights", "close"]
         if self.scores:
             names.append("score")
         for name in names:
@@ -303,7 +306,7 @@ class EngineKind:
         return {name: allowed for name, allowed in choices.items() if allowed}
 
     def check_top_logprobs(self, count: int) -> None:
-        """Refuse more likeliest tokens than the engine returns.
+        """Refuse more top-k tokens than the engine returns.
 
         Raises:
             UserError: naming `top_logprobs` and what is allowed.
@@ -311,7 +314,7 @@ class EngineKind:
         if count > self.most_top_logprobs:
             allowed = "none"
             if self.most_top_logprobs:
-                allowed = f"at most {self.most_top_logprobs:g} likeliest tokens"
+                allowed = f"at most {self.most_top_logprobs:g} top-k tokens"
             raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {allowed}")
 
     def check_temperature(self, temperature: float) -> None:

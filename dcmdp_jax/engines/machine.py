@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-MEMORY_PHASES = ("push", "sample", "step")
+MEMORY_PHASES = ("weight_sync", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
 PREEMPTED = "preempted caches, at most"
 """Name of the part with the caches of preempted rows, held while any program samples."""

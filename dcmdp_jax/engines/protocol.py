@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
-from dcmdp_jax.data.likeliest_tokens import list_problems
+from dcmdp_jax.data.top_logprobs import list_problems
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.errors import EngineError as EngineError
 from dcmdp_jax.types import Params
@@ -23,7 +23,7 @@ class SamplingParams:
         temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at
             temperature 1).
         top_p: nucleus mass; below 1 the log-probs are of the cut distribution.
-        top_k: likeliest tokens to sample from, cut before the nucleus, likewise; 0: all.
+        top_k: top-k tokens to sample from, cut before the nucleus, likewise; 0: all.
         stop_token_ids: a completion ends with the first of these.
     """
 
@@ -57,13 +57,13 @@ class SamplingParams:
 class Engine(Protocol):
     """Samples completions and reports the probabilities it sampled them with.
 
-    Weights arrive by `push_weights` and stay until the next push or `release_weights`. Sampling is
-    a function of (seed, step, row), row being `(first_prompt + prompt) * group_size + member`:
-    neither batch composition nor earlier calls change it, nor which of several engines samples a
-    prompt.
+    Weights arrive by `sync_weights` and stay until the next weight sync or `release_weights`.
+    Sampling is a function of (seed, step, row), row being `(first_prompt + prompt) * group_size +
+    member`: neither batch composition nor earlier calls change it, nor which of several engines
+    samples a prompt.
     """
 
-    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Convert the trainer's parameters to the engine's precision; return once they are in use.
 
         Returns:
@@ -106,7 +106,7 @@ class Engine(Protocol):
             ValueError: for no prompts, an empty one, an id outside the vocabulary, a prompt too
                 long for the engine, a seed, a step or a temperature out of range; at once, before
                 the first group is asked for.
-            EngineError: if no weights were pushed; later if the engine breaks for good.
+            EngineError: if no weights were synced; later if the engine breaks for good.
         """
 
     def score(
@@ -133,12 +133,14 @@ class Engine(Protocol):
         Raises:
             ValueError: see `generate`; also for lists of different lengths, or for a negative
                 temperature.
-            EngineError: if a log-prob is not finite, no weights were pushed, or the engine breaks
+            EngineError: if a log-prob is not finite, no weights were synced, or the engine breaks
                 for good.
         """
 
     def release_weights(self) -> None:
-        """Free the weights until the next push, if they are in memory that the trainer needs."""
+        """Free the weights until the next weight sync, if they are in memory that the trainer
+        needs.
+        """
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""
@@ -180,7 +182,7 @@ def broken_tokens(episode: Episode) -> np.ndarray:
 
 
 def check_versions(episodes: Sequence[Episode], version: int) -> None:
-    """Refuse tokens sampled by other weights than were pushed for them.
+    """Refuse tokens sampled by other weights than were synced for them.
 
     Raises:
         EngineError: naming both versions.
@@ -191,14 +193,14 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
         if others.size:
             raise EngineError(
                 f"completion {row} has tokens of version {int(others[0])}, version {version} was "
-                "pushed for them; with a lag the weights of each step are those that were announced"
+                "synced for them; with a lag the weights of each step are those that were announced"
             )
 
 
 def check_top_logprobs(
     episodes: Sequence[Episode], count: int, vocab_size: int, *, complete: bool = False
 ) -> None:
-    """Refuse likeliest tokens that can't be the engine's.
+    """Refuse top-k tokens that can't be the engine's.
 
     Measures of whole distributions would be wrong, silently.
 
@@ -216,9 +218,9 @@ def check_top_logprobs(
         for name in (TOP_IDS, TOP_LOGPROBS):
             column = episode.columns.get(name)
             if column is None or column.shape != expected:
-                actual = "no likeliest tokens"
+                actual = "no top-k tokens"
                 if column is not None:
-                    actual = f"likeliest tokens of shape {column.shape}"
+                    actual = f"top-k tokens of shape {column.shape}"
                 raise EngineError(
                     f"rollout: completion {i}: {actual}, expected [tokens, k] = {expected} "
                     "(`top_logprobs`)"

@@ -162,7 +162,7 @@ class Evaluator(Protocol):
     """What samples and scores, such as `run.services.Services`.
 
     Attributes:
-        engine: the engine, with weights pushed.
+        engine: the engine, with weights synced.
         scorer: scores completions. Its verifier's budget holds for all samples of a task together.
         tokenizer: turns token ids into text.
         turns: samples in turns with an environment; None for one turn.

@@ -1,7 +1,7 @@
 """DC-GRPO in torch, for other trainers: discrepancy, penalized advantages, multiplier, surrogate.
 
 The same numbers as `dcmdp_jax.algorithm`, without jax. p is the training stack's probability of a
-sampled token under the weights that made the batch, q the inference engine's. `DcGrpo.charge` is
+sampled token under the weights that made the batch, q the inference engine's. `DcGrpo.penalize` is
 all that a trainer needs to call, once in a training step, with the whole batch.
 """
 
@@ -63,7 +63,7 @@ def token_discrepancy(
         diff   |p - q|        ratio   min(|p / q - 1|, 10)        log   |log p - log q|
         logit  min(|logit p - logit q|, 20), p and q at most 1 - 2^-24
 
-    One-sided charges only tokens with p > q.
+    One-sided penalizes only tokens with p > q.
 
     Args:
         train_logprobs, rollout_logprobs: same shape, nats.
@@ -273,7 +273,7 @@ class DcGrpo:
             )
         token_discrepancy(torch.zeros(1), torch.zeros(1), measure=self.measure, sided=self.sided)
 
-    def charge(
+    def penalize(
         self,
         advantages: Tensor,
         train_logprobs: Tensor,
@@ -285,7 +285,8 @@ class DcGrpo:
     ) -> tuple[Tensor, dict[str, float]]:
         """Penalize a step's advantages by lambda, then move lambda by the batch's mean discrepancy.
 
-        A token whose engine reported no log-prob (NaN, as vLLM may) is neither charged nor counted.
+        A token whose engine reported no log-prob (NaN, as vLLM may) is neither penalized nor
+        counted.
 
         Args:
             advantages: [N] or [N, T], this process's share.
@@ -299,7 +300,7 @@ class DcGrpo:
             `multiplier` that was used, `mean` over all processes, `violation` (mean - c), and the
             statistics of this process's tokens.
         """
-        delta, sampled = self.charged_tokens(train_logprobs, rollout_logprobs, mask)
+        delta, sampled = self.penalized_tokens(train_logprobs, rollout_logprobs, mask)
         sums = torch.stack([delta.double().sum(), sampled.double().sum()])
         if reduce is not None:
             sums = reduce(sums)
@@ -316,10 +317,12 @@ class DcGrpo:
             self.move(mean)
         return penalized, metrics
 
-    def charged_tokens(
+    def penalized_tokens(
         self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Discrepancy of each token, 0 where it is not charged; and which are: sampled, no NaN."""
+        """Discrepancy of each token, 0 where it is not penalized; and which are: sampled, no
+        NaN.
+        """
         require_same_shape(
             train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
         )

@@ -58,8 +58,8 @@ class DcGrpoLoss:
             r_t = exp(log pi - sg(log pi)) = 1, whose gradient is that of log pi
 
         which is Eq. 9 where each batch is used once; its clip never bites there. A token whose
-        engine reported no log-prob (NaN) is neither charged nor counted, as in `DcGrpo.charge`; a
-        NaN of the trainer stays.
+        engine reported no log-prob (NaN) is neither penalized nor counted, as in `DcGrpo.penalize`;
+        a NaN of the trainer stays.
 
         Args:
             inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`,
@@ -75,7 +75,7 @@ class DcGrpoLoss:
         if inputs.loss_weights is not None:
             weights = mask * inputs.loss_weights
 
-        delta, counted = self.dc_grpo.charged_tokens(train, inputs.inference_logprobs, mask)
+        delta, counted = self.dc_grpo.penalized_tokens(train, inputs.inference_logprobs, mask)
         sums = torch.stack([delta.double().sum(), counted.double().sum()])
         self._sums += sums.to(self._sums.device)
         (penalized,) = penalized_advantages(

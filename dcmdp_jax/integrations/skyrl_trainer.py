@@ -1,4 +1,4 @@
-"""DC-GRPO in SkyRL: a trainer whose advantages are charged, once in a step, on the driver.
+"""DC-GRPO in SkyRL: a trainer whose advantages are penalized, once in a step, on the driver.
 
     class Experiment(BasePPOExp):
         def get_trainer(self, *args, **options):
@@ -26,9 +26,9 @@ def make_trainer(base: type) -> type:
             self.dc_grpo = dc_grpo
 
         def compute_advantages_and_returns(self, data: Any) -> Any:
-            """Charge what SkyRL's estimator gives."""
+            """Penalize what SkyRL's estimator gives."""
             data = super().compute_advantages_and_returns(data)
-            self.all_metrics.update(prefixed(charge(self.dc_grpo, data)))
+            self.all_metrics.update(prefixed(penalize(self.dc_grpo, data)))
             return data
 
         def save_checkpoints(self) -> str:
@@ -47,7 +47,7 @@ def make_trainer(base: type) -> type:
     return DcGrpoTrainer
 
 
-def charge(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
+def penalize(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
     """Penalize a `TrainingInputBatch`'s `advantages` in place and move lambda; return the metrics.
 
     Raises:
@@ -59,8 +59,8 @@ def charge(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
     }
     require_columns(batch, advice)
     mask = batch["loss_mask"]
-    charged, metrics = dc_grpo.charge(
+    penalized, metrics = dc_grpo.penalize(
         batch["advantages"], batch["action_log_probs"], batch["rollout_logprobs"], mask
     )
-    batch["advantages"] = charged * mask
+    batch["advantages"] = penalized * mask
     return metrics

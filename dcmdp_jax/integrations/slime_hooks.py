@@ -69,7 +69,7 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
     rewards = torch.tensor(rewards, dtype=torch.float32, device=device)
     advantages = rewards.repeat_interleave(torch.tensor(lengths, device=device))
-    penalized, metrics = dc_grpo.charge(
+    penalized, metrics = dc_grpo.penalize(
         advantages,
         token_rows(train),
         token_rows(rollout),
@@ -87,7 +87,7 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 def no_weights(
     args: Any, *, pg_loss: torch.Tensor, loss_masks: list[torch.Tensor], **_: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Loss and masks as they are, no metrics: the charge already answers for the mismatch.
+    """Loss and masks as they are, no metrics: the penalty already answers for the mismatch.
 
     slime refuses `--get-mismatch-metrics` without `--custom-tis-function-path`, and multiplies the
     loss by what that function makes of it.

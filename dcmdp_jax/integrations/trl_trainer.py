@@ -1,4 +1,4 @@
-"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are charged for the mismatch with the engine.
+"""DC-GRPO in TRL: a `GRPOTrainer` whose advantages are penalized for the mismatch with the engine.
 
     arguments = GRPOConfig(use_vllm=True, ...)
     trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=..., args=arguments, ...)
@@ -66,7 +66,7 @@ class DcGrpoTrainer(GRPOTrainer):
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
-        output["advantages"], metrics = self.dc_grpo.charge(
+        output["advantages"], metrics = self.dc_grpo.penalize(
             output["advantages"],
             train,
             rollout,

@@ -12,8 +12,8 @@ and set `algorithm.adv_estimator=dc_grpo`, `actor_rollout_ref.actor.policy_loss.
 
 verl gives an estimator rewards and masks but no log-probs. So the estimator makes verl's own
 group-relative advantages, and `compute_advantage`, which calls it with the whole batch on the
-driver, charges them. Where an agent loop gives a session several outputs, the session counts once
-in its group, by its last output, as under verl's own grpo; every output's tokens are charged.
+driver, penalizes them. Where an agent loop gives a session several outputs, the session counts once
+in its group, by its last output, as under verl's own grpo; every output's tokens are penalized.
 """
 
 import functools
@@ -58,7 +58,7 @@ def register(
         state_path: JSON file of lambda, read now if it is there and written in each step.
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
             last one.
-        on_batch: called with each `DataProto` after its advantages are charged, for example to
+        on_batch: called with each `DataProto` after its advantages are penalized, for example to
             record it.
     """
     from verl.trainer.ppo import core_algos, ray_trainer
@@ -67,8 +67,8 @@ def register(
     core_algos.register_adv_est(NAME)(group_advantages)
     core_algos.register_policy_loss(NAME)(policy_loss)
 
-    def charged(data: Any) -> Any:
-        charge(dc_grpo, data.batch)
+    def penalized(data: Any) -> Any:
+        penalize(dc_grpo, data.batch)
         if state_path is not None:
             dc_grpo.save(state_path)
         if on_batch is not None:
@@ -81,7 +81,7 @@ def register(
     def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **options: Any) -> Any:
         data = original(data, adv_estimator, *args, **options)
         if adv_estimator == NAME:
-            data = charged(data)
+            data = penalized(data)
         return data
 
     _replace(original, compute_advantage)
@@ -100,7 +100,7 @@ def register(
             return of_sessions(data, batch_keys, adv_estimator, *args, **options)
         # verl counts a session of several outputs once under its own estimator alone.
         grpo = core_algos.AdvantageEstimator.GRPO
-        return charged(of_sessions(data, batch_keys, grpo, *args, **options))
+        return penalized(of_sessions(data, batch_keys, grpo, *args, **options))
 
     _replace(of_sessions, compute_advantage_of_sessions)
 
@@ -112,7 +112,7 @@ def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
             setattr(sys.modules[name], by.__name__, by)
 
 
-def charge(dc_grpo: DcGrpo, batch: Any) -> None:
+def penalize(dc_grpo: DcGrpo, batch: Any) -> None:
     """Penalize a batch's `advantages` in place and move lambda.
 
     Raises:
@@ -120,13 +120,13 @@ def charge(dc_grpo: DcGrpo, batch: Any) -> None:
     """
     advice = "actor_rollout_ref.rollout.calculate_log_probs=True and no bypass_mode"
     require_columns(batch, dict.fromkeys(("old_log_probs", "rollout_log_probs"), advice))
-    charged, metrics = dc_grpo.charge(
+    penalized, metrics = dc_grpo.penalize(
         batch["advantages"],
         batch["old_log_probs"],
         batch["rollout_log_probs"],
         batch["response_mask"],
     )
-    batch["advantages"] = charged * batch["response_mask"]
+    batch["advantages"] = penalized * batch["response_mask"]
     _LOG.info("dc_grpo: %s", described(metrics))
 
 
@@ -137,7 +137,7 @@ def group_advantages(
     config: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """verl's own GRPO advantages, [N, T] each; `compute_advantage` charges them."""
+    """verl's own GRPO advantages, [N, T] each; `compute_advantage` penalizes them."""
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
@@ -160,7 +160,7 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The clipped surrogate of Eq. 9, averaged as verl does, without dual clip and weights.
 
-    The charge already answers for the mismatch; weights on top would answer twice.
+    The penalty already answers for the mismatch; weights on top would answer twice.
 
     Raises:
         ValueError: if there are importance weights.
@@ -169,7 +169,7 @@ def policy_loss(
 
     if rollout_is_weights is not None:
         raise ValueError(
-            "dc_grpo: importance weights on top of the charge; set "
+            "dc_grpo: importance weights on top of the penalty; set "
             "algorithm.rollout_correction=null"
         )
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low

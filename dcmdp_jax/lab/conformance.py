@@ -25,7 +25,7 @@ def check_engine(
 
     Args:
         engine: engine to check.
-        params: parameters that are pushed.
+        params: parameters that are synced.
         prompts: int32 token ids, at least two.
         sampling: sampling parameters; temperature above 0.
         vocab_size: ids of the model are below it.
@@ -38,7 +38,7 @@ def check_engine(
     Raises:
         EngineError: for what it returns.
     """
-    engine.push_weights(params, 0)
+    engine.sync_weights(params, 0)
     group_size = sampling.group_size
 
     def sample(prompts: Sequence[np.ndarray], first_prompt: int) -> list[Episode]:
@@ -68,7 +68,7 @@ def check_engine(
                 "run would not repeat an uninterrupted one"
             )
     engine.release_weights()
-    engine.push_weights(params, 1)
+    engine.sync_weights(params, 1)
     if not scores:
         return 0.0
 

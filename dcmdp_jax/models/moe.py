@@ -86,7 +86,7 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """y = sum over the k likeliest experts e of p_e MLP_e(x), with p = softmax(W_router x).
+    """y = sum over the top k experts e of p_e MLP_e(x), with p = softmax(W_router x).
 
     With `norm_topk_prob` the k probabilities are divided by their sum. As `Qwen3MoeSparseMoeBlock`
     of transformers; with the family's shared expert plus sigmoid(w_gate x) MLP(x), as
@@ -210,8 +210,8 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
         "router_tokens": jnp.sum(mask),
     }
     if "own_experts" in aux:
-        likeliest = _sent(aux["own_experts"], probabilities.shape[-1])
-        sums["router_agreement"] = jnp.sum(sent * likeliest * mask)
+        top_tokens = _sent(aux["own_experts"], probabilities.shape[-1])
+        sums["router_agreement"] = jnp.sum(sent * top_tokens * mask)
     return sums
 
 

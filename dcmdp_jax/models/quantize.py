@@ -285,8 +285,8 @@ def arrival(
 
     Of an update D = W' - W and a rounding Q:
 
-        mismatch/push_changed  = mean [Q(W') != Q(W)]
-        mismatch/push_rounding = ||Q(W') - Q(W) - D|| / ||D||
+        mismatch/sync_changed  = mean [Q(W') != Q(W)]
+        mismatch/sync_rounding = ||Q(W') - Q(W) - D|| / ||D||
 
     0 for an engine that gets D as it is, 1 where none of it arrives, more where the few weights
     that change jump by more than all of D; 0 where D is 0. Without D's errors of rounding adding
@@ -312,8 +312,8 @@ def arrival(
         error += jnp.sum((in_float32(new_stored) - in_float32(old_stored) - (new - old)) ** 2)
         update += jnp.sum((new - old) ** 2)
     return {
-        "mismatch/push_changed": changed / sum(x.size for x in before),
-        "mismatch/push_rounding": relative_error(error, update),
+        "mismatch/sync_changed": changed / sum(x.size for x in before),
+        "mismatch/sync_rounding": relative_error(error, update),
     }
 
 

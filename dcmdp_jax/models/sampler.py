@@ -131,7 +131,7 @@ def choose_tokens(
         mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely
             token, ties: the first; its log-prob at temperature 1). "sample:K" and "nucleus:K" first
             leave out all but the K likeliest.
-        top: k, also list the likeliest tokens of the distribution; not of "greedy". 0: none.
+        top: k, also list the top-k tokens of the distribution; not of "greedy". 0: none.
 
     Returns:
         tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or

@@ -179,7 +179,7 @@ def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
         # As the bridge quantizes the trainer's parameters: in float32, whatever the engine's dtype.
         return [quantize_kernel(kernel, "int8").scale[None] for kernel in kernels]
     widths = [kernel.shape[1] for kernel in kernels]
-    kernels = [jnp.abs(_as_pushed(kernel)) for kernel in kernels]
+    kernels = [jnp.abs(_as_synced(kernel)) for kernel in kernels]
     if products == "fp8":
         largest = functools.reduce(jnp.maximum, [jnp.max(kernel) for kernel in kernels])
         scale = jnp.where(largest > 0, _over_448(largest), 1.0)
@@ -203,7 +203,7 @@ def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
     return scales
 
 
-def _as_pushed(kernel: jax.Array) -> jax.Array:
+def _as_synced(kernel: jax.Array) -> jax.Array:
     """vLLM quantizes to fp8 what it was given, which is bfloat16."""
     return kernel.astype(jnp.bfloat16).astype(jnp.float32)
 
@@ -219,7 +219,7 @@ def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.A
     """[in, out] float32, whole numbers or e4m3 values, to be multiplied by the scale."""
     if products == "int8":
         return jnp.round(jnp.clip(weights.astype(jnp.float32) / scale, -127.0, 127.0))
-    values = _to_e4m3(_as_pushed(weights) * (1.0 / _by_input(scale, weights.shape[0])))
+    values = _to_e4m3(_as_synced(weights) * (1.0 / _by_input(scale, weights.shape[0])))
     if products != "fp8_weights_per_block":
         return values
     # vLLM's CPU kernel reads a value below 2^-6, which has no leading 1, as if it had: m / 8 2^-6
@@ -230,7 +230,7 @@ def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.A
 
 def _scaled_weights(values: jax.Array, scale: jax.Array, products: str) -> jax.Array:
     rounded = values * _by_input(scale, values.shape[0])
-    return _as_pushed(rounded) if products == "fp8_weights_per_block" else rounded
+    return _as_synced(rounded) if products == "fp8_weights_per_block" else rounded
 
 
 def _by_input(scale: jax.Array, size: int) -> jax.Array:

@@ -45,19 +45,19 @@ _BROKEN = 0.1
 """Mean discrepancy of a broken completion."""
 _BROKEN_TIMES = 10.0
 """Times the median completion's discrepancy of a broken one."""
-_CHARGE_SHARE = 0.1
-"""Share of the charge in the update: chosen on long completions, docs/evidence.md."""
+_PENALTY_SHARE = 0.1
+"""Share of the penalty in the update: chosen on long completions, docs/evidence.md."""
 _SHARE_STEPS = 5
 """Steps of which that share is the median: chosen on long completions, docs/evidence.md."""
 _LEAST_SHARE = 0.01
-"""Share of the charge in the update that is worth a word: a guess."""
+"""Share of the penalty in the update that is worth a word: a guess."""
 _WHOLE_ADVANTAGE = 0.5
-"""Charge of a token, in advantages, that is as much as one: a guess."""
+"""Penalty of a token, in advantages, that is as much as one: a guess."""
 _LAMBDA_RISE = 1.5
 """Last over first lambda of a window that is rising."""
 _STEADY = 0.9
 """Rank correlation with the step of a lambda that rises steadily over the window."""
-_PUSH_ROUNDING = "mismatch/push_rounding"
+_SYNC_ROUNDING = "mismatch/sync_rounding"
 _MOSTLY_KEPT = 0.7
 """Norm that rounding keeps back, over the update's, with which hardly any of it arrives."""
 _BEHIND = 10.0
@@ -91,8 +91,8 @@ WATCHED = """
     discrepancy/mean discrepancy/broken_completions dual/tolerance mismatch/k1 mismatch/k3
     mismatch/effective_sample_size mismatch/noise_floor rollout/staleness_max policy/entropy
     staleness/log_ratio_abs_mean completion/truncated_fraction policy/kl policy/router_loss
-    discrepancy/max dual/multiplier dual/charge_share reward/mean reward/all_equal_groups
-    discrepancy/spent displacement/abs_p95 mismatch/push_rounding completion/identical_fraction
+    discrepancy/max dual/multiplier dual/penalty_share reward/mean reward/all_equal_groups
+    discrepancy/spent displacement/abs_p95 mismatch/sync_rounding completion/identical_fraction
     completion/identical_chance
 """.split()
 """Metrics that the alarms look at."""
@@ -122,20 +122,20 @@ def alarms(series: Series) -> list[Alarm]:
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | charge | one of three. The median of `dual/charge_share` of the last 5 steps is above 0.1, over the steps that have a prompt with unequal rewards (at least half of them). lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
-    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no charge alarm says why, and the entropy does not move as under collapse |
-    | unseen_updates | delta rises steadily (rank correlation of 0.8 or more over all steps, at least 10) to ten times its first and 3 noise floors, no weights are stale, and the engine stands still: `mismatch/push_rounding` is 0.7 or more in the median of the last 10 steps; in a recording the first step's median log-ratio is 0.04 nats at most and the engine's mean -log q moves by 20% at most |
+    | penalty | one of three. The median of `dual/penalty_share` of the last 5 steps is above 0.1, over the steps that have a prompt with unequal rewards (at least half of them). lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest penalty of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
+    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no penalty alarm says why, and the entropy does not move as under collapse |
+    | unseen_updates | delta rises steadily (rank correlation of 0.8 or more over all steps, at least 10) to ten times its first and 3 noise floors, no weights are stale, and the engine stands still: `mismatch/sync_rounding` is 0.7 or more in the median of the last 10 steps; in a recording the first step's median log-ratio is 0.04 nats at most and the engine's mean -log q moves by 20% at most |
     | identical | `completion/identical_fraction` is above `completion/identical_chance` by 0.1 and four standard errors over steps: samples that are not independent |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
-    | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
+    | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but penalty says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
-    | rounding | in each of the last 2 steps all prompts have equal rewards, no teacher, KL or load-balancing term has a gradient, and lambda charges a delta within 3 noise floors, or below 1e-6: the update is rounding alone |
+    | rounding | in each of the last 2 steps all prompts have equal rewards, no teacher, KL or load-balancing term has a gradient, and lambda penalizes a delta within 3 noise floors, or below 1e-6: the update is rounding alone |
     | truncation | 90% or more of the completions are cut by the length limit in each of the last 2 steps, and half or fewer were in some step before |
     | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines diverge |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
-    window raises none but `charge` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
-    other numbers of `charge` are guesses.
+    window raises none but `penalty` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
+    other numbers of `penalty` are guesses.
     """  # noqa: E501 - a table
     text_by_name: dict[str, str] = {}
     for name, rule in _RULES.items():
@@ -260,7 +260,7 @@ def _staleness(series: Series) -> Iterator[str]:
     if lag and over_budget:
         yield (
             f"The discrepancy is {over_budget[0]:.3g} at a budget of {over_budget[1]:.3g}, and the "
-            f"tokens were sampled by weights up to {lag:.0f} steps old. Push weights more often, "
+            f"tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more often, "
             "or correct by importance weights."
         )
 
@@ -282,12 +282,12 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge_share(series: Series) -> float:
-    """Median share of the charge over the last steps that have a prompt with unequal rewards.
+    """Median share of the penalty over the last steps that have a prompt with unequal rewards.
 
-    Without one the charge is all there is, however small: that is another problem. NaN where such
+    Without one the penalty is all there is, however small: that is another problem. NaN where such
     steps are fewer than half.
     """
-    share = _last(series, "dual/charge_share", _SHARE_STEPS)
+    share = _last(series, "dual/penalty_share", _SHARE_STEPS)
     equal_groups = _last(series, "reward/all_equal_groups", _SHARE_STEPS)
     share = share[~(equal_groups >= 1)]
     if 2 * len(share) < _SHARE_STEPS:
@@ -309,31 +309,33 @@ def _rises_in_vain(series: Series, share: float) -> bool:
     )
 
 
-def _charge(series: Series) -> Iterator[str]:
-    """The charge is much of the update, lambda rises in vain, or tokens lose an advantage by it."""
+def _penalty(series: Series) -> Iterator[str]:
+    """The penalty is much of the update, lambda rises in vain, or tokens lose an advantage by
+    it.
+    """
     recorded = series.get("dual/multiplier", _NOTHING)[1]
     multiplier = _last(series, "dual/multiplier")
     share = _charge_share(series)
-    charges = (multiplier * _last(series, "discrepancy/max"))[-_LATEST_STEPS:]
+    penalties = (multiplier * _last(series, "discrepancy/max"))[-_LATEST_STEPS:]
     jump = _jump(series)
 
-    if len(recorded) and share > _CHARGE_SHARE:
+    if len(recorded) and share > _PENALTY_SHARE:
         text = (
-            f"The charge is {share:.1%} of the update at lambda = {recorded[-1]:.3g}: the policy "
-            "learns the charge."
+            f"The penalty is {share:.1%} of the update at lambda = {recorded[-1]:.3g}: the policy "
+            "learns the penalty."
         )
     elif _rises_in_vain(series, share):
         later = _last(series, bounded_metric(series))[WINDOW // 2 :].mean()
         text = (
             f"lambda went from {multiplier[0]:.3g} to {multiplier[-1]:.3g} over {WINDOW} steps, "
-            f"and the discrepancy, now {later:.3g}, did not follow: c may be below what a charge "
+            f"and the discrepancy, now {later:.3g}, did not follow: c may be below what a penalty "
             "reaches."
         )
-    elif charges.min() >= _WHOLE_ADVANTAGE and jump is not None:
+    elif penalties.min() >= _WHOLE_ADVANTAGE and jump is not None:
         text = (
             f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = "
-            f"{multiplier[-1]:.3g} charges single tokens {charges.max():.2g}, as much as an "
-            "advantage: the charge may be the cause. If not, check the push."
+            f"{multiplier[-1]:.3g} penalizes single tokens {penalties.max():.2g}, as much as an "
+            "advantage: the penalty may be the cause. If not, check the weight sync."
         )
     else:
         return
@@ -350,7 +352,7 @@ def _weight_sync(series: Series) -> Iterator[str]:
         return
     usual, last, start = jump
 
-    # A reward that fell first says that the policy, not the push, made the discrepancy.
+    # A reward that fell first says that the policy, not the weight sync, made the discrepancy.
     rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
     if len(rewards) == len(series["discrepancy/mean"][1]) and start >= _LATEST_STEPS:
         usual_reward = np.median(rewards[:-WINDOW])
@@ -359,8 +361,8 @@ def _weight_sync(series: Series) -> Iterator[str]:
             return
     yield (
         f"The discrepancy rose from {usual:.3g} to {last:.3g} within a few steps: the engine's "
-        "weights are not the trainer's. Check the push, compare checksums, and run dcmdp probe "
-        "with --earlier."
+        "weights are not the trainer's. Check the weight sync, compare checksums, and run dcmdp "
+        "probe with --earlier."
     )
 
 
@@ -375,7 +377,7 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     if _rank_correlation(delta) < _STEADY_BEHIND:
         return
 
-    rounding = np.median(_last(series, _PUSH_ROUNDING))
+    rounding = np.median(_last(series, _SYNC_ROUNDING))
     surprise = _last(series, "engine/surprise", len(delta))
     first_third, _, last_third = np.array_split(surprise, 3)
     before = first_third.mean()
@@ -389,9 +391,9 @@ def _unseen_updates(series: Series) -> Iterator[str]:
         return
     yield (
         f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands "
-        f"still: {evidence}. The updates do not reach it: no push, or updates below what its dtype "
-        "holds. Compare its weights over steps; give the engine float32, or raise the learning "
-        "rate."
+        f"still: {evidence}. The updates do not reach it: no weight sync, or updates below what "
+        "its dtype holds. Compare its weights over steps; give the engine float32, or raise the "
+        "learning rate."
     )
 
 
@@ -412,8 +414,8 @@ def _noise(series: Series) -> Iterator[str]:
     if np.mean(delta > c) > 0.5 and floor <= c and delta.mean() <= _FLOORS * floor:
         yield (
             f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the "
-            f"noise of the engine, {floor:.3g} against itself: lambda charges for rounding. Raise "
-            f"c above {2 * floor:.2g}."
+            f"noise of the engine, {floor:.3g} against itself: lambda penalizes for rounding. "
+            f"Raise c above {2 * floor:.2g}."
         )
 
 
@@ -445,7 +447,7 @@ def _collapse(series: Series) -> Iterator[str]:
             f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and "
             f"the entropy went from {before:.3g} to {after:.3g} nats: a collapse may be ahead. Go "
             "back to an earlier checkpoint with a lower learning rate, a more precise engine or, "
-            "where lambda is above 0, without the charge."
+            "where lambda is above 0, without the penalty."
         )
 
 
@@ -461,17 +463,17 @@ def _displacement(series: Series) -> Iterator[str]:
 
 
 def _rounding(series: Series) -> Iterator[str]:
-    # The charge is alone only where no other term of the loss has a gradient.
+    # The penalty is alone only where no other term of the loss has a gradient.
     if "policy/kl" in series or "policy/router_loss" in series:
         return
     equal_groups = _last(series, "reward/all_equal_groups", _ROUNDING_STEPS)
-    # A charge of exactly 0, as without a mismatch, has a share of 0.
-    share = _last(series, "dual/charge_share", _ROUNDING_STEPS)
+    # A penalty of exactly 0, as without a mismatch, has a share of 0.
+    share = _last(series, "dual/penalty_share", _ROUNDING_STEPS)
     delta = _last(series, "discrepancy/mean", _ROUNDING_STEPS)
     floor = max(_FLOORS * _floor(series), _FLOAT32_ROUNDING)
     if equal_groups.min() >= 1 and share.min() >= 1 and delta.max() <= floor:
         yield (
-            "No prompt has unequal rewards, so the charge is the whole update, and its "
+            "No prompt has unequal rewards, so the penalty is the whole update, and its "
             f"discrepancy, {delta[-1]:.2g}, is the rounding of the engine: the optimizer makes "
             "full steps of it, however small. Take problems whose rewards differ, or set "
             "algorithm.drop_equal_groups=true, or algorithm.method=grpo."
@@ -506,7 +508,7 @@ _RULES: Mapping[str, Callable[[Series], Iterator[str]]] = {
     "unseen_updates": _unseen_updates,
     "identical": _identical,
     "noise": _noise,
-    "charge": _charge,
+    "penalty": _penalty,
     "weight_sync": _weight_sync,
     "mismatch": _mismatch,
     "collapse": _collapse,
@@ -516,7 +518,7 @@ _RULES: Mapping[str, Callable[[Series], Iterator[str]]] = {
 }
 """Alarm -> its rule, which yields what is wrong; the first text counts."""
 _EXPLAINED_BY = {
-    "weight_sync": {"retokenization", "charge", "unseen_updates"},
+    "weight_sync": {"retokenization", "penalty", "unseen_updates"},
     "mismatch": {
         "support",
         "retokenization",

@@ -89,7 +89,7 @@ rollout/padding_fraction | fraction | padding among the tokens that the training
 @training/step.py:_objective
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the
     tolerance
-dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum
+dual/penalty_share | fraction | penalty in the update: C / (C + S), C = sum |penalty| (1 - p), S = sum
     |advantage| (1 - p)
 policy/entropy | nats | mean entropy of the policy over sampled tokens
 policy/teacher_kl | nats | mean of log p^Train - log p of the teacher: about KL(policy || teacher)
@@ -133,7 +133,7 @@ distribution/kl_trainer_bound | nats | how much larger it can be where no tail t
 distribution/expected_discrepancy | discrepancy | mean over states of the expected delta;
     discrepancy/mean estimates it
 distribution/expected_discrepancy_bound | discrepancy | how much larger it can be by the tail
-distribution/head_mass | probability | mean mass of the k likeliest tokens, by the engine
+distribution/head_mass | probability | mean mass of the top-k tokens, by the engine
 @training/step.py:_train_step
 distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that
     expectation, by sampling
@@ -151,17 +151,17 @@ mismatch/leg_decoding | probability | mean |q - s|, s the engine's own in one pa
 mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the
     rest
-@engines/vllm/engine.py:VllmEngine.push_weights
-mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
+@engines/vllm/engine.py:VllmEngine.sync_weights
+mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the weight sync
 replica/{replica}/{measure} | tokens, seconds or restarts | with Ray: of replica {replica} since the
-    last push
+    last weight sync
 @models/lora.py:merged_and_measured
-mismatch/merge_rounding | fraction | with adapters, merged or not: as push_rounding, of what a merge
+mismatch/merge_rounding | fraction | with adapters, merged or not: as sync_rounding, of what a merge
     changes
 @models/quantize.py:arrival
-mismatch/push_changed | fraction | weights of the engine's matrices that the step's update changes;
+mismatch/sync_changed | fraction | weights of the engine's matrices that the step's update changes;
     not with adapters
-mismatch/push_rounding | 1 | norm of what rounding adds to or takes from the update, over the
+mismatch/sync_rounding | 1 | norm of what rounding adds to or takes from the update, over the
     update's; 1: none arrives
 @training/loss_terms.py:gap_metrics
 staleness/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_train of the
@@ -224,7 +224,7 @@ moe/routing_agreement | fraction | replayed experts that the trainer's router wo
 @training/stopping.py:SkippedUpdates.record
 optimizer/skipped_share | fraction | share of the updates of the last 20 steps that was skipped
 @training/phase_timer.py:PHASES
-time/push | seconds | weights to the inference engine
+time/weight_sync | seconds | weights to the inference engine
 time/generate | seconds | sampling the completions
 time/verify | seconds | verifying the answers
 time/noise_floor | seconds | the engine against itself, at the steps that measure it
@@ -232,7 +232,7 @@ time/pack | seconds | packing tokens into rows
 time/step | seconds | the compiled training step
 time/wait | seconds | with rollout.lag: the trainer waits for the sampler
 @training/batches.py:Batches
-time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, pushes included
+time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, weight syncs included
 @training/phase_timer.py:PhaseTimer.metrics
 time/overlap | seconds | with rollout.lag: the parts of a step in turn, less its time: what overlap
     won
@@ -255,6 +255,20 @@ eval_logged/{task}/{name} | as logged | {task}/{name}: what reward functions log
     task (log_metric)
 """
 """Under `@FILE:FUNCTION` its metrics, in the order to show them. Indented lines go on."""
+
+
+_RENAMED = {
+    "dual/charge_share": "dual/penalty_share",
+    "mismatch/push_changed": "mismatch/sync_changed",
+    "mismatch/push_rounding": "mismatch/sync_rounding",
+    "time/push": "time/weight_sync",
+}
+"""Name that an older run recorded -> name now."""
+
+
+def current_name(name: str) -> str:
+    """Today's name of a metric that an older run may have recorded under another."""
+    return _RENAMED.get(name, name)
 
 
 def _metrics() -> dict[str, Metric]:
@@ -298,7 +312,7 @@ def form_of_score(
     return percent
 
 
-STEP_PHASES = ("push", "generate", "verify", "noise_floor", "pack", "step")
+STEP_PHASES = ("weight_sync", "generate", "verify", "noise_floor", "pack", "step")
 """The parts of `time/total`, in the order a step runs them."""
 
 

@@ -41,6 +41,7 @@ from dcmdp_jax.observe.jsonl import (
     STARTS_FILE,
     TENSORBOARD_DIRECTORY,
 )
+from dcmdp_jax.observe.metric_names import current_name
 from dcmdp_jax.version import __version__
 
 
@@ -336,7 +337,9 @@ def read_metrics(run_dir: str | Path) -> Series:
         for name, value in record.items():
             if not jsonl.is_number(value):
                 raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number")
-            merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
+            merged.setdefault(current_name(name), {})[step] = (
+                float("nan") if value is None else float(value)
+            )
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
 

@@ -226,7 +226,7 @@ _OVERHEAD = 20
 _LONGEST_PROMPT = 2_000
 """Characters of a prompt on a page."""
 MOST_LISTED = 5
-"""Of the engine's likeliest tokens in a state, those on a page."""
+"""Of the engine's top-k tokens in a state, those on a page."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

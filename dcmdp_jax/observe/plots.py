@@ -406,9 +406,9 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
                 names=("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max"),
             ),
             Panel(
-                heading="charge in the update",
+                heading="penalty in the update",
                 unit="share of the update",
-                names=("dual/charge_share",),
+                names=("dual/penalty_share",),
                 percent=True,
             ),
             Panel(

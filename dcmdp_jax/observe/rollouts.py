@@ -18,7 +18,7 @@ adds 4 bytes, one with `rollout.top_logprobs` at most 11 for each listed token. 
 | rollout_logprobs | list of float32 | log q, the engine; 0 where not sampled |
 | start_logprobs | list of float32 | with a lag: log p_now, the training stack's at the start of the step |
 | policy_versions | list of int32 | training step whose weights sampled it; -1 where not sampled |
-| top | string | with likeliest tokens: JSON, their ids and both log-probs (`dcmdp_jax.record.unpacked_top`) |
+| top | string | with top-k tokens: JSON, their ids and both log-probs (`dcmdp_jax.record.unpacked_top`) |
 | reward, advantage | float32 | of the completion; the advantage before the penalty |
 
 With a lag, staleness is start_logprobs - train_logprobs, mismatch train_logprobs -

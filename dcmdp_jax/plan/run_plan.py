@@ -130,12 +130,12 @@ class CompiledRun:
             for name, compiled in self.programs.items()
         ]
         if self.engine is not None:
-            pushed = {
+            synced = {
                 component.name: component.per_device
                 for component in self.run.placement.engine.memory.parts
-                if "push" in component.phases and component.per_device
+                if "weight_sync" in component.phases and component.per_device
             }
-            phases.append(Phase(name="push", beside=pushed))
+            phases.append(Phase(name="push", beside=synced))
             return phases
 
         share = _share(self.run.config)

@@ -123,7 +123,7 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
     )
 
 
-def pushed_dtype(saved: SavedModel, config: Config) -> str:
+def synced_dtype(saved: SavedModel, config: Config) -> str:
     """The dtype that the engine gets the weights in: narrow where that loses nothing."""
     if saved.step is not None:
         return config.model.param_dtype
@@ -143,7 +143,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
     """
     config = task.config
     model = task.model
-    dtype = pushed_dtype(saved, task.config)
+    dtype = synced_dtype(saved, task.config)
     kind = find_engine(config.rollout.engine)
     with as_settings(of_engine(kind)):
         _, arguments = engine_arguments(
@@ -171,7 +171,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
         param_dtype=dtype,
         training=False,
     )
-    others = loaded_parameters(model, dtype, machine) if kind.pushes else []
+    others = loaded_parameters(model, dtype, machine) if kind.takes_weights else []
     return fit_engine(kind, arguments, workload, machine, others)
 
 

@@ -325,7 +325,7 @@ def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[
         "parameters",
         first=0 if on_cpu else size,
         host=size if on_cpu else 0,
-        phases=frozenset({"push"}),
+        phases=frozenset({"weight_sync"}),
         lower="a smaller model",
     )
     return [parameters]
@@ -376,7 +376,7 @@ def _state_parts(
         MemoryPart(
             "checkpoint being written",
             host=saved,
-            phases=frozenset({"push", "sample"}),
+            phases=frozenset({"weight_sync", "sample"}),
             lower=lower,
         ),
         make(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
@@ -403,7 +403,7 @@ def _state_parts(
     return [
         *parts,
         make("frozen base", base, f"{fewer}, or model.lora_base=int8", sure=base),
-        make("merged weights", 4 * base_values, fewer, frozenset({"push"})),
+        make("merged weights", 4 * base_values, fewer, frozenset({"weight_sync"})),
         make("frozen base, cast for products", cast, fewer, _STEP),
     ]
 
@@ -530,6 +530,6 @@ def _batch_parts(
     values = config.rollout.top_logprobs * sum(
         math.prod(bucket.completion_mask.shape) for bucket in batch.rows
     )
-    name = "recorded likeliest tokens"
+    name = "recorded top-k tokens"
     listed = make(name, 4 * values, f"{lower}, or rollout.top_logprobs", _STEP)
     return [*parts, dataclasses.replace(listed, host=listed.host + 30 * values)]

@@ -1,9 +1,9 @@
-"""The batch of each step: push weights, sample, verify, exchange, pack, score; maybe with a lag.
+"""The batch of each step: sync weights, sample, verify, exchange, pack, score; maybe with a lag.
 
 With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights
 never depends on how fast anything is, so a resumed run has the bits of an undisturbed one. An
 engine with a process of its own samples in a thread, one batch after the other, while the main
-thread trains; weights are pushed between batches.
+thread trains; weights are synced between batches.
 """
 
 import contextlib
@@ -127,8 +127,9 @@ class Batches:
         )
 
         # Parameters: those that the engine has, and copies that batches in flight need. In their
-        # own dtype: a push of a copy in another one would not give the engine the same weights.
-        self._pushed: tuple[int, dict[str, float]] | None = None
+        # own dtype: a weight sync of a copy in another one would not give the engine the same
+        # weights.
+        self._synced: tuple[int, dict[str, float]] | None = None
         self._versions: dict[int, Params] = {}
         self._copy = jax.jit(
             lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self.programs.shardings.params
@@ -161,7 +162,7 @@ class Batches:
             return
         for version in self.behind(step):
             timer = PhaseTimer()
-            self.push(self._versions[version], version, timer)
+            self.sync_weights(self._versions[version], version, timer)
             self._start(version, timer)
 
     def behind(self, step: int) -> dict[int, Params]:
@@ -169,25 +170,25 @@ class Batches:
         versions = range(max(0, step - self._lag), step)
         return {version: self._versions[version] for version in versions}
 
-    def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """Push the policy of a step when nothing is being sampled, unless it is there already.
+    def sync_weights(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """Sync the policy of a step when nothing is being sampled, unless it is there already.
 
         Returns:
-            What was measured when it was pushed.
+            What was measured when it was synced.
         """
         with self._waiting(timer):
             for future in self._in_flight.values():
                 future.result()
-        with timer.phase("push"):
-            if self._pushed is None or self._pushed[0] != step:
-                pushed, merge_metrics = self.programs.merged(params, self.frozen)
+        with timer.phase("weight_sync"):
+            if self._synced is None or self._synced[0] != step:
+                synced, merge_metrics = self.programs.merged(params, self.frozen)
                 metrics = {
-                    **self.services.engine.push_weights(pushed, step),
+                    **self.services.engine.sync_weights(synced, step),
                     **jax.device_get(merge_metrics),
                 }
                 largest = self._hosts.largest(*metrics.values())
-                self._pushed = step, dict(zip(metrics, largest, strict=True))
-        return self._pushed[1]
+                self._synced = step, dict(zip(metrics, largest, strict=True))
+        return self._synced[1]
 
     def make(self, state: TrainState, step: int, timer: PhaseTimer) -> StepBatch:
         """The batch of a step; the engine has the policy of `state`, which samples `step + lag`.
@@ -250,7 +251,8 @@ class Batches:
             self._in_flight[self._next] = future
             self._next += 1
         if self._pool is None and self.services is not None:
-            # Before the step, whose peak they would add to; the next push brings new ones anyway.
+            # Before the step, whose peak they would add to; the next weight sync brings new ones
+            # anyway.
             self.services.engine.release_weights()
 
     def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
@@ -346,7 +348,7 @@ class Batches:
 class ConversationBatches(Batches):
     """The batches of a supervised run: conversations of the data, not what an engine samples."""
 
-    def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
+    def sync_weights(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
         """No engine gets the policy."""
         return {}
 

@@ -1,4 +1,4 @@
-"""The training loop: push weights, get the step's batch, train on it, record, evaluate, save."""
+"""The training loop: sync weights, get the step's batch, train on it, record, evaluate, save."""
 
 import contextlib
 import dataclasses
@@ -172,7 +172,7 @@ class Trainer:
 
         while step < config.training.steps:
             timer = phase_timer.PhaseTimer(first=step == first_step)
-            pushed = self.batches.push(state.params, step, timer)
+            synced = self.batches.sync_weights(state.params, step, timer)
             step_batch = self.batches.make(state, step, timer)
             with timer.phase("step"), jax.transfer_guard("disallow"):
                 watched = self.programs.watched(state.params)
@@ -185,7 +185,7 @@ class Trainer:
             self._prompts_taken += step_batch.rollout.prompts_taken
 
             discrepancy = metrics.pop("completions/discrepancy")
-            metrics = self._step_metrics(metrics | pushed, step_batch, timer, discrepancy)
+            metrics = self._step_metrics(metrics | synced, step_batch, timer, discrepancy)
             metrics |= skipped.record(step, metrics)
             if not config.supervised:
                 metrics |= alarms.record(step, metrics, discrepancy)
@@ -276,7 +276,7 @@ class Trainer:
         left to do.
         """
         state, step = self._finished
-        self.batches.push(state.params, step, phase_timer.PhaseTimer())
+        self.batches.sync_weights(state.params, step, phase_timer.PhaseTimer())
         results = []
         samples = []
         name = ""

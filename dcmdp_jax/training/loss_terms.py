@@ -36,7 +36,7 @@ from dcmdp_jax.algorithm.masked import (
     masked_quantile,
     masked_sum,
 )
-from dcmdp_jax.algorithm.penalties import charge_loss
+from dcmdp_jax.algorithm.penalties import penalty_loss
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, clamped_log_ratio
@@ -97,13 +97,13 @@ def head_loss(
     centered_weights: Array,
     head: Head,
 ) -> Array:
-    """Sum the terms of the engine's likeliest tokens: score centering and the charge of a state.
+    """Sum the terms of the engine's top-k tokens: score centering and the penalty of a state.
 
     Args:
         settings, remedies: the method.
         tokens, weights: as `policy_loss` gets them.
         centered_weights: see `Signals`.
-        head: the likeliest tokens; the gradient reaches its `train_logprobs`.
+        head: the top-k tokens; the gradient reaches its `train_logprobs`.
 
     Returns:
         [] float32, a sum over tokens, to be added to that of `policy_loss`.
@@ -122,8 +122,8 @@ def head_loss(
             anchor=_anchor(settings),
             corrections=corrections,
         )
-    if settings.state_charge is not None:
-        total += charge_loss(tokens, weights, head, settings.state_charge)
+    if settings.state_penalty is not None:
+        total += penalty_loss(tokens, weights, head, settings.state_penalty)
     return total
 
 
@@ -135,7 +135,7 @@ def _proximal(tokens: Tokens) -> Corrected:
 def head_statistics(
     settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array
 ) -> Statistics:
-    """Compute the statistics of the engine's likeliest tokens; none without them."""
+    """Compute the statistics of the engine's top-k tokens; none without them."""
     statistics = {}
     if kept_mass is not None:
         statistics["distribution/kept_mass"] = masked_sum(lax.stop_gradient(kept_mass), mask)
@@ -219,19 +219,19 @@ def punished_rewards(
     )
 
 
-def charged_rewards(
+def penalized_rewards(
     settings: AlgorithmSettings,
     remedies: Remedies,
     dual: DualState,
     rewards: Array,
     rows: tuple[Rows, ...],
 ) -> Array | None:
-    """Rewards with the charge inside, before their group's mean is taken: `level="reward"`.
+    """Rewards with the penalty inside, before their group's mean is taken: `level="reward"`.
 
         r_i - lambda mean_t delta_{i,t},    or as `method` has it for an advantage,
 
     so that a completion is compared with the others of its prompt in both. The group's deviation is
-    that of the charged rewards: in a group of equal rewards the discrepancy alone decides, and
+    that of the penalized rewards: in a group of equal rewards the discrepancy alone decides, and
     lambda, above 0, cancels.
 
     Args:
@@ -244,25 +244,25 @@ def charged_rewards(
 
     Returns:
         [M, N] float32; completions without a token keep their reward. None where tokens are
-        charged.
+        penalized.
     """
     if settings.level != "reward":
         return None
 
-    def charged(mini_batch: tuple[Array, tuple[Rows, ...]]) -> Array:
-        return _charged(settings, remedies.penalty, dual, *mini_batch)
+    def penalized(mini_batch: tuple[Array, tuple[Rows, ...]]) -> Array:
+        return _penalized(settings, remedies.penalty, dual, *mini_batch)
 
-    return lax.map(charged, (rewards, rows))
+    return lax.map(penalized, (rewards, rows))
 
 
-def _charged(
+def _penalized(
     settings: AlgorithmSettings,
     penalty: Function,
     dual: DualState,
     rewards: Array,
     rows: tuple[Rows, ...],
 ) -> Array:
-    """`charged_rewards` of a mini-batch."""
+    """`penalized_rewards` of a mini-batch."""
     discrepancy = []
     for bucket in rows:
         columns = bucket.columns
@@ -342,7 +342,7 @@ class TokenValues(NamedTuple):
         discrepancy: delta.
         start_logprobs: nats, training stack, weights at the start of the step; None unless the rows
             lag.
-        top_logprobs: `old_logprobs` of the engine's likeliest tokens; None unless they are
+        top_logprobs: `old_logprobs` of the engine's top-k tokens; None unless they are
             recorded.
     """
 
@@ -367,7 +367,7 @@ class RecordedTokens(NamedTuple):
     Attributes:
         train_logprobs: `TokenValues.old_logprobs`.
         start_logprobs: that of `TokenValues`; None unless the batch lags.
-        top_logprobs: [M, A, R, L, k], that of `TokenValues`; None without the likeliest tokens.
+        top_logprobs: [M, A, R, L, k], that of `TokenValues`; None without the top-k tokens.
         advantages: [M * N] float32.
     """
 

@@ -10,7 +10,7 @@ from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.observe.metric_names import STEP_PHASES
 
 PHASES = {
-    "push": ("time/push", "pushing the weights to the engine"),
+    "weight_sync": ("time/weight_sync", "syncing the weights to the engine"),
     "wait": ("time/wait", "waiting for the sampler"),
     "generate": ("time/generate", "sampling"),
     "verify": ("time/verify", "scoring the completions"),

@@ -22,7 +22,7 @@ OLD_LOGPROBS = "old_logprobs"
 START_LOGPROBS = "start_logprobs"
 """Column of rows in a step: p^Train at its start, where a pass of its own computed it."""
 START_TOP_LOGPROBS = "start_top_logprobs"
-"""The same of the engine's likeliest tokens, in rows that have them."""
+"""The same of the engine's top-k tokens, in rows that have them."""
 
 
 def with_logprobs(

@@ -125,7 +125,7 @@ def _spread(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def _packed(episode: Episode, train_logprobs: np.ndarray, *, exact: bool) -> str:
-    """The engine's likeliest tokens after the prompt, by `packed_top`; -1 where not sampled."""
+    """The engine's top-k tokens after the prompt, by `packed_top`; -1 where not sampled."""
     after = slice(episode.prompt_length, None)
     mask = episode.sampled_mask[after]
     ids = np.where(mask[:, None], episode.columns[TOP_IDS][after], -1)

@@ -15,7 +15,7 @@ from dcmdp_jax.algorithm import distribution, losses, penalties, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.masked import masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Statistics, Tokens
-from dcmdp_jax.algorithm.signals import Signals, charge_share
+from dcmdp_jax.algorithm.signals import Signals, penalty_share
 from dcmdp_jax.algorithm.stats import Mean, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TEACHER_LOGPROBS, TOP_IDS, TOP_LOGPROBS
@@ -106,7 +106,7 @@ class _Constants(NamedTuple):
 
     Attributes:
         advantages, weights: [N] float32, of each completion.
-        uncharged: [N] float32, advantages without a charge inside the reward.
+        unpenalized: [N] float32, advantages without a penalty inside the reward.
         dual: lambda_k and c.
         first: [] bool, the update starts from the weights at the start of the step.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
@@ -116,7 +116,7 @@ class _Constants(NamedTuple):
 
     advantages: Array
     weights: Array
-    uncharged: Array
+    unpenalized: Array
     dual: DualState
     first: Array
     loss_scale: Array | None
@@ -206,8 +206,8 @@ def _train_step(
         batch = _recompute(setup, setup.policy(state.params, frozen), batch)
 
     rewards = loss_terms.punished_rewards(settings, batch, setup.max_completion_tokens)
-    charged = loss_terms.charged_rewards(settings, setup.remedies, dual, rewards, batch.rows)
-    mini_batches = batch, rewards, charged, jnp.arange(len(rewards)) == 0
+    penalized = loss_terms.penalized_rewards(settings, setup.remedies, dual, rewards, batch.rows)
+    mini_batches = batch, rewards, penalized, jnp.arange(len(rewards)) == 0
     after, updates = lax.scan(functools.partial(_update, setup, frozen), state, mini_batches)
 
     totals = stats.merge_stacked(updates.statistics)
@@ -234,7 +234,7 @@ def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
     """p^Train of all mini-batches whose own update can't give it: all but the first.
 
     The first update starts at `params`. No column if that leaves none: with a single mini-batch the
-    method costs one pass, as much as GRPO. A charge inside the reward needs all, unless the rows
+    method costs one pass, as much as GRPO. A penalty inside the reward needs all, unless the rows
     have p^Train of the weights that sampled them. With ratio_denominator="bypass" they are not
     needed, except for lagged rows, where they measure staleness, and with a teacher, who is
     compared with the policy that sampled.
@@ -267,20 +267,20 @@ def _update(
         setup, frozen: of the step.
         state: before the update.
         mini_batch: the batch, with p^Train at the start of the step unless this update's own pass
-            gives it; [N] rewards, less the punishment of long completions; the same less the charge
-            for the discrepancy, None unless `level` is "reward"; and whether the update starts from
-            the weights at the start of the step.
+            gives it; [N] rewards, less the punishment of long completions; the same less the
+            penalty for the discrepancy, None unless `level` is "reward"; and whether the update
+            starts from the weights at the start of the step.
     """
     settings = setup.settings
-    batch, rewards, charged, first = mini_batch
-    uncharged = _advantages(settings, batch, rewards)
-    advantages = uncharged if charged is None else _advantages(settings, batch, charged)
+    batch, rewards, penalized, first = mini_batch
+    unpenalized = _advantages(settings, batch, rewards)
+    advantages = unpenalized if penalized is None else _advantages(settings, batch, penalized)
     weights, _ = setup.loss_weights(batch)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     constants = _Constants(
         advantages=advantages,
         weights=weights,
-        uncharged=uncharged,
+        unpenalized=unpenalized,
         dual=state.dual,
         first=first,
         loss_scale=scale,
@@ -416,13 +416,13 @@ def _objective(
         gap = old_logprobs - rows.columns[TEACHER_LOGPROBS]
         statistics["policy/teacher_kl"] = masked_sum(gap, mask)
     charge_in_loss = None
-    if settings.state_charge is not None:
-        charge_in_loss = penalties.charge_length(head, mask, settings.state_charge)
-    uncharged = loss_terms.token_advantages(
-        constants.uncharged, rows, old_logprobs, setup.teacher_weight
+    if settings.state_penalty is not None:
+        charge_in_loss = penalties.penalty_length(head, mask, settings.state_penalty)
+    unpenalized = loss_terms.token_advantages(
+        constants.unpenalized, rows, old_logprobs, setup.teacher_weight
     )
-    statistics["dual/charge_share"] = charge_share(
-        signals.tokens, uncharged, signals.weights, charge_in_loss
+    statistics["dual/penalty_share"] = penalty_share(
+        signals.tokens, unpenalized, signals.weights, charge_in_loss
     )
 
     values = TokenValues(
@@ -443,7 +443,7 @@ def _objective(
 def _forward(
     setup: StepSetup, params: Params, constants: _Constants, rows: Rows
 ) -> tuple[RowOutputs, Signals, distribution.Head | None]:
-    """The forward pass of a micro-batch, its constants, and the engine's likeliest tokens."""
+    """The forward pass of a micro-batch, its constants, and the engine's top-k tokens."""
     columns = rows.columns
     outputs = setup.row_logprobs(setup.policy(params, constants.frozen), rows)
 

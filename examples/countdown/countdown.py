@@ -65,7 +65,7 @@ ARMS: dict[str, dict[str, Any]] = {
 `tis-sc`; c of `dc_logit` is 1.25 times the median of its first 20 steps.
 """
 HEAD = 128
-"""Likeliest tokens of the engine that score centering has, as published; a smaller vocabulary
+"""Top-k tokens of the engine that score centering has, as published; a smaller vocabulary
 whole.
 """
 _NOISE_STEPS = 300

@@ -5,9 +5,9 @@ for a while.
     '--config.rollout.engine_args={"noise": 0.02}'
 
 Both as in the sweeps of score centering (research/countdown.md): a relative Gaussian perturbation
-that is the same at every push, and weights of which every k-th push is taken, so that what samples
-is 0 to k - 1 steps old. It reports them as the newest, as is done there: the discrepancy has the
-staleness in it, where `rollout.lag` takes it out.
+that is the same at every weight sync, and weights of which every k-th push is taken, so that what
+samples is 0 to k - 1 steps old. It reports them as the newest, as is done there: the discrepancy
+has the staleness in it, where `rollout.lag` takes it out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dcmdp_jax.fields import setting
 class Settings(LocalSettings):
     noise: float = setting(0.0, "Standard deviation of the weights' relative noise.", minimum=0)
     noise_seed: int = setting(0, "Seed of the noise.", minimum=0)
-    every: int = setting(1, "Pushes of which one is taken.", unit="pushes", minimum=1)
+    every: int = setting(1, "Weight syncs of which one is taken.", unit="weight syncs", minimum=1)
 
 
 @jax.jit
@@ -49,14 +49,14 @@ def noisy(params: Any, seed: jax.Array, scale: jax.Array) -> Any:
 
 
 class Sampler(LocalEngine):
-    """`LocalEngine`, which gets other weights than are pushed."""
+    """`LocalEngine`, which gets other weights than are synced."""
 
     def __init__(self, arguments: EngineArguments) -> None:
         super().__init__(arguments)
         self._settings = arguments.settings
         self._kept = None
 
-    def push_weights(self, params: Any, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Any, policy_version: int) -> dict[str, float]:
         """Versions 0, k, 2 k, ... are taken, and the first after a restart; the noise is drawn for
         them.
         """
@@ -68,7 +68,7 @@ class Sampler(LocalEngine):
                 if one.noise
                 else jax.tree.map(jnp.copy, params)
             )
-        found = super().push_weights(self._kept, policy_version)
+        found = super().sync_weights(self._kept, policy_version)
         if one.every == 1:
             self._kept = None
         return found

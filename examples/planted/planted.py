@@ -3,7 +3,7 @@ them, a study.
 
     dcmdp train --config=examples/planted/planted.py           GRPO
     dcmdp train --config=examples/planted/planted.py:reward,3
-        # a charge inside the reward, lambda = 3
+        # a penalty inside the reward, lambda = 3
 
 The study, all runs from one policy:
 
@@ -16,9 +16,9 @@ The study, all runs from one policy:
 A completion has two characters. The first chooses a way, `C` (clean) or `N` (noisy); the second is
 `A` or `B`, both right. After `N` the engine adds 1.5 to the logit of `A` before it samples, and
 reports what it sampled with; everywhere else it computes as the trainer does. The noisy way earns
-1, the clean one 0.9: does a charge on the mismatch make the policy go the clean way, at that price?
-docs/theory.md has the answer in closed form for a tabular policy, docs/evidence.md what the trainer
-does.
+1, the clean one 0.9: does a penalty on the mismatch make the policy go the clean way, at that
+price? docs/theory.md has the answer in closed form for a tabular policy, docs/evidence.md what the
+trainer does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PlantedEngine:
         self._shift = arguments.settings.shift
         self._noisy, self._raised = build_tokenizer().convert_tokens_to_ids(["N", "A"])
 
-    def push_weights(self, params: Any, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Any, policy_version: int) -> dict[str, float]:
         self._params = params
         self._version = policy_version
         return {}
@@ -175,14 +175,14 @@ def score(completions: list[str], **columns: object) -> list[float]:
     return [right.get(text, 0.0) for text in completions]
 
 
-def _charge(level: str, strength: float) -> dict[str, Any]:
-    """Settings of a charge with a fixed lambda."""
+def _penalty(level: str, strength: float) -> dict[str, Any]:
+    """Settings of a penalty with a fixed lambda."""
     fixed = {"multiplier": float(strength), "multiplier_max": 1e6, "dual_learning_rate": 0.0}
     return {"method": "dc_grpo", "level": level} | fixed
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """GRPO, or `LEVEL,LAMBDA`: a charge of that level with a fixed lambda."""
+    """GRPO, or `LEVEL,LAMBDA`: a penalty of that level with a fixed lambda."""
     here = Path(__file__).parent
     config = demo.get_config()
     config.run_dir = "runs/planted"
@@ -200,7 +200,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.algorithm.method = "grpo"
     if arg:
         level, _, strength = arg.partition(",")
-        config.algorithm.update(_charge(level, float(strength)))
+        config.algorithm.update(_penalty(level, float(strength)))
     return base.with_options(config, "")
 
 
@@ -216,17 +216,17 @@ def get_study(arg: str = "") -> Study:
         "grpo_perturbed": Arm(path, quiet | {"algorithm.std_epsilon": 2e-6}),
     }
 
-    def charged(level: str, strength: int) -> dict[str, object]:
+    def penalized(level: str, strength: int) -> dict[str, object]:
         return quiet | {
-            f"algorithm.{name}": value for name, value in _charge(level, strength).items()
+            f"algorithm.{name}": value for name, value in _penalty(level, strength).items()
         }
 
     for level in (*LEVELS, "state"):
         for strength in LAMBDAS:
             arms[f"{level}_{strength}"] = Arm(
-                path, charged(level, strength), past=level not in LEVELS
+                path, penalized(level, strength), past=level not in LEVELS
             )
     for strength in LAMBDAS:
-        undivided = charged("reward", strength) | {"algorithm.normalize_std": False}
+        undivided = penalized("reward", strength) | {"algorithm.normalize_std": False}
         arms[f"reward_undivided_{strength}"] = Arm(path, undivided)
     return Study("A planted mismatch with a way out", arms, "grpo", SEEDS)

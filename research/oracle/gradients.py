@@ -19,7 +19,7 @@ from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.evaluation.estimators import t_half_width
-from dcmdp_jax.training.loss_terms import charged_rewards, head_loss, loss_weights, signals_of
+from dcmdp_jax.training.loss_terms import head_loss, loss_weights, penalized_rewards, signals_of
 from dcmdp_jax.types import Array, DualState, Params, Rows
 
 
@@ -204,7 +204,7 @@ def token_slopes(
     if settings.level == "reward":
         known = rows.with_columns(old_logprobs=jnp.asarray(train_logprobs))
         one_batch = jax.tree.map(lambda array: jnp.asarray(array)[None], known)
-        rewards = charged_rewards(settings, remedies, dual, rewards[None], (one_batch,))[0]
+        rewards = penalized_rewards(settings, remedies, dual, rewards[None], (one_batch,))[0]
     advantages = group_advantages(
         rewards,
         sampled.group_ids,

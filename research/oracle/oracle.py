@@ -22,7 +22,7 @@ import numpy as np
 from dcmdp_jax.algorithm.advantages import has_signal
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, KlOver, kl_rejection
 from dcmdp_jax.algorithm.losses import LOSSES
-from dcmdp_jax.algorithm.penalties import PENALTIES, STATE_CHARGES
+from dcmdp_jax.algorithm.penalties import PENALTIES, STATE_PENALTIES
 from dcmdp_jax.algorithm.remedies import Corrected, Tokens
 from dcmdp_jax.algorithm.stats import KlEstimator
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
@@ -184,10 +184,10 @@ def ask(
 
 def _check(session: Session, batches: int, settings: Sequence[AlgorithmSettings]) -> None:
     for each in settings:
-        if (each.centers or each.state_charge) and not session.run.config.rollout.top_logprobs:
-            name = "score_centering" if each.centers else each.state_charge
+        if (each.centers or each.state_penalty) and not session.run.config.rollout.top_logprobs:
+            name = "score_centering" if each.centers else each.state_penalty
             raise UserError(
-                f"config.rollout.top_logprobs: got 0, {name} needs the engine's likeliest tokens; "
+                f"config.rollout.top_logprobs: got 0, {name} needs the engine's top-k tokens; "
                 "set 32"
             )
     if batches < 4:
@@ -333,8 +333,8 @@ def _spread(slopes: np.ndarray, plain: np.ndarray) -> tuple[float, float]:
     """Effective share of the tokens under a remedy's factors, and the share of those that it
     stops.
     """
-    charged = plain != 0
-    factors = slopes[charged].astype(np.float64) / plain[charged]
+    penalized = plain != 0
+    factors = slopes[penalized].astype(np.float64) / plain[penalized]
     squares = np.sum(factors**2)
     return float(np.sum(factors) ** 2 / (len(factors) * squares)) if squares else 0.0, float(
         np.mean(factors == 0)
@@ -474,7 +474,7 @@ def entries(
     """Settings of each remedy by name: none, penalties, corrections, trust regions, losses, `base`
     if it is another.
 
-    Penalties charge at lambda and c of `base`. Trust regions have the engine's probability in the
+    Penalties penalty at lambda and c of `base`. Trust regions have the engine's probability in the
     ratio's denominator: at the first update of a step they would all do the same with the
     trainer's. `acr` is a bound beside `tis`. A filter without a default size gets the one that
     drops 5% of the tokens; `geometric_rejection` has its own band and SkyRL's.
@@ -482,7 +482,7 @@ def entries(
     Args:
         base: settings of the run.
         tokens: some of the engine's, which sizes are taken from.
-        listed: the engine's likeliest tokens are known: charges of a state and `score_centering`
+        listed: the engine's top-k tokens are known: penalties of a state and `score_centering`
             are compared too.
     """
     plain = without_remedy(base)
@@ -515,7 +515,7 @@ def entries(
         found["likelihood"],
     )  # the loss without remedy, and that of conversations
     if listed:
-        found |= {name: dataclasses.replace(plain, method=name) for name in STATE_CHARGES}
+        found |= {name: dataclasses.replace(plain, method=name) for name in STATE_PENALTIES}
         for call in ("score_centering", "tis,score_centering"):
             found[call] = dataclasses.replace(plain, corrections=call)
     if base not in map(canonical, found.values()):

@@ -34,7 +34,7 @@ _HEADING = (
     "level",
     "aggregation",
     "A / std",
-    "updates a push",
+    "updates per weight sync",
     "engine",
     "steps",
     "else",

@@ -27,6 +27,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_half_width
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.metric_names import current_name
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, MUTED, make_figure, style_axes
 
@@ -270,7 +271,7 @@ _CURVES = {
 def color_of(name: str) -> str:
     """The color of an arm, by its name alone: the same in every panel, figure and study.
 
-    An arm that is named after a charge and its strength has the charge's, `token_10` that of
+    An arm that is named after a penalty and its strength has the penalty's, `token_10` that of
     `token`.
     """
     family = _FAMILY.sub("", name)
@@ -392,7 +393,7 @@ _COMPARED = set(
     reward/mean discrepancy/mean discrepancy/max discrepancy/p50 discrepancy/p99 discrepancy/spent
     discrepancy/engine_share displacement/abs_mean displacement/abs_p50 displacement/abs_p95
     displacement/abs_p99 distribution/total_variation completion/length_mean
-    completion/truncated_fraction optimizer/grad_norm dual/charge_share dual/multiplier
+    completion/truncated_fraction optimizer/grad_norm dual/penalty_share dual/multiplier
     dual/tolerance policy/entropy policy/clip_low_fraction policy/clip_high_fraction
     mismatch/noise_floor mismatch/log_ratio_abs_mean staleness/log_ratio_abs_mean
     """.split()
@@ -461,7 +462,7 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
             )
         run_points = points[arm].setdefault(seed, {})
         for name, value in row.items():
-            run_points.setdefault(name, {})[step] = float(value)
+            run_points.setdefault(current_name(name), {})[step] = float(value)
 
     runs: dict[str, dict[int, Series]] = {}
     for arm, seeds in points.items():

@@ -209,8 +209,8 @@ WEIGHTS = np.minimum(P / APART, 1.5)[:, None]
     ],
     ids=str,
 )
-def test_centred_scores_and_charges_of_a_state_are_those_of_the_formula(changes, scores, added):
-    """With the charge of the advantage beside it: in one state plain advantages add up to 0, and
+def test_centred_scores_and_penaltys_of_a_state_are_those_of_the_formula(changes, scores, added):
+    """With the penalty of the advantage beside it: in one state plain advantages add up to 0, and
     centre themselves.
     """
     settings = dataclasses.replace(PLAIN, **({"method": "dc_grpo"} | changes))

@@ -202,7 +202,7 @@ def test_the_order_is_that_of_the_error_at_the_best_length(tmp_path):
     rewards = {"grpo": 0.5, "token_1": 0.4, "token_9": 0.1}
     runs = {arm: {0: _end(value), 1: _end(value + 0.01)} for arm, value in rewards.items()}
     *shown, empty, line = oracle_order(path, {**runs, "token_99": {}}, "grpo")
-    assert shown[0] == "| charge | local:int4: error | bias^2 |" and empty == ""
+    assert shown[0] == "| penalty | local:int4: error | bias^2 |" and empty == ""
     assert shown[3] == "| `token_1` | 0.60 ± 0.50 | -0.10 ± 0.25 |"
     assert line.startswith(
         "- `local:int4` on m, 3 arms: rank correlation with reward -1.00, held-out score -1.00, "

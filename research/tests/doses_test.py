@@ -42,7 +42,7 @@ def test_c_is_a_quarter_above_the_pilots_median_discrepancy_of_four_steps():
 def test_the_doses_in_a_real_models_range_are_those_of_the_pilots_gradients():
     rows_by_run = json.loads((KEPT / "doses_pilot_gradients.json").read_text(encoding="utf-8"))
     ratios = [
-        row["charge"] / row["advantage"]
+        row["penalty"] / row["advantage"]
         for rows in rows_by_run.values()
         for row in rows
         if row["step"] in (1, 2, 4, 8, 16)

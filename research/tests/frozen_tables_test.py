@@ -61,11 +61,11 @@ def test_what_is_kept_of_three_tokens_is_as_computed_by_hand():
     by_hand = [2 / 3 - 1 + math.log(1.5) + 1 - math.log(2), 2 / 13 - 1 + math.log(6.5)]
     assert kept["by_prompt"]["k3"] == pytest.approx(by_hand, abs=1e-3)
     # C = 0.25 * 0.5 + 0.25 * 0.5 + 0.55 * 0.9 = 0.745, S = 0.5 + 0.5 + 0.9 = 1.9.
-    assert kept["charge"]["1"]["share"] == pytest.approx(0.745 / 2.645, abs=1e-4)
-    assert kept["charge"]["0.1"]["share"] == pytest.approx(0.0745 / 1.9745, abs=1e-5)
+    assert kept["penalty"]["1"]["share"] == pytest.approx(0.745 / 2.645, abs=1e-4)
+    assert kept["penalty"]["0.1"]["share"] == pytest.approx(0.0745 / 1.9745, abs=1e-5)
     assert (
-        kept["charge"]["1"]["largest"] == pytest.approx(0.55)
-        and kept["charge"]["0.1"]["over_half"] == 0
+        kept["penalty"]["1"]["largest"] == pytest.approx(0.55)
+        and kept["penalty"]["0.1"]["over_half"] == 0
     )
     # The two tokens of p = 0.5 are in (0.1, 0.5], not in (0.5, 0.9].
     assert [one["tokens"] for one in kept["by_p"]][3:5] == [2, 0]
@@ -177,7 +177,7 @@ def test_what_the_text_says_of_the_demos_policy_is_what_is_kept():
     )
     assert (
         said in page
-        and f"at lambda 1 is {100 * one['charge']['1']['share']:.1f}% of the update" in page
+        and f"at lambda 1 is {100 * one['penalty']['1']['share']:.1f}% of the update" in page
     )
 
 
@@ -197,20 +197,21 @@ def test_what_the_text_says_of_the_engines_is_what_is_kept():
     assert f"median |eps| is {int4['quantiles']['abs_displacement']['p50']:.1f} nats" in page
     assert f"{100 * mean(int4, 'large')[0]:.1f}% of its tokens have a delta" in page
     assert f"{100 * mean(int4, 'rare')[0]:.0f}% have p of at most 0.1" in page
-    assert round(int4["charge"]["1"]["over_half"], 4) == round(mean(int4, "large")[0], 4)
+    assert round(int4["penalty"]["1"]["over_half"], 4) == round(mean(int4, "large")[0], 4)
     assert f"of their {sum(one['tokens'] for one in calm):,} tokens one has" in page
     assert [sum(sum(one["by_prompt"][name]) for one in calm) for name in ("large", "rare")] == [
         1,
         0,
     ]
     assert max(one["quantiles"]["delta"]["max"] for one in calm) == pytest.approx(0.628, abs=5e-4)
-    shares = sorted(100 * one["charge"]["1"]["share"] for one in calm)
-    assert f"the charge is {shares[0]:.2f} to {shares[-1]:.1f}% of the update" in page
+    shares = sorted(100 * one["penalty"]["1"]["share"] for one in calm)
+    assert f"the penalty is {shares[0]:.2f} to {shares[-1]:.1f}% of the update" in page
     int3 = kept["local:int3"]
     said = [100 * mean(int3, name)[0] for name in ("large", "rare", "q_above_p")]
     assert "{:.0f}% large, {:.0f}% rare, q > p on {:.0f}% of the tokens".format(*said) in page
     assert (
-        f"at lambda 1 the charge is {100 * int3['charge']['1']['share']:.0f}% of the update" in page
+        f"at lambda 1 the penalty is {100 * int3['penalty']['1']['share']:.0f}% of the update"
+        in page
     )
     found = int3["quantiles"]["abs_displacement"]
     int2 = kept["local:int2"]
@@ -224,7 +225,7 @@ def test_what_the_text_says_of_the_engines_is_what_is_kept():
     assert "NVFP4 and NF4 have a quarter of `local:int4`'s k3" in page
     assert f"in groups of 32 {parts['mxfp4']:.1f} and {parts['int4_g32']:.1f} of it" in page
     held = [100 * mean(kept[f"local:{name}"], "head_mass")[0] for name in ("int4_g32", "nf4")]
-    assert "32 likeliest hold {:.0f}%, NF4's {:.0f}%".format(*held) in page
+    assert "top 32 hold {:.0f}%, NF4's {:.0f}%".format(*held) in page
     more = sorted((k3["mxfp8_w8a8"] / k3["mxfp8"], k3["nvfp4_w4a4"] / k3["nvfp4"]))
     assert f"MXFP8 has {k3['mxfp8'] / k3['int8']:.0f} times INT8's k3" in page
     assert "k3 is {:.1f} to {:.1f} times as much".format(*more) in page

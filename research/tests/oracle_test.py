@@ -72,7 +72,7 @@ def test_without_mismatch_every_remedy_that_acts_on_it_gives_the_plain_slopes():
         np.testing.assert_allclose(found, slopes[NOTHING], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
+def test_a_penalty_inside_the_reward_gives_the_slopes_of_penalized_rewards():
     # One prompt, two completions of one token: |p - q| is 0.5 - 0.25 and 0; rewards 1 and 1, lambda
     # 2: 0.5 and 1.
     train = np.log(np.array([[0.5], [0.5]], np.float32))
@@ -84,18 +84,18 @@ def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
     groups = np.zeros(2, np.int32)
     plain = dataclasses.replace(AlgorithmSettings(), method="grpo", normalize_std=False)
     inside = dataclasses.replace(plain, method="dc_grpo", level="reward", multiplier=2.0)
-    even, charged = (
+    even, penalized = (
         JudgedBatch(rows, np.float32(rewards), groups) for rewards in ([1, 1], [0.5, 1])
     )
     found = np.asarray(token_slopes(inside, inside.remedies(), even, train, 1))
     np.testing.assert_allclose(
-        found, token_slopes(plain, plain.remedies(), charged, train, 1), rtol=1e-6
+        found, token_slopes(plain, plain.remedies(), penalized, train, 1), rtol=1e-6
     )
     # Advantages -1/4 and 1/4, half of the batch each; the loss is negated.
     np.testing.assert_allclose(found, [[0.125], [-0.125]], rtol=1e-6)
 
 
-def test_with_likeliest_tokens_it_has_their_remedies_and_measures_of_whole_states():
+def test_with_top_k_tokens_it_has_their_remedies_and_measures_of_whole_states():
     """The engine is the exact one: no state differs, and what teaches p towards q, or centres, adds
     nothing.
     """
@@ -141,8 +141,7 @@ def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens()
         (
             {"centred": True},
             4,
-            "config.rollout.top_logprobs: got 0, score_centering needs the engine's likeliest "
-            "tokens",
+            "config.rollout.top_logprobs: got 0, score_centering needs the engine's top-k tokens",
         ),
         ({"sampling": SamplingParams(4, 5, 0.0)}, 4, "config.rollout.temperature: got 0 (greedy)"),
         (

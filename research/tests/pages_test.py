@@ -20,7 +20,6 @@ from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.evaluation.estimators import t_half_width, t_quantile
 from research import paper_regime
 from research.ascents import ascents, fixed
-from research.charge_in_a_real_model import ENGINES, MEANS
 from research.dose_tables import (
     holm,
     measure_doses,
@@ -31,7 +30,6 @@ from research.dose_tables import (
 )
 from research.long_tables import (
     RESPONSES,
-    charge_warnings,
     claims,
     claims_of_all,
     comparison,
@@ -40,6 +38,7 @@ from research.long_tables import (
     ended,
     lost,
     parted,
+    penalty_warnings,
     pooled,
     read,
     regimes,
@@ -48,6 +47,7 @@ from research.long_tables import (
 from research.oracle.gradients import Moments, quality
 from research.oracle.page import draw_oracle
 from research.oracle.table import KEPT, recomputed, without_sizes
+from research.penalty_in_a_real_model import ENGINES, MEANS
 from research.studies.results import held_out, read_kept_metrics, tables
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -160,7 +160,7 @@ def test_where_the_papers_constants_would_move_lambda_is_as_the_page_says():
         ends.append(f"{np.mean(last):.2g}" if np.mean(last) < 1 else "1.00")
     assert f"| lambda at the end | {' | '.join(ends)} |" in _APPENDIX.read_text()
     assert (ends[0], ends[5]) == ("0.027", "0.39")
-    # And at which lambdas charges were trained: from 1 up, two runs of 0.1 apart.
+    # And at which lambdas penalties were trained: from 1 up, two runs of 0.1 apart.
     studies = (
         "dose_response",
         "dose_response_one",
@@ -232,7 +232,7 @@ def test_the_rule_of_two_half_widths_is_the_p_that_the_page_says_and_has_the_pow
         assert nct.sf(threshold, count - 1, 2.5 * t_quantile(count)) == pytest.approx(0.8, abs=0.03)
 
 
-def test_between_runs_of_a_charge_delta_goes_with_the_entropy():
+def test_between_runs_of_a_penalty_delta_goes_with_the_entropy():
     slopes = []
     for study in ("dose_response", "dose_response_vllm"):
         for arm in ("token_10", "token_100"):
@@ -270,7 +270,7 @@ def test_dual_ascent_against_vllm_and_its_runs_on_another_processor_are_those_of
         [kept[arm][s]["discrepancy/mean"][1][16:].mean() for s in range(20)]
         for arm in ("grpo", "reward_100")
     ]
-    less = [charged < plain for plain, charged in zip(*late, strict=True)]
+    less = [penalized < plain for plain, penalized in zip(*late, strict=True)]
     assert sum(less) == 15 and all(less[:5])
 
 
@@ -519,16 +519,16 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
         "not_rare_1",
     }
     said = "in {in_time} of {ended} runs that end, and in {warned} of {lived} others"
-    assert said.format(**charge_warnings(runs)) in page
-    norms = json.loads((_KEPT / "charge_gradients.json").read_text())
+    assert said.format(**penalty_warnings(runs)) in page
+    norms = json.loads((_KEPT / "penalty_gradients.json").read_text())
     ratio = {
-        arm: [row["charge"] / row["advantage"] for row in rows if row["advantage"]]
+        arm: [row["penalty"] / row["advantage"] for row in rows if row["advantage"]]
         for arm, rows in norms.items()
     }
     assert [round(ratio["token_1"][0], 2), round(max(ratio["token_1"]))] == [0.77, 21]
     assert norms["token_1"][ratio["token_1"].index(max(ratio["token_1"]))]["step"] == 4
     assert round(max(ratio["trainer_above_1"]), 1) == 0.2
-    share = runs["token_1"][4]["dual/charge_share"][1]
+    share = runs["token_1"][4]["dual/penalty_share"][1]
     assert f"{100 * share[0]:.0f}% and {100 * share[3]:.0f}% in these two steps" in page
     exact = [found[f"held-out, {engine} engine, %", "exact"] for engine in ("exact", "own")]
     for each in exact:
@@ -710,7 +710,7 @@ def _shares_in_time(runs):
         for seed, series in seeds.items():
             if series["dual/multiplier"][1].max() <= 0:
                 continue
-            share = series["dual/charge_share"][1]
+            share = series["dual/penalty_share"][1]
             loud = [
                 step for step in range(5, len(share) + 1) if np.median(share[step - 5 : step]) > 0.1
             ]
@@ -824,7 +824,7 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     last = {seed: float(series["dual/multiplier"][1][-1]) for seed, series in again.items()}
     assert max(value for seed, value in last.items() if seed != 4) < 0.0195 and last[4] > 0.3
     assert max(_exactly(int3["dc_grpo"])) < 5 and len(int3["dc_grpo"]) == 5
-    assert charge_warnings({"grpo": long["grpo"], "dc_grpo": again}) == {
+    assert penalty_warnings({"grpo": long["grpo"], "dc_grpo": again}) == {
         "ended": 1,
         "in_time": 0,
         "lived": 9,
@@ -1014,7 +1014,7 @@ def test_what_the_page_says_of_other_readings_is_what_the_kept_runs_did():
     ends = [{arm: len(seeds) for arm, seeds in ended(runs).items()} for runs in (late, calm)]
     arms = ("threshold", "less_batch_mean", "completion_mean", "charge_verl")
     texts = (
-        "charge above c alone",
+        "penalty above c alone",
         "less its batch's mean",
         "a completion's mean",
         "verl's defaults",
@@ -1034,15 +1034,15 @@ def test_what_the_page_says_of_other_readings_is_what_the_kept_runs_did():
 
 
 def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
-    """Geometric means over 16 batches of |charge| / |advantages| at lambda 0.1, the mean over
+    """Geometric means over 16 batches of |penalty| / |advantages| at lambda 0.1, the mean over
     completions.
     """
-    kept = json.loads((_KEPT / "charge_in_a_real_model.json").read_text())
+    kept = json.loads((_KEPT / "penalty_in_a_real_model.json").read_text())
     assert {engine: len(batches) for engine, batches in kept.items()} == dict.fromkeys(ENGINES, 16)
     ratios = {}
     for engine, batches in kept.items():
         for mean in MEANS:
-            each = [batch[f"{mean} charge"] / batch[f"{mean} advantages"] for batch in batches]
+            each = [batch[f"{mean} penalty"] / batch[f"{mean} advantages"] for batch in batches]
             ratios[engine, mean] = 100 * math.exp(np.mean(np.log(each)))
     bf16, cache, int8 = (ratios[engine, MEANS[0]] for engine in ENGINES)
     page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
@@ -1050,8 +1050,8 @@ def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
         f"{bf16:.2g}% of the advantages' (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% "
         "(INT8)" in page
     )
-    norms = json.loads((_KEPT / "charge_gradients.json").read_text())["token_1"][0]
-    toy = 100 * 0.1 * norms["charge"] / norms["advantage"]
+    norms = json.loads((_KEPT / "penalty_gradients.json").read_text())["token_1"][0]
+    toy = 100 * 0.1 * norms["penalty"] / norms["advantage"]
     both = f"{toy:.0f}% of the advantages' in the small policy, "
     assert (
         f"gradient is {both}{min(ratios.values()):.1f} to {max(ratios.values()):.1f}% in SmolLM2"

@@ -44,7 +44,7 @@ def test_an_arm_that_inherits_a_demos_step_size_is_refused():
 
 
 def test_what_an_arm_does_not_use_need_not_be_said():
-    """GRPO has no ascent; but its updates a push and its learning rate are the demo's."""
+    """GRPO has no ascent; but its updates per weight sync and its learning rate are the demo's."""
     _check("grpo", Arm("configs/demo.py", _DEMO | {"algorithm.method": "grpo"}))
     few = {
         name: value for name, value in _DEMO.items() if name != "training.prompts_per_mini_batch"
@@ -91,7 +91,7 @@ def test_an_arm_with_the_papers_name_is_the_papers_but_for_what_it_says():
 
 
 def test_the_rows_of_arms_by_hand():
-    """48 prompts in mini-batches of 12: four updates a push."""
+    """48 prompts in mini-batches of 12: four updates per weight sync."""
     arms = {
         "grpo": Arm("demo", {"algorithm.method": "grpo", "rollout.precision": "int4"}),
         "dc": Arm("demo", {"training.prompts_per_mini_batch": 12, "algorithm.tolerance_steps": 0}),

@@ -62,7 +62,7 @@ def _config(section=None, **changes):
     )
 
 
-def test_another_charge_makes_a_step_and_another_engine_closes_the_last(made):
+def test_another_penalty_makes_a_step_and_another_engine_closes_the_last(made):
     with sweep.Shared() as shared:
         for section, changes in (
             ("training", {"seed": 1}),

@@ -38,8 +38,8 @@ def _exact(values):
 
 
 def _deviation(a, q, weight, budget, sided):
-    """pi - q that maximizes <pi, A> with sum w (pi - q)^2 = C; one-sided 0 where it is not charged.
-    None: slack.
+    """pi - q that maximizes <pi, A> with sum w (pi - q)^2 = C; one-sided 0 where it is not
+    penalized. None: slack.
     """
     everyone = set(range(len(a)))
     for level in sorted(set(a)) if sided == "one" else ():
@@ -94,8 +94,8 @@ def test_budgets_of_continuous_measures_are_met_at_any_probability(measure, side
             deviation = _deviation(_exact(a), exact_q, weight, mp.mpf(budget), sided)
             assert (found.status == "slack") == (deviation is None)
             ours = [x - y for x, y in zip(_exact(found.optimum.policy), exact_q, strict=True)]
-            charged = ours if sided == "two" else [max(x, mp.mpf(0)) for x in ours]
-            spent = sum(w * x**2 for w, x in zip(weight, charged, strict=True))
+            penalized = ours if sided == "two" else [max(x, mp.mpf(0)) for x in ours]
+            spent = sum(w * x**2 for w, x in zip(weight, penalized, strict=True))
             # Above C by what a sum of five products rounds, and never as reported.
             assert found.optimum.mismatch <= budget and spent <= budget * (1 + mp.mpf(2e-15))
             if deviation is not None:
@@ -103,7 +103,7 @@ def test_budgets_of_continuous_measures_are_met_at_any_probability(measure, side
                 # Omega)).
                 rounding = 64 * 2.2e-16 * mp.sqrt(budget * (1 + budget))
                 assert budget - spent <= 1e-9 * budget + rounding
-                assert all(abs(x - y) < 1e-12 for x, y in zip(charged, deviation, strict=True))
+                assert all(abs(x - y) < 1e-12 for x, y in zip(penalized, deviation, strict=True))
     assert min(statuses.values()) >= 5
 
 

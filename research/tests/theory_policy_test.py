@@ -63,9 +63,9 @@ def test_two_actions_by_hand():
     np.testing.assert_allclose(
         optimal_policy(a, q, multiplier=2.5, measure="ratio").policy, [0.6, 0.4], atol=1e-15
     )
-    # One-sided: only the rise to 1/2 + 1/lambda' is charged, and the fall of a2 is free: nu = -1 =
-    # A_2, so pi_1 = q + (A_1 - nu) / (2 lambda q) = 1/2 + 2 / lambda, and a2 takes what is left, a
-    # share no closed form has.
+    # One-sided: only the rise to 1/2 + 1/lambda' is penalized, and the fall of a2 is free: nu = -1
+    # = A_2, so pi_1 = q + (A_1 - nu) / (2 lambda q) = 1/2 + 2 / lambda, and a2 takes what is left,
+    # a share no closed form has.
     one = optimal_policy(a, q, multiplier=20.0, measure="diff", sided="one")
     np.testing.assert_allclose(one.policy, [0.6, 0.4], atol=1e-15)
     assert one.normalizer == -1.0
@@ -81,7 +81,7 @@ def test_projection_leaves_out_what_would_be_negative():
 
 
 @pytest.mark.parametrize(("measure", "sided"), _EVERY)
-def test_the_theorems_closed_forms_hold_where_actions_are_charged(measure, sided):
+def test_the_theorems_closed_forms_hold_where_actions_are_penalized(measure, sided):
     from scipy.special import lambertw
 
     rng = np.random.default_rng(3)
@@ -95,11 +95,11 @@ def test_the_theorems_closed_forms_hold_where_actions_are_charged(measure, sided
             form = branches[np.argmin(np.abs(branches - found.policy), axis=0), np.arange(len(q))]
         else:
             form = q + (slope / q if measure == "diff" else slope * q)
-        charged = found.policy > (q * (1 + 1e-9) if sided == "one" else 1e-9)
-        np.testing.assert_allclose(found.policy[charged], form[charged], rtol=1e-6, atol=1e-8)
+        penalized = found.policy > (q * (1 + 1e-9) if sided == "one" else 1e-9)
+        np.testing.assert_allclose(found.policy[penalized], form[penalized], rtol=1e-6, atol=1e-8)
         assert abs(found.policy.sum() - 1) < 1e-12 and found.policy.min() >= 0
         if sided == "one":
-            idle = ~charged  # KKT: 0 below nu, any share up to q at nu
+            idle = ~penalized  # KKT: 0 below nu, any share up to q at nu
             assert np.all(
                 (found.policy[idle] == 0) | np.isclose(a[idle], found.normalizer, atol=1e-9)
             )

@@ -1,4 +1,4 @@
-"""The tables behind docs/theory.md: the direction of the token's charge, and two steps with a way
+"""The tables behind docs/theory.md: the direction of the token's penalty, and two steps with a way
 out.
 """
 
@@ -12,16 +12,16 @@ from scipy.stats import norm
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.dual import dual_update
 from research.theory_tables import (
-    CHARGES,
+    PENALTIES,
     SURE_START,
     TwoSteps,
     budget_path,
-    charge_direction,
     discrepancy_slope,
     expected_path,
     expected_update,
     falling_share,
     least_multiplier,
+    penalty_direction,
     random_states,
     simulated_paths,
     way_out_page,
@@ -31,16 +31,16 @@ _PAGE = " ".join((Path(__file__).resolve().parents[2] / "docs" / "theory.md").re
 _START = TwoSteps(theta=-0.4, phi=0.3, shift=1.2, price=0.1)
 
 
-@pytest.mark.parametrize("charge", CHARGES)
+@pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("group_size", [2, 8])
-def test_the_expected_update_is_the_mean_of_the_sampled_ones(charge, group_size):
+def test_the_expected_update_is_the_mean_of_the_sampled_ones(penalty, group_size):
     start = TwoSteps(-0.4, 0.3, 1.2, 0.1, group_size)
     rng = np.random.default_rng(0)
-    ends = simulated_paths(start, charge, 3.0, steps=1, size=1.0, runs=200_000, prompts=1, rng=rng)
+    ends = simulated_paths(start, penalty, 3.0, steps=1, size=1.0, runs=200_000, prompts=1, rng=rng)
     sampled = (ends - (start.theta, start.phi)).T
     # 24 intervals in this test: at 99.99% one of them misses in 0.2% of the seeds.
     width = norm.ppf(0.99995)
-    for values, expected in zip(sampled, expected_update(start, charge, 3.0), strict=True):
+    for values, expected in zip(sampled, expected_update(start, penalty, 3.0), strict=True):
         assert abs(values.mean() - expected) <= width * values.std() / np.sqrt(len(values)) + 1e-12
 
 
@@ -108,13 +108,13 @@ def test_only_a_budget_on_the_displacement_changes_it():
     )
 
 
-@pytest.mark.parametrize("charge", CHARGES)
-def test_simulated_runs_end_where_the_expected_path_does(charge):
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_simulated_runs_end_where_the_expected_path_does(penalty):
     options = {"steps": 200, "size": 0.25}
     ends = simulated_paths(
-        _START, charge, 3.0, runs=2000, prompts=16, rng=np.random.default_rng(1), **options
+        _START, penalty, 3.0, runs=2000, prompts=16, rng=np.random.default_rng(1), **options
     )
-    expected = expected_path(_START, charge, 3.0, **options)[-1]
+    expected = expected_path(_START, penalty, 3.0, **options)[-1]
     error = ends.std(axis=0, ddof=1) / np.sqrt(len(ends))
     # Five standard errors, and 1% of the largest move for what curvature makes of the noise in a
     # path.
@@ -132,27 +132,27 @@ def test_the_closed_form_is_the_path_of_small_steps_while_delta_stays():
         "token": -0.04375,
         "state": -0.04375,
     }
-    for charge, push in pushes.items():
-        end = expected_path(start, charge, 5000.0, steps=20_000, size=0.005)[-1, 0]
+    for penalty, push in pushes.items():
+        end = expected_path(start, penalty, 5000.0, steps=20_000, size=0.005)[-1, 0]
         assert end + np.sinh(end) == pytest.approx(-1 + np.sinh(-1) + push * 100 / 4, abs=4e-3)
-        assert bool(end > start.theta) is (charge in ("sequence", "reward"))
+        assert bool(end > start.theta) is (penalty in ("sequence", "reward"))
 
 
 def test_a_policy_takes_the_way_out_above_the_least_multiplier_and_not_below():
-    for charge in CHARGES:
-        least = least_multiplier(_START, charge)
+    for penalty in PENALTIES:
+        least = least_multiplier(_START, penalty)
         if np.isinf(least):
-            assert expected_update(_START, charge, 1e6)[0] < 0
+            assert expected_update(_START, penalty, 1e6)[0] < 0
         else:
             assert (
-                expected_update(_START, charge, 0.99 * least)[0]
+                expected_update(_START, penalty, 0.99 * least)[0]
                 < 0
-                < expected_update(_START, charge, 1.01 * least)[0]
+                < expected_update(_START, penalty, 1.01 * least)[0]
             )
 
 
-def test_an_unknown_charge_is_an_error():
-    with pytest.raises(ValueError, match="charge = 'seq': allowed are grpo, token"):
+def test_an_unknown_penalty_is_an_error():
+    with pytest.raises(ValueError, match="penalty = 'seq': allowed are grpo, token"):
         expected_update(_START, "seq", 1.0)
 
 
@@ -171,7 +171,7 @@ def test_the_direction_is_the_mean_of_the_scores_of_sampled_actions():
     scores = -np.abs(policy - engine)[drawn, None] * (np.eye(len(policy))[drawn] - policy)
     np.testing.assert_allclose(
         scores.mean(axis=0),
-        charge_direction(policy, engine),
+        penalty_direction(policy, engine),
         atol=5 * scores.std(axis=0).max() / np.sqrt(len(drawn)),
     )
 
@@ -195,7 +195,7 @@ def test_the_slope_is_that_of_finite_differences(follows):
 def test_with_two_actions_and_an_engine_that_stays_the_policy_never_moves_towards_it():
     for noise in (0.1, 1.0, 3.0):
         policy, engine = random_states(noise, states=10_000, actions=2)
-        direction = charge_direction(policy, engine)
+        direction = penalty_direction(policy, engine)
         y = policy[:, 0]
         x = engine[:, 0]
         # By hand: 2 |y - x| y (1 - y) times the distance is what p moves away by; D = |y - x| grows
@@ -210,20 +210,20 @@ def test_with_two_actions_and_an_engine_that_stays_the_policy_never_moves_toward
 
 
 def test_the_page_has_the_shares_of_its_states():
-    def shares(charges, *, follows, actions=(2, 8)):
+    def shares(penalties, *, follows, actions=(2, 8)):
         found = [
-            falling_share(noise, follows=follows, actions=count, charge=charge)
-            for charge in charges
+            falling_share(noise, follows=follows, actions=count, penalty=penalty)
+            for penalty in penalties
             for count in actions
             for noise in (0.1, 1.0)
         ]
         return round(100 * min(found)), round(100 * max(found))
 
-    eight = {"charges": ("token",), "actions": (8,)}
+    eight = {"penalties": ("token",), "actions": (8,)}
     loss = ("state_delta", "state_tv", "state_kl")
     low, high = shares(**eight, follows=False)
     assert (
-        f"With eight actions the charge lowers D in {low} to {high}% of 4,000 random states"
+        f"With eight actions the penalty lowers D in {low} to {high}% of 4,000 random states"
         in _PAGE
     )
     assert shares(("token",), follows=False, actions=(2,)) == (0, 0)
@@ -244,7 +244,7 @@ def test_the_shares_are_those_of_other_states_within_chance():
             )
 
 
-def test_the_gradient_of_the_discrepancy_and_a_signed_charge_do_lower_it():
+def test_the_gradient_of_the_discrepancy_and_a_signed_penalty_do_lower_it():
     policy, engine = random_states(1.0, states=4000)
     # dD along e_k for every k is the gradient.
     gradient = np.stack(

@@ -16,7 +16,7 @@ MEASURES = {
 }
 """The measure's name, as in `config.algorithm.measure`, and the paper's words for it."""
 SIDES = {"two": "two-sided", "one": "one-sided"}
-"""two: every deviation is charged. one: only what lies above the inference policy."""
+"""two: every deviation is penalized. one: only what lies above the inference policy."""
 
 LARGEST_ONE_SIDED_LOG = 4 / np.e**2
 """Bound of the one-sided log mismatch: log(y)^2 <= (4 / e^2) y for y >= 1, and sum q y = 1."""
@@ -111,7 +111,7 @@ def optimal_policy(
 ) -> Optimum:
     """The global maximum of <pi, A> - lambda Omega(pi, q) over the simplex (Theorem B.1).
 
-    Where every action is charged and has a probability above 0 the policy is the theorem's closed
+    Where every action is penalized and has a probability above 0 the policy is the theorem's closed
     form:
 
         diff    pi = q + (A - nu) / (2 lambda q)

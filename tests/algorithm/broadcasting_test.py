@@ -122,8 +122,8 @@ CASES = {
         discrepancy.displacement_statistics,
         PAIR | {"mask": MASK},
     ),
-    "signals.charge_share": _of_tokens(
-        signals.charge_share, uncharged=ROWS, token_weights=ROWS, in_loss=ROWS
+    "signals.penalty_share": _of_tokens(
+        signals.penalty_share, unpenalized=ROWS, token_weights=ROWS, in_loss=ROWS
     ),
     "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
     "advantages.has_signal": (advantages.has_signal, GROUP),
@@ -219,14 +219,14 @@ CASES = {
     "distribution.centering_loss": _of_head(
         _part(distribution.centering_loss, loss=losses.surrogate)
     ),
-    "penalties.charge_length": (
-        lambda mask, **head: penalties.charge_length(distribution.Head(**head), mask, "state_tv"),
+    "penalties.penalty_length": (
+        lambda mask, **head: penalties.penalty_length(distribution.Head(**head), mask, "state_tv"),
         HEAD | {"mask": MASK},
     ),
-    "penalties.charge_loss": _of_head(_part(penalties.charge_loss, charge="state_tv")),
+    "penalties.penalty_loss": _of_head(_part(penalties.penalty_loss, penalty="state_tv")),
     **{
         f"penalties.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS})
-        for one in penalties.STATE_CHARGES.values()
+        for one in penalties.STATE_PENALTIES.values()
     },
     "corrections.chain": _of_tokens(_part(corrections.chain, corrections=[corrections.tis])),
     "corrections.statistics": (

@@ -97,7 +97,7 @@ def _ours(
     old=None,
     level="token",
 ):
-    """`_gradient` with the k likeliest tokens of q; `old` are the logits of the batch's weights."""
+    """`_gradient` with the top-k tokens of q; `old` are the logits of the batch's weights."""
     if old is None:
         old = logits
     gradient = _gradient(

@@ -109,9 +109,9 @@ def loop(data):
         for t in range(length):
             now, old, rollout = (float(data[name][i, t]) for name in NAMES[:3])
             delta = abs(math.exp(old) - math.exp(rollout))
-            charged = advantage - data["multiplier"] * delta
+            penalized = advantage - data["multiplier"] * delta
             gamma = math.exp(now - old)
-            of_tokens += min(gamma * charged, min(max(gamma, 0.8), 1.24) * charged)
+            of_tokens += min(gamma * penalized, min(max(gamma, 0.8), 1.24) * penalized)
             total = total + delta
             tokens = tokens + 1
         loss -= of_tokens / length / len(LENGTHS)
@@ -186,15 +186,15 @@ def test_it_is_the_composition_of_the_public_parts():
     train, old, rollout = (np.where(mask, data[name], 0) for name in NAMES[:3])
     delta = dcmdp_jax.token_discrepancy(old, rollout, completion_mask=mask)
     advantages = dcmdp_jax.group_advantages(data["rewards"], data["group_ids"])
-    charged = dcmdp_jax.penalized_advantages(advantages, delta, 0.4)
+    penalized = dcmdp_jax.penalized_advantages(advantages, delta, 0.4)
     region = dcmdp_jax.clipped_surrogate(
-        dcmdp_jax.importance_ratio(train, old), charged, clip_high=0.24
+        dcmdp_jax.importance_ratio(train, old), penalized, clip_high=0.24
     )
     mean = delta.sum() / mask.sum()
     value, aux = dcmdp_jax.dc_grpo_loss(**data)
     per_completion = np.where(mask, region.objective, 0).sum(1) / mask.sum(1)
     assert float(value) == pytest.approx(-per_completion.mean(), rel=1e-6)
-    np.testing.assert_array_equal(aux.penalized_advantages, np.where(mask, charged, 0))
+    np.testing.assert_array_equal(aux.penalized_advantages, np.where(mask, penalized, 0))
     assert float(aux.next_multiplier) == dcmdp_jax.dual_update(
         0.4, mean, tolerance=0.05, learning_rate=1.5
     )
@@ -434,7 +434,7 @@ def test_under_jit_a_nan_is_seen_in_the_loss_and_an_empty_completion_is_left_out
     )
 
 
-def test_the_first_update_is_reinforce_with_the_charge_and_without_it_grpo():
+def test_the_first_update_is_reinforce_with_the_penalty_and_without_it_grpo():
     # gamma = 1: the gradient is -A^DC / (|o_i| N). With multiplier 0 it is -A / (|o_i| N) whatever
     # the engine says.
     data = draw(dtype=np.float32)

@@ -18,7 +18,7 @@ CAP_RATIO = np.float32(10)
     [
         # (p, q) = (0.6, 0.4), (0.2, 0.5), (0.3, 0.3)
         ("diff", "two", [0.2, 0.3, 0.0]),
-        ("diff", "one", [0.2, 0.0, 0.0]),  # the wrong side charged would be [0, 0.3, 0]
+        ("diff", "one", [0.2, 0.0, 0.0]),  # the wrong side penalized would be [0, 0.3, 0]
         ("ratio", "two", [0.5, 0.6, 0.0]),  # q / p instead of p / q would be [0.333, 1.5, 0]
         ("ratio", "one", [0.5, 0.0, 0.0]),
         ("log", "two", [LOG(1.5), LOG(2.5), 0.0]),
@@ -62,7 +62,7 @@ def test_other_overflows_are_finite(measure, expected):
     np.testing.assert_allclose(one_sided, [0.0, 0.0, expected[2]], rtol=1e-6)
 
 
-def test_ratio_charges_a_token_no_more_than_10():
+def test_ratio_penalizes_a_token_no_more_than_10():
     # (p, q) = (0.4, 0.2), (0.2, 0.4), (0.4, 0.01), (0.3, 0.3)
     p = LOG([0.4, 0.2, 0.4, 0.3])
     q = LOG([0.2, 0.4, 0.01, 0.3])

@@ -11,7 +11,7 @@ import pytest
 
 from dcmdp_jax.algorithm import losses, stats
 from dcmdp_jax.algorithm.distribution import Head, centering_loss
-from dcmdp_jax.algorithm.penalties import charge_loss
+from dcmdp_jax.algorithm.penalties import penalty_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.stats import Mean
 from tests.support.surrogate import policy_surrogate
@@ -639,6 +639,6 @@ def test_no_loss_takes_float16_where_its_gradient_flows():
     with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
         losses.policy_loss(tokens, weights, ratio_level="sequence")
     with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
-        charge_loss(tokens._replace(train_logprobs=wide), weights, head, "state_tv")
+        penalty_loss(tokens._replace(train_logprobs=wide), weights, head, "state_tv")
     with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
         centering_loss(tokens._replace(train_logprobs=wide), weights, head, loss=losses.surrogate)

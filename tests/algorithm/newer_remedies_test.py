@@ -211,8 +211,7 @@ def test_the_square_of_the_log_ratio_by_hand():
         (
             "method",
             "state_tv",
-            "got 'state_tv', needs the engine's likeliest tokens; set rollout.top_logprobs=32 or "
-            "more",
+            "got 'state_tv', needs the engine's top-k tokens; set rollout.top_logprobs=32 or more",
         ),
         ("corrections", "cis(slope=-1)", r"cis\(slope=-1.0\): slope=-1.0; must be a finite number"),
     ],
@@ -222,14 +221,15 @@ def test_bad_parameters_are_refused(setting, text, message):
         from_config_dict({"task": {"train": "x"}, "algorithm": {setting: text}})
 
 
-def test_a_charge_of_states_has_no_level():
+def test_a_penalty_of_states_has_no_level():
     config = {"task": {"train": "x"}, "rollout": {"top_logprobs": 32}}
     for level in ("sequence", "reward"):
         with pytest.raises(
-            ValueError, match="config.algorithm.level: .*with method=state_kl, which charges states"
+            ValueError,
+            match="config.algorithm.level: .*with method=state_kl, which penalizes states",
         ):
             from_config_dict(config | {"algorithm": {"method": "state_kl", "level": level}})
     assert (
-        from_config_dict(config | {"algorithm": {"method": "state_kl"}}).algorithm.state_charge
+        from_config_dict(config | {"algorithm": {"method": "state_kl"}}).algorithm.state_penalty
         == "state_kl"
     )

@@ -30,7 +30,7 @@ DELTA = np.array([[0.25, 0.125, 0.0], [0.5, 0.25, 0.0]], np.float32)
         ("grpo", [[0.5, 0.5, 0.5], [-1.0, 0.0, 0.0]]),
         ("dual_grpo", [[0.25, 0.375, 0.5], [-1.5, -0.25, 0.0]]),
         # c = 0.25, strict: delta = c is free (>= would give 0.25 at the first token); what exceeds
-        # is charged whole, not delta - c (which would give -1.25).
+        # is penalized whole, not delta - c (which would give -1.25).
         ("threshold_grpo", [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]]),
         # lambda = 0.5; a plus sign would give 0.625 first
         ("dc_grpo", [[0.375, 0.4375, 0.5], [-1.25, -0.125, 0.0]]),

@@ -39,7 +39,7 @@ def _delta(train, rollout, measure="diff"):
     return discrepancy.token_discrepancy(np.log([[train]]), np.log([[rollout]]), measure=measure)
 
 
-def test_token_below_the_tolerance_is_charged_while_the_multiplier_is_positive():
+def test_token_below_the_tolerance_is_penalized_while_the_multiplier_is_positive():
     # delta = |0.502 - 0.5| = 0.002, below c = 0.0037. Eq. 8: 1 - 0.1 * 0.002 = 0.9998. The prose
     # would give 1.
     delta = _delta(0.502, 0.5)
@@ -47,9 +47,9 @@ def test_token_below_the_tolerance_is_charged_while_the_multiplier_is_positive()
     tokens = Tokens(
         advantages=advantage, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE
     )
-    charged = penalties.dc_grpo(tokens)
-    assert float(charged[0, 0]) == pytest.approx(0.9998, abs=1e-7)
-    # Only threshold_grpo, the study of section 5, charges nothing inside the tolerance region.
+    penalized = penalties.dc_grpo(tokens)
+    assert float(penalized[0, 0]) == pytest.approx(0.9998, abs=1e-7)
+    # Only threshold_grpo, the study of section 5, penalizes nothing inside the tolerance region.
     assert float(penalties.threshold_grpo(tokens)[0, 0]) == 1.0
 
 
@@ -69,14 +69,14 @@ def test_engine_probability_moves_the_advantage_and_not_the_importance_ratio():
     # New 0.5 over old 0.25, both of the training stack: ratio 2, whatever the engine says. With the
     # engine's 0.4 in the denominator it would be 1.25. delta = 0.15, A = -1 - 0.1 * 0.15 = -1.015,
     # loss 2 * 1.015 = 2.03.
-    charged = penalties.dc_grpo(
+    penalized = penalties.dc_grpo(
         Tokens(advantages=-np.ones((1, 1)), discrepancy=_delta(0.25, 0.4), multiplier=MULTIPLIER)
     )
     tokens = Tokens(
         train_logprobs=np.log([[0.5]]),
         anchor_logprobs=np.log([[0.25]]),
         rollout_logprobs=np.log([[0.4]]),
-        advantages=charged,
+        advantages=penalized,
         completion_mask=ONE,
     )
     summed, clipped = losses.policy_loss(tokens, np.ones((1, 1)))

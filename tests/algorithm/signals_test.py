@@ -58,7 +58,7 @@ def test_signals_by_hand():
     assert float(found.mean_discrepancy.weight) == 5.0
 
 
-def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
+def test_sequence_level_penalizes_the_mean_and_reports_the_same_mean():
     token = _signals()
     sequence = _signals(level="sequence")
     # completion 0 pays 0.5 * 0.65 / 3 on every token, completion 1 pays 0.5 * 0.125
@@ -67,26 +67,26 @@ def test_sequence_level_charges_the_mean_and_reports_the_same_mean():
     assert float(sequence.mean_discrepancy.value()) == float(token.mean_discrepancy.value())
 
 
-def test_share_of_the_update_that_is_charge_by_hand():
-    # 1 - p = .5 .5 .5 and .75 .5; charges lambda delta = 0 .125 .2 and .125 0; |A| = 1; weights 1/3
-    # and 1/2.
+def test_share_of_the_update_that_is_penalty_by_hand():
+    # 1 - p = .5 .5 .5 and .75 .5; penalizes lambda delta = 0 .125 .2 and .125 0; |A| = 1; weights
+    # 1/3 and 1/2.
     found = _signals()
-    share = signals.charge_share(found.tokens, ADVANTAGES[INDEX], found.weights)
-    charge = (0.5 * 0.125 + 0.5 * 0.2) / 3 + 0.75 * 0.125 / 2
+    share = signals.penalty_share(found.tokens, ADVANTAGES[INDEX], found.weights)
+    penalty = (0.5 * 0.125 + 0.5 * 0.2) / 3 + 0.75 * 0.125 / 2
     plain = 3 * 0.5 / 3 + (0.75 + 0.5) / 2
-    assert float(share.value()) == pytest.approx(charge / (charge + plain), rel=1e-6)
+    assert float(share.value()) == pytest.approx(penalty / (penalty + plain), rel=1e-6)
     parts = [_signals(rows=slice(r, r + 1)) for r in range(2)]
     halves = [
-        signals.charge_share(part.tokens, ADVANTAGES[INDEX[r : r + 1]], part.weights)
+        signals.penalty_share(part.tokens, ADVANTAGES[INDEX[r : r + 1]], part.weights)
         for r, part in enumerate(parts)
     ]
     assert float(stats.merge(*halves).value()) == pytest.approx(float(share.value()), rel=1e-6)
-    # Nothing charged, and nothing but the charge; the NaN outside the mask is ignored.
+    # Nothing penalized, and nothing but the penalty; the NaN outside the mask is ignored.
     assert (
-        float(signals.charge_share(found.tokens, found.tokens.advantages, found.weights).value())
+        float(signals.penalty_share(found.tokens, found.tokens.advantages, found.weights).value())
         == 0
     )
-    assert float(signals.charge_share(found.tokens, np.zeros((2, 4)), found.weights).value()) == 1
+    assert float(signals.penalty_share(found.tokens, np.zeros((2, 4)), found.weights).value()) == 1
 
 
 def test_rows_add():

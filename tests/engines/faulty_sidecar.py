@@ -35,12 +35,12 @@ def main() -> None:
         frame = connection.receive()
         header = frame.header
         arrays = frame.arrays
-        if header["op"] == "push":
+        if header["op"] == "sync":
             sums = _sums(start, header)
             if fault == "few_checksums":
                 sums = sums[:, 1:]
             named = {} if fault == "no_checksums" else {"checksums": sums}
-            connection.send("pushed", {"policy_version": header["policy_version"]}, named)
+            connection.send("synced", {"policy_version": header["policy_version"]}, named)
             version = header["policy_version"]
         elif header["op"] == "generate":
             _generate(raw, connection, fault, version, arrays, header["sampling"]["max_tokens"])

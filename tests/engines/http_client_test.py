@@ -276,7 +276,7 @@ def test_where_the_mode_can_not_be_told_log_probs_are_not_known(broken):
         assert broken.asked == asked
 
 
-def test_likeliest_tokens_that_can_not_be_are_refused(broken):
+def test_top_k_tokens_that_can_not_be_are_refused(broken):
     """The sampled token is 5, at -0.5 nats; the server lists it beside its two likeliest where it
     is none of them.
     """

@@ -218,7 +218,7 @@ def reference():
     engine = local_engine(
         config, precision="exact", compute_dtype="float32", max_total_tokens=CONTEXT, max_rows=8
     )
-    engine.push_weights(params, 0)
+    engine.sync_weights(params, 0)
     return engine
 
 
@@ -259,9 +259,9 @@ def test_the_server_says_what_it_is(remote, vllm):
         "with --max-model-len 65 or more, or allow shorter completions"
     )
     with pytest.raises(EngineError) as refused:
-        engine.push_weights({}, 1)
+        engine.sync_weights({}, 1)
     assert str(refused.value) == (
-        f"push_weights: the vLLM server at {vllm.socket} holds its own weights and takes no "
+        f"sync_weights: the vLLM server at {vllm.socket} holds its own weights and takes no "
         "others; training needs an engine that does, such as vllm or local"
     )
 
@@ -399,7 +399,7 @@ def test_the_server_takes_every_seed_that_we_may_send(vllm):
 
 
 @needs_vllm
-def test_greedy_takes_the_likeliest_token(remote, reference):
+def test_greedy_takes_the_top_k_token(remote, reference):
     sampling = SamplingParams(group_size=2, max_completion_tokens=12, temperature=0.0, top_p=0.5)
     rollout = sample(remote(), _prompts(), sampling, seed=0, step=0)
     expected = sample(reference, _prompts(), sampling, seed=0, step=0)
@@ -460,7 +460,7 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
     full = np.concatenate(reference.score([prompt] * 104, every, temperature=1.0)).astype(
         np.float64
     )
-    # The nucleus: the likeliest tokens until they hold 0.6, the one that crosses it included.
+    # The nucleus: the top-k tokens until they hold 0.6, the one that crosses it included.
     order = np.argsort(-full)
     nucleus = order[: int(np.argmax(np.cumsum(np.exp(full[order])) >= 0.6)) + 1]
     expected = full - np.log(np.exp(full[nucleus]).sum())
@@ -477,8 +477,8 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
 
 @needs_vllm
 def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path, capsys):
-    """Of the model that it serves, without a push: both legs are float32's, and add up to the
-    gap.
+    """Of the model that it serves, without a weight sync: both legs are float32's, and add up to
+    the gap.
     """
     model = Path(vllm.socket).parent / "model"
     server = f"--config.rollout.engine_args={json.dumps({'server': vllm.socket})}"
@@ -511,10 +511,10 @@ def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path
 
 @needs_vllm
 @pytest.mark.parametrize("top_k", [0, 4])
-def test_the_likeliest_tokens_are_those_of_the_distribution(remote, vllm, top_k):
+def test_the_top_k_tokens_are_those_of_the_distribution(remote, vllm, top_k):
     config, params = _model()
     local = local_engine(config, precision="exact", max_total_tokens=CONTEXT, top_logprobs=6)
-    local.push_weights(params, 0)
+    local.sync_weights(params, 0)
     sampling = SamplingParams(group_size=6, max_completion_tokens=8, temperature=0.7, top_k=top_k)
     with vllm.mode("processed_logprobs"):
         mine = collect(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))

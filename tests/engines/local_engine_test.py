@@ -73,7 +73,7 @@ def engine(
     config: ModelConfig = QWEN3, *, seed: int = 0, precision: str = "float32", **settings
 ) -> LocalEngine:
     local = local_engine(config, precision=precision, max_total_tokens=64, **settings)
-    local.push_weights(params(config, seed), 0)
+    local.sync_weights(params(config, seed), 0)
     return local
 
 
@@ -355,11 +355,11 @@ def test_top_p_renormalizes_inside_the_nucleus():
 
 
 @pytest.mark.parametrize("precision", ["exact", "bfloat16", "int8", "int4", "fp8"])
-def test_every_push_replaces_and_requantizes_the_weights(precision):
+def test_every_sync_replaces_and_requantizes_the_weights(precision):
     local = engine(precision=precision)
     before = sample(local, prompts(), SAMPLING, seed=1, step=2)
     prints = local.weights_fingerprint
-    local.push_weights(params(QWEN3, 1), 7)
+    local.sync_weights(params(QWEN3, 1), 7)
     after = sample(local, prompts(), SAMPLING, seed=1, step=2)
     fresh = engine(precision=precision, seed=1)
     assert_same_samples(after, sample(fresh, prompts(), SAMPLING, seed=1, step=2), atol=0)
@@ -369,12 +369,12 @@ def test_every_push_replaces_and_requantizes_the_weights(precision):
 
 
 @pytest.mark.parametrize("precision", ["exact", "float32", "bfloat16", "int8", "fp8"])
-def test_trainer_may_delete_its_buffers_after_a_push(precision):
+def test_trainer_may_delete_its_buffers_after_a_sync(precision):
     local = engine(precision=precision)
     expected = sample(local, prompts(), SAMPLING, seed=1, step=2)
     donated = jax.tree.map(jnp.copy, params())
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(donated)}
-    local.push_weights(donated, 1)
+    local.sync_weights(donated, 1)
     assert not pointers & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(local.weights)}
     # Donation writes other numbers into the buffers; then they are freed.
     jax.block_until_ready(
@@ -407,7 +407,7 @@ def test_a_copy_that_differs_is_refused(monkeypatch):
     local = engine()
     monkeypatch.setattr(Conversion, "weights", swapped)
     with pytest.raises(EngineError, match="weights of version 3: 2 of 24 checksums differ"):
-        local.push_weights(params(), 3)
+        local.sync_weights(params(), 3)
     with pytest.raises(EngineError, match="no weights"):
         sample(local, prompts(), SAMPLING, seed=0, step=0)
 
@@ -507,7 +507,7 @@ def test_logprobs_that_are_not_finite_name_completion_and_token():
         precision="float32",
         max_total_tokens=64,
     )
-    local.push_weights(broken, 0)
+    local.sync_weights(broken, 0)
     clean = np.array([1, 2], np.int32)
     sampling = SamplingParams(group_size=2, max_completion_tokens=1)
     sample(local, [clean], sampling, seed=0, step=0)
@@ -559,9 +559,9 @@ def test_engine_without_weights_refuses():
         lambda: sample(local, prompts(), SAMPLING, seed=0, step=0),
         lambda: local.score([np.array([1])], [np.array([2])], temperature=1.0),
     ):
-        with pytest.raises(EngineError, match="no weights: push_weights must come before"):
+        with pytest.raises(EngineError, match="no weights: sync_weights must come before"):
             call()
-        local.push_weights(params(), 0)
+        local.sync_weights(params(), 0)
         local.close()
         local.close()
 
@@ -572,12 +572,12 @@ def test_wrong_parameters_are_named():
         ValueError,
         match=r"params: layers.attention.k.bias has shape \(2, 16\), the model has no such",
     ):
-        local.push_weights(params(QWEN2), 0)
+        local.sync_weights(params(QWEN2), 0)
     missing = {name: leaf for name, leaf in params().items() if name != "norm"}
     with pytest.raises(
         ValueError, match=r"params: norm.scale has shape missing, the model has \(32,\)"
     ):
-        local.push_weights(missing, 0)
+        local.sync_weights(missing, 0)
 
 
 def test_bad_arguments_are_named():

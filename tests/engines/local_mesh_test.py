@@ -1,4 +1,4 @@
-"""The embedded engine on meshes: tokens of one device, weights in parts, and pushes from any
+"""The embedded engine on meshes: tokens of one device, weights in parts, and weight syncs from any
 training mesh.
 """
 
@@ -76,7 +76,7 @@ def _mesh(data=1, fsdp=1, tensor=1, expert=1):
 
 def _engine(config, mesh, precision="float32", **settings):
     local = local_engine(config, precision=precision, max_total_tokens=64, mesh=mesh, **settings)
-    local.push_weights(_params(config), 0)
+    local.sync_weights(_params(config), 0)
     return local
 
 
@@ -195,7 +195,7 @@ def test_weights_are_the_same_bits_from_every_training_mesh(shape, precision, te
     local = local_engine(
         DENSE, precision=precision, max_total_tokens=64, mesh=sampling_mesh(training, tensor=tensor)
     )
-    local.push_weights(params, 3)
+    local.sync_weights(params, 3)
     assert local.weights_fingerprint == single.weights_fingerprint
     output = jax.tree.map(np.asarray, local.weights["layers"][1]["attention"]["o"])
     jax.tree.map(
@@ -205,7 +205,7 @@ def test_weights_are_the_same_bits_from_every_training_mesh(shape, precision, te
     )
 
 
-def test_a_trainer_on_other_devices_pushes_leaf_by_leaf():
+def test_a_trainer_on_other_devices_syncs_leaf_by_leaf():
     single, _ = _one_device(DENSE, "bfloat16")
     local = _engine(
         DENSE, Mesh(np.asarray(jax.devices()[2:6]).reshape(2, 1, 2, 1), AXES), "bfloat16"
@@ -213,7 +213,7 @@ def test_a_trainer_on_other_devices_pushes_leaf_by_leaf():
     assert local.weights_fingerprint == single.weights_fingerprint
 
 
-def test_a_push_gathers_no_leaf_in_the_trainers_precision():
+def test_a_sync_gathers_no_leaf_in_the_trainers_precision():
     """Trainer over fsdp, engine over tensor: what travels is bfloat16, and no device gets more than
     its part.
     """

@@ -47,7 +47,7 @@ def _params():
 
 def _rollout(precision, **settings):
     local = local_engine(CONFIG, precision=precision, max_total_tokens=32, **settings)
-    local.push_weights(_params(), 0)
+    local.sync_weights(_params(), 0)
     return local, sample(local, list(PROMPTS), SAMPLING, seed=1, step=2)
 
 
@@ -161,7 +161,7 @@ def test_routed_experts_are_those_of_every_token(shape):
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
     rows = dict(max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4)
     local = local_engine(CONFIG, precision="float32", mesh=mesh, routed_experts=True, **rows)
-    local.push_weights(_params(), 0)
+    local.sync_weights(_params(), 0)
     rollout = sample(local, list(PROMPTS), sampling, seed=1, step=2)
     episodes = rollout.episodes
     check_routed_experts(episodes, *CONFIG.routing)

@@ -53,7 +53,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
         min_rows=2,
         cache_block=4,
     )
-    engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
+    engine.sync_weights(init_params(MODEL, jax.random.key(0)), 0)
     prompts = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
     def call(seed, stops):
@@ -94,7 +94,7 @@ def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
     engine = local_engine(
         MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True, cache_block=8
     )
-    engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
+    engine.sync_weights(init_params(MODEL, jax.random.key(0)), 0)
     sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(4, 8), seed=0, step=0)
     concurrent.futures.wait(engine.preparation.compilations)
     assert sorted(threads) == ["decode", "first_tokens", "prefill"]
@@ -112,7 +112,7 @@ def test_lengths_that_are_scored_are_compiled_side_by_side(compiled, monkeypatch
         lambda program, name: beside(lambda: (both.wait(), program()), name),
     )
     engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True)
-    engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
+    engine.sync_weights(init_params(MODEL, jax.random.key(0)), 0)
     rows = [np.arange(size, dtype=np.int32) for size in (2, 3, 18)]
     for _ in range(2):
         scored = engine.score([np.array([3, 1], np.int32)] * 3, rows, temperature=1.0)
@@ -135,7 +135,7 @@ def test_first_calls_find_their_programs_compiled(
     compiled, monkeypatch, precision, param_dtype, devices
 ):
     """In threads, before there are weights: the main thread compiles none of them again for those
-    that are pushed.
+    that are synced.
     """
     monkeypatch.setattr(
         engine_module,
@@ -164,7 +164,7 @@ def test_first_calls_find_their_programs_compiled(
         and expected[1] in (1, 2)
         and compiled.count("jit_score") == 1
     )
-    engine.push_weights(init_params(model, jax.random.key(0), param_dtype), 0)
+    engine.sync_weights(init_params(model, jax.random.key(0), param_dtype), 0)
     sample(engine, prompts, sampling, seed=0, step=0)
     # As many rows as there, of 34 and 40 tokens: padded to 64, the longest length.
     engine.score(
@@ -220,7 +220,7 @@ def test_memory_of_caches_goes_back_to_the_system_only_where_no_run_keeps_it(mon
     engine = local_engine(
         MODEL, precision="float32", max_total_tokens=40, max_rows=8, min_rows=2, prepare=prepare
     )
-    engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
+    engine.sync_weights(init_params(MODEL, jax.random.key(0)), 0)
     with pytest.raises(RuntimeError, match="enough"):
         sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(8, 16), seed=0, step=0)
     assert len(returned) == (0 if prepare else 1)

@@ -72,7 +72,7 @@ def generate(
     sampling: SamplingParams = SAMPLING, *, config: ModelConfig = MODEL, **settings
 ) -> Rollout:
     engine = local_engine(config, precision="float32", max_total_tokens=64, **settings)
-    engine.push_weights(params(config), 0)
+    engine.sync_weights(params(config), 0)
     return sample(engine, prompts(), sampling, seed=1, step=2)
 
 
@@ -282,7 +282,7 @@ def test_groups_come_as_they_end():
 
 def test_a_call_that_is_given_up_leaves_the_engine_as_it_was():
     engine = local_engine(MODEL, precision="float32", max_total_tokens=64, **STAGGERED)
-    engine.push_weights(params(), 0)
+    engine.sync_weights(params(), 0)
     expected = sample(engine, prompts(), SAMPLING, seed=1, step=2)
     closed_call, open_call = (
         engine.generate(prompts(), SAMPLING, seed=1, step=2) for _ in range(2)
@@ -294,8 +294,8 @@ def test_a_call_that_is_given_up_leaves_the_engine_as_it_was():
         for _ in engine.generate(prompts(), SAMPLING, seed=1, step=2):
             1 / 0  # noqa: B018
     assert_same(sample(engine, prompts(), SAMPLING, seed=1, step=2), expected, atol=0)
-    # A call in progress keeps its weights and their version, whatever is pushed.
-    engine.push_weights(jax.tree.map(lambda leaf: 2 * leaf, params()), 1)
+    # A call in progress keeps its weights and their version, whatever is synced.
+    engine.sync_weights(jax.tree.map(lambda leaf: 2 * leaf, params()), 1)
     episodes = [episode for groups in open_call for episode in groups]
     assert {int(episode.policy_versions[-1]) for episode in episodes} == {0}
     for episode in episodes:

@@ -43,7 +43,7 @@ def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, wa
     local = local_engine(
         CONFIG, precision=precision, mesh=mesh, routed_experts=True, max_total_tokens=32, **rows
     )
-    local.push_weights(params, 0)
+    local.sync_weights(params, 0)
     rollout = sample(local, PROMPTS, SAMPLING, seed=1, step=2)
     check_routed_experts(rollout.episodes, *CONFIG.routing)
     mlp = chosen["layers"]["full"]["mlp"]

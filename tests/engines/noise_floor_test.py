@@ -61,7 +61,7 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
 def test_the_same_tokens_come_again_and_the_comparison_ends_where_they_part():
     config = ModelConfig("qwen3", 64, 32, 64, 2, 2, 1, 16, max_position_embeddings=64)
     engine = local_engine(config, precision="exact", max_total_tokens=32, min_rows=1)
-    engine.push_weights(init_params(config, jax.random.key(1)), 0)
+    engine.sync_weights(init_params(config, jax.random.key(1)), 0)
     prompts = [np.array([5, 6, 7 + place], np.int32) for place in range(4)]
     sampling = SamplingParams(3, 12)
     episodes = collect(engine.generate(prompts, sampling, seed=3, step=9))

@@ -29,12 +29,12 @@ MANY = prompts(400, CONFIG)
 
 
 def _pushed_and_sampled(engine, sampled=SAMPLED):
-    """Two pushes, into memory that differs, each with its probe, samples, their likeliest tokens
+    """Two weight syncs, into memory that differs, each with its probe, samples, their top-k tokens
     and scores.
     """
     found = []
     for version in (7, 8):
-        probe = engine.push_weights(random_params(CONFIG, version), version)["mismatch/probe"]
+        probe = engine.sync_weights(random_params(CONFIG, version), version)["mismatch/probe"]
         rollout = sample(engine, FEW, sampled, seed=5, step=version)
         found.append(
             (
@@ -86,12 +86,12 @@ def test_replicas_on_two_nodes_repeat_the_sidecars_bits(engine):
 
 
 def test_each_replicas_work_is_measured(engine):
-    """Tokens by replica since the push before: together those that were sampled, prompts dealt in
-    turn.
+    """Tokens by replica since the weight sync before: together those that were sampled, prompts
+    dealt in turn.
     """
-    engine.push_weights(random_params(CONFIG, 7), 7)
+    engine.sync_weights(random_params(CONFIG, 7), 7)
     rollout = sample(engine, FEW, SAMPLED, seed=1, step=1)
-    found = engine.push_weights(random_params(CONFIG, 7), 7)
+    found = engine.sync_weights(random_params(CONFIG, 7), 7)
     for replica in (0, 1):
         rows = [row for row in range(len(rollout.completion_ids)) if row // 2 % 2 == replica]
         assert found[f"replica/{replica}/tokens"] == sum(
@@ -101,7 +101,7 @@ def test_each_replicas_work_is_measured(engine):
 
 
 def test_a_call_that_is_given_up_leaves_the_actors_as_they_were(engine):
-    engine.push_weights(random_params(CONFIG, 7), 7)
+    engine.sync_weights(random_params(CONFIG, 7), 7)
     before = sample(engine, FEW, SAMPLED, seed=1, step=1)
     places = [place_of(engine, replica) for replica in (0, 1)]
     groups = engine.generate(MANY, SAMPLED, seed=1, step=1)
@@ -116,7 +116,7 @@ def undisturbed(engine):
     """Only the float32 engine is disturbed: its starts take most of the time here."""
     if engine.precision != "float32":
         pytest.skip("in float32")
-    engine.push_weights(random_params(CONFIG, 7), 7)
+    engine.sync_weights(random_params(CONFIG, 7), 7)
     return sample(engine, MANY, SAMPLED, seed=1, step=1)
 
 
@@ -148,11 +148,11 @@ def test_a_lost_nodes_part_is_sampled_by_the_other_one_and_a_new_node_takes_its_
     lost = node_of(nodes.cluster.list_all_nodes(), engine, 0)
     remove = _once(lambda: nodes.remove(lost))
     assert_same_samples(undisturbed, sample(engine, MANY, SAMPLED, seed=1, step=1, on_pull=remove))
-    engine.push_weights(random_params(CONFIG, 7), 8)
+    engine.sync_weights(random_params(CONFIG, 7), 8)
     new = nodes.add()
 
     def back():
-        engine.push_weights(random_params(CONFIG, 7), 9)
+        engine.sync_weights(random_params(CONFIG, 7), 9)
         return place_of(engine, 0)[1] and place_of(engine, 1)[1]
 
     wait_until(back, "the replica to come back")

@@ -282,7 +282,7 @@ for replicas in (1, 2):
     settings = vllm_settings(placement="ray", replicas=replicas)
     arguments = EngineArguments("float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model())
     engine = VllmEngine(arguments)
-    engine.push_weights(random_params(small_model(), 7), 7)
+    engine.sync_weights(random_params(small_model(), 7), 7)
     engine.close()
     print(replicas, flush=True)
 """
@@ -313,8 +313,8 @@ from tests.support.vllm_tools import TOTAL, random_params, small_model, vllm_set
 settings = vllm_settings(placement="ray")
 arguments = EngineArguments("float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model())
 engine = VllmEngine(arguments)
-engine.push_weights(random_params(small_model(), 7), 7)
-print("pushed", flush=True)
+engine.sync_weights(random_params(small_model(), 7), 7)
+print("synced", flush=True)
 sys.stdin.read()
 """
 
@@ -336,7 +336,7 @@ def test_nothing_outlives_a_killed_trainer_and_nothing_listens_beyond_loopback(n
         **where,
     )
     try:
-        assert trainer.stdout.readline() == "pushed\n"
+        assert trainer.stdout.readline() == "synced\n"
         started = processes_with(mark) - {trainer.pid}
         # Head, node, its two agents, the actor.
         assert len(started) >= 5

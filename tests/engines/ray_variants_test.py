@@ -55,7 +55,7 @@ def python(tmp_path_factory):
 def _pushed_and_sampled(engine):
     found = []
     for version in (1, 2):
-        engine.push_weights(random_params(CONFIG, version), version)
+        engine.sync_weights(random_params(CONFIG, version), version)
         found.append(sample(engine, prompts(20, CONFIG), SAMPLED, seed=3, step=version))
     scores = engine.score(found[-1].prompt_ids, found[-1].completion_ids, temperature=1.0)
     return found, scores
@@ -73,8 +73,8 @@ def _pushed_and_sampled(engine):
     ids=str,
 )
 def test_the_bits_of_a_sidecar(start, nodes, python, options):
-    """Two pushes and their samples. Two workers of a replica are on one node, whose resource is the
-    replica's.
+    """Two weight syncs and their samples. Two workers of a replica are on one node, whose resource
+    is the replica's.
     """
     skip_unless_computed(options.get("precision", "float32"), options.get("kv_cache_dtype", "auto"))
     other = options.pop("python", False)

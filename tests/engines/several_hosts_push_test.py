@@ -41,7 +41,7 @@ with join_hosts(f"localhost:{port}", 2, number, 100.0) as hosts:
         params = create()
         own = sampling_mesh(mesh, **engine_axes)
         engine = local_engine(config, precision="float32", max_total_tokens=32, mesh=own)
-        engine.push_weights(params, 0)
+        engine.sync_weights(params, 0)
         prints = hosts.gather(int(engine.weights_fingerprint))
         assert len(set(prints)) == 1, prints
     bridge = WeightBridge(config, dtype="bfloat16")

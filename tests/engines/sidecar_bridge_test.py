@@ -95,7 +95,7 @@ def _assert_same(have, want):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_segment_holds_hugging_faces_tensors(name, dtype, segment):
     """Bit for bit, with names, shapes and order, a second time too: a stale leaf would be the first
-    push's.
+    weight sync's.
     """
     config = MODELS[name]
     bridge = WeightBridge(config, dtype=dtype)
@@ -327,7 +327,7 @@ def _checksum(data, version):
 
 
 @pytest.mark.parametrize("version", [0, 1, 17])
-def test_checksums_of_a_push(version, segment):
+def test_checksums_of_a_sync(version, segment):
     """In the manifest's order, of what lies there: both sides compare nothing else."""
     config = MODELS["qwen3_untied"]
     params = _params(config)
@@ -374,7 +374,7 @@ def test_whatever_arrived_changed_is_named(segment):
     views[key][...], views[value][...] = views[value].copy(), views[key].copy()
     assert differing(bridge.manifest, sent, consumed(4)) == [key, value]
 
-    # The last push's down projections were left where they were.
+    # The last weight sync's down projections were left where they were.
     newer = _params(config, 1)
     newer["layers"]["mlp"]["down"] = params["layers"]["mlp"]["down"]
     bridge.publish(newer, held, 4)

@@ -30,7 +30,7 @@ class StubEngine:
         ) as reply:
             return json.load(reply)
 
-    def push_weights(self, params, policy_version):
+    def sync_weights(self, params, policy_version):
         self._version = policy_version
         return self._ask(
             "weights", version=policy_version, scale=float(np.sum(params["norm"]["scale"]))

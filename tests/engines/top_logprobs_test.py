@@ -1,4 +1,4 @@
-"""The engine's k likeliest tokens: against the whole softmax, on a mesh, and what is refused of
+"""The engine's k top-k tokens: against the whole softmax, on a mesh, and what is refused of
 them.
 """
 
@@ -80,7 +80,7 @@ def test_a_nucleus_lists_what_it_samples_from_alone():
         ).all()
 
 
-def test_a_draw_of_the_k_likeliest_lists_those_renormalized():
+def test_a_draw_of_the_k_top_k_lists_those_renormalized():
     """top_k = 5, and of them a nucleus of 0.7: first the one cut, then the other. A shorter list is
     refused.
     """
@@ -187,8 +187,8 @@ def test_what_can_not_be_is_refused_in_one_line():
     ):
         check_top_logprobs([lacking], 4, 40)
     with pytest.raises(
-        EngineError, match=r"likeliest tokens of shape \(\d+, 4\), expected \[tokens, k\]"
+        EngineError, match=r"top-k tokens of shape \(\d+, 4\), expected \[tokens, k\]"
     ):
         check_top_logprobs([short], 40, 40)
-    with pytest.raises(EngineError, match="completion 0: no likeliest tokens"):
+    with pytest.raises(EngineError, match="completion 0: no top-k tokens"):
         check_top_logprobs([dataclasses.replace(episode, columns={})], 40, 40)

@@ -1,5 +1,5 @@
-"""Adapters beside their base in real vLLM: the base is loaded once, and each push is of A and B
-alone.
+"""Adapters beside their base in real vLLM: the base is loaded once, and each weight sync is of A
+and B alone.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def _assert_merged_logprobs(
     engine.
     """
     embedded = local_engine(model, precision="exact", max_total_tokens=TOTAL)
-    embedded.push_weights(merged(*policy), 0)
+    embedded.sync_weights(merged(*policy), 0)
     asked = prompts(6, model)
     answers = prompts(6, model, seed=1)
     found, want = (engine.score(asked, answers, temperature=0.7) for engine in (live, embedded))
@@ -80,14 +80,14 @@ def live(start):
     return start(MODEL, lora=LORA, adapters=True)
 
 
-def test_each_push_changes_the_policy_and_the_base_is_loaded_once(live):
+def test_each_sync_changes_the_policy_and_the_base_is_loaded_once(live):
     """The merged model's log-probs in float32, of three versions, and of the first one again the
     same bits.
     """
     sampled = {}
     for number, version in enumerate((0, 1, 2, 0)):
         policy = _policy(version)
-        probe = live.push_weights(policy, number)["mismatch/probe"]
+        probe = live.sync_weights(policy, number)["mismatch/probe"]
         assert probe < 1e-5
         _assert_merged_logprobs(live, policy)
         rollout = sample(live, prompts(6, MODEL), SAMPLED, seed=1, step=2)
@@ -113,7 +113,7 @@ def test_each_push_changes_the_policy_and_the_base_is_loaded_once(live):
 def test_a_killed_engine_gets_base_and_adapters_again(live):
     policy = _policy(3)
     asked = prompts(6, MODEL)
-    live.push_weights(policy, 3)
+    live.sync_weights(policy, 3)
     before = sample(live, asked, SAMPLED, seed=1, step=2)
     loads = _loads(live)
     os.kill(pid_of(live), signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_other_bases_ranks_and_targets(start, model, lora, base):
     if base == "int8":
         policy = policy._replace(base=quantize_tree(policy.base, quantized_leaves(model), "int8"))
     made = start(model, lora=lora, adapters=True)
-    made.push_weights(policy, 0)
+    made.sync_weights(policy, 0)
     _assert_merged_logprobs(made, policy, model, atol=1e-4)
 
 
@@ -165,7 +165,7 @@ def test_adapters_that_arrive_changed_are_not_used(start, changed):
     with pytest.raises(
         EngineError, match=rf"weights of version {number}: .* and 0 more arrived changed"
     ):
-        engine.push_weights(_policy(0), 9)
+        engine.sync_weights(_policy(0), 9)
     engine.close()
 
 

@@ -32,8 +32,8 @@ if __name__ == "__main__":
 
 
 def test_a_small_models_cache_does_not_fill_a_gpu(tmp_path):
-    """vLLM goes through all blocks of its cache at each push and call. By hand, of 56 + 1 tokens,
-    so two blocks of 32:
+    """vLLM goes through all blocks of its cache at each weight sync and call. By hand, of 56 + 1
+    tokens, so two blocks of 32:
 
     2 * 30 layers * 3 heads * 64 * 2 bytes * 64 tokens * (64 + 1) rows = 95,846,400 bytes; 513 rows:
     756 MB.

@@ -34,12 +34,12 @@ GREEDY = SamplingParams(
 
 @pytest.fixture(scope="module")
 def engine(start):
-    """Qwen3, tied, float32, with weights of version 7; it lists more likeliest tokens than vLLM
+    """Qwen3, tied, float32, with weights of version 7; it lists more top-k tokens than vLLM
     does by itself.
     """
     config = small_model()
     made = start(config, top_logprobs=LISTED)
-    made.push_weights(random_params(config, 7), 7)
+    made.sync_weights(random_params(config, 7), 7)
     return made
 
 
@@ -48,7 +48,7 @@ def embedded():
     """The embedded engine, exact, with the same weights."""
     config = small_model()
     made = local_engine(config, precision="exact", max_total_tokens=TOTAL)
-    made.push_weights(random_params(config, 7), 7)
+    made.sync_weights(random_params(config, 7), 7)
     return made
 
 
@@ -67,15 +67,15 @@ _EACH = tuple(range(PUSHES))
     ],
     ids=lambda value: f"{len(value)}_fresh_engines" if isinstance(value, tuple) else None,
 )
-def test_a_live_engine_is_a_fresh_one_after_each_push(
+def test_a_live_engine_is_a_fresh_one_after_each_sync(
     start, engine, tmp_path, record_property, family, tied, precision, compared
 ):
     """Tokens and log-probs, greedy and seeded, bit for bit: stale, swapped or half-loaded weights
     would show.
 
-    Twenty pushes of twenty policies, and all of them again in another order with the same results;
-    some of them, or each, compared with stock vLLM that loaded an exported checkpoint itself (each
-    of those takes seconds).
+    Twenty weight syncs of twenty policies, and all of them again in another order with the same
+    results; some of them, or each, compared with stock vLLM that loaded an exported checkpoint
+    itself (each of those takes seconds).
     """
     config = small_model(family, tied=tied)
     live = (
@@ -87,7 +87,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
     policies = [random_params(config, version) for version in range(PUSHES)]
 
     def answers(version):
-        live.push_weights(policies[version], version)
+        live.sync_weights(policies[version], version)
         return [sample(live, asked, sampling, seed=5, step=0) for sampling in (GREEDY, SEEDED)]
 
     ours = [answers(version) for version in range(PUSHES)]
@@ -108,8 +108,8 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
         tmp_path, directories, asked, (GREEDY, SEEDED), seed=5, llm={"dtype": precision}
     )
     assert_same_bits([ours[version] for version in compared], fresh)
-    engine.push_weights(random_params(engine.config, 7), 7)
-    record_property("pushes", PUSHES)
+    engine.sync_weights(random_params(engine.config, 7), 7)
+    record_property("weight syncs", PUSHES)
     record_property("fresh_engines", len(fresh))
 
 
@@ -128,14 +128,14 @@ def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, tem
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.5, 0), (0.8, 6)])
-def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p, top_k):
+def test_the_top_k_tokens_are_those_of_the_embedded_engine(engine, top_p, top_k):
     """The lists are processed as the draw is: at its temperature, and of a nucleus those tokens
     alone.
     """
     embedded = local_engine(
         small_model(), precision="exact", max_total_tokens=TOTAL, top_logprobs=LISTED
     )
-    embedded.push_weights(random_params(small_model(), 7), 7)
+    embedded.sync_weights(random_params(small_model(), 7), 7)
     sampling = SamplingParams(4, 16, 0.7, top_p, top_k, stop_token_ids=(STOP,))
     asked = prompts(4, engine.config)
     mine, theirs = (
@@ -156,7 +156,7 @@ def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p, to
     assert outside > 0 or top_p < 1  # a sampled token that the list does not hold
 
 
-def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(engine, embedded):
+def test_greedy_takes_the_top_k_token_and_reports_temperature_one(engine, embedded):
     rollout = sample(engine, prompts(6, engine.config), GREEDY, seed=0, step=0)
     theirs = sample(embedded, prompts(6, engine.config), GREEDY, seed=0, step=0)
     for a, b in zip(rollout.completion_ids, theirs.completion_ids, strict=True):
@@ -262,4 +262,4 @@ def test_no_weights_no_completions(start):
     with pytest.raises(EngineError, match="no weights"):
         sample(fresh, prompts(1, fresh.config), SAMPLED, seed=0, step=0)
     with pytest.raises(ValueError, match="params: embedding has shape"):
-        fresh.push_weights(random_params(small_model(vocab_size=48), 0), 0)
+        fresh.sync_weights(random_params(small_model(vocab_size=48), 0), 0)

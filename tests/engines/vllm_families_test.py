@@ -1,4 +1,4 @@
-"""Real vLLM with the other model families: its weights are the last ones pushed, its log-probs the
+"""Real vLLM with the other model families: its weights are the last ones synced, its log-probs the
 training stack's.
 """
 
@@ -49,19 +49,19 @@ _LONG = {
         *(pytest.param(config, id=name, marks=pytest.mark.long) for name, config in _LONG.items()),
     ],
 )
-def test_logprobs_are_the_training_stacks_after_each_push(start, config):
+def test_logprobs_are_the_training_stacks_after_each_sync(start, config):
     """Three policies, and the first again: an engine that keeps packed weights is wrong from the
     second on.
 
-    The first push goes through vLLM's own reload, the later ones repeat what that did, from either
-    segment.
+    The first weight sync goes through vLLM's own reload, the later ones repeat what that did, from
+    either segment.
     """
     live = start(config, precision="float32")
     asked = prompts(6, config)
     answers = prompts(6, config, seed=1)
     for version, seed in enumerate((0, 1, 2, 0)):
         params = random_params(config, seed)
-        live.push_weights(params, version)
+        live.sync_weights(params, version)
         scored = live.score(asked, answers, temperature=0.7)
         for prompt, answer, have in zip(asked, answers, scored, strict=True):
             ids = np.pad(np.concatenate([prompt, answer]), (0, 32 - prompt.size - answer.size))[

@@ -36,7 +36,7 @@ FAULTY = Path(__file__).with_name("faulty_sidecar.py")
 def engine(start):
     config = small_model()
     made = start(config, precision="bfloat16")
-    made.push_weights(random_params(config, 7), 7)
+    made.sync_weights(random_params(config, 7), 7)
     return made
 
 
@@ -97,9 +97,9 @@ def test_killed_while_taking_weights(engine):
     """Never half-updated: a new sidecar gets the new weights whole."""
     config = engine.config
     asked = prompts(10, config)
-    engine.push_weights(random_params(config, 8), 8)
+    engine.sync_weights(random_params(config, 8), 8)
     new = sample(engine, asked, SAMPLED, seed=1, step=1)
-    engine.push_weights(random_params(config, 7), 7)
+    engine.sync_weights(random_params(config, 7), 7)
     old = sample(engine, asked, SAMPLED, seed=1, step=1)
     assert any(
         not np.array_equal(a, b)
@@ -109,10 +109,10 @@ def test_killed_while_taking_weights(engine):
         pid = pid_of(engine)
         kill = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
         kill.start()
-        engine.push_weights(random_params(config, 8), 8)
+        engine.sync_weights(random_params(config, 8), 8)
         kill.join()
         _same(new, sample(engine, asked, SAMPLED, seed=1, step=1))
-        engine.push_weights(random_params(config, 7), 7)
+        engine.sync_weights(random_params(config, 7), 7)
         _same(old, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
@@ -137,10 +137,10 @@ def test_weights_that_arrive_changed_are_not_used(start):
             EngineError,
             match=r"failed 1 times in a row, at last: weights of version 9: .* arrived changed",
         ):
-            engine.push_weights(random_params(config, 9), 9)
+            engine.sync_weights(random_params(config, 9), 9)
     finally:
         bridge.publish, _supervisor(engine).max_restarts = publish, limit
-    engine.push_weights(random_params(config, 7), 7)
+    engine.sync_weights(random_params(config, 7), 7)
     assert sample(engine, prompts(2, config), SAMPLED, seed=0, step=0).policy_version == 7
     engine.close()
 
@@ -156,10 +156,10 @@ def test_an_engine_with_another_policy_is_found_out(engine):
         with pytest.raises(
             EngineError, match=r"nats from the trainer's on average, allowed are 1 "
         ):
-            engine.push_weights(random_params(config, 7), 7)
+            engine.sync_weights(random_params(config, 7), 7)
     finally:
         engine.weights.probe, _supervisor(engine).max_restarts = probe, limit
-    assert engine.push_weights(random_params(config, 7), 7)["mismatch/probe"] < 0.1
+    assert engine.sync_weights(random_params(config, 7), 7)["mismatch/probe"] < 0.1
 
 
 def test_broken_weights_are_the_trainers_fault(engine):
@@ -171,9 +171,9 @@ def test_broken_weights_are_the_trainers_fault(engine):
     with pytest.raises(
         EngineError, match="the trainer's own log-probs of the probe are not finite"
     ):
-        engine.push_weights(broken, 9)
+        engine.sync_weights(broken, 9)
     assert pid_of(engine) == pid
-    engine.push_weights(random_params(config, 7), 7)
+    engine.sync_weights(random_params(config, 7), 7)
 
 
 _PARENT = """
@@ -187,7 +187,7 @@ from pathlib import Path
 config = small_model()
 engine = VllmEngine(EngineArguments("bfloat16", "bfloat16", max_total_tokens=TOTAL, max_rows=ROWS, model=config,
     settings=vllm_settings(), directory=Path({directory!r})))
-engine.push_weights(random_params(config, 0), 0)
+engine.sync_weights(random_params(config, 0), 0)
 while True:
     for _ in engine.generate(prompts(500, config), SamplingParams(4, 40), seed=0, step=0):
         print(pid_of(engine), flush=True)
@@ -223,7 +223,7 @@ def test_a_full_disk_costs_the_log_only(start, tmp_path, caplog):
     """
     (tmp_path / "sidecar.log").symlink_to("/dev/full")
     engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("none"))
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     assert (
         len(sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
     )
@@ -268,7 +268,7 @@ def test_a_start_that_takes_too_long_ends(start):
         start(small_model(), start_timeout_s=1.0)
 
 
-def test_a_training_run_waits_for_the_start_at_its_first_push(start, tmp_path):
+def test_a_training_run_waits_for_the_start_at_its_first_sync(start, tmp_path):
     engine = start(
         small_model(),
         script=FAULTY,
@@ -280,7 +280,7 @@ def test_a_training_run_waits_for_the_start_at_its_first_push(start, tmp_path):
     engine.check_start()
     assert engine.replicas[0].supervisor.sidecar is None
     threading.Timer(1.0, (tmp_path / "go").touch).start()
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     assert (tmp_path / "go").exists() and engine.replicas[0].supervisor.sidecar.serial == 1
 
 
@@ -330,7 +330,7 @@ def test_nonsense_is_never_believed(start, fault, message, monkeypatch):
         monkeypatch.setattr(process, "STALL_TIMEOUT_S", 2.0)
     with pytest.raises(EngineError, match=message) as caught:
         engine = start(small_model(), script=FAULTY, probe=False, **_fault(fault))
-        engine.push_weights(random_params(engine.config, 7), 7)
+        engine.sync_weights(random_params(engine.config, 7), 7)
         sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert "failed 2 times in a row" in str(caught.value)
     assert f"faulty sidecar: {fault}" in str(caught.value)
@@ -343,12 +343,12 @@ def test_a_fault_that_passes_is_survived(start, tmp_path):
     engine = start(
         small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("nan_once")
     )
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert all(np.isfinite(logprobs).all() for logprobs in rollout.rollout_logprobs)
     engine.close()
     engine = start(small_model(), script=FAULTY, probe=False, **_fault("nan"))
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert all(np.isnan(logprobs).all() for logprobs in rollout.rollout_logprobs)
     engine.close()
@@ -357,7 +357,7 @@ def test_a_fault_that_passes_is_survived(start, tmp_path):
 def test_groups_come_as_they_finish(start):
     """Half of a group is none, and the second group comes before the first."""
     engine = start(small_model(), script=FAULTY, probe=False, **_fault("progress"))
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert [groups for groups in rollout.pulled if groups] == [[1], [0]]
     engine.close()
@@ -372,7 +372,7 @@ def test_a_restarted_sidecar_delivers_only_what_is_missing(start, tmp_path, capl
     engine = start(
         small_model(), script=FAULTY, probe=False, directory=tmp_path, **_fault("dies_once_midway")
     )
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     first = pid_of(engine)
     rollout = sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert [groups for groups in rollout.pulled if groups] == [[0], [1]]
@@ -399,10 +399,10 @@ def test_a_call_that_is_given_up_leaves_the_engine_as_it_was(engine, how):
             for _ in groups:
                 1 / 0  # noqa: B018
     _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
-    # Then one is given up by a push.
+    # Then one is given up by a weight sync.
     again = engine.generate(asked, SAMPLED, seed=1, step=1)
     next(again)
-    engine.push_weights(random_params(engine.config, 7), 7)
+    engine.sync_weights(random_params(engine.config, 7), 7)
     for ended in (groups, again) if how == "abandoned" else (again,):
         with pytest.raises(EngineError, match="generate: ended by a later request"):
             next(ended)

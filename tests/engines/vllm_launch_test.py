@@ -256,7 +256,7 @@ def test_sleep_needs_an_argument_that_the_cpu_build_refuses():
 @pytest.mark.parametrize(
     ("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")]
 )
-def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
+def test_fp8_is_quantized_by_vllm_at_each_sync(precision, scheme):
     """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for
     others.
     """

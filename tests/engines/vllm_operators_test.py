@@ -27,8 +27,8 @@ def engine(start):
     return start(CONFIG, probe=False)
 
 
-def analysis(engine, pushed):
-    engine.push_weights(pushed, 0)
+def analysis(engine, synced):
+    engine.sync_weights(synced, 0)
     asked = prompts(8, CONFIG)
     setup = Setup(config=CONFIG, params=RIGHT, prompts=asked, temperature=1.0)
     pair = {"engine": engine, "trainer": TrainingStack(CONFIG, RIGHT, compute=Compute())}
@@ -75,12 +75,12 @@ def test_a_cache_in_fp8_is_the_only_difference_of_right_weights(start):
     ],
 )
 def test_a_wrong_matrix_is_named_with_its_layer(engine, path, cause, place):
-    def pushed(at, right, other):
+    def synced(at, right, other):
         if tuple(key.key for key in at) != path:
             return right
         return right.at[1].set(other[1]) if path[0] == "layers" else other
 
-    found = analysis(engine, jax.tree_util.tree_map_with_path(pushed, RIGHT, OTHER))
+    found = analysis(engine, jax.tree_util.tree_map_with_path(synced, RIGHT, OTHER))
     assert [str(each) for each in outliers(found.evidence.operators)] == [place]
     assert [finding.cause for finding in found.findings][:1] == [cause]
     assert f"the {place} gives something else" in found.findings[0].evidence[0]
@@ -88,7 +88,7 @@ def test_a_wrong_matrix_is_named_with_its_layer(engine, path, cause, place):
 
 
 def test_a_module_that_is_not_called_is_named(engine):
-    engine.push_weights(RIGHT, 0)
+    engine.sync_weights(RIGHT, 0)
     with pytest.raises(
         EngineError, match=r"observe: model.layers.2.mlp gave shape \(0,\) for 3 tokens"
     ):

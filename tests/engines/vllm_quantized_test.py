@@ -1,5 +1,5 @@
-"""The 8-bit regimes of real vLLM: what each push gives is what a fresh engine gives, and it differs
-as documented.
+"""The 8-bit regimes of real vLLM: what each weight sync gives is what a fresh engine gives, and it
+differs as documented.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ def test_an_engine_differs_as_documented(regime):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("regime", REGIMES, ids=_name)
-def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(
+def test_each_sync_to_an_8_bit_engine_is_a_fresh_engine(
     start, tmp_path, record_property, family, regime
 ):
     """Bit for bit, greedy and seeded; then the mismatch, beside that of a BF16 engine."""
@@ -105,7 +105,7 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(
     policies = [random_params(config, version) for version in range(3)]
 
     def answers(version: int) -> list[Any]:
-        live.push_weights(policies[version], version)
+        live.sync_weights(policies[version], version)
         return [sample(live, asked, sampling, seed=5, step=0) for sampling in SAMPLINGS]
 
     order = (0, 1, 2, 0)
@@ -128,7 +128,7 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(
 
     found = measure(family, regime).probability
     plain = measure(family, BF16).probability
-    record_property("pushes", len(order))
+    record_property("weight syncs", len(order))
     record_property("mismatch", f"{found:.3g}, bfloat16 {plain:.3g}")
     _assert_as_documented(family, BF16, plain)
     _assert_as_documented(family, regime, found)
@@ -138,8 +138,8 @@ def test_each_push_to_an_8_bit_engine_is_a_fresh_engine(
 def _checkpoint(directory: Path, config, params, regime: Regime, live: Path) -> Path:
     """Weights for vLLM's own loader: BF16, or for int8 compressed-tensors.
 
-    Quantized as a push does, to the bit: XLA on CPU divides by 127 with a rounded reciprocal, torch
-    does not, and one scale of 25 differs in its last place.
+    Quantized as a weight sync does, to the bit: XLA on CPU divides by 127 with a rounded
+    reciprocal, torch does not, and one scale of 25 differs in its last place.
     `sidecar_bridge_test.test_int8_by_numpy` compares the values with NumPy's.
     """
     wide = dataclasses.replace(config, max_position_embeddings=TOTAL + 1)

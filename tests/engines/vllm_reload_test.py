@@ -1,4 +1,4 @@
-"""What a later push repeats of vLLM's own reload, and when it must not."""
+"""What a later weight sync repeats of vLLM's own reload, and when it must not."""
 
 import os
 import subprocess

@@ -20,7 +20,7 @@ SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=
 def two(start):
     config = small_model()
     engine = start(config, replicas=2)
-    engine.push_weights(random_params(config, 7), 7)
+    engine.sync_weights(random_params(config, 7), 7)
     return engine
 
 
@@ -56,14 +56,14 @@ def test_each_replica_takes_the_weights_from_one_copy(two):
     """
     descriptors = [entry.split()[0] for entry in memory_files()]
     assert len({os.stat(f"/proc/self/fd/{descriptor}").st_ino for descriptor in descriptors}) == 2
-    probe = two.push_weights(random_params(two.config, 8), 8)["mismatch/probe"]
+    probe = two.sync_weights(random_params(two.config, 8), 8)["mismatch/probe"]
     assert 0 < probe < 1e-3
     health = [
         replica.supervisor.sidecar.request("health", answer="healthy").header["policy_version"]
         for replica in two.replicas
     ]
     assert health == [8, 8]
-    two.push_weights(random_params(two.config, 7), 7)
+    two.sync_weights(random_params(two.config, 7), 7)
 
 
 @pytest.mark.parametrize("when", ["sampling", "loading"])
@@ -85,7 +85,7 @@ def test_a_killed_replica_is_restarted_alone_and_repeats_itself(two, when):
 
     if when == "loading":
         os.kill(pids[1], signal.SIGKILL)
-        two.push_weights(random_params(two.config, 7), 7)
+        two.sync_weights(random_params(two.config, 7), 7)
     after = sample(
         two,
         asked,

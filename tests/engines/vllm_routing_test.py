@@ -23,7 +23,7 @@ def test_routed_experts_are_those_of_every_token(start, record_property, precisi
     )
     for version in range(2):
         params = random_params(EXPERTS, version)
-        engine.push_weights(params, version)
+        engine.sync_weights(params, version)
         episodes = collect(engine.generate(prompts(12, EXPERTS), sampling, seed=3, step=version))
         assert (
             len(episodes) == 48

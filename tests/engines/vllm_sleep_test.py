@@ -31,23 +31,23 @@ def _order(directory, count):
 @pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_after_each_call_and_wakes_for_the_next(start, tmp_path, caplog, level):
-    """Weights first, and the cache when they are loaded; at level 2 a call without a push loads the
-    weights again.
+    """Weights first, and the cache when they are loaded; at level 2 a call without a weight sync
+    loads the weights again.
     """
     config = small_model()
     engine = start(config, directory=tmp_path, sleep=level)
     assert f"sleep={level}: vLLM's CPU build frees nothing by it" in caplog.text
     asked = prompts(4, config)
     params = random_params(config, 7)
-    engine.push_weights(params, 7)
+    engine.sync_weights(params, 7)
     first = sample(engine, asked, SAMPLED, seed=1, step=1)
     order = ["asleep"]
     assert _order(tmp_path, len(order)) == order
     engine.score(first.prompt_ids, first.completion_ids, temperature=1.0)
     order += ["weights", "kv_cache", "asleep"]
     assert _order(tmp_path, len(order)) == order
-    engine.push_weights(params, 8)
-    # The probe of the push has the cache awake.
+    engine.sync_weights(params, 8)
+    # The probe of the weight sync has the cache awake.
     order += ["weights", "kv_cache"]
     assert _order(tmp_path, len(order)) == order
     again = sample(engine, asked, SAMPLED, seed=1, step=1)

@@ -101,7 +101,7 @@ def test_a_sidecar_starts_with_empty_caches(start, tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
     engine = start(small_model("qwen2"))
-    engine.push_weights(random_params(engine.config, 0), 0)
+    engine.sync_weights(random_params(engine.config, 0), 0)
     assert list((tmp_path / "VLLM_CACHE_ROOT").rglob("*.json")), (
         "vLLM keeps its answer somewhere else now"
     )

@@ -36,7 +36,7 @@ class _Script:
     Attributes:
         texts: by completion, in the order of rows, its turns.
         tokenizer: encodes them; a turn that writes an end token itself gets no other.
-        lists: whether it lists likeliest tokens.
+        lists: whether it lists top-k tokens.
     """
 
     texts: list[list[str]]

@@ -52,21 +52,21 @@ def test_token_discrepancy_is_ours(measure, sided):
     ).all()
 
 
-def test_fifty_steps_of_charging_and_dual_ascent_are_ours():
+def test_fifty_steps_of_penalizing_and_dual_ascent_are_ours():
     settings = {"tolerance": 0.02, "learning_rate": 0.5, "minimum": 0.0, "maximum": 1.0}
     theirs = DcGrpo(multiplier=0.1, **settings)
     multiplier = 0.1
     seen = set()
     for seed in range(50):
         train, rollout, mask, advantages = _batch(seed)
-        charged, metrics = theirs.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
+        penalized, metrics = theirs.penalize(*map(torch.tensor, (advantages, train, rollout, mask)))
         delta = jnp.where(
             mask, discrepancy.token_discrepancy(train, rollout, measure="diff", sided="two"), 0.0
         )
         rows = np.broadcast_to(advantages[:, None], delta.shape)
         tokens = Tokens(advantages=rows, discrepancy=delta, multiplier=multiplier)
         ours = penalties.dc_grpo(tokens)
-        np.testing.assert_allclose(charged.numpy(), ours, **_CLOSE)
+        np.testing.assert_allclose(penalized.numpy(), ours, **_CLOSE)
         assert metrics["multiplier"] == pytest.approx(multiplier, abs=1e-6)
         multiplier = float(dual.dual_update(multiplier, jnp.sum(delta) / mask.sum(), **settings))
         assert theirs.multiplier == pytest.approx(multiplier, abs=1e-6)
@@ -110,45 +110,45 @@ def test_the_surrogate_and_its_gradient_are_ours():
         np.testing.assert_allclose(there.grad.numpy(), gradient, **_CLOSE)
 
 
-def test_a_charge_by_hand():
+def test_a_penalty_by_hand():
     """p = 0.5, 0.4; q = 0.4, 0.6: deltas 0.1 and 0.2, mean 0.15. A = 1, lambda = 2: 0.8 and 0.6. lambda += 10 (0.15 - 0.05)."""  # noqa: E501
     dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, learning_rate=10.0, maximum=5.0)
     p = torch.tensor([[0.5, 0.4, 0.9]]).log()
     q = torch.tensor([[0.4, 0.6, 0.1]]).log()
-    charged, metrics = dc_grpo.charge(torch.ones(1), p, q, torch.tensor([[1, 1, 0]]))
-    # Were the unsampled token charged, its advantage would be 1 - 2 * 0.8 = -0.6.
-    torch.testing.assert_close(charged, torch.tensor([[0.8, 0.6, 1.0]]))
+    penalized, metrics = dc_grpo.penalize(torch.ones(1), p, q, torch.tensor([[1, 1, 0]]))
+    # Were the unsampled token penalized, its advantage would be 1 - 2 * 0.8 = -0.6.
+    torch.testing.assert_close(penalized, torch.tensor([[0.8, 0.6, 1.0]]))
     assert dc_grpo.multiplier == pytest.approx(3.0, abs=1e-6) and metrics[
         "violation"
     ] == pytest.approx(0.1, abs=1e-6)
-    assert not charged.requires_grad
+    assert not penalized.requires_grad
 
 
 def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
     train, rollout, mask, advantages = _batch(3)
     whole = DcGrpo(tolerance=0.01)
     halves = [DcGrpo(tolerance=0.01) for _ in range(2)]
-    whole.charge(*map(torch.tensor, (advantages, train, rollout, mask)))
+    whole.penalize(*map(torch.tensor, (advantages, train, rollout, mask)))
     sums = []
     for part, half in ((slice(0, 2), halves[0]), (slice(2, 6), halves[1])):
         arguments = [torch.tensor(x[part]) for x in (advantages, train, rollout, mask)]
-        half.charge(*arguments, reduce=lambda own: sums.append(own) or own, update=False)
+        half.penalize(*arguments, reduce=lambda own: sums.append(own) or own, update=False)
     assert [half.multiplier for half in halves] == [0.1, 0.1]
     arguments = [torch.tensor(x[:2]) for x in (advantages, train, rollout, mask)]
-    halves[0].charge(*arguments, reduce=lambda _: sums[0] + sums[1])
+    halves[0].penalize(*arguments, reduce=lambda _: sums[0] + sums[1])
     assert (
         halves[0].multiplier == pytest.approx(whole.multiplier, abs=1e-7)
         and whole.multiplier != 0.1
     )
 
 
-def test_a_token_without_a_logprob_is_neither_charged_nor_counted():
+def test_a_token_without_a_logprob_is_neither_penalized_nor_counted():
     p = torch.tensor([[0.5, 0.5]]).log()
     q = torch.tensor([[0.4, float("nan")]]).log()
-    charged, metrics = DcGrpo(tolerance=0.0, multiplier=1.0).charge(
+    penalized, metrics = DcGrpo(tolerance=0.0, multiplier=1.0).penalize(
         torch.zeros(1), p, q, torch.ones(1, 2)
     )
-    torch.testing.assert_close(charged, torch.tensor([[-0.1, 0.0]]))
+    torch.testing.assert_close(penalized, torch.tensor([[-0.1, 0.0]]))
     assert metrics["mean"] == pytest.approx(0.1, abs=1e-6)
 
 

@@ -24,14 +24,14 @@ from dcmdp_jax.integrations import (  # noqa: E402
     verl_hooks,
 )  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
-from tests.support.charged_tokens import CHARGED, MASK, MOVED, A, P, Q  # noqa: E402
+from tests.support.penalized_tokens import MASK, MOVED, PENALIZED, A, P, Q  # noqa: E402
 
 
 def _dc_grpo():
     return DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
 
 
-def test_skyrl_charges_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path):
+def test_skyrl_penalizes_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path):
     class Base:
         def __init__(self, cfg):
             self.cfg = cfg
@@ -51,7 +51,7 @@ def test_skyrl_charges_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path)
     trainer = skyrl_trainer.make_trainer(Base)(1, dc_grpo=_dc_grpo())
     batch = {"action_log_probs": P, "rollout_logprobs": Q, "loss_mask": MASK}
     assert trainer.compute_advantages_and_returns(batch) is batch
-    torch.testing.assert_close(batch["advantages"], CHARGED)
+    torch.testing.assert_close(batch["advantages"], PENALIZED)
     assert trainer.dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
     assert trainer.all_metrics["dc_grpo/mean"] == pytest.approx(0.12, abs=1e-6)
     trainer.save_checkpoints()
@@ -86,7 +86,7 @@ def test_slime_gets_advantages_and_returns_of_each_sample(tmp_path, monkeypatch)
     )
     batch = _slime_batch()
     assert slime_hooks.dc_grpo_advantages(args, batch) is None
-    for found, expected in zip(batch["advantages"], (CHARGED[0], CHARGED[1, :2]), strict=True):
+    for found, expected in zip(batch["advantages"], (PENALIZED[0], PENALIZED[1, :2]), strict=True):
         torch.testing.assert_close(found, expected)
     assert [values.tolist() for values in batch["returns"]] == [[1.0] * 3, [-1.0] * 2]
     assert json.loads(path.read_text())["multiplier"] == pytest.approx(MOVED, abs=1e-6)
@@ -152,7 +152,7 @@ class LossInputs:
     loss_weights: torch.Tensor | None = None
 
 
-def test_prime_rls_loss_has_the_charged_gradient_and_lambda_moves_once_in_an_update(tmp_path):
+def test_prime_rls_loss_has_the_penalized_gradient_and_lambda_moves_once_in_an_update(tmp_path):
     path = tmp_path / "dc_grpo.json"
     settings = {"tolerance": 0.02, "multiplier": 0.5, "learning_rate": 2.0, "state_path": path}
     loss = prime_rl_loss.DcGrpoLoss(**settings)
@@ -163,9 +163,9 @@ def test_prime_rls_loss_has_the_charged_gradient_and_lambda_moves_once_in_an_upd
         value, metrics = loss(LossInputs(parameter[i], Q[i], None, A[i].expand(3), MASK[i].bool()))
         total = total + value
         assert metrics["dc_grpo/multiplier"].item() == 0.5
-    assert total.item() == pytest.approx(-CHARGED.sum().item(), abs=1e-6)
+    assert total.item() == pytest.approx(-PENALIZED.sum().item(), abs=1e-6)
     total.backward()
-    torch.testing.assert_close(parameter.grad, -CHARGED)
+    torch.testing.assert_close(parameter.grad, -PENALIZED)
     assert loss.dc_grpo.multiplier == 0.5
     optimizer.step()
     assert loss.dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
@@ -202,13 +202,13 @@ def test_shapes_that_would_broadcast_are_refused():
         ValueError,
         match=r"advantages is \[3\], discrepancy is \[1, 3\], .*: must be \[N\] or \[N, T\]",
     ):
-        _dc_grpo().charge(torch.ones(3), row, Q[:1], torch.ones(1, 3))
-    charge = {"advantages": A, "train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
+        _dc_grpo().penalize(torch.ones(3), row, Q[:1], torch.ones(1, 3))
+    penalty = {"advantages": A, "train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
     surrogate = {"train_logprobs": P, "old_logprobs": P, "advantages": P}
     penalty = {"advantages": P, "discrepancy": P, "multiplier": torch.tensor(0.5)}
     statistics = {"train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
     for function, arguments in (
-        (_dc_grpo().charge, charge),
+        (_dc_grpo().penalize, penalty),
         (dc_grpo_torch.clipped_surrogate, surrogate),
         (dc_grpo_torch.penalized_advantages, penalty),
         (dc_grpo_torch.discrepancy_statistics, statistics),
@@ -236,7 +236,7 @@ def test_shapes_that_would_broadcast_are_refused():
             loss(dataclasses.replace(inputs, **{name: getattr(inputs, name)[:1]}))
 
 
-def test_verls_batch_is_charged_in_place():
+def test_verls_batch_is_penalized_in_place():
     dc_grpo = _dc_grpo()
     advantages = A[:, None] * MASK
     batch = {
@@ -245,13 +245,13 @@ def test_verls_batch_is_charged_in_place():
         "rollout_log_probs": Q,
         "response_mask": MASK,
     }
-    verl_hooks.charge(dc_grpo, batch)
-    torch.testing.assert_close(batch["advantages"], CHARGED)
+    verl_hooks.penalize(dc_grpo, batch)
+    torch.testing.assert_close(batch["advantages"], PENALIZED)
     assert dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
     with pytest.raises(
         ValueError, match="no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs"
     ):
-        verl_hooks.charge(
+        verl_hooks.penalize(
             dc_grpo, {name: batch[name] for name in batch if name != "rollout_log_probs"}
         )
 
@@ -338,7 +338,7 @@ def _verl(monkeypatch):
     return modules
 
 
-def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_is_charged(
+def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_is_penalized(
     monkeypatch,
 ):
     """Sessions 0 and 1 of one prompt, rewards 1 and 0; session 0 has two more outputs, each with
@@ -387,5 +387,5 @@ def test_our_own_gradient_is_the_one_that_prime_rl_gets():
     from dcmdp_jax.integrations.dc_grpo_torch import clipped_surrogate
 
     train = torch.nn.Parameter(P.clone())
-    (clipped_surrogate(train, P, CHARGED) * MASK).sum().backward()
-    np.testing.assert_allclose(train.grad.numpy(), (-CHARGED * MASK).numpy(), rtol=1e-6)
+    (clipped_surrogate(train, P, PENALIZED) * MASK).sum().backward()
+    np.testing.assert_allclose(train.grad.numpy(), (-PENALIZED * MASK).numpy(), rtol=1e-6)

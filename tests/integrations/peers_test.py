@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, dual_update  # noqa: E402
-from tests.support.charged_tokens import CHARGED, MASK, MOVED, P, Q  # noqa: E402
+from tests.support.penalized_tokens import MASK, MOVED, PENALIZED, P, Q  # noqa: E402
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
@@ -39,7 +39,7 @@ def verl():
     return dc_grpo, recorded
 
 
-def test_verls_compute_advantage_charges_its_own_group_advantages(verl):
+def test_verls_compute_advantage_penalizes_its_own_group_advantages(verl):
     from verl import DataProto
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo import ray_trainer
@@ -101,13 +101,13 @@ def test_verls_registered_loss_is_the_clipped_surrogate_and_has_its_gradient(ver
     moved = P + torch.tensor([[0.3, -0.2, 0.05], [0.3, -0.2, 0.05]])
     arguments = {
         "old_log_prob": P,
-        "advantages": CHARGED,
+        "advantages": PENALIZED,
         "response_mask": MASK,
         "loss_agg_mode": mode,
     }
     there, here = (moved.clone().requires_grad_() for _ in range(2))
     value, metrics = get_policy_loss_fn("dc_grpo")(log_prob=there, config=config, **arguments)
-    losses = clipped_surrogate(here, P, CHARGED, clip_low=0.1, clip_high=0.2) * MASK
+    losses = clipped_surrogate(here, P, PENALIZED, clip_low=0.1, clip_high=0.2) * MASK
     expected = losses.sum() / 5 if mode == "token-mean" else (losses.sum(1) / MASK.sum(1)).mean()
     assert value.item() == pytest.approx(expected.item(), abs=1e-6)
     value.backward()
@@ -121,13 +121,13 @@ def test_verls_registered_loss_is_the_clipped_surrogate_and_has_its_gradient(ver
         )
 
 
-def test_skyrls_own_batch_estimator_and_loss_take_the_charge():
+def test_skyrls_own_batch_estimator_and_loss_take_the_penalty():
     _installed("skyrl.backends.skyrl_train.utils.ppo_utils")
     from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
     from skyrl.backends.skyrl_train.utils import ppo_utils
     from skyrl.train.config import AlgorithmConfig
 
-    from dcmdp_jax.integrations.skyrl_trainer import charge
+    from dcmdp_jax.integrations.skyrl_trainer import penalize
 
     rewards = torch.zeros(2, 3)
     rewards[0, 2] = 1.0
@@ -143,7 +143,7 @@ def test_skyrls_own_batch_estimator_and_loss_take_the_charge():
         {"advantages": advantages, "action_log_probs": P, "rollout_logprobs": Q, "loss_mask": MASK}
     )
     dc_grpo = DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
-    metrics = charge(dc_grpo, batch)
+    metrics = penalize(dc_grpo, batch)
     a = 0.5 / (0.5**0.5 + 1e-6)
     expected = torch.tensor([[a - 0.05, a - 0.1, a], [-a - 0.05, -a - 0.1, 0.0]])
     torch.testing.assert_close(batch["advantages"], expected, rtol=0, atol=1e-6)
@@ -190,9 +190,9 @@ def test_prime_rls_own_compute_loss_calls_the_loss_for_each_sample():
         rl_loss_fn=loss_module.setup_rl_loss_fn(config), rl_scale=5, ce_scale=1, ref_kl_scale=1
     )
     loss, metrics = loss_module.compute_loss(advantages=advantages, **columns, **unused, **scales)
-    assert loss.item() == pytest.approx(-CHARGED.sum().item() / 5, abs=1e-6)
+    assert loss.item() == pytest.approx(-PENALIZED.sum().item() / 5, abs=1e-6)
     loss.backward()
-    torch.testing.assert_close(parameter.grad, -CHARGED / 5)
+    torch.testing.assert_close(parameter.grad, -PENALIZED / 5)
     optimizer.step()
     assert prime_rl_loss._loss.dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
     assert metrics["dc_grpo/mean"].tolist() == pytest.approx([0.1, 0.15], abs=1e-6)

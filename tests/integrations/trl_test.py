@@ -29,7 +29,7 @@ from trl import GRPOConfig  # noqa: E402
 from dcmdp_jax.algorithm.advantages import group_advantages  # noqa: E402
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy  # noqa: E402
 from dcmdp_jax.algorithm.dual import dual_update  # noqa: E402
-from dcmdp_jax.algorithm.penalties import dc_grpo as charge  # noqa: E402
+from dcmdp_jax.algorithm.penalties import dc_grpo as penalty  # noqa: E402
 from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
 from dcmdp_jax.data.arithmetic import (  # noqa: E402
     ArithmeticSpec,
@@ -209,11 +209,11 @@ def test_lambda_and_advantages_of_twenty_steps_are_those_of_our_functions(run):
         )
         delta = jnp.where(mask, delta, 0.0)
         rows = jnp.broadcast_to(jnp.asarray(advantages)[:, None], delta.shape)
-        ours = charge(Tokens(advantages=rows, discrepancy=delta, multiplier=multiplier))
+        ours = penalty(Tokens(advantages=rows, discrepancy=delta, multiplier=multiplier))
         np.testing.assert_allclose(
             batch["advantages"][mask], np.asarray(ours)[mask], rtol=0, atol=1e-6
         )
-        # The charge itself, apart from the order in which the two add up a group's mean.
+        # The penalty itself, apart from the order in which the two add up a group's mean.
         base = batch["advantages"] + multiplier * np.asarray(delta)
         row = base.max(axis=1, keepdims=True)
         np.testing.assert_allclose(base, np.broadcast_to(row, base.shape), rtol=0, atol=1e-6)

@@ -92,8 +92,8 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
     assert [row["step"] for row in steps if "reward/mean" in row] == [1, 2]
     # Weights went before each step's sampling, which asked for (seed, step, prompt) with G
     # completions each.
-    pushed = [fields["version"] for what, fields in server.asked if what == "weights"]
-    assert pushed[:2] == [0, 1]
+    synced = [fields["version"] for what, fields in server.asked if what == "weights"]
+    assert synced[:2] == [0, 1]
     config = parse(["train", *command]).config
     rows = {tuple(fields["row"]) for what, fields in server.asked if what == "sample"}
     assert {row[2] for row in rows if row[1] == 0} >= set(range(config.training.prompts_per_step))
@@ -162,7 +162,7 @@ ENGINE = Kind
         ),
         ("", "build = None", "PATH:ENGINE: build=None, must be a method"),
         ("", "precisions = 'float32'", "PATH:ENGINE: precisions='float32', must be a tuple"),
-        ("", "pushes = 'yes'", "PATH:ENGINE: pushes='yes', must be True or False"),
+        ("", "weight syncs = 'yes'", "PATH:ENGINE: weight syncs='yes', must be True or False"),
         ("", "settings = dict", "PATH:ENGINE: settings=<class 'dict'>, must be a data"),
         (
             "@dataclasses.dataclass\nclass Bare:\n    x: int = 1",
@@ -278,7 +278,7 @@ class _Engine:
         self._groups = groups
         self._scores = scores
 
-    def push_weights(self, params, policy_version):
+    def sync_weights(self, params, policy_version):
         return {}
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
@@ -391,6 +391,6 @@ def test_an_engine_without_the_protocol_is_refused_when_it_is_built():
             return arguments
 
     with pytest.raises(
-        UserError, match="^engine: made: build returned .* which has no method push_weights"
+        UserError, match="^engine: made: build returned .* which has no method sync_weights"
     ):
         Kind().start(object())

@@ -15,7 +15,7 @@ def _measured(before, after, precision):
     )
     marks = {"kernel": True, "norm": False}
     found = arrival(watched_columns(before, marks), after, marks, precision)
-    return float(found["mismatch/push_changed"]), float(found["mismatch/push_rounding"])
+    return float(found["mismatch/sync_changed"]), float(found["mismatch/sync_rounding"])
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_some_columns_say_what_all_do():
     found = arrival(watched, after, {"kernel": True}, "bfloat16")
     # A number crosses a middle with probability 1 / 10, and then jumps 10 updates: 0.9 x 1 + 0.1 x
     # 9^2 = 9.
-    assert float(found["mismatch/push_changed"]) == pytest.approx(0.1, abs=0.003)
-    assert float(found["mismatch/push_rounding"]) == pytest.approx(3.0, abs=0.05)
+    assert float(found["mismatch/sync_changed"]) == pytest.approx(0.1, abs=0.003)
+    assert float(found["mismatch/sync_rounding"]) == pytest.approx(3.0, abs=0.05)

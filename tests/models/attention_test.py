@@ -293,7 +293,8 @@ def test_choose_kernel():
         choose_kernel("auto", jnp.dtype("float32"), "cpu", length) for length in (191, 192)
     ] == ["xla", "blockwise"]
     assert choose_kernel("xla", jnp.dtype("bfloat16"), "tpu") == "xla"
-    # Splash takes blocks of 128 alone. The rows of a push's proof, or of a probe, are shorter.
+    # Splash takes blocks of 128 alone. The rows of a weight sync's proof, or of a probe, are
+    # shorter.
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "tpu", 384) == "splash"
     assert [
         choose_kernel("auto", jnp.dtype("bfloat16"), "tpu", length) for length in (32, 200)

@@ -130,7 +130,7 @@ def test_log_probs_and_greedy_text_are_those_of_transformers(converted, tmp_path
     assert np.abs(ours - theirs).max() < 2e-4 and ours.mean() > -5.0
     config = read_model_config(directory)
     engine = local_engine(config, precision="float32", max_total_tokens=96, max_rows=1)
-    engine.push_weights(load_params(directory, config, dtype="float32"), 0)
+    engine.sync_weights(load_params(directory, config, dtype="float32"), 0)
     rollout = sample(engine, [prompt], SamplingParams(1, 64, temperature=1e-3), seed=0, step=0)
     np.testing.assert_array_equal(rollout.completion_ids[0], text)
     assert "Rome" in tokenizer.decode(text)

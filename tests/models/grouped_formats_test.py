@@ -184,7 +184,7 @@ def test_decoding_agrees_with_the_matched_forward_to_rounding(precision):
     engine = local_engine(
         MODEL, precision=precision, compute_dtype="float32", max_total_tokens=LENGTH
     )
-    engine.push_weights(params, 0)
+    engine.sync_weights(params, 0)
     prompts = list(np.random.default_rng(0).integers(0, 31, (2, PROMPT)).astype(np.int32))
     sampling = SamplingParams(
         group_size=2, max_completion_tokens=LENGTH - PROMPT, stop_token_ids=()
@@ -219,7 +219,7 @@ def test_two_devices_of_a_tensor_group_hold_the_values_of_one():
         engine = local_engine(
             MODEL, precision="nvfp4", compute_dtype="float32", max_total_tokens=LENGTH, mesh=mesh
         )
-        engine.push_weights(params, 0)
+        engine.sync_weights(params, 0)
         prints.append(engine.weights_fingerprint)
         scored.append(
             engine.score([row[:2] for row in ids], [row[2:] for row in ids], temperature=1.0)
@@ -257,7 +257,7 @@ def test_every_format_gives_on_two_and_four_devices_what_it_gives_on_one(precisi
         engine = local_engine(
             model, compute_dtype="float32", max_total_tokens=LENGTH, mesh=mesh, **settings
         )
-        engine.push_weights(params, 0)
+        engine.sync_weights(params, 0)
         found = sample(engine, prompts, sampling, seed=0, step=0)
         engine.close()
         ids = np.stack(

@@ -99,7 +99,7 @@ def test_no_platform_multiplies_every_row_by_every_expert(platform):
 
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized, replayed):
+def test_a_token_is_the_weighted_sum_of_its_top_k_experts(normalized, replayed):
     """Or of those that are replayed, with the router's own weights; the first token has none to
     replay.
     """
@@ -118,8 +118,8 @@ def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized, replay
     want = np.zeros_like(x)
     given = np.stack([rng.permutation(4)[:2] for _ in range(6)]).reshape(2, 3, 2)
     given[0, 0] = -1
-    likeliest = np.argsort(-probabilities)[..., :2]
-    used = np.where(given >= 0, given, likeliest) if replayed else likeliest
+    top_tokens = np.argsort(-probabilities)[..., :2]
+    used = np.where(given >= 0, given, top_tokens) if replayed else top_tokens
     for place in np.ndindex(2, 3):
         chosen = used[place]
         share = probabilities[place][chosen]
@@ -138,7 +138,7 @@ def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized, replay
     entropies = -(probabilities * np.log(probabilities)).sum(-1)
     assert float(sums["router_entropy"]) == pytest.approx(entropies.sum(), rel=1e-4)
     if replayed:
-        common = sum(len(set(used[place]) & set(likeliest[place])) for place in np.ndindex(2, 3))
+        common = sum(len(set(used[place]) & set(top_tokens[place])) for place in np.ndindex(2, 3))
         assert 2 <= common < 12 and float(sums["router_agreement"]) == common
 
 

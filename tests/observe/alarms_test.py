@@ -66,12 +66,12 @@ def test_a_run_without_metrics_raises_nothing():
 
 def test_updates_that_the_engine_does_not_hold_are_no_mismatch():
     rising = 0.002 * 1.15 ** np.arange(50)
-    held = {"mismatch__push_changed": 0.1, "discrepancy__mean": rising}
-    assert _named(mismatch__push_rounding=1.0, **held) == ["unseen_updates"]
+    held = {"mismatch__sync_changed": 0.1, "discrepancy__mean": rising}
+    assert _named(mismatch__sync_rounding=1.0, **held) == ["unseen_updates"]
     # An engine that gets the updates, or a discrepancy that does not grow, as that of rounding
     # alone.
-    assert "unseen_updates" not in _named(mismatch__push_rounding=0.1, **held)
-    assert _named(mismatch__push_rounding=1.0) == []
+    assert "unseen_updates" not in _named(mismatch__sync_rounding=0.1, **held)
+    assert _named(mismatch__sync_rounding=1.0) == []
 
 
 def test_completions_more_alike_than_chance_are_not_independent():
@@ -176,58 +176,58 @@ def _spoken(series):
     return found
 
 
-def test_five_runs_that_the_charge_ended_speak_of_the_charge_and_not_of_the_weights():
+def test_five_runs_that_the_penalty_ended_speak_of_the_penalty_and_not_of_the_weights():
     """Completions of 200 tokens at lambda = 1: reward 0 from step 9 on, largest deltas of 0.9 to 1.
 
-    The series have no share of the charge, no k1, k3, effective sample size and no broken
-    completions: `charge` speaks by lambda times the largest delta alone, as soon as a rise can be
+    The series have no share of the penalty, no k1, k3, effective sample size and no broken
+    completions: `penalty` speaks by lambda times the largest delta alone, as soon as a rise can be
     told from the usual, and `support` and `retokenization` are silent.
     """
     runs = list(_kept("map_200tokens.jsonl.gz", "token_1"))
-    assert len(runs) == 5 and not any("dual/charge_share" in run for run in runs)
+    assert len(runs) == 5 and not any("dual/penalty_share" in run for run in runs)
     for run in runs:
         spoken = _spoken(run)
-        assert set(spoken) == {"mismatch", "charge", "collapse"}
-        assert spoken["charge"][0] == 15 and "lambda = 1 " in spoken["charge"][1]
-        assert "method=grpo" in spoken["charge"][1] and "higher" not in spoken["collapse"][1]
+        assert set(spoken) == {"mismatch", "penalty", "collapse"}
+        assert spoken["penalty"][0] == 15 and "lambda = 1 " in spoken["penalty"][1]
+        assert "method=grpo" in spoken["penalty"][1] and "higher" not in spoken["collapse"][1]
         # With the share, had it been kept, five steps are enough.
         share = {
-            "dual/charge_share": (
+            "dual/penalty_share": (
                 run["discrepancy/mean"][0],
                 np.full(len(run["discrepancy/mean"][0]), 0.2),
             )
         }
-        assert _spoken(run | share)["charge"][0] == 5
-    # The same engine without a charge.
+        assert _spoken(run | share)["penalty"][0] == 5
+    # The same engine without a penalty.
     for run in _kept("map_200tokens.jsonl.gz", "grpo"):
-        assert not {"charge", "weight_sync"} & set(_spoken(run))
+        assert not {"penalty", "weight_sync"} & set(_spoken(run))
 
 
-def test_charge_by_its_share_and_by_a_lambda_that_moves_nothing():
-    assert _named(dual__charge_share=np.full(50, 0.11)) == ["charge"]
-    assert _named(dual__charge_share=np.full(50, 0.09)) == []
-    # Where no prompt has a signal, the charge is the whole update: that is another problem.
+def test_penalty_by_its_share_and_by_a_lambda_that_moves_nothing():
+    assert _named(dual__penalty_share=np.full(50, 0.11)) == ["penalty"]
+    assert _named(dual__penalty_share=np.full(50, 0.09)) == []
+    # Where no prompt has a signal, the penalty is the whole update: that is another problem.
     silent = np.where(STEPS % 3, 1.0, 0.5)
-    assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=silent) == []
-    assert _named(dual__charge_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == [
-        "charge"
+    assert _named(dual__penalty_share=np.ones(50), reward__all_equal_groups=silent) == []
+    assert _named(dual__penalty_share=np.ones(50), reward__all_equal_groups=1.5 - silent) == [
+        "penalty"
     ]
     # the last ten steps: 0.51 to 0.6
     flat = np.full(50, 1.1 * C)
     rising = 0.1 + 0.01 * STEPS
     steep = np.where(STEPS <= 40, 0.1, 0.1 + 0.01 * (STEPS - 40))  # 0.11 to 0.2
-    assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["charge"]
+    assert _named(discrepancy__mean=flat, dual__multiplier=steep) == ["penalty"]
     assert _named(discrepancy__mean=flat * 0.8, dual__multiplier=steep) == []  # within the budget
     assert _named(discrepancy__mean=flat, dual__multiplier=rising) == []  # by less than half
     assert (
         _named(discrepancy__mean=np.where(STEPS <= 45, C, 0.9 * C), dual__multiplier=steep) == []
     )  # it follows
     small = {"discrepancy__mean": flat, "dual__multiplier": steep}
-    assert _named(**small, dual__charge_share=np.full(50, 0.009)) == []
-    assert _named(**small, dual__charge_share=np.full(50, 0.011)) == ["charge"]
+    assert _named(**small, dual__penalty_share=np.full(50, 0.009)) == []
+    assert _named(**small, dual__penalty_share=np.full(50, 0.011)) == ["penalty"]
 
 
-def test_a_jump_after_the_reward_fell_or_under_whole_charges_is_no_failed_sync():
+def test_a_jump_after_the_reward_fell_or_under_whole_penaltys_is_no_failed_sync():
     jump = {"discrepancy__mean": np.where(STEPS <= 44, DELTA, 10 * DELTA)}
     assert "weight_sync" in _named(**jump)
     # Delta rises at step 45; the reward fell at 42, or at 45 as it does where the engine has other
@@ -239,7 +239,7 @@ def test_a_jump_after_the_reward_fell_or_under_whole_charges_is_no_failed_sync()
     assert "weight_sync" not in _named(**jump, reward__mean=np.where(STEPS >= 42, -2.0, -1.0))
     for largest, spoken in ((0.4, True), (0.6, False)):
         found = _named(**jump, dual__multiplier=np.ones(50), discrepancy__max=np.full(50, largest))
-        assert ("weight_sync" in found) is spoken and ("charge" in found) is not spoken, largest
+        assert ("weight_sync" in found) is spoken and ("penalty" in found) is not spoken, largest
 
 
 def test_collapse_ahead_needs_both_trends():
@@ -278,9 +278,9 @@ def _planted(length, **values):
     ]
 
 
-def test_a_charge_of_rounding_that_is_the_whole_update_is_said():
+def test_a_penalty_of_rounding_that_is_the_whole_update_is_said():
     # Case trl#3452 as it was recorded: float32 on both sides, every reward equal, lambda 0.1.
-    found = {"reward__all_equal_groups": 1.0, "dual__charge_share": 1.0, "dual__multiplier": 0.1}
+    found = {"reward__all_equal_groups": 1.0, "dual__penalty_share": 1.0, "dual__multiplier": 0.1}
     rounding = {"discrepancy__mean": [1.15e-8, 6.8e-9, 2.7e-9, 1.3e-9, 6.9e-10]}
     assert _planted(5, **found, **rounding) == ["rounding"]
     # One step may have no signal.
@@ -289,11 +289,11 @@ def test_a_charge_of_rounding_that_is_the_whole_update_is_said():
     # is mismatch.
     assert _planted(5, **found, discrepancy__mean=2e-3, mismatch__noise_floor=1e-3) == ["rounding"]
     assert _planted(5, **found, discrepancy__mean=4e-3, mismatch__noise_floor=1e-3) == []
-    # GRPO and the exact engine charge nothing; a prompt with a signal, a teacher or a KL term is a
+    # GRPO and the exact engine penalty nothing; a prompt with a signal, a teacher or a KL term is a
     # gradient.
-    assert _planted(5, **found | {"dual__charge_share": 0.0}, **rounding) == []
+    assert _planted(5, **found | {"dual__penalty_share": 0.0}, **rounding) == []
     assert _planted(5, **found | {"reward__all_equal_groups": [1, 1, 1, 1, 0.9]}, **rounding) == []
-    assert _planted(5, **found | {"dual__charge_share": 1e-9}, **rounding) == []
+    assert _planted(5, **found | {"dual__penalty_share": 1e-9}, **rounding) == []
     assert _planted(5, **found, **rounding, policy__kl=1e-4) == []
 
 

@@ -77,7 +77,7 @@ def test_facts_by_hand():
 
 
 def test_what_each_replica_did_and_where(tmp_path):
-    """A replica that moved is counted over both of its nodes; one that a pushed version did not ask
+    """A replica that moved is counted over both of its nodes; one that a synced version did not ask
     has zeros.
     """
     series = {

@@ -33,7 +33,7 @@ def _words(plan):
 def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does_not_fit():
     parts = (
         exact("parameters", per_device=2 * _GIB),
-        exact("gathered", first=_GIB, phases=frozenset({"push"})),
+        exact("gathered", first=_GIB, phases=frozenset({"weight_sync"})),
         MemoryPart(
             "logits", per_device=3 * _GIB, phases=frozenset({"step"}), lower="model.logprob_chunk"
         ),

@@ -118,7 +118,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     # while it is written.
     for name in ("checkpoint's copy", "checkpoint being written"):
         assert (part_of(plan, name).per_device, part_of(plan, name).host) == (0, 8 * 12 * share)
-    # In a push, for sure: 3 shares of 4 bytes, and the engine's copy.
+    # In a weight sync, for sure: 3 shares of 4 bytes, and the engine's copy.
     assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
     assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
 

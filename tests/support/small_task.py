@@ -108,7 +108,7 @@ class EchoEngine:
         self._scored = scored
         self._alone = alone
 
-    def push_weights(self, params, version):
+    def sync_weights(self, params, version):
         self.version = version
         return {}
 

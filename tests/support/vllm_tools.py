@@ -212,7 +212,7 @@ def fresh_answers(
 
 
 def assert_same_bits(live: list[list[Rollout]], fresh: list[Any]) -> None:
-    """Asserts that rollouts, per push and sampling, are `fresh_answers` to the bit."""
+    """Asserts that rollouts, per weight sync and sampling, are `fresh_answers` to the bit."""
     for push, (rollouts, answers) in enumerate(zip(live, fresh, strict=True)):
         for kind, (rollout, outputs) in enumerate(zip(rollouts, answers, strict=True)):
             for prompt, (tokens, logprobs) in enumerate(outputs):

@@ -37,7 +37,7 @@ class _Engine:
 
     version = -1
 
-    def push_weights(self, params, version):
+    def sync_weights(self, params, version):
         self.version = version
         return {}
 
@@ -110,7 +110,7 @@ def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_e
     batches = _batches(monkeypatch, lag=lag, beside=beside)
     scored = []
     for step in range(5):
-        batches.push(_params(step), step, timer := PhaseTimer())
+        batches.sync_weights(_params(step), step, timer := PhaseTimer())
         made = batches.make(SimpleNamespace(params=_params(step)), step, timer)
         scored.append(made.batch)
         assert made.metrics.get(_FLOOR) == (None if step else 0.25)
@@ -139,7 +139,7 @@ def test_parameters_that_batches_in_flight_need_outlive_the_step_that_takes_thei
 ):
     batches = _batches(monkeypatch, lag=1, beside=False)
     for step in range(3):
-        batches.push(params := _params(step), step, timer := PhaseTimer())
+        batches.sync_weights(params := _params(step), step, timer := PhaseTimer())
         batches.make(SimpleNamespace(params=params), step, timer)
         params["a"].delete()
     assert {version: kept["a"].tolist() for version, kept in batches.behind(3).items()} == {
@@ -160,7 +160,7 @@ def test_a_failure_ends_the_later_batches_and_is_the_one_that_is_raised(monkeypa
             raise EngineError(f"batch {step}")
 
     batches = _batches(monkeypatch, lag=2, beside=True, sampler=Failing)
-    batches.push(_params(0), 0, timer := PhaseTimer())
+    batches.sync_weights(_params(0), 0, timer := PhaseTimer())
     threading.Timer(0.05, go_on.set).start()
     with pytest.raises(EngineError, match="batch 0"):
         batches.make(SimpleNamespace(params=_params(0)), 0, timer)
@@ -195,7 +195,7 @@ def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share
     batches = _batches(monkeypatch, lag=1, beside=beside, hosts=(hosts := _SecondOfTwo()))
     floors = []
     for step in range(3):
-        batches.push(_params(step), step, timer := PhaseTimer())
+        batches.sync_weights(_params(step), step, timer := PhaseTimer())
         floors.append(
             batches.make(SimpleNamespace(params=_params(step)), step, timer).metrics.get(_FLOOR)
         )
@@ -221,7 +221,7 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
     batches = Batches(small_services(EchoEngine()), small_placement(), task, programs, leave)
     batches.resume(3, prompts_taken=2)
-    batches.push(_params(0), 3, timer := PhaseTimer())
+    batches.sync_weights(_params(0), 3, timer := PhaseTimer())
     made = batches.make(SimpleNamespace(params=_params(0)), 3, timer)
     numbers = prompt_order(8, seed=5, first=2, count=2)
     [rows] = made.batch.rows
@@ -259,11 +259,11 @@ def test_a_token_of_another_version_than_the_one_announced_names_both():
 
     check_versions([episode(3), episode(3)], 3)
     with pytest.raises(
-        EngineError, match=r"^completion 1 has tokens of version 2, version 3 was pushed for them"
+        EngineError, match=r"^completion 1 has tokens of version 2, version 3 was synced for them"
     ):
         check_versions([episode(3), episode(2)], 3)
     mixed = episode(3).with_columns(policy_versions=np.array([-1, 3, 4], np.int32))
     with pytest.raises(
-        EngineError, match=r"^completion 0 has tokens of version 4, version 3 was pushed for them"
+        EngineError, match=r"^completion 0 has tokens of version 4, version 3 was synced for them"
     ):
         check_versions([mixed], 3)

@@ -49,7 +49,7 @@ def test_float16_on_both_sides_is_closer_than_bfloat16_on_both_sides(tied):
     apart = {}
     for dtype in ("bfloat16", "float16"):
         engine = local_engine(model, precision=dtype, compute_dtype=dtype, max_total_tokens=LENGTH)
-        engine.push_weights(params, 0)
+        engine.sync_weights(params, 0)
         scored = engine.score(
             [row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=1.0
         )

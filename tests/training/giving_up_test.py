@@ -12,7 +12,7 @@ from tests.support.processes import demo
 ROOT = Path(__file__).resolve().parents[2]
 
 # bin.train, where the step that the first argument names fails in its place: while it samples, is
-# pushed or is packed.
+# synced or is packed.
 _PROGRAM = """
 import sys
 from dcmdp_jax.commands import cli, train
@@ -21,7 +21,7 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.training import batches
 
 place, step = sys.argv.pop(1).split()
-generate, push, pack, calls = LocalEngine.generate, LocalEngine.push_weights, batches.pack, []
+generate, push, pack, calls = LocalEngine.generate, LocalEngine.sync_weights, batches.pack, []
 
 def broken_generate(self, *arguments, seed, step, **options):
     if place == "generate" and step == int(globals()["step"]):
@@ -30,7 +30,7 @@ def broken_generate(self, *arguments, seed, step, **options):
 
 def broken_push(self, params, policy_version):
     if place == "push" and policy_version == int(step):
-        raise EngineError("planted: no answer to the push")
+        raise EngineError("planted: no answer to the weight sync")
     return push(self, params, policy_version)
 
 def broken_pack(*arguments, **options):
@@ -39,7 +39,7 @@ def broken_pack(*arguments, **options):
         raise MemoryError("planted: no memory for the rows")
     return pack(*arguments, **options)
 
-LocalEngine.generate, LocalEngine.push_weights, batches.pack = broken_generate, broken_push, broken_pack
+LocalEngine.generate, LocalEngine.sync_weights, batches.pack = broken_generate, broken_push, broken_pack
 cli.run_main(train.main)
 """
 

@@ -18,8 +18,8 @@ from tests.support.waiting import HANGS_S, wait_until
 SHARED = ROOT.parent / "shared"
 
 
-# bin.train; prints each push and its version, and, where the first argument says so, gets SIGTERM
-# in the middle of
+# bin.train; prints each weight sync and its version, and, where the first argument says so, gets
+# SIGTERM in the middle of
 # sampling: "step 2" of training, or the third "evaluation".
 _PROGRAM = """
 import os, signal, sys
@@ -29,10 +29,10 @@ from dcmdp_jax.rewards.scoring import BatchScoring
 
 *where, number = sys.argv.pop(1).split()
 calls = []
-push, generate, begin = LocalEngine.push_weights, LocalEngine.generate, BatchScoring.begin
+push, generate, begin = LocalEngine.sync_weights, LocalEngine.generate, BatchScoring.begin
 
 def noted_push(self, params, policy_version):
-    print("pushed", policy_version, "beside old weights" if self.weights else "", flush=True)
+    print("synced", policy_version, "beside old weights" if self.weights else "", flush=True)
     return push(self, params, policy_version)
 
 def noted_generate(self, *arguments, seed, step, **options):
@@ -45,7 +45,7 @@ def interrupted_begin(self, rows, completion_ids):
         os.kill(os.getpid(), signal.SIGTERM)
     begin(self, rows, completion_ids)
 
-LocalEngine.push_weights, LocalEngine.generate, BatchScoring.begin = noted_push, noted_generate, interrupted_begin
+LocalEngine.sync_weights, LocalEngine.generate, BatchScoring.begin = noted_push, noted_generate, interrupted_begin
 cli.run_main(train.main)
 """
 
@@ -84,20 +84,20 @@ _EVALUATED = (
 
 @pytest.fixture(scope="module")
 def whole(run_environment, tmp_path_factory):
-    """An undisturbed run, the versions that its engine got, and the pushes to one that still had
-    weights.
+    """An undisturbed run, the versions that its engine got, and the weight syncs to one that still
+    had weights.
     """
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
-    pushes = [line for line in output.splitlines() if line.startswith("pushed ")]
+    syncs = [line for line in output.splitlines() if line.startswith("synced ")]
     return (
         run_dir,
-        [int(line.split()[1]) for line in pushes],
-        sum("beside" in line for line in pushes),
+        [int(line.split()[1]) for line in syncs],
+        sum("beside" in line for line in syncs),
     )
 
 
-def test_weights_are_pushed_once_a_step(whole):
+def test_weights_are_synced_once_a_step(whole):
     """Evaluated or not: the policy of step k is judged and sampled from with the same push."""
     assert whole[1] == list(range(7))
 

@@ -63,8 +63,8 @@ def test_a_checkpoint_has_the_adapters_alone_and_what_they_were_trained_on(run_d
     assert len(paths) == 2 * len(MODULES)
     assert all(path.endswith(("['a']", "['b']")) for path in paths)
     assert len(metadata["digests"]["reference"]) > len(paths) / 2
-    # The first push is of the base itself; fp8 keeps three bits of a sum, and little of a change of
-    # a thousandth.
+    # The first weight sync is of the base itself; fp8 keeps three bits of a sum, and little of a
+    # change of a thousandth.
     rounding = [
         record["mismatch/merge_rounding"]
         for _, record in sorted(read_records(run_dir).items())

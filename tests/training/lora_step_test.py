@@ -61,7 +61,7 @@ def _run(
     """The state after `steps` on one batch, and each step's metrics; `only` trains the attention
     matrices named.
 
-    `cut` is a rollout of an engine that samples from its likeliest tokens alone.
+    `cut` is a rollout of an engine that samples from its top-k tokens alone.
     """
     compute = Compute(one_segment=True, logprob_chunk=16)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)

@@ -39,7 +39,7 @@ def test_the_matched_forward_agrees_with_the_engine_to_rounding(precision, cache
         kv_cache_dtype=cache,
         max_total_tokens=LENGTH,
     )
-    engine.push_weights(params, 0)
+    engine.sync_weights(params, 0)
     scored = engine.score(
         [row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids], temperature=0.8
     )

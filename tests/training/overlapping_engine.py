@@ -56,7 +56,7 @@ class OverlappingEngine:
             self.close()
         raise AssertionError("it died nine times")
 
-    def push_weights(self, params, policy_version):
+    def sync_weights(self, params, policy_version):
         import jax
 
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]

@@ -108,11 +108,11 @@ class Staleness(Mismatch):
 class WeightSync(Planted):
     """After some steps it keeps the weights that it has, and says that it took the new ones."""
 
-    def push_weights(self, params, policy_version):
+    def sync_weights(self, params, policy_version):
         if policy_version <= STUCK_AFTER:
             # The trainer's buffers are donated to the step.
             self._kept = jax.tree.map(lambda x: x.copy(), params)
-        return self._engine.push_weights(self._kept, policy_version)
+        return self._engine.sync_weights(self._kept, policy_version)
 
 
 class Support(Planted):
@@ -160,7 +160,7 @@ FAULTS = {
     "support": (Support, ("--config.algorithm.tolerance=1",)),
     "retokenization": (Retokenization, ("--config.algorithm.tolerance=1",)),
     "identical": (Identical, ("--config.algorithm.tolerance=1",)),
-    "charge": (Planted, ("--config.algorithm.tolerance=1", "--config.algorithm.multiplier=1000")),
+    "penalty": (Planted, ("--config.algorithm.tolerance=1", "--config.algorithm.multiplier=1000")),
     "clean": (Planted, ()),
 }
 """Fault, which is the alarm's name: the engine's class, and settings beside `_SETTINGS`."""

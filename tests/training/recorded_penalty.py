@@ -1,5 +1,5 @@
-"""DC-GRPO's penalty that also writes, from within the compiled step, what it charged: `CHARGED_TO`
-names the file.
+"""DC-GRPO's penalty that also writes, from within the compiled step, what it penalized:
+`PENALIZED_TO` names the file.
 """
 
 import os
@@ -12,16 +12,20 @@ from dcmdp_jax.algorithm import penalties
 
 
 def dc_grpo(tokens):
-    charged = penalties.dc_grpo(tokens)
+    penalized = penalties.dc_grpo(tokens)
     columns = jnp.broadcast_arrays(
-        tokens.multiplier, tokens.old_logprobs, tokens.rollout_logprobs, tokens.advantages, charged
+        tokens.multiplier,
+        tokens.old_logprobs,
+        tokens.rollout_logprobs,
+        tokens.advantages,
+        penalized,
     )
     jax.debug.callback(_append, tokens.completion_mask, jnp.stack(columns, axis=-1))
-    return charged
+    return penalized
 
 
 def _append(mask, columns):
-    with open(os.environ["CHARGED_TO"], "ab") as file:
+    with open(os.environ["PENALIZED_TO"], "ab") as file:
         file.write(np.asarray(columns, np.float32)[np.asarray(mask)].tobytes())
 
 

@@ -37,7 +37,7 @@ def run(run_environment, tmp_path_factory):
     """Twenty steps of two updates each, every step recorded. Lambda moves slowly enough to stay
     within its ends.
 
-    The penalty is DC-GRPO's; the compiled step also writes what it charged.
+    The penalty is DC-GRPO's; the compiled step also writes what it penalized.
     """
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
     options = (
@@ -48,7 +48,7 @@ def run(run_environment, tmp_path_factory):
         f"algorithm.method={recorded_penalty.__file__}:dc_grpo",
         f"rewards.functions={_ROOT}/examples/length_reward.py:score",  # differs where no answer is right
     )
-    environment = run_environment | {"CHARGED_TO": str(run_dir.with_name("charged"))}
+    environment = run_environment | {"PENALIZED_TO": str(run_dir.with_name("penalized"))}
     return _train(environment, run_dir, *(f"--config.{option}" for option in options))
 
 
@@ -153,7 +153,7 @@ def test_every_completion_is_there_with_its_reward_and_advantage(run):
         np.testing.assert_allclose([row["advantage"] for row in rows], expected.ravel(), atol=1e-5)
 
 
-def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_compiled_step_did(
+def test_the_torch_module_on_the_runs_batches_penalizes_and_moves_lambda_as_the_compiled_step_did(
     run,
 ):
     torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -168,7 +168,7 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
         maximum=settings["multiplier_max"],
     )
     lambdas = metrics["dual/multiplier"][1]
-    by_step = recorded_penalty.read(run.with_name("charged"))
+    by_step = recorded_penalty.read(run.with_name("penalized"))
     largest = 0.0
     learned = 0
     for number in range(20):
@@ -180,12 +180,14 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
             for name in ("train_logprobs", "rollout_logprobs", "mask")
         )
         advantages = torch.tensor([row["advantage"] for row in rows])
-        charged, found = dc_grpo.charge(advantages, p, q, mask)
+        penalized, found = dc_grpo.penalize(advantages, p, q, mask)
         assert found["multiplier"] == pytest.approx(lambdas[number], abs=1e-6)
         assert found["mean"] == pytest.approx(metrics["discrepancy/mean"][1][number], abs=1e-6)
         # The compiled step's own tokens of this step, told by its lambda, in the order of both
         # log-probs.
-        theirs = [x[mask].numpy() for x in (p, q, advantages[:, None].expand(mask.shape), charged)]
+        theirs = [
+            x[mask].numpy() for x in (p, q, advantages[:, None].expand(mask.shape), penalized)
+        ]
         theirs = np.stack(theirs, axis=-1)
         ours = by_step[by_step[:, 0] == np.float32(lambdas[number])][:, 1:]
         assert len(ours) == len(theirs) == mask.sum() > 100

@@ -275,7 +275,7 @@ def test_a_step_that_one_process_fails_to_compile_ahead_holds_up_nobody(run_envi
 
 
 @pytest.mark.long
-def test_the_likeliest_tokens_of_two_processes_are_those_of_one(run_environment, tmp_path):
+def test_the_top_k_tokens_of_two_processes_are_those_of_one(run_environment, tmp_path):
     """Gathered, packed and measured as one process's; what they give says so, with the rounding of
     two reductions.
     """

@@ -102,7 +102,7 @@ def _trained(batches, programs, state):
     """Loss, gradient norm and parameters of one step, and how many rows hold something."""
     from dcmdp_jax.training.phase_timer import PhaseTimer
 
-    batches.push(state.params, 0, PhaseTimer())
+    batches.sync_weights(state.params, 0, PhaseTimer())
     made = batches.make(state, 0, PhaseTimer())
     after, metrics, _ = programs.train_step(state, made.batch, None)
     used = sum(int(np.any(bucket.completion_mask, axis=-1).sum()) for bucket in made.rows)

@@ -130,7 +130,7 @@ def test_a_budget_on_the_tail_of_the_displacement_moves_lambda():
 
 
 @pytest.mark.parametrize("level", ["token", "reward"])
-def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
+def test_penalty_in_the_update_and_displacement_of_a_step_by_hand(level):
     settings = dataclasses.replace(ALGORITHM, level=level)
     rollout, rewards = make_rollout()
     ids, spans = padded(rollout)
@@ -149,15 +149,15 @@ def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
 
     lam = settings.multiplier
     plain = relative(rewards.astype(np.float64))
-    charged = relative(rewards - lam * np.array([each.mean() for each in delta]))
-    charge = sum_of_plain = 0.0
+    penalized = relative(rewards - lam * np.array([each.mean() for each in delta]))
+    penalty = sum_of_plain = 0.0
     for i, x in enumerate(train):
-        moved = lam * delta[i] if level == "token" else abs(charged[i] - plain[i])
-        charge += np.mean(moved * (1 - np.exp(x)))
+        moved = lam * delta[i] if level == "token" else abs(penalized[i] - plain[i])
+        penalty += np.mean(moved * (1 - np.exp(x)))
         sum_of_plain += np.mean(abs(plain[i]) * (1 - np.exp(x)))
     _, history, _ = run_steps(settings=settings, mini_batches=1)
-    assert history[0]["dual/charge_share"] == pytest.approx(
-        charge / (charge + sum_of_plain), rel=1e-4
+    assert history[0]["dual/penalty_share"] == pytest.approx(
+        penalty / (penalty + sum_of_plain), rel=1e-4
     )
     x = np.concatenate(train)
     y = np.concatenate(engine)
@@ -312,7 +312,7 @@ def test_a_users_remedies_and_their_statistics_are_the_same_on_a_mesh_and_in_one
 
 
 @pytest.mark.long
-def test_a_charge_inside_the_reward_is_the_same_on_a_mesh():
+def test_a_penalty_inside_the_reward_is_the_same_on_a_mesh():
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
     settings = dataclasses.replace(ALGORITHM, level="reward")
     expected, one, _ = run_steps(settings=settings, steps=2)

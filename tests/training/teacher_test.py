@@ -117,7 +117,7 @@ def rows_of(monkeypatch):
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
             batches = Batches(services, placement, task, programs, leave)
-            batches.push(state.params, 0, PhaseTimer())
+            batches.sync_weights(state.params, 0, PhaseTimer())
             batch = batches.make(state, 0, PhaseTimer()).batch
             before = jax.device_get(state.params)
             after, metrics, _ = programs.train_step(state, batch, None)

@@ -1,4 +1,4 @@
-"""A step on a batch with the engine's likeliest tokens: its measures in float64, and its centred
+"""A step on a batch with the engine's top-k tokens: its measures in float64, and its centred
 gradient.
 """
 
@@ -26,7 +26,7 @@ SETTINGS = dataclasses.replace(
 
 @dataclasses.dataclass
 class Listed(Rollout):
-    """A rollout whose engine lists its k likeliest tokens: `tables` [T, V] log q of each
+    """A rollout whose engine lists its k top-k tokens: `tables` [T, V] log q of each
     completion.
     """
 
@@ -157,12 +157,12 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
     assert plain["optimizer/grad_norm"] != pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.parametrize("charge", ["state_tv", "state_kl", "state_delta"])
-def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge):
+@pytest.mark.parametrize("penalty", ["state_tv", "state_kl", "state_delta"])
+def test_a_penalty_in_the_loss_has_the_gradient_of_the_states_discrepancy(penalty):
     """-A log p_y + lambda D: in log p_v p sign(p - q) / 2, -q, q p sign(p - q) times lambda, which
     moves by delta.
     """
-    settings = dataclasses.replace(SETTINGS, method=charge, multiplier=0.8, multiplier_max=9.0)
+    settings = dataclasses.replace(SETTINGS, method=penalty, multiplier=0.8, multiplier_max=9.0)
     rollout, rewards, log_p = _rollout()
     state, (metrics,), _ = step_runs.run_steps(
         settings=settings, rollout=(rollout, rewards), mini_batches=1
@@ -181,7 +181,7 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
             "state_tv": p * np.sign(p - q) / 2,
             "state_kl": -q,
             "state_delta": q * p * np.sign(p - q),
-        }[charge]
+        }[penalty]
         slopes[i, a - 1 : b - 1] = (
             (0.8 * own - advantages[i] * np.eye(V)[tokens]) / len(tokens) / len(rewards)
         )
@@ -193,7 +193,7 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
         )
     )
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    charged = 0.0
+    penalized = 0.0
     plain = 0.0
     for advantage, x, y, tokens in zip(
         advantages, log_p, rollout.tables, rollout.completion_ids, strict=True
@@ -204,11 +204,11 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
             "state_tv": p * np.sign(p - q) / 2,
             "state_kl": -q,
             "state_delta": q * p * np.sign(p - q),
-        }[charge]
+        }[penalty]
         of_token = np.abs(own - p * own.sum(-1, keepdims=True)).sum(-1) / 2  # in the logits
-        charged += 0.8 * of_token.sum() / len(tokens)
+        penalized += 0.8 * of_token.sum() / len(tokens)
         plain += abs(advantage) * (1 - p[np.arange(len(tokens)), tokens]).sum() / len(tokens)
-    assert metrics["dual/charge_share"] == pytest.approx(charged / (charged + plain), rel=1e-4)
+    assert metrics["dual/penalty_share"] == pytest.approx(penalized / (penalized + plain), rel=1e-4)
     moved = 0.8 + settings.dual_learning_rate * (metrics["discrepancy/mean"] - settings.tolerance)
     assert state.dual.multiplier == pytest.approx(moved, rel=1e-5)
 
@@ -228,7 +228,7 @@ def test_without_centring_the_column_changes_no_update():
 
 
 def cut_rollout():
-    """A rollout of an engine that keeps its 6 likeliest tokens, and the rewards."""
+    """A rollout of an engine that keeps its 6 top-k tokens, and the rewards."""
     rollout, rewards, _ = _rollout(6)
     kept = [np.argsort(-table, axis=1)[:, :6] for table in rollout.tables]
     chosen = [
@@ -251,7 +251,7 @@ def cut_rollout():
 
 @pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
 def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
-    """The engine keeps the 6 likeliest tokens: log p_y - log S, its gradient, S and the
+    """The engine keeps the 6 top-k tokens: log p_y - log S, its gradient, S and the
     discrepancy.
     """
     ours, rewards = cut_rollout()

@@ -36,7 +36,7 @@ class HttpKind(EngineKind):
     compute_dtypes = ()
     cache_dtypes = ()
     temperatures = VLLM_TEMPERATURES
-    pushes = False
+    takes_weights = False
     most_top_logprobs = 20
 
     def check(self, arguments: EngineArguments) -> None:

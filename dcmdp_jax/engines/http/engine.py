@@ -78,14 +78,14 @@ class RemoteEngine:
         self._processed: bool | None = None
         self._warned = False
 
-    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Always refused.
 
         Raises:
             EngineError: the server holds its own weights.
         """
         raise EngineError(
-            f"push_weights: the vLLM server at {self.server.address} holds its own weights and "
+            f"sync_weights: the vLLM server at {self.server.address} holds its own weights and "
             "takes no others; training needs an engine that does, such as vllm or local"
         )
 
@@ -145,7 +145,7 @@ class RemoteEngine:
             if reports_logprobs:
                 logprobs = _logprobs(choice["logprobs"]["token_logprobs"], tokens.size)
             if top:
-                columns = _likeliest(choice["logprobs"]["top_logprobs"], tokens, top)
+                columns = _top_tokens(choice["logprobs"]["top_logprobs"], tokens, top)
             return single_turn(
                 prompts[row // group],
                 tokens,
@@ -312,8 +312,10 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
     return array
 
 
-def _likeliest(listed: list[dict[str, Any]], tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
-    """The columns of the likeliest tokens.
+def _top_tokens(
+    listed: list[dict[str, Any]], tokens: np.ndarray, top: int
+) -> dict[str, np.ndarray]:
+    """The columns of the top-k tokens.
 
     The server lists `top` and, where it is none of them, the sampled token.
     """

@@ -122,7 +122,7 @@ def first_tokens(
         mode: see `sampler.choose_tokens`.
 
     Returns:
-        [R] int32 tokens and [R] float32 log-probs; of the likeliest tokens, where the program lists
+        [R] int32 tokens and [R] float32 log-probs; of the top-k tokens, where the program lists
         them, ids and log-probs [R, k].
     """
 
@@ -150,7 +150,7 @@ class Decoded(NamedTuple):
         sampled, done: [R], see `RowState`.
         routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token
             before that of `tokens`, which was read to sample it.
-        top: ids and log-probs of the likeliest tokens, [W, R, k] each, where the program lists
+        top: ids and log-probs of the top-k tokens, [W, R, k] each, where the program lists
             them; else ().
     """
 

@@ -63,7 +63,7 @@ class LocalEngine:
         mesh: Mesh | None = None,
         cache_block: int | None = None,
     ) -> None:
-        """Store the arguments; nothing is allocated before the first push.
+        """Store the arguments; nothing is allocated before the first weight sync.
 
         Args:
             arguments: checked by `LocalKind.check`. `max_rows` bounds the memory of caches: with
@@ -111,11 +111,11 @@ class LocalEngine:
         # weights.
         self.weights_fingerprint: int | None = None
 
-    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.
 
-        Quantized precisions quantize again at every push. The trainer may donate or delete `params`
-        afterwards. Layers are copied one by one, each part to the devices that use it (see
+        Quantized precisions quantize again at every weight sync. The trainer may donate or delete
+        `params` afterwards. Layers are copied one by one, each part to the devices that use it (see
         `weights.Conversion`).
 
         Returns:
@@ -166,7 +166,7 @@ class LocalEngine:
         of this call.
         """
         if self.weights is None:
-            raise EngineError("no weights: push_weights must come before generate")
+            raise EngineError("no weights: sync_weights must come before generate")
         for name, value in (("seed", seed), ("step", step)):
             if not 0 <= value < 2**32:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
@@ -290,7 +290,7 @@ class LocalEngine:
     ) -> list[np.ndarray]:
         """See `Engine.score`; all tokens of a row in one pass."""
         if self.weights is None:
-            raise EngineError("no weights: push_weights must come before score")
+            raise EngineError("no weights: sync_weights must come before score")
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         inverse = np.float32(1 / temperature if temperature else 1)
         buckets = [length_bucket(row.size) for row in rows]

@@ -50,7 +50,7 @@ class Program:
             prompt.
         mesh: engine mesh, see `engine_mesh`.
         routed_experts: also return the experts that each token was sent to.
-        top_logprobs: also return the likeliest tokens and their log-probs, this many; see `listed`.
+        top_logprobs: also return the top-k tokens and their log-probs, this many; see `listed`.
         precision: of the weights; some round inputs too, see `scheme.Grouped`.
     """
 
@@ -63,7 +63,7 @@ class Program:
     precision: str = ""
 
     def listed(self, mode: str) -> int:
-        """Number of likeliest tokens to return.
+        """Number of top-k tokens to return.
 
         None for a greedy draw, whose log-probs are of another distribution.
         """

@@ -84,7 +84,7 @@ def parts(
         decoded = limit * group_rows * token_bytes
         record = load.completions * limit * token_bytes
         records += [
-            make("likeliest tokens of decoded ones", decoded, lower, _SAMPLE),
+            make("top-k tokens of decoded ones", decoded, lower, _SAMPLE),
             MemoryPart("engine's lists of them", host=record, phases=_SAMPLE, lower=lower),
         ]
 
@@ -114,8 +114,8 @@ def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[Me
     if program.precision in ("exact", "float32"):
         lower = f"`precision`=bfloat16, {lower}"
     # The trainer frees them before its step.
-    push_and_sample = frozenset({"push", "sample"})
-    push = frozenset({"push"})
+    push_and_sample = frozenset({"weight_sync", "sample"})
+    push = frozenset({"weight_sync"})
     memory = [
         machine.part(1, "engine's weights", weights, lower, push_and_sample, weights),
         machine.part(1, "layers on their way to the engine", 2 * largest_layer, lower, push),

@@ -89,7 +89,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
 
 
 def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
-    """Shapes and shardings of the engine's tree, pushed by a trainer with parameters of a dtype."""
+    """Shapes and shardings of the engine's tree, synced by a trainer with parameters of a dtype."""
     shapes = engine_shapes(program.config, program.precision, param_dtype)
     specs = layout.weight_specs(shapes, program.config, program.mesh)
     return sharded(shapes, jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs))
@@ -249,7 +249,7 @@ class ScoringShape:
 
         Args:
             program: static arguments.
-            param_dtype: dtype of the pushed parameters.
+            param_dtype: dtype of the synced parameters.
             sharded: see `_decode_arguments`.
         """
         padded = jax.ShapeDtypeStruct((self.rows, self.length), "int32", sharding=program.rows)

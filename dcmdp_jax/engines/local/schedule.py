@@ -60,7 +60,7 @@ class Completions:
         routed_experts: [N, limit, layers, k] int16, of the tokens that were read, all but a row's
             last; None if no one asked.
         prompt_routed_experts: the same of each prompt, [P, layers, k].
-        top: columns of the likeliest tokens, [N, limit, k] each; empty if no one asked.
+        top: columns of the top-k tokens, [N, limit, k] each; empty if no one asked.
         slot_tokens: [N, limit] int32, the token that each cache slot after the prompt holds; see
             `decode.RowState`.
         finished: rows that ended since `take_finished`.
@@ -116,7 +116,7 @@ class Completions:
             tokens, logprobs: the tokens; undefined beyond `sampled`.
             sampled: each row's new length.
             routed: experts of the tokens before them.
-            top: the likeliest tokens in their places.
+            top: the top-k tokens in their places.
         """
         places = (rows[:, None], self.sampled[rows][:, None] + np.arange(tokens.shape[0]))
         self.tokens[places] = tokens.T
@@ -131,7 +131,7 @@ class Completions:
         """The further columns of a row that were asked for.
 
         The experts of its prompt and its completion without the last token, [P + C - 1, layers, k],
-        and the likeliest tokens of its completion, [C, k].
+        and the top-k tokens of its completion, [C, k].
         """
         count = self.sampled[row]
         columns = {name: values[row, :count] for name, values in self.top.items()}

@@ -212,7 +212,7 @@ class Conversion:
         return expected, np.concatenate(jax.device_get(actual))
 
 
-# The `Conversion` of these arguments, with programs that an earlier push may have compiled.
+# The `Conversion` of these arguments, with programs that an earlier weight sync may have compiled.
 conversion = functools.lru_cache(maxsize=32)(Conversion)
 
 

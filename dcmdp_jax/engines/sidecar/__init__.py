@@ -5,7 +5,7 @@ breaks. The program that the process runs answers these requests; `wire.PROTOCOL
 change of them:
 
     start     engine arguments, manifest, segments      -> ready
-    push      segment, policy version, adapters         -> pushed, checksums, cache's reset
+    push      segment, policy version, adapters         -> synced, checksums, cache's reset
     generate  prompts, seeds, sampling, level of sleep  -> progress ..., generated, what ended since
     score     rows, level of sleep                      -> progress ..., scored
     observe   rows, names of modules, level of sleep    -> progress ..., observed: inputs, outputs
@@ -14,7 +14,7 @@ change of them:
     close                                               -> closed, and the process ends
 
 With a level of sleep above 0 the engine gives up its devices' memory before it answers, until the
-next request; at level 2 its weights too, which are then pushed again.
+next request; at level 2 its weights too, which are then synced again.
 
 `refused` answers a request that was not started and leaves everything as it was; `failed` says why
 the process ends.

@@ -44,7 +44,7 @@ class Replica:
         sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
         drops_weights: whether it drops its weights at that level.
         routed_experts: the sidecar was asked for the experts of each token, so it must return them.
-        top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
+        top_logprobs: k, the top-k tokens to ask for wherever the draw is not greedy; 0: none.
     """
 
     supervisor: Supervisor
@@ -70,15 +70,15 @@ class Replica:
         if sidecar.serial == publication.serial:
             return None
         if sidecar.serial is None and publication.base:
-            self._push(sidecar, calls, publication.base)
+            self._sync(sidecar, calls, publication.base)
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
-        self._push(sidecar, calls, publication)
+        self._sync(sidecar, calls, publication)
         difference = None if publication.probe is None else self._probe(sidecar, calls, publication)
         sidecar.serial = publication.serial
         return difference
 
-    def _push(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> None:
+    def _sync(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> None:
         """Have the engine load what was published, and compare the checksums."""
         version = publication.policy_version
         manifest = publication.bridge.manifest
@@ -89,7 +89,7 @@ class Replica:
                 segments.wire_manifest(manifest),
                 (publication.lora.rank, publication.lora.alpha),
             )
-        reply = sidecar.request("push", request, answer="pushed", stopped=calls.stopped)
+        reply = sidecar.request("sync", request, answer="synced", stopped=calls.stopped)
 
         checksums = reply.arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):

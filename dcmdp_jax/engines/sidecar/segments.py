@@ -88,12 +88,12 @@ def checksum(data: np.ndarray, policy_version: int) -> int:
 
     Blocks of 64 KiB are counted off; of a tensor over 64 KiB the first, the last and every 16th
     block go in, beginning with block `policy_version` mod 16. So whatever is misplaced, transposed,
-    stale or cut shows at once, and every byte is looked at once in 16 pushes; reading all of it
-    would cost more than the copy.
+    stale or cut shows at once, and every byte is looked at once in 16 weight syncs; reading all of
+    it would cost more than the copy.
 
     Args:
         data: [bytes] uint8.
-        policy_version: selects the blocks that are looked at; -1: all, of what is pushed once.
+        policy_version: selects the blocks that are looked at; -1: all, of what is synced once.
     """
     if data.size <= _BLOCK or policy_version < 0:
         return zlib.crc32(data)

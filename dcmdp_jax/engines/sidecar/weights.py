@@ -1,5 +1,5 @@
 """The trainer's weights in shared memory, under Hugging Face's names and in the engine's dtypes;
-the probe of a push.
+the probe of a weight sync.
 
 One copy serves all replicas of an engine; a second one is being written.
 """
@@ -45,8 +45,8 @@ class Publication:
 
     Attributes:
         serial: number of the publication.
-        location: what a push names the copy by: the number of its segment, or its object in a
-            store.
+        location: what a weight sync names the copy by: the number of its segment, or its object in
+            a store.
         policy_version: the trainer's step; -1 for a base.
         bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.

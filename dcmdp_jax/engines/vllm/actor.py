@@ -49,7 +49,7 @@ class VllmActor:
         if header["op"] == "start":
             yield self._start(header, sidecar)
             return
-        if header["op"] == "push":
+        if header["op"] == "sync":
             # The node's own shared memory, read only.
             header["segment"] = ray.get(header["segment"])
         yield from sidecar.answers(self._host, header, arrays)

@@ -49,10 +49,10 @@ _AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set
 # instead, or why.
 _OURS = {
-    "model": "us: it is the model whose weights are pushed",
+    "model": "us: it is the model whose weights are synced",
     "tokenizer": "`tokenizer`",
     "skip_tokenizer_init": "us: token ids cross the wire, never text",
-    "load_format": "us: weights are pushed",
+    "load_format": "us: weights are synced",
     "logprobs_mode": "us: training needs processed_logprobs",
     "generation_config": "us: training samples from the model as it is",
     "override_generation_config": "us: training samples from the model as it is",

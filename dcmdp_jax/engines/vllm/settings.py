@@ -36,8 +36,8 @@ class VllmSettings:
         start_timeout_s: Longest start of an engine; the first that takes longer ends the run, a
             later one is tried again.
         probe_tolerance: Largest mean |difference| of log-probs between trainer and engine on fixed
-            sequences after each push; above it the push failed. 0: 0.01 for float32, 0.2 for
-            float16, 1 for bfloat16, 4 for 8-bit weights or cache. Source: ours.
+            sequences after each weight sync; above it the weight sync failed. 0: 0.01 for float32,
+            0.2 for float16, 1 for bfloat16, 4 for 8-bit weights or cache. Source: ours.
     """
 
     python: str = setting("", free=True)

@@ -65,11 +65,11 @@ class EngineHost:
     """vLLM's engine in this process."""
 
     def __init__(self, fields: Fields) -> None:
-        """Import vLLM and build the engine; weights are random until the first push.
+        """Import vLLM and build the engine; weights are random until the first weight sync.
 
         Args:
             fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments
-                (descriptors; none where a push brings the bytes), segment_bytes.
+                (descriptors; none where a weight sync brings the bytes), segment_bytes.
         """
         start_checks.check_torch_builds()
         import vllm
@@ -108,7 +108,7 @@ class EngineHost:
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
-    def push(self, fields: Fields) -> np.ndarray:
+    def sync_weights(self, fields: Fields) -> np.ndarray:
         """Load a segment in every worker; return checksums, [workers, tensors] uint64.
 
         Adapters take the place of those before, of which no request is left, as each is answered
@@ -126,7 +126,7 @@ class EngineHost:
         sums = self.llm.collective_rpc(
             "dcmdp_receive", args=(source, size, manifest, version, lora)
         )
-        self._lora = LoRARequest(str(version), version + 1, "pushed, no file") if lora else None
+        self._lora = LoRARequest(str(version), version + 1, "synced, no file") if lora else None
         self._reset_prefix_cache()
         self.version = version
         return np.array(sums, np.uint64)
@@ -227,7 +227,7 @@ class EngineHost:
         Closed, it aborts the others. A refused one leaves none of the others behind.
         """
         if self.version is None:
-            raise Refused("no weights were pushed")
+            raise Refused("no weights were synced")
         self._wake_up("weights", "kv_cache")
         self._reset_prefix_cache()
         self._empty = False
@@ -350,9 +350,9 @@ def answers(host: EngineHost, header: Fields, arrays: Arrays) -> Generator[Answe
     """Do what a request asks: yield progress, then the answer. Closing gives the request up."""
     op = header["op"]
     try:
-        if op == "push":
-            sums = host.push(header)
-            yield "pushed", {"policy_version": host.version}, {"checksums": sums}
+        if op == "sync":
+            sums = host.sync_weights(header)
+            yield "synced", {"policy_version": host.version}, {"checksums": sums}
         elif op in ("generate", "score", "observe"):
             # Before the weights of an engine that falls asleep are gone.
             sampled_by = {"policy_version": host.version}

@@ -294,7 +294,7 @@ def _load_again(layer: torch.nn.Module, loads: list[tuple[str, inspect.BoundArgu
 
 @functools.cache
 def _attached(path: str, size: int) -> np.ndarray:
-    """One mapping for all pushes: mapping each page again costs as much as reading it."""
+    """One mapping for all weight syncs: mapping each page again costs as much as reading it."""
     return segments.attach(path, size)
 
 

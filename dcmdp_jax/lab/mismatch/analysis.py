@@ -208,7 +208,7 @@ class StateMeasure:
 def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     """How far two engines are apart in whole states, and how noisily sampled tokens say so.
 
-    The engine's k likeliest tokens give the exact value of a state, within its bound. Everybody's
+    The engine's k top-k tokens give the exact value of a state, within its bound. Everybody's
     metric has the sampled token alone, whose term has that value as its mean under q:
 
         total variation        |r - 1| / 2        r = p / q of the sampled token
@@ -244,7 +244,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
 
     mass, count = states[:, -2:].mean(axis=0)
     head = StateMeasure(
-        title=f"mass of the engine's {count:g} likeliest",
+        title=f"mass of the engine's top {count:g} tokens",
         exact=float(mass),
         bound=math.nan,
         sampled=math.nan,

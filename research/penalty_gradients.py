@@ -1,13 +1,13 @@
-"""Gradient norms of the advantages alone and of the charge alone while a run trains
+"""Gradient norms of the advantages alone and of the penalty alone while a run trains
 (research/long.md).
 
-    python -m research.charge_gradients --study=configs/studies/long_completions.py \
-        --arms=token_1,signed_1 --seeds=4 --out=research/kept/charge_gradients.json \
+    python -m research.penalty_gradients --study=configs/studies/long_completions.py \
+        --arms=token_1,signed_1 --seeds=4 --out=research/kept/penalty_gradients.json \
         --config.model.path=runs/evidence/policy_long
 
 The run's own compiled step is called twice more on a copy of the state: with lambda = 0, and with
 equal rewards, whose advantages are 0. Its `optimizer/grad_norm` is then that of the one part; the
-loss is linear in the two, so that the whole's squared norm gives their cosine. Only charges on a
+loss is linear in the two, so that the whole's squared norm gives their cosine. Only penalties on a
 token (`algorithm.level=token`) in one update a step.
 """
 
@@ -47,15 +47,15 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
             return float(step(copy, given, frozen)[1]["optimizer/grad_norm"])
 
         with jax.transfer_guard("allow"):
-            uncharged = state._replace(
+            unpenalized = state._replace(
                 dual=state.dual._replace(multiplier=jnp.zeros_like(state.dual.multiplier))
             )
             equal = batch._replace(rewards=jnp.zeros_like(batch.rewards))
-            row = {"advantage": norm(uncharged, batch), "charge": norm(state, equal)}
+            row = {"advantage": norm(unpenalized, batch), "penalty": norm(state, equal)}
         state, metrics, recorded = step(state, batch, frozen)
         whole = float(metrics["optimizer/grad_norm"])
-        square = whole**2 - row["advantage"] ** 2 - row["charge"] ** 2
-        product = 2 * row["advantage"] * row["charge"]
+        square = whole**2 - row["advantage"] ** 2 - row["penalty"] ** 2
+        product = 2 * row["advantage"] * row["penalty"]
         row |= {"whole": whole, "cosine": square / product if product else 0.0}
         row |= {
             name: float(metrics[name])
@@ -69,26 +69,26 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
 
 def gradient_table(found: dict[str, list[dict[str, float]]]) -> str:
     """Markdown: norms and cosine of every arm and step."""
-    names = ("advantage", "charge", "cosine", "reward/mean", "discrepancy/mean")
+    names = ("advantage", "penalty", "cosine", "reward/mean", "discrepancy/mean")
     rows = [
         [f"`{arm}`", str(row["step"]), *(f"{row[n]:.3g}" for n in names)]
         for arm, of in found.items()
         for row in of
     ]
-    heading = ["arm", "step", "norm of advantages", "norm of charge", "cosine", "reward", "delta"]
+    heading = ["arm", "step", "norm of advantages", "norm of penalty", "cosine", "reward", "delta"]
     return "\n".join(markdown_table(heading, rows)) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train each arm once and write its norms."""
-    parser = argparse.ArgumentParser(prog="python -m research.charge_gradients")
+    parser = argparse.ArgumentParser(prog="python -m research.penalty_gradients")
     parser.add_argument("--study", required=True)
     parser.add_argument("--arms", required=True, type=lambda text: text.split(","))
     parser.add_argument("--seeds", type=each_once(whole(0), "seed"), default=(0,))
     parser.add_argument("--out", required=True, type=Path)
     arguments, overrides = parser.parse_known_args(argv)
     study = load_study(arguments.study)
-    runs, configs = resolve(study, Path("runs") / "charge_gradients", overrides, arguments.arms)
+    runs, configs = resolve(study, Path("runs") / "penalty_gradients", overrides, arguments.arms)
     found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for one, config in zip(runs, configs, strict=True):
         label = one.arm if len(arguments.seeds) == 1 else one.label

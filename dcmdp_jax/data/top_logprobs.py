@@ -1,4 +1,4 @@
-"""Checks of an engine's likeliest tokens, with NumPy alone: recordings are read without JAX."""
+"""Checks of an engine's top-k tokens, with NumPy alone: recordings are read without JAX."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ def list_problems(
     vocab_size: int,
     tolerance: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Problems of an engine's or a recording's likeliest tokens, with the tokens [T] that have
+    """Problems of an engine's or a recording's top-k tokens, with the tokens [T] that have
     each.
 
     Args:
