@@ -1,5 +1,4 @@
-"""Print what a bug report needs: versions, machine, devices and the variables that change how a run
-computes.
+"""Print what a bug report needs: versions, machine, devices, variables that change a run.
 
 dcmdp env
 """

@@ -258,9 +258,7 @@ def _evaluate_task(
 
 
 def part_seed(seed: int, number: int) -> int:
-    """Seed of a part's samples: rows of two parts have the same number, and must differ in
-    draws.
-    """
+    """Seed of a part's samples, whose rows have the same numbers in each part."""
     if number == 0:
         return seed
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])

@@ -37,9 +37,7 @@ from dcmdp_jax.plan.topologies import (
 
 
 def main(argv: list[str]) -> int:
-    """Parse the arguments (program name first), compile, print; exit code 1 if the run is too
-    big.
-    """
+    """Parse the arguments (program name first), compile, print; exit code 1 if it does not fit."""
     arguments = flags.parse_with(_parser(), argv)
     config = arguments.config
     if config.supervised:

@@ -1,6 +1,4 @@
-"""Print settings: all in Markdown (dcmdp settings > docs/settings.md), or by a word as text (dcmdp
-settings lr).
-"""
+"""Print settings: dcmdp settings > docs/settings.md, or those of a word: dcmdp settings lr."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""Learn from conversations: dcmdp sft --config=FILE [--config.section.name=value ...]
-[--dry_run].
-"""
+"""Learn from conversations: dcmdp sft --config=FILE [--config.section.name=value ...]."""
 
 from dcmdp_jax.commands import train
 

@@ -40,8 +40,9 @@ _POLL_S = 0.05
 
 
 class SidecarBroken(RuntimeError):
-    """The sidecar died, hung, or gave an invalid answer. Its state is lost; the request may be
-    repeated.
+    """The sidecar died, hung, or gave an invalid answer.
+
+    Its state is lost; the request may be repeated.
     """
 
 
@@ -76,8 +77,9 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 
 class EngineProcess:
-    """A process with an engine, and the requests to it. Any failure ends it, by its `kill`. Calls
-    block; one thread.
+    """A process with an engine, and the requests to it. Any failure ends it, by its `kill`.
+
+    Calls block; one thread.
 
     Attributes:
         name: engine name in errors and logs.
@@ -201,8 +203,7 @@ class Sidecar(EngineProcess):
         segments: tuple[Segment, ...],
         stopped: threading.Event,
     ) -> None:
-        """Start the process and wait until its engine is ready. Whatever interrupts this ends the
-        process.
+        """Start the process and wait until its engine is ready. Any interruption ends the process.
 
         Raises:
             EngineError: if the engine refuses what it is built from, with its reason.
@@ -217,7 +218,6 @@ class Sidecar(EngineProcess):
 
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         began = time.monotonic()
-        limit = launch.start_timeout_s
         fields = {**shared, "engine": launch.engine, "segments": inherited[1:]}
         with theirs:
             self._process = _STARTER.submit(
@@ -238,7 +238,13 @@ class Sidecar(EngineProcess):
         self._log.start()
 
         try:
-            ready = self.request("start", fields, answer="ready", timeout_s=limit, stopped=stopped)
+            ready = self.request(
+                "start",
+                fields,
+                answer="ready",
+                timeout_s=launch.start_timeout_s,
+                stopped=stopped,
+            )
         except BaseException:
             self.kill()
             raise
@@ -265,9 +271,7 @@ class Sidecar(EngineProcess):
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and what it started, and remove its temporary files. Safe to call
-        twice.
-        """
+        """Kill the process and its children, and remove its temporary files. Safe to call twice."""
         self.connection.close()
         self._process.kill()
         self._process.wait()

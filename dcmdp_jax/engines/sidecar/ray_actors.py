@@ -27,8 +27,9 @@ _LOST_S = 20.0
 
 @dataclasses.dataclass
 class _Head:
-    """When the head of the cluster was last looked for, and since when it does not answer (0: it
-    answers), in seconds of the monotonic clock.
+    """When the cluster's head was last looked for, and since when it is silent; 0: it answers.
+
+    In seconds of the monotonic clock.
     """
 
     checked_at: float = 0.0
@@ -62,9 +63,7 @@ def check_head() -> None:
 
 
 def _nodes() -> dict[str, dict[str, Any]]:
-    """The living nodes, as Ray describes them, by address and the first digits of the
-    identifier.
-    """
+    """The living nodes, as Ray describes them, by address and start of the identifier."""
     return {
         f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node
         for node in ray.nodes()
@@ -73,8 +72,7 @@ def _nodes() -> dict[str, dict[str, Any]]:
 
 
 def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) -> None:
-    """Refuse more replicas than the cluster has room for, or has free after a moment; and a small
-    object store.
+    """Refuse more replicas than the cluster has room for, now or in a moment; a small object store.
 
     Args:
         replicas: their number.
@@ -152,9 +150,7 @@ def interpreter(python: str, **variables: str) -> dict[str, Any]:
 
 
 class ActorConnection:
-    """The calls of an actor as `wire.Connection`: a request is a call, and each further part of its
-    answer is one.
-    """
+    """The calls of an actor as `wire.Connection`: a call for each request and further answer."""
 
     def __init__(self, actor: Any) -> None:
         """Take over an actor with the methods `ask` and `more`."""

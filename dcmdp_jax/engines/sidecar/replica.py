@@ -1,6 +1,4 @@
-"""One sidecar of an engine. Loads the published weights, samples and scores, also after a
-restart.
-"""
+"""One sidecar of an engine: loads published weights, samples and scores, also when restarted."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,8 +55,7 @@ class Replica:
     top_logprobs: int
 
     def load(self, calls: Calls, publication: Publication) -> float | None:
-        """Have the engine load the weights; return their probe's difference, nats, when they are
-        proven to be in use.
+        """Have the engine load the weights; return their probe's difference, nats, once in use.
 
         Raises:
             EngineError: if it fails again and again, or if the trainer's own log-probs are not
@@ -134,9 +131,7 @@ class Replica:
         return difference
 
     def _run(self, calls: Calls, publication: Publication, call: Callable[[EngineProcess], T]) -> T:
-        """Return what `call` returns on a sidecar with the published weights, loaded where they are
-        not in use.
-        """
+        """Return what `call` returns on a sidecar with the published weights, loaded if need be."""
 
         def load_and_call(sidecar: EngineProcess) -> T:
             self._load(sidecar, calls, publication)
@@ -157,8 +152,7 @@ class Replica:
         step: int,
         first_prompt: int = 0,
     ) -> Callable[[Calls], None]:
-        """A call that samples `group_size` completions for each prompt; it puts the groups that are
-        complete.
+        """A call that samples `group_size` completions for each prompt; it puts complete groups.
 
         Log-probs depend on batch composition by rounding, so a sidecar that breaks on the way
         samples all of these prompts again, which gives the same bits; what was put is not put
@@ -216,8 +210,7 @@ class Replica:
         *,
         temperature: float,
     ) -> list[np.ndarray]:
-        """Return the engine's own log-probs of rows, float32 nats: of their tokens from `starts`
-        on.
+        """The engine's own log-probs of rows, float32 nats: of their tokens from `starts` on.
 
         Raises:
             EngineError: if the sidecar fails again and again.
@@ -239,9 +232,7 @@ class Replica:
         rows: Sequence[np.ndarray],
         modules: Sequence[str],
     ) -> Arrays:
-        """Return what modules of the engine's network read and gave for the tokens of the rows, as
-        they came.
-        """
+        """Return what modules of the engine's network read and gave for the rows, as it came."""
         header = {"modules": list(modules), "sleep_level": self.sleep_level}
 
         def observe(sidecar: EngineProcess) -> Arrays:
@@ -468,8 +459,7 @@ def split_columns(
 def checked_completions(
     arrays: Arrays, count: int, sampling: SamplingParams, vocab_size: int
 ) -> list[SampledRow]:
-    """The completions of one frame, after everything about them that can be known was checked; none
-    without arrays.
+    """The completions of one frame, after all checks that can be made; none without arrays.
 
     Raises:
         SidecarBroken: saying what can't be right.

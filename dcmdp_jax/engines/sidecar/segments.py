@@ -1,6 +1,4 @@
-"""Weight segments, on both sides: anonymous shared memory, the layout of the tensors in it, and
-their checksums.
-"""
+"""Weight segments, on both sides: shared memory, layout of the tensors, checksums."""
 
 import dataclasses
 import math
@@ -109,8 +107,9 @@ def differing(tensors: Sequence[Tensor], sent: np.ndarray, consumed: np.ndarray)
 
 
 class Segment:
-    """Shared memory of a fixed size, mapped writable: no name in any file system, gone with its
-    last holder. The descriptor is inherited by children that are started with it.
+    """Anonymous shared memory of a fixed size, mapped writable, gone with its last holder.
+
+    The descriptor is inherited by children that are started with it.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -150,9 +149,7 @@ def attach(path: str, size: int) -> np.ndarray:
 
 
 def available_bytes() -> int:
-    """Memory that can still be allocated: the machine's, or the control group's where that is
-    less.
-    """
+    """Memory that can still be allocated, of the machine or, where less, the control group."""
     fields = dict(
         line.split(":", 1)
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -1,6 +1,4 @@
-"""Sidecars that are restarted when they break, and calls of several of them at the same time, a
-thread each.
-"""
+"""Sidecars that are restarted when they break, and calls of several, a thread each."""
 
 import collections
 import contextlib
@@ -34,9 +32,7 @@ class Calls:
     """
 
     def __init__(self, calls: "Sequence[Callable[[Calls], Any]]") -> None:
-        """Store the calls; `begin`, `values` or `results` starts them. Each is given this
-        object.
-        """
+        """Store the calls, each of this object; `begin`, `values` or `results` starts them."""
         self.stopped = threading.Event()
         self.failed = False
         self._results: dict[int, Any] = {}
@@ -104,8 +100,9 @@ class Calls:
 
 
 class Supervisor:
-    """Keeps a sidecar running. A failed request is repeated with a new sidecar, up to a limit. One
-    thread at a time.
+    """Keeps a sidecar running: repeats a failed request with a new one, up to a limit.
+
+    One thread at a time.
 
     Attributes:
         name: name of its engine, in errors and logs.
@@ -169,9 +166,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _working(self, calls: Calls) -> "Iterator[Supervisor]":
-        """Whose sidecar makes a call: this one's. A new one is started, after a moment, where there
-        is none.
-        """
+        """Whose sidecar makes a call: this one's, started after a moment if there is none."""
         if self.sidecar is None:
             if calls.stopped.wait(max(0.0, self._not_before - time.monotonic())):
                 raise Stopped
@@ -207,9 +202,7 @@ class Supervisor:
         self._not_before = time.monotonic() + pause
 
     def take_work(self) -> dict[str, float]:
-        """Count what the sidecars did since the last such call, also those that broke, and the
-        restarts.
-        """
+        """What the sidecars did since the last such call, broken ones too, and the restarts."""
         done = self.work
         self.work = collections.Counter()
         if self.sidecar is not None:

@@ -1,5 +1,4 @@
-"""The trainer's weights in shared memory, under Hugging Face's names and in the engine's dtypes;
-the probe of a weight sync.
+"""The trainer's weights in shared memory, as Hugging Face names them, in the engine's dtypes.
 
 One copy serves all replicas of an engine; a second one is being written.
 """
@@ -45,8 +44,8 @@ class Publication:
 
     Attributes:
         serial: number of the publication.
-        location: what a weight sync names the copy by: the number of its segment, or its object in
-            a store.
+        location: what a push names the copy by: the number of its segment, or its object in a
+            store.
         policy_version: the trainer's step; -1 for a base.
         bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.
@@ -66,8 +65,7 @@ class Publication:
 
 
 class SharedWeights:
-    """Two segments, written in turn, or one that is copied into a store, and what was published
-    last.
+    """Two segments, written in turn, or one that is copied into a store; the newest weights.
 
     With `arguments.lora` these are of the adapters, and one more has their base, which is written
     once.

@@ -49,8 +49,9 @@ class Message:
 
 
 class Connection:
-    """One end of a Unix socket pair. After any WireError or TimeoutError it is closed: frames have
-    no way to resume.
+    """One end of a Unix socket pair. After any WireError or TimeoutError it is closed.
+
+    Frames have no way to resume.
     """
 
     def __init__(self, sock: socket.socket, *, max_bytes: int = 1 << 32) -> None:
@@ -68,9 +69,7 @@ class Connection:
         return self._socket.fileno()
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to receive within so long, the end of the connection
-        included.
-        """
+        """Whether there is something to receive, or the connection's end, within so long."""
         poll = select.poll()
         poll.register(self, select.POLLIN)
         return bool(poll.poll(1000 * seconds))

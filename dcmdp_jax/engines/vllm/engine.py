@@ -39,8 +39,7 @@ SCRIPT = Path(__file__).with_name("sidecar.py")
 
 
 class VllmEngine:
-    """Keeps the `Engine` protocol with stock vLLM in processes of its own: `rollout.vllm.replicas`
-    sidecars.
+    """The `Engine` protocol with stock vLLM in `rollout.vllm.replicas` processes of its own.
 
     Sampling is a function of (seed, step, row): each completion is a request with its own seed
     (`vllm_common.request_seeds`). Log-probs depend on batch composition too, by rounding. So the
@@ -55,8 +54,9 @@ class VllmEngine:
     """
 
     def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
-        """Start vLLM (seconds on CPU, a minute on a GPU) and wait until it is ready; with
-        `prepare`, at its first use.
+        """Start vLLM and wait until it is ready; with `prepare`, at its first use.
+
+        That takes seconds on CPU, a minute on a GPU.
 
         Args:
             arguments: `directory` gets config.json, log, temporary files; with several replicas
@@ -214,18 +214,15 @@ class VllmEngine:
         return self._calls
 
     def check_start(self, *, wait: bool = False) -> None:
-        """Raise the EngineError of a start that goes on beside the trainer, if it has failed; or
-        wait for its end.
-        """
+        """Raise the error of a start beside the trainer if it has failed, or wait for its end."""
         if self._starting is not None and (wait or self._starting.failed):
             starting = self._starting
             self._starting = None
             with activity("waiting for vLLM to start"):
                 starting.results()
 
-    def sync_weights(self, params: Params | Adapted, policy_version: int) -> dict[str, float]:
-        """Publish the parameters and have each replica load them; return when they are proven to be
-        in use.
+    def push_weights(self, params: Params | Adapted, policy_version: int) -> dict[str, float]:
+        """Publish the parameters and have each replica load them; return when they are in use.
 
         With `EngineArguments.lora` they are `Adapted`: a sidecar that has the base gets A and B
         alone.
@@ -262,7 +259,7 @@ class VllmEngine:
 
     def _published(self, before: str) -> weights.Publication:
         if self.weights.published is None:
-            raise EngineError(f"no weights: sync_weights must come before {before}")
+            raise EngineError(f"no weights: push_weights must come before {before}")
         return self.weights.published
 
     def generate(
@@ -335,8 +332,7 @@ class VllmEngine:
     def observe(
         self, rows: Sequence[np.ndarray], modules: Sequence[str]
     ) -> dict[str, tuple[np.ndarray | None, np.ndarray]]:
-        """Inputs and outputs of modules of vLLM's network while rows are scored in one pass each,
-        by forward hooks.
+        """Inputs and outputs of modules of vLLM's network, by forward hooks; each row in one pass.
 
         Args:
             rows: token ids.
@@ -369,9 +365,7 @@ class VllmEngine:
         return observed
 
     def release_weights(self) -> None:
-        """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between
-        calls.
-        """
+        """Do nothing: `rollout.vllm.sleep` frees a sidecar's own memory between calls."""
 
     def close(self) -> None:
         """Stop the sidecars and free the shared memory. Safe to call twice."""

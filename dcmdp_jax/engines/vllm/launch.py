@@ -1,6 +1,4 @@
-"""vLLM's arguments and environment: fixed ones, from a run's settings, and a user's further
-ones.
-"""
+"""vLLM's arguments and environment, from a run's settings and a user's `engine_args`."""
 
 import dataclasses
 import inspect

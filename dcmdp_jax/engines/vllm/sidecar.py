@@ -99,11 +99,7 @@ class EngineHost:
 
     def _try_out(self) -> None:
         """Sample and score a token with random weights: an engine that can't run fails at once."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
-        )
+        params = _params(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
         self.engine.add_request("try", {"prompt_token_ids": [0, 0]}, params)
         while self.engine.has_unfinished_requests():
             self.engine.step()

@@ -310,9 +310,7 @@ def _handed_over(
 
 
 class Routing:
-    """The sidecar's side: asks vLLM, or the workers' recorders, for experts of ended
-    completions.
-    """
+    """The sidecar's side: asks vLLM, or the recorders of workers, for experts of completions."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Read `enable_return_routed_experts` of vLLM's arguments; the CPU build takes it out."""
