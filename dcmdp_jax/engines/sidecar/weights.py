@@ -44,8 +44,8 @@ class Publication:
 
     Attributes:
         serial: number of the publication.
-        location: what a push names the copy by: the number of its segment, or its object in a
-            store.
+        location: what a weight sync names the copy by: the number of its segment, or its object in
+            a store.
         policy_version: the trainer's step; -1 for a base.
         bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.

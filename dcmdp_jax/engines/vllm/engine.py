@@ -221,7 +221,7 @@ class VllmEngine:
             with activity("waiting for vLLM to start"):
                 starting.results()
 
-    def push_weights(self, params: Params | Adapted, policy_version: int) -> dict[str, float]:
+    def sync_weights(self, params: Params | Adapted, policy_version: int) -> dict[str, float]:
         """Publish the parameters and have each replica load them; return when they are in use.
 
         With `EngineArguments.lora` they are `Adapted`: a sidecar that has the base gets A and B
@@ -259,7 +259,7 @@ class VllmEngine:
 
     def _published(self, before: str) -> weights.Publication:
         if self.weights.published is None:
-            raise EngineError(f"no weights: push_weights must come before {before}")
+            raise EngineError(f"no weights: sync_weights must come before {before}")
         return self.weights.published
 
     def generate(

@@ -30,7 +30,7 @@ _DIGITS = 60
 _POINTS = 6
 # Powers of ten that constants may span: beyond, only exact integers are compared.
 _MAX_DECADES = 2000
-# Digits of the largest such integer: sympy takes a second for it.
+# Digits of the largest such integer.
 _MAX_EXACT_DIGITS = 1_000_000
 # Powers of ten that sample points reach each way; fewer where a variable is an exponent.
 _MAX_SPREAD = 200

@@ -285,16 +285,12 @@ def _compare_based(predicted: str, expected: str) -> bool | None:
         same_base = _base(predicted_numeral) == _base(expected_numeral)
         return same_base and predicted_numeral[1] == expected_numeral[1]
     if expected_numeral:
-        return (
-            predicted == expected_numeral[1]
-            if re.fullmatch(r"[+-]?[0-9A-Z]++", predicted)
-            else None
-        )
+        if not re.fullmatch(r"[+-]?[0-9A-Z]++", predicted):
+            return None
+        return predicted == expected_numeral[1]
     if predicted_numeral and parse_number(expected) is not None:
-        return (
-            _base(predicted_numeral) == "10"
-            and _canonical_integer(predicted_numeral[1]) == expected
-        )
+        is_decimal = _base(predicted_numeral) == "10"
+        return is_decimal and _canonical_integer(predicted_numeral[1]) == expected
     return None
 
 

@@ -335,7 +335,9 @@ def _without_repeats(items: list[str]) -> list[str]:
 
 def _tuple_elements(item: str) -> list[str]:
     body = _bracketed(item)
-    return [item] if body is None or item[0] != "(" or item[-1] != ")" else split_tuple(body)
+    if body is None or item[0] != "(" or item[-1] != ")":
+        return [item]
+    return split_tuple(body)
 
 
 def _same_in_order(predicted: list[str], expected: list[str]) -> bool:

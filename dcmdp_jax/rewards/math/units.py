@@ -184,7 +184,7 @@ _SHARE = re.compile(
     r"|per (?:person|head|capita))[ .)}]*+\Z"
 )
 PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-# Positions at which a unit may begin: a longer tail is no unit.
+# Positions at which a unit may begin, counted from the end, beside the first.
 _MAX_PIECES = 12
 
 
