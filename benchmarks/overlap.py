@@ -7,7 +7,7 @@ a lag.
 The demo against stock vLLM in float32, without its warm-up: most completions are of full length.
 Real verifier. The trainer has one core and the sidecar, with one thread, another. Runs with each
 lag take turns. The wall time of each step after the first few is divided by the larger of its
-sides, sampling with rewards and packing on one, push and training on the other, and by their sum. 1
+sides, sampling with rewards and packing on one, weight sync and training on the other, and by their sum. 1
 in the first column is a perfect overlap, 1 in the second none.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for lag, records in steps.items():
         sides = [
-            (_sum(record, "generate", "verify", "pack"), _sum(record, "push", "step"))
+            (_sum(record, "generate", "verify", "pack"), _sum(record, "weight_sync", "step"))
             for record in records
         ]
         walls = [record["time/total"] for record in records]

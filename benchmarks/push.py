@@ -160,7 +160,7 @@ def beside(other: Path, repeats: int) -> str:
     mine, theirs = times.values()
     rows = [f"| {name} | {median_and_spread(values, '.1f')} |" for name, values in times.items()]
     return "\n".join(
-        ["| push to vLLM | ms |", "|---|---|", *rows, f"| ratio | {ratio(mine, theirs)} |"]
+        ["| weight sync to vLLM | ms |", "|---|---|", *rows, f"| ratio | {ratio(mine, theirs)} |"]
     )
 
 
@@ -190,7 +190,7 @@ def main() -> None:
         print(measure(arguments.size, arguments.repeats), flush=True)
         return
     print(
-        "| size | parameters | devices | push, s | peak growth, MiB | temporary a device, MiB | "
+        "| size | parameters | devices | weight sync, s | peak growth, MiB | temporary a device, MiB | "
         "kept a device, MiB |"
     )
     print("|---|---|---|---|---|---|---|", flush=True)

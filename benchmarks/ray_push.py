@@ -99,7 +99,7 @@ def main() -> None:
     params = jax.block_until_ready(init_params(_MODEL, jax.random.key(0)))
     print(f"{num_params(_MODEL):,} parameters\n")
     print(
-        "| replicas | sidecars: push, s | tokens / s | Ray, two nodes: push, s | tokens / s "
+        "| replicas | sidecars: weight sync, s | tokens / s | Ray, two nodes: weight sync, s | tokens / s "
         "|\n|---|---|---|---|---|"
     )
     for count in map(int, arguments.replicas.split(",")):

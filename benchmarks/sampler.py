@@ -5,7 +5,7 @@
 
 16 prompts x 8 completions, 16-token prompts, 64 new tokens, no stop token: every row runs to the
 end. Random Qwen3 weights, tied embeddings, float32 compute, temperature 1. Prints a markdown table:
-the median over repeats, slowest and fastest, the time of a weight push and of the first call, which
+the median over repeats, slowest and fastest, the time of a weight sync and of the first call, which
 compiles.
 """
 
@@ -66,11 +66,11 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
         for precision in precisions
     }
     first = {}
-    push = {}
+    sync_seconds = {}
     times = {precision: [] for precision in precisions}
     for precision, engine in engines.items():
         engine.sync_weights(params, 0)
-        push[precision] = _seconds(lambda engine=engine: engine.sync_weights(params, 1))
+        sync_seconds[precision] = _seconds(lambda engine=engine: engine.sync_weights(params, 1))
         first[precision] = _seconds(
             lambda engine=engine: collect(engine.generate(prompts, sampling, seed=0, step=0))
         )
@@ -84,7 +84,7 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
             times[precision].append(PROMPTS * GROUP * NEW_TOKENS / seconds)
     return [
         f"| {size} | {num_params(config):,} | {precision} | {statistics.median(rates):,.0f} | "
-        f"{min(rates):,.0f} - {max(rates):,.0f} | {push[precision] * 1e3:.0f} | "
+        f"{min(rates):,.0f} - {max(rates):,.0f} | {sync_seconds[precision] * 1e3:.0f} | "
         f"{first[precision]:.1f} |"
         for precision, rates in times.items()
     ]
@@ -108,7 +108,7 @@ def main() -> None:
     prepare_jax()
     print(machine() + "\n")
     print(
-        "| size | parameters | precision | tokens/s, median | spread | push, ms | first call, s |"
+        "| size | parameters | precision | tokens/s, median | spread | weight sync, ms | first call, s |"
     )
     print("|---|---|---|---|---|---|---|")
     for size in arguments.sizes:

@@ -27,7 +27,7 @@ _TOLERANCE = 0.00123456789
 # Name of the function that begins it -> phase.
 _PHASES = {
     "Run.check": "setup",
-    "sync_weights": "push",
+    "sync_weights": "weight sync",
     "_generate": "generate",
     "finish": "verify",
     "_pack": "pack",

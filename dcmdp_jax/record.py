@@ -82,7 +82,7 @@ class Recorder:
             groups: [N] texts or integers, which prompt each answers.
             sources: [N] names of the task or environment.
             lags: [N] integers, how many steps old the weights were that sampled it.
-            top: the engine's top k ids at each token, likeliest first and -1 for none, the
+            top: the engine's top k ids at each token, most probable first and -1 for none, the
                 training stack's log-probs of them and the engine's, [N, T, k] each. They take 11 k
                 bytes a token at most, see `packed_top`; a recording has one k.
 

@@ -68,7 +68,7 @@ class TrainState(NamedTuple):
 
 
 TOP_IDS = "top_ids"
-"""Column of the engine's likeliest token ids, see `data.episode.COLUMNS`."""
+"""Column of the engine's top-k token ids, see `data.episode.COLUMNS`."""
 
 
 class Rows(NamedTuple):

@@ -7,7 +7,7 @@ trains?
 
 SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py:
 real groups (8 prompts of 8 completions a batch), normalized advantages. The first gradient of a
-push is linear in advantages and penalty (gamma = 1, nothing is clipped), so both parts come from
+weight sync is linear in advantages and penalty (gamma = 1, nothing is clipped), so both parts come from
 one forward pass in float32:
 
     g_A = d/dtheta [-sum_t w_t A_i log p_t]

@@ -130,7 +130,7 @@ def _check(job: Job, episodes: list[Episode]) -> None:
 
 
 class SteppedEngine:
-    """An engine that calls `begin` before a step, whose first act is to push the weights, and
+    """An engine that calls `begin` before a step, whose first act is to sync the weights, and
     `check` on samples.
     """
 

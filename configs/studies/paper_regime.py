@@ -8,8 +8,8 @@ DC-GRPO at eta 1.
 
 DIR is a policy of 0.3M parameters after 2,000 supervised steps on worked sums of 24 terms. Its
 completions have about 190 tokens; the engine's weights are rounded to 4 bits with one scale for
-each output channel. A step has 64 completions of 8 prompts. Without an argument: four updates a
-push, 64 steps. `readings`: other readings of the paper's penalty in the same setting. `calm`: the
+each output channel. A step has 64 completions of 8 prompts. Without an argument: four updates per
+weight sync, 64 steps. `readings`: other readings of the paper's penalty in the same setting. `calm`: the
 same readings at lambda 1 with one update per weight sync and 32 steps, where the penalty on each
 token ends four of five runs.
 

@@ -109,7 +109,7 @@ def state_measures(
 
     Args:
         train_logprobs: nats, log p of the head.
-        rollout_logprobs: nats, log q, likeliest first.
+        rollout_logprobs: nats, log q, most probable first.
         present: false on entries that hold no token.
         measure, sided: delta's, see `token_discrepancy`.
 

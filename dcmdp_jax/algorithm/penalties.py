@@ -1,4 +1,4 @@
-"""Penalties on the advantages and penalties in the loss for the discrepancy, a function for each.
+"""Penalties on the advantages and in the loss for the discrepancy, a function for each.
 
 A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32.
 To add one, write it in a file of yours, or here and name it in `PENALTIES`; its multiplier then

@@ -65,7 +65,7 @@ COLUMNS: dict[str, Column] = {
         0.0,
     ),
     TOP_IDS: Column(
-        "[k], the engine's likeliest ids in the place of the sampled token, likeliest first; -1 "
+        "[k], the engine's top-k ids in the place of the sampled token, most probable first; -1 "
         "where it samples fewer",
         np.int32,
         -1,
@@ -112,7 +112,7 @@ def column_shapes(names: Collection[str], *, k: int, routing: Sequence[int]) -> 
 
     Args:
         names: names in `COLUMNS`.
-        k: likeliest ids of a token.
+        k: top ids of a token.
         routing: layers, and experts of a token in each.
     """
     sizes = {"k": k, "layers": routing[0], "experts_per_token": routing[1]}

@@ -60,8 +60,7 @@ def check_row_weight(row: Mapping[str, Any]) -> None:
 
 
 def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
-    """The messages of a completion: one that is not to be learned has `LEARNED: False`, and calls
-    are objects.
+    """Messages of a completion, calls as objects; `LEARNED: False` in those not to learn.
 
     Raises:
         UserError: in one line that names field, message and weight.

@@ -38,8 +38,7 @@ _SAMPLE_DATE = datetime(2000, 1, 1)
 
 
 def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer for chat prompts; never run code that comes with it. All commands load
-    theirs here.
+    """Load a tokenizer for chat prompts, for every command; never run code that comes with it.
 
     tokenizer.json is read as it is where the class that tokenizer_config.json names would give
     other ids: transformers 5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer,

@@ -1,6 +1,4 @@
-"""Calls of tools in a turn of the policy: where they stand, and their arguments by the tools' JSON
-schemas.
-"""
+"""Calls of tools in a turn of the policy, and their arguments by the tools' JSON schemas."""
 
 import contextlib
 import json

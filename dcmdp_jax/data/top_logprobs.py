@@ -13,8 +13,7 @@ def list_problems(
     vocab_size: int,
     tolerance: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Problems of an engine's or a recording's top-k tokens, with the tokens [T] that have
-    each.
+    """Problems of an engine's or a recording's top-k tokens, with the tokens [T] of each.
 
     Args:
         ids, logprobs: [T, k], -1 where there is no token.

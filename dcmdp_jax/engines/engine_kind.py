@@ -228,9 +228,7 @@ class EngineKind:
         return ""
 
     def takes_adapters(self, settings: Any) -> bool:
-        """Whether a trainer of adapters weight syncs base, A and B unmerged
-        (`models.lora.Adapted`).
-        """
+        """Whether base, A and B are synced unmerged (`models.lora.Adapted`)."""
         return False
 
     def scheme(

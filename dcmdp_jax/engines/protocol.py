@@ -138,9 +138,7 @@ class Engine(Protocol):
         """
 
     def release_weights(self) -> None:
-        """Free the weights until the next weight sync, if they are in memory that the trainer
-        needs.
-        """
+        """Free the weights until the next weight sync, if the trainer needs their memory."""
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""

@@ -320,9 +320,7 @@ class DcGrpo:
     def penalized_tokens(
         self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Discrepancy of each token, 0 where it is not penalized; and which are: sampled, no
-        NaN.
-        """
+        """Discrepancy of each token, 0 where it is not penalized; and which tokens are."""
         require_same_shape(
             train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
         )

@@ -141,13 +141,13 @@ class MoE(nnx.Module):
             ops: the platform's operations.
             mesh: the devices that rows and weights are split over; None where the arguments are one
                 device's own.
-            replayed: [B, T, k] integers, the experts to use in place of the likeliest ones, -1 for
+            replayed: [B, T, k] integers, the experts to use in place of the top-k ones, -1 for
                 a token that has none; their weights are still this router's, p of those experts.
                 None: no token has any.
 
         Returns:
             [B, T, D], and "routed_experts" [B, T, k] int32 and "router_probabilities" [B, T, E]
-            float32; with `replayed` also "own_experts" [B, T, k] int32, the likeliest.
+            float32; with `replayed` also "own_experts" [B, T, k] int32, the top k.
         """
         config = self.config
         probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
@@ -195,7 +195,7 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
         "router_probability" [E] float32, the sum of its probabilities, through which a gradient
         flows; "router_entropy" [] float32, the sum of the tokens' entropies in nats;
         "router_tokens" [] float32; where experts are replayed "router_agreement" [] float32, how
-        many of the experts used are among the token's likeliest. All are sums over micro-batches
+        many of the experts used are among the token's top k. All are sums over micro-batches
         and devices.
     """
     probabilities = aux["router_probabilities"]

@@ -130,12 +130,12 @@ def choose_tokens(
         top_p: [] float32; used by "nucleus" only.
         mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely
             token, ties: the first; its log-prob at temperature 1). "sample:K" and "nucleus:K" first
-            leave out all but the K likeliest.
+            leave out all but the K most probable.
         top: k, also list the top-k tokens of the distribution; not of "greedy". 0: none.
 
     Returns:
         tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or
-        +inf. With `top` also [R, k] of both, likeliest first: id -1 and 0 nats for what has
+        +inf. With `top` also [R, k] of both, most probable first: id -1 and 0 nats for what has
         probability 0.
 
     Raises:

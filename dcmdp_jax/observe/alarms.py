@@ -281,7 +281,7 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
     return usual, values[-_LATEST_STEPS:].mean(), start
 
 
-def _charge_share(series: Series) -> float:
+def _penalty_share(series: Series) -> float:
     """Median share of the penalty over the last steps that have a prompt with unequal rewards.
 
     Without one the penalty is all there is, however small: that is another problem. NaN where such
@@ -310,12 +310,10 @@ def _rises_in_vain(series: Series, share: float) -> bool:
 
 
 def _penalty(series: Series) -> Iterator[str]:
-    """The penalty is much of the update, lambda rises in vain, or tokens lose an advantage by
-    it.
-    """
+    """The penalty is much of the update, costs a token an advantage, or lambda rises in vain."""
     recorded = series.get("dual/multiplier", _NOTHING)[1]
     multiplier = _last(series, "dual/multiplier")
-    share = _charge_share(series)
+    share = _penalty_share(series)
     penalties = (multiplier * _last(series, "discrepancy/max"))[-_LATEST_STEPS:]
     jump = _jump(series)
 

@@ -241,7 +241,7 @@ class Completion:
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
-        top: for each token at most `MOST_LISTED` of the engine's likeliest in its place: text, p
+        top: for each token at most `MOST_LISTED` of the engine's top-k tokens in its place: text, p
             and q.
         reward, advantage: the completion's.
         discrepancy: mean |p - q| over its sampled tokens, where the tokens are not known.

@@ -493,7 +493,7 @@ def overlap(series: Series) -> Fact | None:
         "Overlap won",
         f"{seconds('overlap')} a step",
         details=f"a step with {seconds('generate', 'verify', 'pack')} of sampling and "
-        f"{seconds('push', 'step')} of training takes {seconds('total')}; the trainer waits "
+        f"{seconds('weight_sync', 'step')} of training takes {seconds('total')}; the trainer waits "
         f"{seconds('wait')}, the sampler {seconds('engine_idle')}",
     )
 

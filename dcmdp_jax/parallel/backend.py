@@ -1,6 +1,4 @@
-"""JAX's backend on this machine: CPU devices, compiler flags, the cache of compiled programs, the
-GPUs present.
-"""
+"""JAX's backend on this machine: CPU devices, compiler flags, the compile cache, GPUs."""
 
 import functools
 import hashlib
@@ -30,8 +28,7 @@ _MIN_COMPILE_SECONDS = 0.05
 
 
 def prepare_jax(cpu_devices: int = 0) -> None:
-    """Enable the compile cache and split the CPU into several JAX devices. Call before the first
-    use of JAX.
+    """Enable the compile cache and split the CPU into JAX devices, before JAX is used.
 
     The cache is `program_directory()`. `JAX_COMPILATION_CACHE_DIR` selects another directory,
     `JAX_ENABLE_COMPILATION_CACHE=false` disables the cache. The CPU is left as it is after JAX has
@@ -57,8 +54,7 @@ def prepare_jax(cpu_devices: int = 0) -> None:
 
 @functools.cache
 def _replace_unreadable_programs() -> None:
-    """Let a compiled program take the place of an entry in the compile cache: JAX keeps any file
-    that is there.
+    """Let a compiled program replace an entry of the compile cache; JAX keeps any file.
 
     JAX compiles where it finds no entry or can't read it: a process that is killed leaves a part of
     one. Of processes that compile the same program at the same time, the last one's entry stays.
@@ -75,9 +71,7 @@ def _replace_unreadable_programs() -> None:
 
 
 def program_directory() -> Path:
-    """Directory of compiled programs in the user's cache: one for each kind of processor, and
-    version of jaxlib.
-    """
+    """The user's directory of compiled programs, by kind of processor and version of jaxlib."""
     base = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcmdp_jax" / "programs"
     )
@@ -88,9 +82,7 @@ def program_directory() -> Path:
 
 
 def processor_features() -> frozenset[str]:
-    """Instruction sets of this machine's processor, by Linux's names; empty where the system
-    doesn't tell.
-    """
+    """Instruction sets of this processor, by Linux's names; empty where unknown."""
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return frozenset(features.partition(":")[2].split())
@@ -107,8 +99,7 @@ def usable_cores() -> int:
 
 
 def compile_beside(program: Callable[[], object], name: str) -> Callable[[], None]:
-    """Compile a program in a thread, as XLA lets others run meanwhile, and return a function that
-    waits for it.
+    """Compile a program in a thread; return a function that waits for it.
 
     JAX keeps what was compiled for the call that needs it, which also says what is wrong where this
     failed, twice.
@@ -140,9 +131,7 @@ def compiler_options(platform: str) -> dict[str, str] | None:
 
 
 def present_gpus() -> list[str]:
-    """Numbers of this machine's, or container's, NVIDIA GPUs, as CUDA counts them: from 0. Does not
-    start JAX.
-    """
+    """Numbers of this machine's NVIDIA GPUs, as CUDA counts them. Does not start JAX."""
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 

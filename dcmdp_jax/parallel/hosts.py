@@ -1,5 +1,4 @@
-"""Runs of several processes, one on each host: JAX's multi-controller runtime and the little that
-is added to it.
+"""Runs of several processes, one on each host, by JAX's multi-controller runtime.
 
 Every process runs the same program. It has an engine of its own, samples its share of a step's
 prompts and judges its own completions; then all have the completions of all (`Hosts.gather`) and
@@ -79,9 +78,7 @@ class HostMonitor:
         self._tell(_STOPPING, "")
 
     def leave(self, failure: str | None) -> None:
-        """The main thread ends the process by itself: the thread no longer does. Tell the others of
-        a failure.
-        """
+        """Leave the end of the process to the main thread; tell the others of a failure."""
         self._leaving.set()
         if failure is not None:
             self._tell(_FAILED, failure)
@@ -92,9 +89,7 @@ class HostMonitor:
         self._thread.join(self._timeout_s)
 
     def wait_for_verdict(self) -> None:
-        """Wait as long as JAX takes to find out that another process is dead; this one then ends
-        here.
-        """
+        """Wait as long as JAX takes to find that another process is dead; this one ends then."""
         print_line(
             "waiting to learn which process is gone", "an operation with the other processes failed"
         )
@@ -215,9 +210,7 @@ class Hosts:
         self.largest(0)
 
     def interrupt_all(self) -> None:
-        """Make the other processes abandon per-process work and enter the next collective
-        method.
-        """
+        """Make the other processes leave their own work for the next collective method."""
 
     @property
     def interrupted(self) -> bool:
@@ -301,8 +294,7 @@ class SeveralHosts(Hosts):
 
     @contextlib.contextmanager
     def starting_programs_together(self) -> Iterator[None]:
-        """Let the processes of a program wait for each other between its compilation and its first
-        call.
+        """Wait for the other processes between a program's compilation and its first call.
 
         One compiles for minutes what another reads from its cache. On CPUs gloo (jaxlib 0.10)
         connects the devices of a group at the first operation among them, and gives up when the
@@ -332,8 +324,7 @@ class SeveralHosts(Hosts):
             compiler.compile_or_get_cached = compile_program
 
     def leave(self, error: BaseException | None) -> None:
-        """Collective: end the connection, or tell the others why this process ends. Then none waits
-        for another.
+        """Collective: end the connection, or tell the others why this process ends.
 
         Args:
             error: why this process ends; None at the end of a run.
@@ -406,18 +397,14 @@ def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether an error may come from a collective operation. JAX raises some of XLA's as
-    ValueError.
-    """
+    """Whether an error may come from a collective; JAX raises some as ValueError."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return "RESOURCE_EXHAUSTED" not in str(error)
     return isinstance(error, ValueError) and "Gloo" in str(error)
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
-    """All GPUs of the node for its one task: left alone, JAX (0.10) gives each SLURM task one.
-    None: JAX's choice.
-    """
+    """All GPUs of the node for its one task, where JAX (0.10) gives one; None: JAX's choice."""
     tasks = environment.get("SLURM_NTASKS")
     nodes = environment.get("SLURM_STEP_NUM_NODES")
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
@@ -430,8 +417,7 @@ def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
 
 
 def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
-    """Coordinator, processes, process and local devices that JAX reads from SLURM, a TPU pod or
-    Open MPI.
+    """Coordinator, processes, process and devices that SLURM, a TPU pod or Open MPI tells JAX.
 
     Raises:
         UserError: in one line, if there is nothing of the kind.

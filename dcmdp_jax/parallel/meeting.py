@@ -101,8 +101,7 @@ def _wait_for_all(
 def _greet(
     listener: socket.socket, here: dict[int, tuple[str, socket.socket]], processes: int
 ) -> int:
-    """Accept a caller and add it to `here`; its number, or 0 for one that is not a process of a
-    run.
+    """Accept a caller and add it to `here`; its number, or 0 if it is no process of a run.
 
     Raises:
         ArgumentError: sent to the caller too, if it was started differently.

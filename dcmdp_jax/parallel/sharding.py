@@ -1,5 +1,4 @@
-"""Shardings from logical axis names, and arrays that have them, in one process or several, or
-abstract.
+"""Shardings from logical axis names, and arrays that have them, real or abstract.
 
 Where the parts of an array lie on the devices of several processes, every process calls
 `to_global`, `to_local` and `to_host`, in the same order.
@@ -58,8 +57,7 @@ tensor. The compiler chooses how a table is split over its vocabulary.
 
 
 def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
-    """The `PartitionSpec` of an array whose dimensions are named `axes`; None names a dimension
-    that is never split.
+    """The `PartitionSpec` of an array with dimensions `axes`; None is never split.
 
     Raises:
         ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
@@ -154,8 +152,7 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
 
 
 def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
-    """A function that constrains an activation's sharding by the names of its dimensions, under
-    jit.
+    """A function that constrains an activation's sharding by its dimensions, under jit.
 
     Inside `shard_map_over_data` it uses the axes that are left to the compiler.
 
@@ -194,9 +191,7 @@ def shard_rows(mesh: Mesh) -> NamedSharding:
 
 
 def data_axis(mesh: Mesh | None) -> str | None:
-    """The mesh axis that `shard_map_over_data` maps over; None if it has one device, where there is
-    nothing to map.
-    """
+    """The mesh axis that `shard_map_over_data` maps over; None if it has one device."""
     return DATA if mesh is not None and mesh.shape[DATA] > 1 else None
 
 
@@ -250,8 +245,7 @@ def free_axes(mesh: Mesh) -> tuple[str, ...]:
 def shard_map_over(
     axes: Iterable[str], function: Callable[..., Any], mesh: Mesh, **specs: Any
 ) -> Callable[..., Any]:
-    """Run `function` on each device's own part along some axes of the mesh; also inside a
-    `shard_map` over others.
+    """Run `function` on each device's part along some mesh axes; nests in another `shard_map`.
 
     For code that knows better than the compiler when to communicate. Without vma: the cotangent of
     a result that is replicated along an axis is divided by the axis's size, and the gradients of a

@@ -84,7 +84,7 @@ class Phase:
     """Memory of one device in a phase of the run.
 
     Attributes:
-        name: a program's, or "push" or "sample", whose memory is arithmetic.
+        name: a program's, or "weight_sync" or "sample", whose memory is arithmetic.
         peak: peak bytes of the compiled program; 0 without one.
         beside: bytes held through the phase outside its program's arguments, by kind.
     """
@@ -135,7 +135,7 @@ class CompiledRun:
                 for component in self.run.placement.engine.memory.parts
                 if "weight_sync" in component.phases and component.per_device
             }
-            phases.append(Phase(name="push", beside=synced))
+            phases.append(Phase(name="weight_sync", beside=synced))
             return phases
 
         share = _share(self.run.config)

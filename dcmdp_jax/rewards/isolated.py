@@ -1,5 +1,4 @@
-"""Calls in processes that can be killed: a call may hang, crash or take all memory, and the run
-goes on.
+"""Calls in processes that can be killed: one that hangs or crashes leaves the run alone.
 
 Each process (`isolated_worker`) loads one function and makes one call at a time. A limit on
 processor time is enforced by the process itself, so it is independent of machine load; a limit on

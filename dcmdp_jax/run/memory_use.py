@@ -318,7 +318,7 @@ def training_memory(
 
 
 def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
-    """Parameters on the first device, that are pushed to an engine without a trainer."""
+    """Parameters on the first device, that are synced to an engine without a trainer."""
     size = num_params(model) * jnp.dtype(dtype).itemsize
     on_cpu = machine.platform == "cpu"
     parameters = exact(

@@ -33,7 +33,7 @@ def with_logprobs(
     mesh: Mesh | None,
     names: Sequence[str],
 ) -> Batch:
-    """The batch with p^Train of its tokens, and of the engine's likeliest ones, as columns `names`.
+    """The batch with p^Train of its tokens, and of the engine's top-k tokens, as columns `names`.
 
     No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
     """

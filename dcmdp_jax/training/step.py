@@ -415,14 +415,14 @@ def _objective(
     if TEACHER_LOGPROBS in rows.columns:
         gap = old_logprobs - rows.columns[TEACHER_LOGPROBS]
         statistics["policy/teacher_kl"] = masked_sum(gap, mask)
-    charge_in_loss = None
+    penalty_in_loss = None
     if settings.state_penalty is not None:
-        charge_in_loss = penalties.penalty_length(head, mask, settings.state_penalty)
+        penalty_in_loss = penalties.penalty_length(head, mask, settings.state_penalty)
     unpenalized = loss_terms.token_advantages(
         constants.unpenalized, rows, old_logprobs, setup.teacher_weight
     )
     statistics["dual/penalty_share"] = penalty_share(
-        signals.tokens, unpenalized, signals.weights, charge_in_loss
+        signals.tokens, unpenalized, signals.weights, penalty_in_loss
     )
 
     values = TokenValues(

@@ -5,7 +5,7 @@ for a while.
     '--config.rollout.engine_args={"noise": 0.02}'
 
 Both as in the sweeps of score centering (research/countdown.md): a relative Gaussian perturbation
-that is the same at every weight sync, and weights of which every k-th push is taken, so that what
+that is the same at every weight sync, and weights of which every k-th weight sync is taken, so that what
 samples is 0 to k - 1 steps old. It reports them as the newest, as is done there: the discrepancy
 has the staleness in it, where `rollout.lag` takes it out.
 """

@@ -101,7 +101,7 @@ class Verdicts:
         control: the exact control against itself, from two halves of its batches: what noise alone
             looks like.
         remedies: in order of the error (see `moments`), the smallest first.
-        states: measures of whole states of the engine's tokens, where it gives its likeliest.
+        states: measures of whole states of the engine's tokens, where it gives its top k.
     """
 
     model: str

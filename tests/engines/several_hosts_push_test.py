@@ -1,4 +1,4 @@
-"""Two processes push parameters that neither of them holds whole to engines of their own."""
+"""Two processes sync parameters that neither of them holds whole to engines of their own."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 """Real vLLM says which experts its tokens went to: the trainer's own in float32, after every
-push.
+weight sync.
 """
 
 import numpy as np

@@ -138,7 +138,14 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     """Medians over three steps, of which the first compiles: 3 + 2 seconds of work in 3.2, so 1.8
     are won.
     """
-    seconds = {"generate": 2.5, "verify": 0.4, "pack": 0.1, "push": 0.2, "step": 1.8, "total": 3.2}
+    seconds = {
+        "generate": 2.5,
+        "verify": 0.4,
+        "pack": 0.1,
+        "weight_sync": 0.2,
+        "step": 1.8,
+        "total": 3.2,
+    }
     seconds |= {"wait": 1.2, "engine_idle": 0.2, "overlap": 1.8}
     series = {
         f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()

@@ -44,7 +44,7 @@ def test_memory_beside_the_engines_programs(plan):
     batches some do.
     """
     state = plan.step.resident
-    (push,) = (phase for phase in plan.phases if phase.name == "push")
+    (push,) = (phase for phase in plan.phases if phase.name == "weight_sync")
     assert push.peak == 0 and push.beside["engine's weights"] == plan.engine.weights_bytes
     assert push.total > sum(state.values()) + plan.engine.weights_bytes
     assert not plan.engine.refills

@@ -49,7 +49,7 @@ def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does
         "the first device: 5.00 of 4.00 GiB, in the phase 'step'",
         "parameters 2.00",
         "~logits 3.00",
-        "this machine: 512.00 of 8,192.00 MiB, in the phase 'push'",
+        "this machine: 512.00 of 8,192.00 MiB, in the phase 'weight_sync'",
         "copies 512.00",
         "does not fit: the first device has 4.0 GiB and the phase 'step' takes 5.0, of which "
         "logits 3.0; smaller with model.logprob_chunk",
@@ -63,4 +63,4 @@ def test_small_plans_are_in_mib():
         (exact("parameters", host=3 * 2**20),),
         Machine(platform="cpu", devices=4, device_bytes=None, host_bytes=None),
     )
-    assert _words(plan) == ["this machine: 3.00 MiB, in the phase 'push'", "parameters 3.00"]
+    assert _words(plan) == ["this machine: 3.00 MiB, in the phase 'weight_sync'", "parameters 3.00"]

@@ -97,7 +97,7 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     assert part_of(plan, "parameters").per_device == 4 * share
     assert part_of(plan, "Adam's moments").per_device == 8 * share
     assert part_of(plan, "gradients").per_device == 4 * share
-    # A push holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096
+    # A weight sync holds no tree, but a layer or the output layer twice, in bfloat16: 151,936 * 4,096
     # twice, with both.
     assert part_of(plan, "layers on their way").per_device == 2 * 2 * (2 * 151_936 * 4096 + 4096)
     # bfloat16 weights, replicated: 15.3 GiB.
@@ -119,8 +119,10 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     for name in ("checkpoint's copy", "checkpoint being written"):
         assert (part_of(plan, name).per_device, part_of(plan, name).host) == (0, 8 * 12 * share)
     # In a weight sync, for sure: 3 shares of 4 bytes, and the engine's copy.
-    assert plan.total("push", "first", certain=True) == 12 * share + 2 * params
-    assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
+    assert plan.total("weight_sync", "first", certain=True) == 12 * share + 2 * params
+    assert plan.total("weight_sync", "other", certain=True) == plan.total(
+        "weight_sync", "first", certain=True
+    )
 
 
 def test_the_packed_layout_of_cudnn_by_hand():
@@ -218,12 +220,11 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(returned))
     assert (
         size % 32 == 0
-        and part_of(run.placement.engine.memory, "recorded likeliest").host
-        == 2 * size + 30 * size // 4
+        and part_of(run.placement.engine.memory, "recorded top-k").host == 2 * size + 30 * size // 4
     )
     config.observe.rollouts_every_steps = 0
     silent = planned_run(from_config_dict(config), run.placement.mesh).placement.engine.memory
-    assert not any(part.name.startswith("recorded likeliest") for part in silent.parts)
+    assert not any(part.name.startswith("recorded top-k") for part in silent.parts)
 
 
 def test_memory_is_one_line_where_half_of_it_stays_free():
@@ -250,9 +251,9 @@ def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():
     plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))
     # One row for each device: 26.7 GiB of state and engine, and 3.8.
     assert plan.rows == 8 and 30 < plan.total("sample", "first") / _GIB < 31
-    # A push: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
+    # A weight sync: state, the engine's weights and layers on their way, 11.4 + 15.3 + 4.6.
     [line] = [line for line in plan.table() if line.startswith("does not fit")]
-    assert "the first device has 28.0 GiB and the phase 'push' takes 31.3" in line
+    assert "the first device has 28.0 GiB and the phase 'weight_sync' takes 31.3" in line
     assert (
         "engine's weights 15.3; smaller with a smaller model, more devices along "
         "rollout.local.tensor" in line

@@ -54,7 +54,7 @@ def test_an_engine_that_does_not_fit_is_not_started():
     kind = _Kind()
     with pytest.raises(
         UserError,
-        match="^memory: this machine has 1.0 GiB and the phase 'push' takes at least 2.0, of",
+        match="^memory: this machine has 1.0 GiB and the phase 'weight_sync' takes at least 2.0, of",
     ):
         start_services(_task(), _setup(kind, needed=2 * 2**30, free=2**30))
     assert kind.started == 0

@@ -136,7 +136,9 @@ def _of_values(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
             yield from _not_above(low, series[low], high, series[high][1])
     # Sampling ahead is beside the step's time.
     # A run of before did not record each of today's phases.
-    recorded = [f"time/{phase}" for phase in (("wait", "push", "step") if lag else STEP_PHASES)]
+    recorded = [
+        f"time/{phase}" for phase in (("wait", "weight_sync", "step") if lag else STEP_PHASES)
+    ]
     phases = sum(series[name][1] for name in recorded if name in series)
     yield from _not_above(
         "the phases' times",

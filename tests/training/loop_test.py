@@ -98,12 +98,12 @@ def whole(run_environment, tmp_path_factory):
 
 
 def test_weights_are_synced_once_a_step(whole):
-    """Evaluated or not: the policy of step k is judged and sampled from with the same push."""
+    """Evaluated or not: the policy of step k is judged and sampled from with the same weight sync."""
     assert whole[1] == list(range(7))
 
 
 def test_the_engine_has_no_weights_in_a_step(whole):
-    """Each push but the first comes after a step, and finds them freed."""
+    """Each weight sync but the first comes after a step, and finds them freed."""
     assert whole[2] == 0
 
 

@@ -20,8 +20,7 @@ _QUANTIZED = (*_BY_CHANNEL, *GROUPED)
 
 @dataclasses.dataclass(frozen=True)
 class LocalSettings:
-    """The embedded engine's mesh, used with `rollout.engine=local`. Devices that are left over
-    split rows.
+    """The embedded engine's mesh (`rollout.engine=local`). Devices left over split rows.
 
     Attributes:
         tensor: Devices that heads, MLP, vocabulary and cache are split over; divides the key-value

@@ -162,8 +162,8 @@ class LocalEngine:
     ) -> Iterator[list[Episode]]:
         """See `Engine.generate`. Samples while the caller waits for the next list.
 
-        A list comes whenever a program returns. A push of other weights in between changes nothing
-        of this call.
+        A list comes whenever a program returns. A weight sync of other weights in between changes
+        nothing of this call.
         """
         if self.weights is None:
             raise EngineError("no weights: sync_weights must come before generate")

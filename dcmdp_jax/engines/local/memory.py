@@ -115,10 +115,10 @@ def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[Me
         lower = f"`precision`=bfloat16, {lower}"
     # The trainer frees them before its step.
     push_and_sample = frozenset({"weight_sync", "sample"})
-    push = frozenset({"weight_sync"})
+    weight_sync = frozenset({"weight_sync"})
     memory = [
         machine.part(1, "engine's weights", weights, lower, push_and_sample, weights),
-        machine.part(1, "layers on their way to the engine", 2 * largest_layer, lower, push),
+        machine.part(1, "layers on their way to the engine", 2 * largest_layer, lower, weight_sync),
     ]
     if converted:
         # One copy in each device's program, for as long as it runs.

@@ -5,7 +5,7 @@ breaks. The program that the process runs answers these requests; `wire.PROTOCOL
 change of them:
 
     start     engine arguments, manifest, segments      -> ready
-    push      segment, policy version, adapters         -> synced, checksums, cache's reset
+    sync      segment, policy version, adapters         -> synced, checksums, cache's reset
     generate  prompts, seeds, sampling, level of sleep  -> progress ..., generated, what ended since
     score     rows, level of sleep                      -> progress ..., scored
     observe   rows, names of modules, level of sleep    -> progress ..., observed: inputs, outputs

@@ -26,7 +26,7 @@ from dcmdp_jax.models.quantize import QuantizedKernel, in_float32, is_quantized,
 from dcmdp_jax.types import Array, Params
 
 # Fixed sequences on which the engine's log-probs are compared with the trainer's own after each
-# push.
+# weight sync.
 _PROBE_ROWS = 2
 _PROBE_TOKENS = 32
 _THREADS = min(4, os.cpu_count() or 1)

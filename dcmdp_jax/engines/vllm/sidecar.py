@@ -273,8 +273,8 @@ def _params(**options: Any) -> Any:
 def _completions(outputs: dict[int, Any], top: int) -> Arrays:
     """The arrays of completions that have ended, by row; none where there are none.
 
-    Of each token vLLM lists the sampled one first and then its `top` likeliest, whichever the first
-    is: `top` + 1.
+    Of each token vLLM lists the sampled one first and then its `top` most probable, whichever the
+    first is: `top` + 1.
     """
     if not outputs:
         return {}

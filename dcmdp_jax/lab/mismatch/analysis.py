@@ -219,7 +219,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     See `state_measures`.
 
     Returns:
-        Each measure over the states of sampled tokens, with its estimate; empty without likeliest
+        Each measure over the states of sampled tokens, with its estimate; empty without top-k
         tokens.
     """
     if pairs.states is None:
@@ -285,9 +285,9 @@ class Analysis:
     Attributes:
         name, source, floors: see `Measured`.
         statistics: in numbers; completions over c for the recommended c.
-        findings: causes, the likeliest first.
+        findings: causes, the most probable first.
         recommendation: the budget c.
-        states: whole states and the sampled tokens' estimates of them; empty without likeliest
+        states: whole states and the sampled tokens' estimates of them; empty without top-k
             tokens.
         groups: heading -> groups.
         worst: tokens in context.

@@ -90,8 +90,8 @@ CAUSES = {
     ),
     "unseen_updates": Cause(
         "updates that do not reach the engine",
-        "Compare the engine's weights from push to push: none arrives, or its dtype rounds the "
-        "updates away.",
+        "Compare the engine's weights from one weight sync to the next: none arrives, or its "
+        "dtype rounds the updates away.",
     ),
     "identical": Cause(
         "identical completions: samples that are not independent",

@@ -108,7 +108,7 @@ def _say(cause: str, *evidence: str) -> Finding:
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """All causes that the evidence supports, the likeliest first; never empty.
+    """All causes that the evidence supports, the most probable first; never empty.
 
     The order of the rules, first match first:
 

@@ -306,7 +306,7 @@ def measure_states(
     """`state_measures` of T states, a few at a time in one shape.
 
     Args:
-        ids: [T, k] int32, likeliest first, -1 where the engine has fewer.
+        ids: [T, k] int32, most probable first, -1 where the engine has fewer.
         train_logprobs, rollout_logprobs: [T, k] nats.
 
     Returns:

@@ -331,7 +331,7 @@ class Rescoring:
         return self._ask(_Change(dtype=self._setup.compute))
 
     def explanations(self) -> Iterator[Explanation]:
-        """Every re-scoring, the likeliest and cheapest first."""
+        """Every re-scoring, the most probable and cheapest first."""
         yield from self._other_precisions()
         yield self._temperature()
         for name, prompts in self._setup.prompt_variants.items():
