@@ -74,14 +74,14 @@ _MAX_TOKENS = 5_000_000
 _FLOOR = "mismatch/noise_floor"
 _TOKEN_COLUMN = "token_ids"
 _OTHER_COLUMNS = {
-    "train": "lists of the training stack's log-probs, nats",
-    "rollout": "lists of the engine's log-probs, nats",
-    "mask": "1 on sampled tokens (default: all are)",
-    "entropy": "the training stack's entropies (default: none)",
-    "lag": "age in steps of the weights that sampled",
-    "top": "the engine's top-k tokens, as Recorder packs them",
+    "--train-column": "lists of the training stack's log-probs, nats",
+    "--rollout-column": "lists of the engine's log-probs, nats",
+    "--mask-column": "1 on sampled tokens (default: all are)",
+    "--entropy-column": "the training stack's entropies (default: none)",
+    "--lag-column": "age in steps of the weights that sampled",
+    "--top-column": "the engine's top-k tokens, as Recorder packs them",
 }
-"""Field of `Columns` -> what its option --NAME-column is for."""
+"""Option of a field of `Columns` -> what it names."""
 _RECORDED_BY = "trl", "verl", "skyrl"
 
 
@@ -369,8 +369,8 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
     # Columns of a file that no known framework wrote.
     about = "lists of token ids (default: %(default)s)"
     add("--token-column", default=_TOKEN_COLUMN, metavar="NAME", help=about)
-    for column, about in _OTHER_COLUMNS.items():
-        add(f"--{column}-column", default="", metavar="NAME", help=about)
+    for option, about in _OTHER_COLUMNS.items():
+        add(option, default="", metavar="NAME", help=about)
 
 
 def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
