@@ -56,7 +56,7 @@ def _wait_for_all(
 ) -> None:
     """Process 0: answer each who came when all have, or when somebody has not."""
     here: dict[int, tuple[str, socket.socket]] = {}
-    answer: dict[str, object] = {"go": True}
+    failure = ""
     began = time.monotonic()
     end = began + timeout_s
     next_line = began + _SAY_EVERY_S
@@ -90,10 +90,13 @@ def _wait_for_all(
                     if number:
                         selector.register(here[number][1], selectors.EVENT_READ, number)
         except UserError as error:
-            answer = {"error": str(error)}
+            failure = str(error)
             raise
         finally:
-            _send(here, **answer)
+            if failure:
+                _send(here, error=failure)
+            else:
+                _send(here, go=True)
             for _, caller in here.values():
                 caller.close()
 

@@ -165,19 +165,24 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
     def pin(x: jax.Array, axes: Axes) -> jax.Array:
         enclosing_mesh = jax.sharding.get_abstract_mesh()
         manual = set(enclosing_mesh.manual_axes)
-        spec = []
-        for entry in partition_spec(axes, ACTIVATION_AXES):
-            if entry is P.UNCONSTRAINED:
-                spec.append(entry)
-                continue
-            compiler_axes = [
-                axis for axis in _axis_names(entry) if axis not in manual and mesh.shape[axis] > 1
-            ]
-            spec.append(tuple(compiler_axes) or None)
-        sharding = NamedSharding(enclosing_mesh if manual else mesh, P(*spec))
+        split_axes = {axis for axis, size in mesh.shape.items() if size > 1}
+        spec = _activation_spec(axes, split_axes - manual)
+        sharding = NamedSharding(enclosing_mesh if manual else mesh, spec)
         return jax.lax.with_sharding_constraint(x, sharding)
 
     return pin
+
+
+def _activation_spec(axes: Axes, mesh_axes: set[str]) -> P:
+    """The `PartitionSpec` of an activation over these axes of the mesh."""
+    spec = []
+    for entry in partition_spec(axes, ACTIVATION_AXES):
+        if entry is P.UNCONSTRAINED:
+            spec.append(entry)
+        else:
+            split = [axis for axis in _axis_names(entry) if axis in mesh_axes]
+            spec.append(tuple(split) or None)
+    return P(*spec)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
