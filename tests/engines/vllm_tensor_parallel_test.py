@@ -16,7 +16,7 @@ SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "weight syncs"), [("qwen3", 20), ("qwen2", 20)])
+@pytest.mark.parametrize(("family", "syncs"), [("qwen3", 20), ("qwen2", 20)])
 def test_two_workers_give_the_embedded_engines_logprobs_after_each_sync(
     start, record_property, family, syncs
 ):

@@ -162,7 +162,7 @@ ENGINE = Kind
         ),
         ("", "build = None", "PATH:ENGINE: build=None, must be a method"),
         ("", "precisions = 'float32'", "PATH:ENGINE: precisions='float32', must be a tuple"),
-        ("", "weight syncs = 'yes'", "PATH:ENGINE: weight syncs='yes', must be True or False"),
+        ("", "takes_weights = 'yes'", "PATH:ENGINE: takes_weights='yes', must be True or False"),
         ("", "settings = dict", "PATH:ENGINE: settings=<class 'dict'>, must be a data"),
         (
             "@dataclasses.dataclass\nclass Bare:\n    x: int = 1",
