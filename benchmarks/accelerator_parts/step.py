@@ -92,7 +92,7 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     seconds = []
     for repeat in range(size.repeats + 2):
         began = time.perf_counter()
-        state, metrics = jax.block_until_ready(executable(state, batch, None))
+        state, metrics, _ = jax.block_until_ready(executable(state, batch, None))
         if repeat >= 2:
             seconds.append(time.perf_counter() - began)
     found |= {

@@ -138,13 +138,13 @@ def row_signals(
     delta = token_discrepancy(
         tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure
     )
-    penalized = delta
+    penalized_discrepancy = delta
     if level == "reward":
-        penalized = jnp.zeros_like(delta)
+        penalized_discrepancy = jnp.zeros_like(delta)
     elif level == "sequence":
-        penalized = sequence_discrepancy(delta, tokens.where)
-    tokens = tokens._replace(discrepancy=penalized)
-    penalized, statistics = split(penalty(tokens))
+        penalized_discrepancy = sequence_discrepancy(delta, tokens.where)
+    tokens = tokens._replace(discrepancy=penalized_discrepancy)
+    penalized_advantages, statistics = split(penalty(tokens))
 
     # `tokens` are constants, so that all that follows from them is.
     planned_weights = stop_gradient(
@@ -166,7 +166,7 @@ def row_signals(
             dropped = tokens.where._replace(mask=mask & ~corrected.keep)
             dropped_tokens = masked.completion_counts(dropped)
     return Signals(
-        tokens=tokens._replace(advantages=penalized),
+        tokens=tokens._replace(advantages=penalized_advantages),
         discrepancy=delta,
         weights=token_weights,
         planned_weights=planned_weights,

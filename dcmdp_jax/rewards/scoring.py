@@ -424,16 +424,14 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
         has_value = np.isfinite(values)
         without_value &= np.isnan(values)
         if has_value.any():
-            metrics |= _mean_and_std(name, values[has_value])
+            rewards = values[has_value].astype(np.float64)
+            metrics[f"reward/{name}/mean"] = float(rewards.mean())
+            metrics[f"reward/{name}/std"] = float(rewards.std())
     for source in sorted(set(scores.sources or ())):
-        totals = scores.totals[np.array(scores.sources) == source]
-        metrics |= _mean_and_std(f"source/{source}", totals)
+        totals = scores.totals[np.array(scores.sources) == source].astype(np.float64)
+        metrics[f"reward/source/{source}/mean"] = float(totals.mean())
+        metrics[f"reward/source/{source}/std"] = float(totals.std())
     metrics["reward/without_value"] = int(without_value.sum())
     for name, (value, count) in scores.logged.items():
         metrics[name if name in _OWN else f"logged/{name}"] = value / count
     return metrics
-
-
-def _mean_and_std(name: str, rewards: np.ndarray) -> dict[str, float]:
-    exact = rewards.astype(np.float64)
-    return {f"reward/{name}/mean": float(exact.mean()), f"reward/{name}/std": float(exact.std())}

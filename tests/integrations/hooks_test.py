@@ -203,12 +203,12 @@ def test_shapes_that_would_broadcast_are_refused():
         match=r"advantages is \[3\], discrepancy is \[1, 3\], .*: must be \[N\] or \[N, T\]",
     ):
         _dc_grpo().penalize(torch.ones(3), row, Q[:1], torch.ones(1, 3))
-    penalty = {"advantages": A, "train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
+    batch = {"advantages": A, "train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
     surrogate = {"train_logprobs": P, "old_logprobs": P, "advantages": P}
     penalty = {"advantages": P, "discrepancy": P, "multiplier": torch.tensor(0.5)}
     statistics = {"train_logprobs": P, "rollout_logprobs": Q, "mask": MASK}
     for function, arguments in (
-        (_dc_grpo().penalize, penalty),
+        (_dc_grpo().penalize, batch),
         (dc_grpo_torch.clipped_surrogate, surrogate),
         (dc_grpo_torch.penalized_advantages, penalty),
         (dc_grpo_torch.discrepancy_statistics, statistics),

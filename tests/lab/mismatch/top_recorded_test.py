@@ -105,7 +105,7 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     assert found["expected |p - q|"]["sampled"] == pytest.approx(
         np.abs(p - q)[..., 0].mean(), rel=1e-4
     )
-    assert found["mass of the engine's top 16"]["exact"] == pytest.approx(
+    assert found["mass of the engine's top 16 tokens"]["exact"] == pytest.approx(
         q.sum(-1).mean(), rel=1e-3
     )
     assert "<h3>Whole states" in (tmp_path / "out/probe.html").read_text()
