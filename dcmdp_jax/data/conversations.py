@@ -293,15 +293,7 @@ class _Chat:
         if header and text.count(header) == len(assistants):
             starts = [match.end() for match in re.finditer(re.escape(header), text)]
             return starts[len(assistants) - len(self._turns) :]
-        starts = []
-        for turn in self._turns:
-            before = (
-                self._write(self._messages[:turn], add_generation_prompt=True)
-                if turn
-                else self._first_header()
-            )
-            starts.append(len(os.path.commonprefix([before, text])))
-        return starts
+        return [len(os.path.commonprefix([self._text_before(turn), text])) for turn in self._turns]
 
     # Templates without marks.
 

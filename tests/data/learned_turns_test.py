@@ -302,6 +302,12 @@ def test_a_marked_answer_is_learned_whole_in_every_schema_where_the_prompt_begin
     assert _learned(template, row) == ["five<|im_end|>"]
 
 
+def test_a_marked_chat_that_the_assistant_begins_may_hold_words_like_the_templates():
+    row = _row(_answer("five"), question="What is <|im_start|>assistant\n?")
+    row["messages"].insert(0, _answer("Hello."))
+    assert _learned(_MARKED, row) == ["Hello.<|im_end|>", "five<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [_PLAIN, _MARKED, _CALLS])
 def test_encoding_a_conversation_takes_time_in_proportion_to_its_turns(monkeypatch, template):
     characters = []
