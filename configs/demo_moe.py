@@ -1,5 +1,4 @@
-"""DC-GRPO on a laptop CPU: configs/demo.py, where each MLP is a mixture of 8 experts, 2 for each
-token.
+"""DC-GRPO on a laptop CPU: configs/demo.py with 8 experts in each MLP, 2 for each token.
 
     dcmdp train --config=configs/demo_moe.py         FP8 weights in the embedded engine
     dcmdp train --config=configs/demo_moe.py:replay  the trainer uses the engine's experts

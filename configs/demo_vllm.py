@@ -1,5 +1,4 @@
-"""The demo against stock vLLM on a laptop CPU: float32 training in JAX, a vLLM sidecar that samples
-and scores.
+"""The demo against stock vLLM on a laptop CPU: JAX trains in float32, vLLM samples and scores.
 
     make demo-vllm
     dcmdp train --config=configs/demo_vllm.py                                      BF16 engine

@@ -1,5 +1,4 @@
-"""DC-GRPO on Qwen3-30B-A3B with DAPO-Math-17K: the paper's mixture-of-experts runs (30B rows of its
-Tables 1 and 2).
+"""DC-GRPO on Qwen3-30B-A3B with DAPO-Math-17K: the 30B rows of the paper's Tables 1 and 2.
 
     dcmdp train --config=configs/qwen3_30b_a3b.py           BF16 training, BF16 rollout
     dcmdp train --config=configs/qwen3_30b_a3b.py:grpo      the baseline

@@ -1,5 +1,4 @@
-"""DC-GRPO on Qwen3-8B with DAPO-Math-17K: the paper's main runs (section 6; 8B rows of its Tables 1
-and 2).
+"""DC-GRPO on Qwen3-8B with DAPO-Math-17K: the 8B rows of the paper's Tables 1 and 2 (section 6).
 
     dcmdp train --config=configs/qwen3_8b.py           BF16 training, BF16 rollout
     dcmdp train --config=configs/qwen3_8b.py:grpo      the baseline

@@ -1,5 +1,4 @@
-"""GRPO and DC-GRPO on DeepSeek-R1-Distill-Qwen-1.5B: the paper's case study (section 3 and its
-figure 2).
+"""GRPO and DC-GRPO on DeepSeek-R1-Distill-Qwen-1.5B: the paper's case study (section 3, figure 2).
 
     dcmdp train --config=configs/r1_distill_qwen_1p5b.py:grpo --config.rollout.temperature=0.7
 

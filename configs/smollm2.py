@@ -1,5 +1,4 @@
-"""A published model on two CPU cores: SmolLM2-135M-Instruct learns sums below 30 against an engine
-with INT8 weights.
+"""SmolLM2-135M-Instruct on two CPU cores learns sums below 30 against an engine with INT8 weights.
 
     make demo-real
     dcmdp train --config=configs/smollm2.py           INT8 weights and activations, embedded engine

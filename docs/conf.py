@@ -1,6 +1,4 @@
-"""The site: `make docs` builds it from docs/*.md, README.md and the docstrings, and runs the
-notebooks.
-"""
+"""The site of docs/*.md, README.md and the docstrings: `make docs` builds it, notebooks too."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 def _on_the_site(text: str, folder: Path) -> str:
-    """Links to files that are no pages lead to the repository, or name the file; BUILD.md and
-    README.md are pages.
-    """
+    """Links to files that are no pages lead to the repository, or name the file."""
 
     def replaced(match: re.Match[str]) -> str:
         target, _, anchor = match[2].partition("#")

@@ -1,6 +1,4 @@
-"""The page of metrics, from the table of the package: `python -m docs.metrics` writes
-docs/metrics.md.
-"""
+"""Write docs/metrics.md from the package's table: `python -m docs.metrics`."""
 
 from __future__ import annotations
 

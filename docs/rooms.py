@@ -1,5 +1,4 @@
-"""The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of
-architecture.md.
+"""The package's rooms by their imports: `python -m docs.rooms` writes architecture.md's tables.
 
 It also writes the sizes of the rooms, and for the page's walks the line numbers, the lines to read
 and the minutes.
@@ -200,9 +199,7 @@ def walk_of(text: str) -> tuple[int, int]:
 
 
 def line_of(file: str, name: str) -> int:
-    """The line that defines a function, a class, a method, a constant or a field of a module of the
-    package.
-    """
+    """The line that defines a function, class, method, constant or field of a module."""
     return _definition(file, name).lineno
 
 

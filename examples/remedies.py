@@ -18,9 +18,7 @@ from dcmdp_jax.algorithm.remedies import Statistics, Tokens
 
 
 def huber(tokens: Tokens, *, knee: float = 0.01) -> tuple[jax.Array, Statistics]:
-    """A - lambda h(delta): h = delta^2 / (2 knee) up to the knee, delta - knee / 2 above. Small
-    ones are cheap.
-    """
+    """A - lambda h(delta); h = delta^2 / (2 knee) up to the knee, delta - knee / 2 above."""
     delta = tokens.discrepancy
     above = tokens.discrepancy > knee
     penalty = jnp.where(above, delta - knee / 2, delta**2 / (2 * knee))
@@ -32,9 +30,7 @@ def huber(tokens: Tokens, *, knee: float = 0.01) -> tuple[jax.Array, Statistics]
 def prime_rl(
     tokens: Tokens, *, low: float = 0.2, high: float = 0.2, kl_tau: float = 1e-3
 ) -> tuple[jax.Array, Statistics]:
-    """prime-rl's loss until 2026-08-27: DPPO's mask, and kl_tau (log pi - log q)^2 on all
-    tokens.
-    """
+    """prime-rl's loss until 2026-08-27: DPPO's mask, and kl_tau (log pi - log q)^2."""
     shift = jnp.exp(tokens.train_logprobs) - jnp.exp(tokens.rollout_logprobs)
     masked = jnp.where(tokens.advantages > 0, shift > high, shift < -low)
     log_ratio = tokens.train_logprobs - tokens.rollout_logprobs

@@ -41,8 +41,7 @@ SIX_BENCHMARKS = ",".join(
 def make_study(
     arg: str, title: str, *, demo: Mapping[str, Arm], paper: Mapping[str, Arm], baseline: str
 ) -> Study:
-    """A study at demo size, or with `paper` as its argument at the paper's, evaluated on the six
-    benchmarks.
+    """A study at demo size, or with the argument `paper` at the paper's, on the six benchmarks.
 
     Args:
         arg: "" or "paper".
@@ -77,9 +76,7 @@ def evaluated_arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
-    """One config, and label -> what it changes; at demo size with `SIZE`, and `ASCENT` where the
-    method uses it.
-    """
+    """One config, and label -> its changes; `SIZE` at demo size, `ASCENT` for its methods."""
     found = {}
     for label, changes in settings.items():
         taken: dict[str, Any] = {}

@@ -1,5 +1,4 @@
-"""Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy,
-for each penalty.
+"""What a fixed lambda does to discrepancy, reward, held-out score and entropy, by penalty.
 
     python -m research.sweep --study=configs/studies/dose_response.py \
         --kept=research/kept/dose_response.jsonl.gz --config.model.path=runs/evidence/policy

@@ -1,5 +1,4 @@
-"""The runs behind docs/evidence.md: the paper's methods, TIS, IcePop, DPPO and matched precision
-under strain.
+"""The runs behind docs/evidence.md: the paper's methods, TIS, IcePop, DPPO, matched precision.
 
     python -m research.studies --study=configs/studies/evidence.py  embedded engine: FP8
     weights and FP8 cache python -m research.studies --study=configs/studies/evidence.py:int4
@@ -56,9 +55,7 @@ def get_study(arg: str = "") -> Study:
 
 
 def _strained(arms: Mapping[str, Arm], cache: Mapping[str, Any] = _FP8_CACHE) -> dict[str, Arm]:
-    """The arms under strain. An embedded engine gets this cache; the exact control must have
-    none.
-    """
+    """The arms under strain. An embedded engine gets this cache; the exact control has none."""
     found = {}
     for name, arm in arms.items():
         settings = {

@@ -1,5 +1,4 @@
-"""Discrepancy penalized by token against by sequence, under Dual-GRPO (section 4, the choice of
-granularity).
+"""Dual-GRPO with the discrepancy penalized by token and by sequence (section 4).
 
     python -m research.studies --study=configs/studies/granularity.py
     python -m research.studies --study=configs/studies/granularity.py:paper

@@ -1,5 +1,4 @@
-"""Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and what each remedy does under
-lag.
+"""Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and each remedy under lag.
 
     python -m research.studies --study=configs/studies/lag.py              vLLM: BF16, FP8 cache
     python -m research.studies --study=configs/studies/lag.py:corrections  vLLM, corrections only,

@@ -1,5 +1,4 @@
-"""The paper's range of lambda, and its penalty's parts, on completions of 200 tokens
-(research/long.md).
+"""The paper's range of lambda and the penalty's parts, at 200 tokens (research/long.md).
 
     python -m research.sweep --study=configs/studies/long_completions.py \
         --kept=research/kept/long_completions.jsonl.gz --config.model.path=runs/evidence/policy_long
@@ -76,9 +75,7 @@ def signed(tokens: Tokens) -> jax.Array:
 
 
 def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, object]:
-    """Dual ascent from 0 whose lambda moves by `_MOVE`, at the paper's measure, in `STEPS` steps a
-    tenth above c.
-    """
+    """Dual ascent from 0 by `_MOVE` in `STEPS` steps at a tenth above c, at the paper's measure."""
     scale = SIZES["diff"] / SIZES[measure]
     level = SIZES[measure] if statistic == "mean" else DISPLACEMENT_P95
     return {
@@ -118,8 +115,7 @@ REMEDIES: dict[str, dict[str, object]] = {
 
 
 def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
-    """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study
-    without an argument.
+    """GRPO in other settings, and with an exact engine where no other arm has one.
 
     Where learning suffers, against int3 and with four updates a step, every kind of remedy too.
     """

@@ -18,9 +18,7 @@ from research.studies.study import Arm, Study
 
 
 def _arms_30b(settings: Mapping[str, Mapping[str, str]]) -> dict[str, Arm]:
-    """With the paper's constants of this model: lambda_0 is half of the 8B model's, c a third
-    more.
-    """
+    """The paper's constants of this model: half of the 8B model's lambda_0, a third more c."""
     own = {"algorithm.multiplier": 0.05, "algorithm.tolerance": 0.0050}
     return {
         label: Arm(QWEN3_30B_A3B, changes | own, differs=("multiplier", "tolerance"))

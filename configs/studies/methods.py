@@ -1,5 +1,4 @@
-"""GRPO, Dual-GRPO, threshold-GRPO and DC-GRPO against one engine (figures 4 and 5): FP8, with
-`:paper` vLLM in BF16.
+"""Four methods against one engine (figures 4 and 5): FP8, with `:paper` vLLM in BF16.
 
     python -m research.studies --study=configs/studies/methods.py
     python -m research.studies --study=configs/studies/methods.py:paper

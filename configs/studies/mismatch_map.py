@@ -1,5 +1,4 @@
-"""Where does mismatch matter? GRPO against the exact control at one changed setting of the
-dose-and-response study.
+"""Where does mismatch matter? GRPO and the exact control, one setting of dose_response changed.
 
     python -m research.sweep --study=configs/studies/mismatch_map.py:2bits \
         --kept=research/kept/map_2bits.jsonl.gz --config.model.path=runs/evidence/policy

@@ -1,5 +1,4 @@
-"""The paper's own regime: delta about c, four updates per weight sync, GRPO that falls late, and
-DC-GRPO at eta 1.
+"""The paper's regime: delta about c, four updates per weight sync, late collapse, eta 1.
 
     python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE \
         --config.model.path=DIR --seeds=0

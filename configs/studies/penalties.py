@@ -1,5 +1,4 @@
-"""Dual-GRPO with three penalties: probability difference, ratio, log-difference (section 4; figure
-2, right).
+"""Dual-GRPO with three penalties: difference, ratio, log-difference (section 4; figure 2, right).
 
     python -m research.studies --study=configs/studies/penalties.py
     python -m research.studies --study=configs/studies/penalties.py:paper

@@ -1,5 +1,4 @@
-"""Remedies for engine mismatch beside the paper's methods: TIS, IcePop, DPPO, matched precision;
-and no mismatch.
+"""The paper's methods, TIS, IcePop, DPPO, matched precision, and no mismatch, side by side.
 
     python -m research.studies --study=configs/studies/remedies.py  embedded engine, FP8
     weights python -m research.studies --study=configs/studies/remedies.py:vllm   vLLM, FP8

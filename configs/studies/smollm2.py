@@ -1,5 +1,4 @@
-"""A published model trained where the engine is another: SmolLM2-135M with weights in 4 bits
-(research/real.md).
+"""SmolLM2-135M trained against an engine with weights in 4 bits (research/real.md).
 
     for seed in 0 1 2 3 4; do
         python -m research.sweep --study=configs/studies/smollm2.py --seeds=$seed \

@@ -1,5 +1,4 @@
-"""GRPO at sampling temperatures 0.3, 0.7 and 1.0: the paper's case study (section 3; its figure 2,
-left and middle).
+"""GRPO at sampling temperatures 0.3, 0.7 and 1.0 (section 3; figure 2, left and middle).
 
     python -m research.studies --study=configs/studies/temperatures.py
     python -m research.studies --study=configs/studies/temperatures.py:paper

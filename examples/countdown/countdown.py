@@ -1,5 +1,4 @@
-"""The shared benchmark of score centering, and DC-GRPO in it: Countdown, Qwen3-0.6B, seven kinds of
-mismatch.
+"""The benchmark of score centering, with DC-GRPO: Countdown, Qwen3-0.6B, seven mismatches.
 
     python examples/countdown/task.py && hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
     dcmdp plan --config=examples/countdown/countdown.py:0.6b --topology=h100:1
@@ -150,9 +149,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def _arms(size: str, mismatch: str) -> dict[str, Arm]:
-    """The arms of a mismatch; `exact` has its lag alone. The small size has a control,
-    `grpo_shaken`.
-    """
+    """The arms of a mismatch; `exact` has only its lag. The small size adds `grpo_shaken`."""
     engine = MISMATCHES[mismatch] | ({"warmup.steps": 0} if size == "small" else {})
     engine |= {
         f"algorithm.{name}": value for name, value in ({"method": "grpo"} | _ALGORITHM).items()

@@ -1,5 +1,4 @@
-"""The embedded engine with a planted mismatch: fixed noise on its weights, or weights that it keeps
-for a while.
+"""The embedded engine with an injected mismatch: noise on its weights, or weights it keeps.
 
     --config.rollout.engine=examples/countdown/sampler.py:SAMPLER
     '--config.rollout.engine_args={"noise": 0.02}'
@@ -33,9 +32,7 @@ class Settings(LocalSettings):
 
 @jax.jit
 def noisy(params: Any, seed: jax.Array, scale: jax.Array) -> Any:
-    """w (1 + scale z) of every parameter, z standard normal: a function of the seed and the
-    parameter's place.
-    """
+    """w (1 + scale z) of every parameter, z standard normal by seed and place."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     noise = (
@@ -57,9 +54,7 @@ class Sampler(LocalEngine):
         self._kept = None
 
     def sync_weights(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Versions 0, k, 2 k, ... are taken, and the first after a restart; the noise is drawn for
-        them.
-        """
+        """Versions 0, k, 2 k, ... and the first after a restart are taken, and get the noise."""
         one = self._settings
         if self._kept is None or policy_version % one.every == 0:
             # The trainer may overwrite its own.

@@ -1,5 +1,4 @@
-"""Countdown: an equation that uses each of some numbers once and equals a target. Problems, and
-their reward.
+"""Countdown, an equation that uses each number once and equals a target: problems and reward.
 
     python examples/countdown/task.py        writes runs/countdown/*.jsonl: 20,000 and 64 problems
                                              as published
@@ -39,9 +38,7 @@ _QUESTION = (
 
 
 class Size(NamedTuple):
-    """Ranges of a problem: how many numbers, from 1 to the largest; target from 1 to the largest;
-    operations.
-    """
+    """Ranges of a problem: count of numbers, largest number, largest target, operations."""
 
     numbers: int
     largest_number: int
@@ -61,9 +58,7 @@ def apply(operation: str, left: Fraction, right: Fraction) -> Fraction:
 
 
 def expression(draw: random.Random, numbers: list[int], operations: str) -> tuple[Fraction, str]:
-    """A random expression that uses each number once: pairs are joined until one is left. Its value
-    and its text.
-    """
+    """A random expression that joins the numbers pair by pair: its value and its text."""
     parts = [(Fraction(number), str(number)) for number in numbers]
     while len(parts) > 1:
         (a, left), (b, right) = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
@@ -100,9 +95,7 @@ def row(size: Size, problem: dict[str, Any]) -> dict[str, Any]:
 def rows(
     size: Size, count: int, held_out: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Problems to train on, and held-out ones: the first, none of which is asked in training in any
-    order.
-    """
+    """Problems to train on, and held-out ones that training never asks in any order."""
     source = map(functools.partial(row, size), problems(size, 0))
     first = list(itertools.islice(source, held_out))
     asked = {_key(one) for one in first}
@@ -116,9 +109,7 @@ def _key(problem: dict[str, Any]) -> tuple[Any, ...]:
 def worked(
     train: list[dict[str, Any]], count: int, error_rate: float, seed: int
 ) -> Iterator[dict[str, str]]:
-    """Answers to start from; a share is any expression of the numbers, so that the policy errs
-    about that often.
-    """
+    """Answers to start from; a share is any expression, so that the policy errs."""
     draw = random.Random(seed)
     for _ in range(count):
         one = draw.choice(train)
@@ -142,9 +133,7 @@ def last_answer(text: str) -> str | None:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of a parsed expression, whose numbers are added to `used`; ValueError for anything
-    else in it.
-    """
+    """Value of a parsed expression; its numbers are added to `used`. Else ValueError."""
     match node:
         case ast.Constant(int(number)) if not isinstance(number, bool):
             used.append(number)
@@ -157,8 +146,7 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 
 
 def solves(answer: str | None, numbers: list[int], target: int) -> bool:
-    """Whether the answer is an expression with + - * / that uses each number exactly once and
-    equals the target.
+    """Whether the answer uses + - * / and each number exactly once, and equals the target.
 
     Nothing is evaluated: the text is parsed, and the tree is computed in fractions.
     """

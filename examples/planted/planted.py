@@ -1,5 +1,4 @@
-"""A planted mismatch with a way out: an engine that is wrong on known states, a task that can avoid
-them, a study.
+"""An engine that is wrong on known states, a task that can avoid them, and a study of both.
 
     dcmdp train --config=examples/planted/planted.py           GRPO
     dcmdp train --config=examples/planted/planted.py:reward,3

@@ -129,9 +129,7 @@ class Calculator:
         self._answer = reference_answer
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """The value of the expression that the text calls for, or the reward of its box and the
-        end.
-        """
+        """The value of the expression that the text calls for, or the box's reward and the end."""
         if call := _CALL.search(text):
             return value_of(call[1]), 0.0, False
         return "", float(self._answer is not None and last_boxed(text) == self._answer), True

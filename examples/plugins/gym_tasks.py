@@ -31,9 +31,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def gym(
     *, dataset: str = "", size: int = 1000, seed: int = 0, **settings: Any
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset; the column `reasoning_gym` says how to make an entry again, for
-    `gym_score`.
-    """
+    """Rows of a dataset; `reasoning_gym` says how `gym_score` makes an entry again."""
     for key, value, low, high in (("size", size, 1, _LARGEST), ("seed", seed, 0, 2**32 - 1)):
         if type(value) is not int or not low <= value <= high:
             raise UserError(f"{key} = {value!r} must be a whole number from {low} to {high}")
