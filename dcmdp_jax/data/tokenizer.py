@@ -75,7 +75,8 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
         )
     # Missing files, broken JSON and unknown classes all raise differently.
     except Exception as error:
-        reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
+        first_line, *_ = (str(error).strip() or type(error).__name__).splitlines()
+        reason = shorten_name(first_line)
         raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
     check_tokenizer(tokenizer)
 

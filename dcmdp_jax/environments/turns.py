@@ -311,6 +311,7 @@ class TurnSampler:
                 )
             if not text:
                 continue
+            # Only warns: an environment's own text keeps its control tokens.
             self._without_control_tokens({"content": text})
             problem = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
             chat = chat_messages(problem, self.prompt_suffix)

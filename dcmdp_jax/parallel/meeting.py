@@ -221,7 +221,8 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
         except OSError as error:
             reason = error.strerror or str(error)
         if refused:
-            raise ArgumentError(*str(refused).partition(": ")[::2])
+            argument, _, message = str(refused).partition(": ")
+            raise ArgumentError(argument, message)
         if time.monotonic() - warned_at >= _SAY_EVERY_S:
             warned_at = time.monotonic()
             logger.warning(

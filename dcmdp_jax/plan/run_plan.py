@@ -568,8 +568,9 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
             if not candidate.fits:
                 break
 
-    if plan is None and len({candidate.refused for candidate in candidates}) == 1:
-        raise UserError(refused)
+    reasons = {candidate.refused for candidate in candidates}
+    if plan is None and len(reasons) == 1:
+        raise UserError(reasons.pop())
     return sorted(candidates, key=_rank)
 
 

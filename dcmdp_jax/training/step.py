@@ -272,15 +272,17 @@ def _update(
             starts from the weights at the start of the step.
     """
     settings = setup.settings
-    batch, rewards, penalized, first = mini_batch
-    unpenalized = _advantages(settings, batch, rewards)
-    advantages = unpenalized if penalized is None else _advantages(settings, batch, penalized)
+    batch, rewards, penalized_rewards, first = mini_batch
+    unpenalized_advantages = _advantages(settings, batch, rewards)
+    advantages = unpenalized_advantages
+    if penalized_rewards is not None:
+        advantages = _advantages(settings, batch, penalized_rewards)
     weights, _ = setup.loss_weights(batch)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     constants = _Constants(
         advantages=advantages,
         weights=weights,
-        unpenalized=unpenalized,
+        unpenalized=unpenalized_advantages,
         dual=state.dual,
         first=first,
         loss_scale=scale,
@@ -294,7 +296,10 @@ def _update(
         gradient, inputs, batch.rows, batch.micro_batches, mesh=setup.mesh
     )
     sums = total.value()
-    divisor = setup.loss_weights(batch, sums.dropped_tokens)[1] if terms is None else terms.divisor
+    if terms is None:
+        _, divisor = setup.loss_weights(batch, sums.dropped_tokens)
+    else:
+        divisor = terms.divisor
     if scale is not None:
         divisor *= scale
 

@@ -250,8 +250,8 @@ class WeightBridge:
                 end = offset + tensor.num_bytes
             self._jobs.append((hf_tensor, tensors))
 
-        # Arrays of one stack that are converted together, as each alone costs a program's start:
-        # where they begin.
+        # A conversion costs a program start, so arrays of one stack are converted in groups:
+        # (first array of the stack, jobs).
         self._groups: list[tuple[int, list[int]]] = []
         jobs_of_leaf = collections.defaultdict(list)
         for number, (hf_tensor, _) in enumerate(self._jobs):

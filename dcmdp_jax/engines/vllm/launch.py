@@ -97,11 +97,11 @@ def check_machine(arguments: EngineArguments) -> str:
         version, platform = installed_in_cluster(settings)
     else:
         version, platform = installed_vllm(settings.python)
-    supported_versions = unsupported_version(version)
-    if supported_versions:
+    required_versions = unsupported_version(version)
+    if required_versions:
         raise ArgumentError(
             "engine",
-            f"vLLM {version} is installed, the bridge knows the inside of {supported_versions}; "
+            f"vLLM {version} is installed, the bridge knows the inside of {required_versions}; "
             "install one of those, or name an interpreter that has one in `python`",
         )
     if version.startswith("0.22."):

@@ -225,15 +225,13 @@ def read_run(
 
     steps: dict[int, StepMismatch] = {}
     for step, group in itertools.groupby(rows(), key=lambda numbered: numbered[0]):
-        step_rows = (row for _, row in group)
         if step is None:
-            collections.deque(step_rows, maxlen=0)
-        elif step in steps:
+            continue
+        if step in steps:
             raise UserError(
                 f"step {step}: its rows are not together; probe the files of one run alone"
             )
-        else:
-            steps[step] = _step_mismatch(step, list(step_rows))
+        steps[step] = _step_mismatch(step, [row for _, row in group])
     if not allow_gaps:
         _refuse_gaps(recorded)
 
