@@ -23,6 +23,8 @@ COMMANDS = {
     "env": "versions and machine, for a bug report",
 }
 """Module of this folder -> what it does."""
+_MOVED = {"sweep": "python -m research.studies", "toy": "python -m research.theory"}
+"""Command of before -> what runs it in a checkout."""
 
 
 def console(name: str = "") -> NoReturn:
@@ -57,5 +59,7 @@ def _without_command(argv: list[str]) -> None:
         print(f"dcmdp_jax {dcmdp_jax.__version__}")
     else:
         hint = nearest(word, COMMANDS, f"there are {', '.join(COMMANDS)}")
+        if word in _MOVED:
+            hint = f"it is `{_MOVED[word]}` in a checkout"
         problem = f"{word}: no such command" if word else "a command is missing"
         raise UserError(f"{problem}; {hint}")

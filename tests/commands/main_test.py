@@ -122,6 +122,7 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
             "a command is missing; there are train, sft, evaluate, report, view, probe, "
             "plan, convert,",
         ),
+        (("sweep",), "sweep: no such command; it is `python -m research.studies` in a checkout"),
         (("trian", "--config=demo"), "trian: no such command; did you mean train?"),
         (("--config=demo",), "--config=demo: no such command; there are train, sft, evaluate, "),
         (("train", "--debug"), "--config is missing; for example --config=demo"),
