@@ -244,7 +244,11 @@ def check_range(declaration: Declared, value: Any, name: str) -> None:
 
 
 def check_choice(
-    name: str, value: object, allowed: tuple[str, ...], why: str = "", when: str = ""
+    name: str,
+    value: object,
+    allowed: tuple[str, ...],
+    why: str = "",
+    when: str = "",
 ) -> None:
     """Refuse a value that is none of `allowed`; empty allows any."""
     if allowed and value not in allowed:

@@ -159,7 +159,11 @@ def minpro(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
 
 
 def ctpo(
-    tokens: Tokens, *, low: float = 0.025, high: float = 0.05, power: float = 0.5
+    tokens: Tokens,
+    *,
+    low: float = 0.025,
+    high: float = 0.05,
+    power: float = 0.5,
 ) -> Corrected:
     """Cumulative token ratio (CTPO, arXiv:2605.07331).
 
@@ -303,7 +307,11 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
 
 
 def kl_rejection(
-    tokens: Tokens, *, high: float, estimator: KlEstimator = "k3", over: KlOver = "mean"
+    tokens: Tokens,
+    *,
+    high: float,
+    estimator: KlEstimator = "k3",
+    over: KlOver = "mean",
 ) -> Corrected:
     """Keep tokens whose estimate of KL(q || p) is at most `high` nats, in absolute value.
 
@@ -395,7 +403,9 @@ def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dic
         effective share of the tokens is weight_mean^2 / weight_square_mean.
     """
     require_same_shape(
-        weights=corrected.weights, keep=corrected.keep, completion_mask=completion_mask
+        weights=corrected.weights,
+        keep=corrected.keep,
+        completion_mask=completion_mask,
     )
     mask = jnp.asarray(completion_mask, bool)
     weights = jnp.where(mask & corrected.keep, corrected.weights, 0.0)
@@ -450,7 +460,10 @@ def _prefix_sums(tokens: Tokens) -> tuple[_Values, _Values]:
 
 
 def _scanned(
-    tokens: Tokens, values: _Values, combine: Any = jnp.add, empty: float = 0.0
+    tokens: Tokens,
+    values: _Values,
+    combine: Any = jnp.add,
+    empty: float = 0.0,
 ) -> tuple[_Values, _Values]:
     """Scan of each completion's sampled tokens in their order, a completion being within one row.
 

@@ -147,15 +147,25 @@ def dc_grpo_loss(
     dtype = jnp.result_type(*map(stats.as_float, (*logprobs.values(), rewards)))
     train, old, rollout = (jnp.where(mask, jnp.asarray(x, dtype), 0.0) for x in logprobs.values())
     delta = discrepancy.token_discrepancy(
-        old, rollout, completion_mask=mask, measure=measure, sided=sided
+        old,
+        rollout,
+        completion_mask=mask,
+        measure=measure,
+        sided=sided,
     )
     advantages = group_advantages(
-        jnp.asarray(rewards, dtype), group_ids, ddof=ddof, epsilon=epsilon
+        jnp.asarray(rewards, dtype),
+        group_ids,
+        ddof=ddof,
+        epsilon=epsilon,
     )
     penalized = jnp.where(mask, penalized_advantages(advantages, delta, multiplier), 0.0)
     ratio = losses.importance_ratio(train, old)
     objective = trust_regions.clipped_surrogate(
-        ratio, penalized, clip_low=clip_low, clip_high=clip_high
+        ratio,
+        penalized,
+        clip_low=clip_low,
+        clip_high=clip_high,
     ).objective
 
     lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
@@ -203,7 +213,10 @@ def _numbers(name: str, value: Any) -> Array:
 
 
 def _require_arrays(
-    logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array
+    logprobs: dict[str, Array],
+    completion_mask: Array,
+    rewards: Array,
+    group_ids: Array,
 ) -> None:
     """Raise for ranks, shapes and dtypes that do not fit; these are known under jit too."""
     for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
@@ -228,7 +241,10 @@ def _require_arrays(
 
 
 def _require_values(
-    logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array
+    logprobs: dict[str, Array],
+    completion_mask: Array,
+    rewards: Array,
+    group_ids: Array,
 ) -> None:
     """Raise for values that are wrong, as far as they are known."""
     rewards = concrete(rewards)

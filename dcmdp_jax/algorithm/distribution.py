@@ -121,7 +121,9 @@ def state_measures(
         ValueError: if the shapes differ.
     """
     require_same_shape(
-        train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, present=present
+        train_logprobs=train_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        present=present,
     )
     train = stop_gradient(jnp.where(present, jnp.asarray(train_logprobs, jnp.float32), 0.0))
     rollout = stop_gradient(jnp.where(present, jnp.asarray(rollout_logprobs, jnp.float32), 0.0))
@@ -176,7 +178,10 @@ def distribution_statistics(
     """
     require_head(head, mask)
     measures = state_measures(
-        head.old_logprobs, head.rollout_logprobs, head.present, **measure_options
+        head.old_logprobs,
+        head.rollout_logprobs,
+        head.present,
+        **measure_options,
     )
     return {name: masked.masked_sum(values, mask) for name, values in measures.items()}
 
@@ -252,7 +257,12 @@ def centering_loss(
     sampled = jax.tree.map(constant_inside, tokens)._replace(completion_mask=active)
 
     def centered_loss(
-        present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array
+        present: Array,
+        train: Array,
+        old: Array,
+        start: Array,
+        rollout: Array,
+        anchored: Array,
     ) -> jax.Array:
         """q_j f_j l_j of one token j in the place of each sampled one, [R, L]."""
         if sequence_ratio is None:

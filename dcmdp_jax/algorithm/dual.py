@@ -82,7 +82,10 @@ def dual_update(
     """
     require_rank("mean_discrepancy", mean_discrepancy, 0)
     require_sizes(
-        multiplier=multiplier, tolerance=tolerance, learning_rate=learning_rate, minimum=minimum
+        multiplier=multiplier,
+        tolerance=tolerance,
+        learning_rate=learning_rate,
+        minimum=minimum,
     )
     least_maximum = 0 if isinstance(minimum, jax.Array) else minimum
     require_number("maximum", maximum, minimum=least_maximum)

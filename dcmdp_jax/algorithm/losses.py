@@ -218,7 +218,9 @@ def sequence_log_ratio(
 ) -> Float[jax.Array, "R L"]:
     """Mean log-ratio of a token's completion in value, the token's own in gradient; clamped."""
     require_same_shape(
-        train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask
+        train_logprobs=train_logprobs,
+        old_logprobs=old_logprobs,
+        completion_mask=where.mask,
     )
     require_gradient("train_logprobs", train_logprobs)
     mask = jnp.asarray(where.mask, bool)
@@ -329,7 +331,9 @@ def reference_kl(
     if completion_mask is None:
         completion_mask = jnp.ones(jnp.shape(train_logprobs), bool)
     require_same_shape(
-        train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=completion_mask
+        train_logprobs=train_logprobs,
+        ref_logprobs=ref_logprobs,
+        completion_mask=completion_mask,
     )
     mask = jnp.asarray(completion_mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)

@@ -266,7 +266,11 @@ class GroupStatistics(NamedTuple):
 
 
 def group_statistics(
-    rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: Bool[Array, " N"], *, ddof: int
+    rewards: Float[Array, " N"],
+    group_ids: Int[Array, " N"],
+    valid: Bool[Array, " N"],
+    *,
+    ddof: int,
 ) -> GroupStatistics:
     """Deviations from the mean, standard deviation, size and equality of the rewards of each group.
 

@@ -151,7 +151,10 @@ def penalty_length(head: Head, mask: Bool[Array, "R L"], penalty: str) -> Float[
 
 
 def penalty_loss(
-    tokens: Tokens, weights: Float[Array, "R L"], head: Head, penalty: str
+    tokens: Tokens,
+    weights: Float[Array, "R L"],
+    head: Head,
+    penalty: str,
 ) -> Float[jax.Array, ""]:
     """lambda sum_t w_t D(s_t), to be added to the sum of the loss.
 

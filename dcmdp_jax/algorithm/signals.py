@@ -74,7 +74,9 @@ def penalty_share(
     """
     require_tokens(tokens)
     require_same_shape(
-        advantages=tokens.advantages, unpenalized=unpenalized, token_weights=token_weights
+        advantages=tokens.advantages,
+        unpenalized=unpenalized,
+        token_weights=token_weights,
     )
     score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
     penalized = jnp.abs(tokens.advantages - unpenalized) * score
@@ -136,7 +138,10 @@ def row_signals(
     tokens = stop_gradient(tokens)._replace(num_completions=num_completions)
 
     delta = token_discrepancy(
-        tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure
+        tokens.old_logprobs,
+        tokens.rollout_logprobs,
+        completion_mask=mask,
+        **measure,
     )
     penalized_discrepancy = delta
     if level == "reward":

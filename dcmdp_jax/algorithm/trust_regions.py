@@ -70,7 +70,11 @@ def clipped_surrogate(
 
 
 def clip(
-    tokens: Tokens, *, low: float = 0.2, high: float = 0.24, dual: float = 0.0
+    tokens: Tokens,
+    *,
+    low: float = 0.2,
+    high: float = 0.24,
+    dual: float = 0.0,
 ) -> Region | tuple[Region, dict[str, Statistic]]:
     """PPO's pessimistic clip: `clipped_surrogate` as a trust region.
 

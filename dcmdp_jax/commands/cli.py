@@ -46,7 +46,9 @@ class Parser(argparse.ArgumentParser):
             options["prog"] = installed if sys.argv[0] == installed else f"python -m bin.{command}"
         # An abbreviated flag would change its meaning when a new one is added.
         super().__init__(
-            epilog="--debug shows the traceback of a failure.", allow_abbrev=False, **options
+            epilog="--debug shows the traceback of a failure.",
+            allow_abbrev=False,
+            **options,
         )
 
     def error(self, message: str) -> NoReturn:

@@ -67,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_check)
     check.add_argument(
-        "hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer"
+        "hf_dir",
+        type=Path,
+        metavar="HF_DIR",
+        help="config.json, safetensors, tokenizer",
     )
 
     gguf = commands.add_parser(

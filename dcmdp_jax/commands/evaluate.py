@@ -94,7 +94,11 @@ def main(argv: list[str]) -> None:
     settings["top_p"] = top_p
     settings["overlap"] = arguments.overlap
     header = evaluation_header(
-        settings, task.held_out, model=saved.name, step=saved.step, files=saved.files
+        settings,
+        task.held_out,
+        model=saved.name,
+        step=saved.step,
+        files=saved.files,
     )
     stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
     out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, header)
@@ -119,7 +123,10 @@ def main(argv: list[str]) -> None:
     if dropped:
         print(f"left out, prompt over task.max_prompt_tokens: {', '.join(dropped)}")
     for line in describe_overlaps(
-        results, overlaps, config.task.train, dropped=arguments.overlap == "drop"
+        results,
+        overlaps,
+        config.task.train,
+        dropped=arguments.overlap == "drop",
     ):
         print(line)
     print(f"completions: dcmdp view {log.path}")

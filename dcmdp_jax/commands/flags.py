@@ -233,7 +233,11 @@ def _programs(folder: Path) -> list[Path]:
 
 
 def call_function(
-    option: str, program: str, function: str, kinds: tuple[type, ...], folder: str = ""
+    option: str,
+    program: str,
+    function: str,
+    kinds: tuple[type, ...],
+    folder: str = "",
 ) -> Any:
     """Run a config or study file and call one of its functions, once.
 

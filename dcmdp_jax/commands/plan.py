@@ -74,7 +74,10 @@ def main(argv: list[str]) -> int:
         tell(table(plans))
     else:
         plan = compile_run(
-            config, topology, only=programs, on_program=lambda name: tell(f"compiling {name} ...")
+            config,
+            topology,
+            only=programs,
+            on_program=lambda name: tell(f"compiling {name} ..."),
         )
         record = plan_record(plan)
         fits = plan.fits

@@ -348,7 +348,10 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
 
     # Files.
     add(
-        "recording", nargs="*", metavar="PATH", help="files, directories, globs, or a run directory"
+        "recording",
+        nargs="*",
+        metavar="PATH",
+        help="files, directories, globs, or a run directory",
     )
     about = f"refuse others than: {', '.join(formats[1:])} (default: %(default)s)"
     add("--format", default="auto", choices=formats, metavar="NAME", help=about)

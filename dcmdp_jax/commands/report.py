@@ -20,10 +20,16 @@ def main(argv: list[str]) -> None:
         description="Plots and a self-contained HTML page of one run, or of several, overlaid.",
     )
     parser.add_argument(
-        "run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by train"
+        "run_dirs",
+        nargs="+",
+        metavar="RUNDIR",
+        help="a run directory, written by train",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: the run's own; report/ for several"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="default: the run's own; report/ for several",
     )
     arguments = parser.parse_args(argv[1:])
 

@@ -167,7 +167,11 @@ def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Ite
             formats.rows_of(file, left_out)
         ):
             row = recording.checked_row(
-                f"{file.path}, row {number}", cells, columns, left_out, keep_lists=True
+                f"{file.path}, row {number}",
+                cells,
+                columns,
+                left_out,
+                keep_lists=True,
             )
             if not len(row["token"]):
                 continue

@@ -180,7 +180,11 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
 
 
 def engine_arguments(
-    config: Config, host: int = 0, *, kind: EngineKind | None = None, **further: Any
+    config: Config,
+    host: int = 0,
+    *,
+    kind: EngineKind | None = None,
+    **further: Any,
 ) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run and its arguments.
 

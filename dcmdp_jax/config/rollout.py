@@ -73,7 +73,10 @@ class RolloutSettings:
     max_rows: int = setting(256, unit="completions", minimum=1, free=True)
     min_rows: int = setting(0, unit="completions", minimum=0, free=True)
     group_size: int = setting(
-        8, unit="completions", minimum=2, why="one completion has no group to be compared with"
+        8,
+        unit="completions",
+        minimum=2,
+        why="one completion has no group to be compared with",
     )
     max_completion_tokens: int = setting(8192, unit="tokens", minimum=1, maximum=MOST_TOKENS)
     temperature: float = setting(

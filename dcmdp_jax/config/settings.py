@@ -363,7 +363,11 @@ class EvaluationSettings:
     task: str = setting("", free=True)
     every_steps: int = setting(0, unit="steps", minimum=0, free=True)
     samples: tuple[int, ...] = setting(
-        (), unit="completions", minimum=1, maximum=_MOST_SAMPLES, free=True
+        (),
+        unit="completions",
+        minimum=1,
+        maximum=_MOST_SAMPLES,
+        free=True,
     )
     temperature: float = setting(0.7, minimum=0, maximum=HIGHEST_TEMPERATURE, free=True)
     max_problems: int = setting(0, unit="problems", minimum=0, free=True)

@@ -64,7 +64,11 @@ LEVELS: dict[int, _Level] = {
     3: _Level(operations=3, largest_value=99, operators="+-*"),
     4: _Level(operations=4, largest_value=99, operators="+-*", precedence=True),
     5: _Level(
-        operations=5, largest_value=999, largest_operand=20, operators="+-*", precedence=True
+        operations=5,
+        largest_value=999,
+        largest_operand=20,
+        operators="+-*",
+        precedence=True,
     ),
     6: _Level(operations=24, largest_value=99),
     7: _Level(operations=1, largest_value=58, largest_operand=29, operators="+"),
@@ -228,7 +232,10 @@ def _text(numbers: list[int], operators: list[str]) -> str:
 
 
 def _steps(
-    numbers: list[int], operators: list[str], wrong: int | None = None, error: int = 0
+    numbers: list[int],
+    operators: list[str],
+    wrong: int | None = None,
+    error: int = 0,
 ) -> list[_Step]:
     """(first, operator, second, result) in the order worked: products first, from the left."""
     numbers = list(numbers)
@@ -252,7 +259,10 @@ def _in_range(steps: list[_Step], level: _Level) -> bool:
 
 
 def _spoiled(
-    numbers: list[int], operators: list[str], level: _Level, noise: random.Random
+    numbers: list[int],
+    operators: list[str],
+    level: _Level,
+    noise: random.Random,
 ) -> list[_Step]:
     """The steps with one result off and carried on, every value in the level's range."""
     candidates = []

@@ -290,7 +290,10 @@ class CallFormat(NamedTuple):
 
         try:
             message = parse_response(
-                text, dict(self.template), prefix=self.prefix, tools=list(tools)
+                text,
+                dict(self.template),
+                prefix=self.prefix,
+                tools=list(tools),
             )
             functions = [call["function"] for call in message.get("tool_calls", ())]
             calls = [{field: function[field] for field in _CALL} for function in functions]

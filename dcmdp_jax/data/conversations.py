@@ -62,7 +62,10 @@ class ConversationEncoder:
         self._has_marks = bool(_MARKS.search(str(tokenizer.chat_template)))
 
     def encode(
-        self, problem: Problem, prompt_messages: Sequence[Message], prompt_ids: Sequence[int]
+        self,
+        problem: Problem,
+        prompt_messages: Sequence[Message],
+        prompt_ids: Sequence[int],
     ) -> tuple[list[int], np.ndarray]:
         """Encode a problem with its completion.
 
@@ -186,7 +189,10 @@ class _Chat:
     """One conversation, as the template writes it."""
 
     def __init__(
-        self, encoder: ConversationEncoder, problem: Problem, prompt_messages: Sequence[Message]
+        self,
+        encoder: ConversationEncoder,
+        problem: Problem,
+        prompt_messages: Sequence[Message],
     ) -> None:
         self._encoder = encoder
         self._tokenizer = encoder._tokenizer
@@ -264,7 +270,10 @@ class _Chat:
     def _marked(self, text: str) -> tuple[list[int], np.ndarray, dict[int, str]]:
         """Ids, targets, and the marked text of each learned turn."""
         encoded = self._write(
-            self._messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            self._messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         ids = encoded["input_ids"]
         marked = np.array(encoded["assistant_masks"], bool)
@@ -425,7 +434,10 @@ class _Chat:
         return [number for number, message in messages if message["role"] == "assistant"]
 
     def _token_span(
-        self, offsets: Sequence[tuple[int, int]], start: int, end: int
+        self,
+        offsets: Sequence[tuple[int, int]],
+        start: int,
+        end: int,
     ) -> tuple[int, int]:
         """The first token of a turn and the one behind its last."""
         first = bisect.bisect_left(offsets, start, key=lambda offset: offset[0])

@@ -209,7 +209,12 @@ def _tasks(shares: Sequence[int], seed: int, number: int) -> np.ndarray:
 
 
 def prompt_order(
-    problems: int, *, seed: int, first: int, count: int, task: int | None = None
+    problems: int,
+    *,
+    seed: int,
+    first: int,
+    count: int,
+    task: int | None = None,
 ) -> np.ndarray:
     """Problems at positions first .. first + count - 1 of the endless shuffled stream of one task.
 

@@ -165,7 +165,10 @@ def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode
 
 
 def one_a_row(
-    prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    length: int,
+    count: int = 0,
 ) -> Rows:
     """Rows of one completion each, padded to `length`, and to `count` rows."""
     shape = count or len(prompts), length

@@ -84,7 +84,11 @@ def load_problems(
             break
         try:
             problem = problem_from_row(
-                row, source=source, index=index, keep_columns=keep_columns, answers=answers
+                row,
+                source=source,
+                index=index,
+                keep_columns=keep_columns,
+                answers=answers,
             )
             repeated += unique.setdefault(_content(problem), problem) is not problem
         except ValueError as error:
@@ -117,7 +121,10 @@ def load_problems(
         )
     if repeated:
         _LOG.warning(
-            "%s: %d rows repeat an earlier row: %d problems", location, repeated, len(problems)
+            "%s: %d rows repeat an earlier row: %d problems",
+            location,
+            repeated,
+            len(problems),
         )
     if not problems:
         reason = "no usable row" if bad_rows else "the file is empty"

@@ -152,7 +152,12 @@ def encode_prompts(
         text = ""
         if not problem.completion:
             text = chat.render_checked(
-                tokenizer, messages, "the chat template", _name(problem), variables, problem.tools
+                tokenizer,
+                messages,
+                "the chat template",
+                _name(problem),
+                variables,
+                problem.tools,
             )
         texts.append(text)
     with_control_tokens = _count_control_tokens(problems, tokenizer, learned=learned)

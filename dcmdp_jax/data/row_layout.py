@@ -171,7 +171,10 @@ def make_row_shapes(
 
 
 def lognormal_lengths(
-    median: float, longest: int, count: int, seed: int
+    median: float,
+    longest: int,
+    count: int,
+    seed: int,
 ) -> Int[np.ndarray, " count"]:
     """Draw lengths, lognormal with a spread of 0.79, at most `longest`."""
     generator = np.random.default_rng(seed)

@@ -295,7 +295,10 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _present(
-    row: Mapping[str, Any], names: Sequence[str], noun: str, error: type[UserError] = UserError
+    row: Mapping[str, Any],
+    names: Sequence[str],
+    noun: str,
+    error: type[UserError] = UserError,
 ) -> list[str]:
     """The fields of these names that a row has, null ones aside.
 

@@ -174,7 +174,10 @@ def encode_with_offsets(
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], noun: str, **options: Any
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    noun: str,
+    **options: Any,
 ) -> Any:
     try:
         return tokenizer(list(texts), add_special_tokens=False, **options)

@@ -232,7 +232,11 @@ class EngineKind:
         return False
 
     def scheme(
-        self, arguments: EngineArguments, precision: str, cache: str, platform: str
+        self,
+        arguments: EngineArguments,
+        precision: str,
+        cache: str,
+        platform: str,
     ) -> Scheme:
         """The roundings of a precision and a cache, each may be "full".
 
@@ -254,7 +258,11 @@ class EngineKind:
         """Leave the share of so many such engines free on the devices, before JAX starts."""
 
     def memory(
-        self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int
+        self,
+        arguments: EngineArguments,
+        load: Workload,
+        machine: Machine,
+        rows: int,
     ) -> list[MemoryPart]:
         """Parts of memory with `rows` completions decoded at a time."""
         return []

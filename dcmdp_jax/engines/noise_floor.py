@@ -85,7 +85,11 @@ def noise_floor(
             temperature=sampling.temperature,
         )
         together, alone = sample_alone(
-            engine, resampled, sampled_again(sampling), seed=seed, step=step
+            engine,
+            resampled,
+            sampled_again(sampling),
+            seed=seed,
+            step=step,
         )
     except EngineError as error:
         if not drop:

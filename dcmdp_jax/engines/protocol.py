@@ -196,7 +196,11 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
 
 
 def check_top_logprobs(
-    episodes: Sequence[Episode], count: int, vocab_size: int, *, complete: bool = False
+    episodes: Sequence[Episode],
+    count: int,
+    vocab_size: int,
+    *,
+    complete: bool = False,
 ) -> None:
     """Refuse top-k tokens that can't be the engine's.
 
@@ -255,7 +259,10 @@ _LIST_TOLERANCE = 1e-3
 
 
 def check_routed_experts(
-    episodes: Sequence[Episode], layers: int, per_token: int, experts: int
+    episodes: Sequence[Episode],
+    layers: int,
+    per_token: int,
+    experts: int,
 ) -> None:
     """Refuse experts that the model does not have.
 
@@ -304,7 +311,11 @@ class _Reader(Protocol):
 
 
 def checked_sequences(
-    engine: _Reader, sequences: Sequence[np.ndarray], name: str, *, reserve: int = 0
+    engine: _Reader,
+    sequences: Sequence[np.ndarray],
+    name: str,
+    *,
+    reserve: int = 0,
 ) -> list[np.ndarray]:
     """The sequences as int32 vectors, checked for vocabulary and length.
 

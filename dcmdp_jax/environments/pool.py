@@ -110,7 +110,10 @@ class EnvironmentPool(Closing):
         return tuple(self._result("reset", call, on_wait))
 
     def step(
-        self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]
+        self,
+        rows: Sequence[int],
+        texts: Sequence[str],
+        on_wait: Callable[[], None],
     ) -> list[Step]:
         """The environments' responses to the turns of some completions. Raises as `reset`."""
         batches = [(rows, texts)]
@@ -208,7 +211,10 @@ class _BatchEnvironments:
         )
 
     def _checked(
-        self, call: Callable[[int], Any], check: Callable[[Any], Any], rows: Sequence[int]
+        self,
+        call: Callable[[int], Any],
+        check: Callable[[Any], Any],
+        rows: Sequence[int],
     ) -> list[Any]:
         """The results of the calls, checked."""
         try:

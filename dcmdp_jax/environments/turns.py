@@ -370,7 +370,12 @@ class TurnSampler:
             ]
             end = int(play.ids[-1][-1])
             text = answer_text(
-                self.tokenizer, messages, self.variables, play.tools, sampled=end, ends=ends
+                self.tokenizer,
+                messages,
+                self.variables,
+                play.tools,
+                sampled=end,
+                ends=ends,
             )
             # As behind the end token in a whole chat: some tokenizers write a space before a text.
             ids = self._ids(ends.get(end, "") + text)

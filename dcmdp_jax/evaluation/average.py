@@ -201,7 +201,11 @@ def sampled_episodes(
         generated = evaluator.engine.generate(prompt_ids, sampling, **numbers)
     else:
         generated = evaluator.turns.generate(
-            prompt_ids, prompts.problems, sampling, **numbers, check_stop=check_stop
+            prompt_ids,
+            prompts.problems,
+            sampling,
+            **numbers,
+            check_stop=check_stop,
         )
 
     with (

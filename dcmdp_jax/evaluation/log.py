@@ -67,7 +67,10 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         return self._parts.get((task, part))
 
     def append(
-        self, part: int, problems: Sequence[Mapping[str, Any]], result: EvaluationResult
+        self,
+        part: int,
+        problems: Sequence[Mapping[str, Any]],
+        result: EvaluationResult,
     ) -> None:
         """Write a finished part, and wait until it is on the disk.
 
@@ -177,7 +180,10 @@ def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -
 
 
 def open_output(
-    out: Path | None, directory: Path, stem: str, header: Mapping[str, Any]
+    out: Path | None,
+    directory: Path,
+    stem: str,
+    header: Mapping[str, Any],
 ) -> tuple[Path, EvaluationLog]:
     """Choose the evaluation's JSON file, and open its lines, `NAME.problems.jsonl` next to it.
 

@@ -56,7 +56,11 @@ def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def token_discrepancy(
-    train_logprobs: Tensor, rollout_logprobs: Tensor, *, measure: str = "diff", sided: str = "two"
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    measure: str = "diff",
+    sided: str = "two",
 ) -> Tensor:
     """Discrepancy of each token (Eq. 2-3), as `dcmdp_jax.algorithm.discrepancy.token_discrepancy`.
 
@@ -226,7 +230,9 @@ def clipped_surrogate(
     """
     require_gradient(train_logprobs=train_logprobs)
     require_same_shape(
-        train_logprobs=train_logprobs, old_logprobs=old_logprobs, advantages=advantages
+        train_logprobs=train_logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
     )
     advantages = advantages.detach().float()
     ratio = clamped_log_ratio(train_logprobs, old_logprobs.detach()).exp()
@@ -318,15 +324,23 @@ class DcGrpo:
         return penalized, metrics
 
     def penalized_tokens(
-        self, train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+        self,
+        train_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Discrepancy of each token, 0 where it is not penalized; and which tokens are."""
         require_same_shape(
-            train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask
+            train_logprobs=train_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            mask=mask,
         )
         sampled = mask.bool() & ~torch.isnan(rollout_logprobs)
         delta = token_discrepancy(
-            train_logprobs, rollout_logprobs, measure=self.measure, sided=self.sided
+            train_logprobs,
+            rollout_logprobs,
+            measure=self.measure,
+            sided=self.sided,
         )
         return torch.where(sampled, delta, torch.zeros_like(delta)), sampled
 

@@ -60,7 +60,10 @@ def penalize(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
     require_columns(batch, advice)
     mask = batch["loss_mask"]
     penalized, metrics = dc_grpo.penalize(
-        batch["advantages"], batch["action_log_probs"], batch["rollout_logprobs"], mask
+        batch["advantages"],
+        batch["action_log_probs"],
+        batch["rollout_logprobs"],
+        mask,
     )
     batch["advantages"] = penalized * mask
     return metrics

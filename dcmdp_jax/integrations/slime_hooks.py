@@ -85,7 +85,11 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
 
 def no_weights(
-    args: Any, *, pg_loss: torch.Tensor, loss_masks: list[torch.Tensor], **_: Any
+    args: Any,
+    *,
+    pg_loss: torch.Tensor,
+    loss_masks: list[torch.Tensor],
+    **_: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """Loss and masks as they are, no metrics: the penalty already answers for the mismatch.
 

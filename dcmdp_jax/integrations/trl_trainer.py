@@ -40,7 +40,11 @@ class DcGrpoTrainer(GRPOTrainer):
     """
 
     def __init__(
-        self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any
+        self,
+        *args: Any,
+        dc_grpo: DcGrpo,
+        on_batch: OnBatch | None = None,
+        **options: Any,
     ) -> None:
         self.dc_grpo = dc_grpo
         self._on_batch = on_batch

@@ -94,7 +94,11 @@ def register(
 
     @functools.wraps(of_sessions)
     def compute_advantage_of_sessions(
-        data: Any, batch_keys: Any, adv_estimator: Any, *args: Any, **options: Any
+        data: Any,
+        batch_keys: Any,
+        adv_estimator: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         if adv_estimator != NAME:
             return of_sessions(data, batch_keys, adv_estimator, *args, **options)

@@ -44,7 +44,11 @@ def check_engine(
     def sample(prompts: Sequence[np.ndarray], first_prompt: int) -> list[Episode]:
         episodes_by_row: dict[tuple[int, int], Episode] = {}
         for episodes in engine.generate(
-            prompts, sampling, seed=1, step=2, first_prompt=first_prompt
+            prompts,
+            sampling,
+            seed=1,
+            step=2,
+            first_prompt=first_prompt,
         ):
             check_episodes(episodes, prompts, sampling, vocab_size)
             for episode in episodes:

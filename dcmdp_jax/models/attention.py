@@ -34,7 +34,10 @@ follow.
 
 
 def choose_kernel(
-    setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK
+    setting: str,
+    dtype: jnp.dtype,
+    platform: str,
+    length: int = _SPLASH_BLOCK,
 ) -> str:
     """The kernel for the setting.
 
@@ -238,7 +241,12 @@ def _cudnn(
 ) -> jax.Array:
     if not one_segment and statistics_kept("cudnn", segments):
         return gpu.packed_attention(
-            query, key, value, segment_ids, segments=segments, window=window
+            query,
+            key,
+            value,
+            segment_ids,
+            segments=segments,
+            window=window,
         )
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     return jax.nn.dot_product_attention(

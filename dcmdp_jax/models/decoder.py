@@ -152,7 +152,11 @@ class Attention(nnx.Module):
         self.o = linear("o_proj", (width, embed), ("heads", "embed"))
 
     def __call__(
-        self, x: jax.Array, rotary: Rotary, attend: Attend, ops: Ops
+        self,
+        x: jax.Array,
+        rotary: Rotary,
+        attend: Attend,
+        ops: Ops,
     ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
@@ -199,7 +203,11 @@ class Attention(nnx.Module):
         return self.o(attended.reshape(*x.shape[:2], -1)), cache
 
     def _rotated(
-        self, x: jax.Array, scale: jax.Array | None, rotary: Rotary, ops: Ops
+        self,
+        x: jax.Array,
+        scale: jax.Array | None,
+        rotary: Rotary,
+        ops: Ops,
     ) -> jax.Array:
         if scale is None:
             return ops.rotate(x, rotary)
@@ -249,7 +257,10 @@ class Block(nnx.Module):
             self.attention = GatedDeltaNet(config, hf_name=f"{prefix}.linear_attn", stacks=stacks)
         else:
             self.attention = Attention(
-                config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention
+                config,
+                hf_name=f"{prefix}.self_attn",
+                stacks=stacks,
+                fused=fused_attention,
             )
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
@@ -334,7 +345,11 @@ class Decoder(nnx.Module):
         self.norm = _last_norm(config)
         if not config.tie_word_embeddings:
             self.output = parameter(
-                shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True
+                shape[::-1],
+                ("embed", "vocab"),
+                init=normal,
+                hf_name=HF_OUTPUT,
+                transposed=True,
             )
 
 
@@ -350,7 +365,10 @@ def _last_norm(config: ModelConfig) -> RMSNorm:
 
 @functools.lru_cache(maxsize=32)
 def _block_graph(
-    config: ModelConfig, kind: str, fused_attention: bool, fused_mlp: bool
+    config: ModelConfig,
+    kind: str,
+    fused_attention: bool,
+    fused_mlp: bool,
 ) -> nnx.GraphDef:
     return nnx.graphdef(
         Block(config, kind=kind, fused_attention=fused_attention, fused_mlp=fused_mlp)
@@ -646,7 +664,10 @@ def block_of(layer_params: Params, config: ModelConfig) -> Block:
     mlp = layer_params["mlp"]
     kind = "recurrent" if is_recurrent(layer_params) else ""
     graph = _block_graph(
-        config, kind, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp)
+        config,
+        kind,
+        "qkv" in layer_params["attention"],
+        "gate_up" in mlp.get("experts", mlp),
     )
     leaves = jax.tree.map(nnx.Param, layer_params, is_leaf=lambda x: not isinstance(x, dict))
     return nnx.merge(graph, nnx.State(leaves))

@@ -91,13 +91,22 @@ FAMILIES = {
         gguf="llama",
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM", qkv_bias=True, own_head_dim=False, gguf="qwen2"
+        architecture="Qwen2ForCausalLM",
+        qkv_bias=True,
+        own_head_dim=False,
+        gguf="qwen2",
     ),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM", qk_norm="head", defaults={"head_dim": 128}, gguf="qwen3"
+        architecture="Qwen3ForCausalLM",
+        qk_norm="head",
+        defaults={"head_dim": 128},
+        gguf="qwen3",
     ),
     "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM", qk_norm="head", experts=True, gguf="qwen3moe"
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm="head",
+        experts=True,
+        gguf="qwen3moe",
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",

@@ -81,7 +81,11 @@ class GatedDeltaNet(nnx.Module):
     """Projections, gates and norm around a recurrence, in place of `decoder.Attention`."""
 
     def __init__(
-        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = ()
+        self,
+        config: ModelConfig,
+        *,
+        hf_name: str,
+        stacks: tuple[Stack, ...] = (),
     ) -> None:
         self.config = config
         heads = config.linear_num_value_heads
@@ -96,7 +100,11 @@ class GatedDeltaNet(nnx.Module):
             stacks=stacks,
         )
         self.a_log = parameter(
-            (heads,), ("norm",), init=_log_uniform, hf_name=f"{hf_name}.A_log", stacks=stacks
+            (heads,),
+            ("norm",),
+            init=_log_uniform,
+            hf_name=f"{hf_name}.A_log",
+            stacks=stacks,
         )
         self.conv = parameter(
             (config.mixed_width, 1, config.linear_conv_kernel_dim),

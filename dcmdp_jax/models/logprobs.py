@@ -45,7 +45,10 @@ WHOLE_KERNEL = KernelAxes()
 
 
 def token_blocks(
-    tokens: int, chunk: int, vocab: int, axes: KernelAxes = WHOLE_KERNEL
+    tokens: int,
+    chunk: int,
+    vocab: int,
+    axes: KernelAxes = WHOLE_KERNEL,
 ) -> tuple[int, int]:
     """Number and size of the blocks of tokens in `token_logprobs`.
 
@@ -250,7 +253,10 @@ def _logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _block(
-    logits: jax.Array, targets: jax.Array, listed: jax.Array | None, options: _Options
+    logits: jax.Array,
+    targets: jax.Array,
+    listed: jax.Array | None,
+    options: _Options,
 ) -> tuple[jax.Array, ...]:
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
     axes = options.axes
@@ -530,14 +536,20 @@ def _pieced_backward(
             logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars), first)
             logits_bar = (logits_bar * options.scale).astype(hidden.dtype)
             pulled = jnp.matmul(
-                logits_bar, piece_kernel.T, precision=precision, preferred_element_type=jnp.float32
+                logits_bar,
+                piece_kernel.T,
+                precision=precision,
+                preferred_element_type=jnp.float32,
             )
             return hidden_bar.at[i].add(pulled), piece_bar + _kernel_bar(hidden[i], logits_bar)
 
         hidden_bar, kernel_bar = grads
         with jax.named_scope(CHUNKS):
             hidden_bar, piece_bar = lax.fori_loop(
-                0, count, add_block, (hidden_bar, jnp.zeros(piece_kernel.shape, jnp.float32))
+                0,
+                count,
+                add_block,
+                (hidden_bar, jnp.zeros(piece_kernel.shape, jnp.float32)),
             )
         piece_bar = lax.psum_scatter(piece_bar, embed, scatter_dimension=0, tiled=True)
         return hidden_bar, lax.dynamic_update_slice_in_dim(kernel_bar, piece_bar, first, axis=1)

@@ -157,7 +157,10 @@ class SavedAdapters:
 
 
 def load_base(
-    directory: Path, model: ModelConfig, dtype: str, shardings: Params | None = None
+    directory: Path,
+    model: ModelConfig,
+    dtype: str,
+    shardings: Params | None = None,
 ) -> Params:
     """The frozen parameters of a Hugging Face directory.
 
@@ -238,7 +241,10 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
 
 
 def merged_and_measured(
-    base: Params, adapters: Params, lora: Lora, precision: str
+    base: Params,
+    adapters: Params,
+    lora: Lora,
+    precision: str,
 ) -> tuple[Params, dict[str, jax.Array]]:
     """`merged`, and `merge_rounding` as a metric. Arguments as of `merge_rounding`."""
     return merged(base, adapters, lora), {
@@ -460,7 +466,11 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
 
 
 def _shape(
-    directory: Path, fields: Mapping[str, Any], names: list[str], model: ModelConfig, prefix: str
+    directory: Path,
+    fields: Mapping[str, Any],
+    names: list[str],
+    model: ModelConfig,
+    prefix: str,
 ) -> Lora:
     """The adapter's shape; its tensors must belong to the layers that adapter_config.json names."""
     linear = {

@@ -40,11 +40,21 @@ class ExpertLinear(nnx.Module):
     """
 
     def __init__(
-        self, sizes: tuple[int, int], axes: tuple[str, str], *, std: float, **options: Any
+        self,
+        sizes: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        std: float,
+        **options: Any,
     ) -> None:
         normal = jax.nn.initializers.normal(std)
         self.kernel = parameter(
-            sizes, axes, init=normal, transposed=True, quantized=True, **options
+            sizes,
+            axes,
+            init=normal,
+            transposed=True,
+            quantized=True,
+            **options,
         )
 
 
@@ -52,7 +62,12 @@ class Experts(nnx.Module):
     """The MLPs that tokens are routed to; see `layers.MLP`."""
 
     def __init__(
-        self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...], fused: bool
+        self,
+        config: ModelConfig,
+        *,
+        hf_name: str,
+        stacks: tuple[Stack, ...],
+        fused: bool,
     ) -> None:
         width = config.moe_intermediate_size
         embed = config.hidden_size
@@ -120,7 +135,10 @@ class MoE(nnx.Module):
         self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
         if config.family.shared_expert:
             self.shared_expert = MLP(
-                config, hf_name=f"{hf_name}.shared_expert", stacks=stacks, fused=fused
+                config,
+                hf_name=f"{hf_name}.shared_expert",
+                stacks=stacks,
+                fused=fused,
             )
             self.shared_gate = Linear(
                 (config.hidden_size, 1),
@@ -132,7 +150,11 @@ class MoE(nnx.Module):
             )
 
     def __call__(
-        self, x: jax.Array, ops: Ops, mesh: Mesh | None = None, replayed: jax.Array | None = None
+        self,
+        x: jax.Array,
+        ops: Ops,
+        mesh: Mesh | None = None,
+        replayed: jax.Array | None = None,
     ) -> tuple[jax.Array, Aux]:
         """Route [B, T, D] tokens and compute their experts.
 
@@ -382,7 +404,10 @@ def _expert_parallel(
         width = "tensor"
 
     def local(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...]
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        kernels: tuple[jax.Array, ...],
     ) -> jax.Array:
         if ways > 1:
             gather = functools.partial(jax.lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)

@@ -155,7 +155,10 @@ def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKer
     inputs = kernel.ndim - 2
     others = [axis for axis in range(kernel.ndim) if axis != inputs]
     array = qwix.quantize(
-        kernel * inverse, form.qtype, channelwise_axes=others, tiled_axes={inputs: form.size}
+        kernel * inverse,
+        form.qtype,
+        channelwise_axes=others,
+        tiled_axes={inputs: form.size},
     )
     dtype = {"int4": jnp.int8, "nf4": jnp.uint8}.get(form.qtype, jnp.float8_e4m3fn)
     return QuantizedKernel(array.qvalue.astype(dtype), array.scale * matrix_scale)
@@ -279,7 +282,10 @@ def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
 
 
 def arrival(
-    before: list[jax.Array], params: Params, quantized: Params, precision: str
+    before: list[jax.Array],
+    params: Params,
+    quantized: Params,
+    precision: str,
 ) -> dict[str, jax.Array]:
     """Share of the engine's weights that an update changes, and what rounding does to it.
 

@@ -131,7 +131,10 @@ def _rope(
 
 
 def _rope_section(
-    section: str, fields: Mapping[str, Any], max_position_embeddings: int, base: float
+    section: str,
+    fields: Mapping[str, Any],
+    max_position_embeddings: int,
+    base: float,
 ) -> tuple[float, RopeScaling]:
     raw = dict(fields.get(section) or {})
     for name in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):

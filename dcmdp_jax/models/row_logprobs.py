@@ -221,7 +221,10 @@ def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     rows = P("data")
     mapped = sharding.shard_map_over_data(
-        lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows
+        lambda *args: row_logprobs(*args)[0],
+        mesh,
+        in_specs=(P(), rows),
+        out_specs=rows,
     )
     compiled = jax.jit(mapped, out_shardings=sharding.replicated(mesh))
 

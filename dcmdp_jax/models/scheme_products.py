@@ -93,7 +93,10 @@ def _product(x: jax.Array, weights: jax.Array, scale: jax.Array, products: str) 
 
 
 def _forward(
-    x: jax.Array, weights: jax.Array, scale: jax.Array, products: str
+    x: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array,
+    products: str,
 ) -> tuple[jax.Array, tuple]:
     values, x_scale = _round_tokens(x, products)
     columns = _round_weights(weights, scale, products)
@@ -117,7 +120,10 @@ def _forward(
             rounded_weights = rounded_weights.astype(jnp.bfloat16)
             precision = None
         y = jnp.matmul(
-            rounded_x, rounded_weights, precision=precision, preferred_element_type=jnp.float32
+            rounded_x,
+            rounded_weights,
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
     # The backward pass rounds the weights again: kept, they would be a second copy.
     saved_values = values.astype(jnp.int8 if products == "int8" else x.dtype)

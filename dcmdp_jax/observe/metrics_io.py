@@ -88,7 +88,12 @@ def code_commit() -> str:
     command = "git describe --always --exclude=* --abbrev=10 --dirty=+changes".split()
     try:
         result = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=5.0, check=True
+            command,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=5.0,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -370,6 +375,9 @@ def _prepare(path: Path, resume_step: int | None) -> None:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)
         _LOG.warning(
-            "a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name
+            "a new run starts in %s: the earlier %s is now %s",
+            path.parent,
+            path.name,
+            aside.name,
         )
     path.touch()

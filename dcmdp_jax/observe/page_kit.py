@@ -59,7 +59,13 @@ def drawable(text: str) -> str:
 
 
 def make_figure(
-    width: float, height: float, title: str = "", *, rows: int = 1, columns: int = 1, **options: Any
+    width: float,
+    height: float,
+    title: str = "",
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    **options: Any,
 ) -> "tuple[Figure, list[Axes]]":
     """Make a figure and its panels, row by row, without pyplot's global state.
 
@@ -79,7 +85,12 @@ def make_figure(
 
 
 def style_axes(
-    axes: "Axes", title: str = "", *, x: str = "", y: str = "", legend: bool = False
+    axes: "Axes",
+    title: str = "",
+    *,
+    x: str = "",
+    y: str = "",
+    legend: bool = False,
 ) -> None:
     """Finish a panel: heading, axis labels, a faint grid, and of the frame the bottom alone."""
     axes.set_title(title, fontsize=10, color=INK, loc="left", pad=6)

@@ -245,7 +245,11 @@ def _source_panels(runs: Runs) -> Iterable[Panel]:
             if name.startswith(prefix) and name.endswith(suffix):
                 sources[name] = name[len(prefix) : -len(suffix)]
         yield Panel(
-            heading=heading, unit=unit, names=tuple(sources), short=sources.get, from_zero=True
+            heading=heading,
+            unit=unit,
+            names=tuple(sources),
+            short=sources.get,
+            from_zero=True,
         )
 
 
@@ -392,7 +396,9 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
             "Optimization",
             Panel(heading="policy entropy", unit="nats", names=("policy/entropy",)),
             Panel(
-                heading="gradient norm before clipping", unit="norm", names=("optimizer/grad_norm",)
+                heading="gradient norm before clipping",
+                unit="norm",
+                names=("optimizer/grad_norm",),
             ),
             Panel(
                 heading="clipped tokens",

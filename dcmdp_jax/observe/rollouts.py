@@ -131,7 +131,10 @@ class RolloutWriter:
         ]
         with temporary.open("wb") as file:  # pyarrow takes no name that is not UTF-8
             pyarrow.parquet.write_table(
-                pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating
+                pyarrow.table(columns),
+                file,
+                compression="zstd",
+                use_dictionary=repeating,
             )
         size = temporary.stat().st_size
         if size > self._max_bytes:

@@ -52,7 +52,12 @@ class HostMonitor:
     """
 
     def __init__(
-        self, client: Any, index: int, names: Sequence[str], timeout_s: float, coordinator: str
+        self,
+        client: Any,
+        index: int,
+        names: Sequence[str],
+        timeout_s: float,
+        coordinator: str,
     ) -> None:
         """Start the thread.
 
@@ -307,7 +312,11 @@ class SeveralHosts(Hosts):
         compiled = collections.Counter[tuple[int, ...]]()
 
         def compile_together(
-            backend: Any, computation: Any, devices: np.ndarray, *arguments: Any, **options: Any
+            backend: Any,
+            computation: Any,
+            devices: np.ndarray,
+            *arguments: Any,
+            **options: Any,
         ) -> Any:
             program = compile_program(backend, computation, devices, *arguments, **options)
             processes = tuple(sorted({device.process_index for device in devices.flat}))
@@ -392,7 +401,10 @@ def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
         return item
 
     return msgpack.unpackb(
-        data.tobytes(), object_hook=decode, strict_map_key=False, unicode_errors=_TEXT
+        data.tobytes(),
+        object_hook=decode,
+        strict_map_key=False,
+        unicode_errors=_TEXT,
     )
 
 
@@ -428,7 +440,12 @@ def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
     # Coordinator, processes, process, local devices, method, timeout: None is to be detected.
     coordinator, processes, process, local_devices = (
         ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, _slurm_devices(os.environ), None, timeout_s
+            None,
+            None,
+            None,
+            _slurm_devices(os.environ),
+            None,
+            timeout_s,
         )
     )
     if coordinator is None or processes is None or process is None:

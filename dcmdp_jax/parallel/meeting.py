@@ -25,7 +25,12 @@ _LONGEST_LINE = 4096
 
 
 def meet(
-    coordinator: str, processes: int, process: int, timeout_s: float, *, listen_at: str = ""
+    coordinator: str,
+    processes: int,
+    process: int,
+    timeout_s: float,
+    *,
+    listen_at: str = "",
 ) -> None:
     """Wait until all processes of a run are here; every ten seconds a warning says who is missing.
 
@@ -52,7 +57,10 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _wait_for_all(
-    listener: socket.socket, coordinator: str, processes: int, timeout_s: float
+    listener: socket.socket,
+    coordinator: str,
+    processes: int,
+    timeout_s: float,
 ) -> None:
     """Process 0: answer each who came when all have, or when somebody has not."""
     here: dict[int, tuple[str, socket.socket]] = {}
@@ -226,7 +234,10 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
         if time.monotonic() - warned_at >= _SAY_EVERY_S:
             warned_at = time.monotonic()
             logger.warning(
-                "process %d: waiting for process 0 at %s (%s)", process, coordinator, reason
+                "process %d: waiting for process 0 at %s (%s)",
+                process,
+                coordinator,
+                reason,
             )
         time.sleep(_RETRY_S)
     raise ArgumentError(

@@ -84,7 +84,12 @@ def one_device_mesh() -> Mesh:
 
 
 def training_mesh(
-    data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int
+    data: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    expert: int = 1,
+    *,
+    num_params: int,
 ) -> Mesh:
     """`make_mesh`, but data-parallel over the devices left over where `prepare_jax` split the CPU.
 
@@ -204,6 +209,9 @@ def connect_devices(mesh: Mesh) -> None:
         for group in itertools.combinations(axes, count):
             total = functools.partial(jax.lax.psum, axis_name=group)
             reduction = jax.shard_map(
-                total, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+                total,
+                mesh=mesh,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
             )
             jax.block_until_ready(jax.jit(reduction)(np.float32(0)))

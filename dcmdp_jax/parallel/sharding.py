@@ -248,7 +248,10 @@ def free_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_map_over(
-    axes: Iterable[str], function: Callable[..., Any], mesh: Mesh, **specs: Any
+    axes: Iterable[str],
+    function: Callable[..., Any],
+    mesh: Mesh,
+    **specs: Any,
 ) -> Callable[..., Any]:
     """Run `function` on each device's part along some mesh axes; nests in another `shard_map`.
 

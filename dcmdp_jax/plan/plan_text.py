@@ -73,7 +73,10 @@ def _heading(plan: CompiledRun) -> list[str]:
     rows = ", ".join(
         f"{rows} x {length} tokens, {count} of them at most"
         for rows, length, count in zip(
-            packing.rows_per_micro_batch, packing.row_lengths, packing.micro_batches, strict=True
+            packing.rows_per_micro_batch,
+            packing.row_lengths,
+            packing.micro_batches,
+            strict=True,
         )
     )
 

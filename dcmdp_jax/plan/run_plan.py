@@ -202,14 +202,21 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     if platform == "gpu":
         host_devices = min(devices, CHIPS["h100"].devices_near)
     kind, arguments = _engine(
-        config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=host_devices
+        config,
+        model=model,
+        platform=_ENGINE_PLATFORM[platform],
+        host_devices=host_devices,
     )
     with as_settings(of_engine(kind)):
         kind.check(arguments)
 
     with as_settings(MESH):
         sizes = axis_sizes(
-            devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+            devices,
+            config.mesh.data,
+            config.mesh.fsdp,
+            config.mesh.tensor,
+            config.mesh.expert,
         )
         check_training_mesh(
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
@@ -229,7 +236,11 @@ def _engine(config: Config, **arguments: Any) -> tuple[EngineKind, EngineArgumen
 
 
 def planned_run(
-    config: Config, mesh: Mesh, *, model: ModelConfig | None = None, machine: Machine | None = None
+    config: Config,
+    mesh: Mesh,
+    *,
+    model: ModelConfig | None = None,
+    machine: Machine | None = None,
 ) -> PlannedRun:
     """Plan a run by shapes alone: no data, no run directory, prompts of the longest length.
 
@@ -585,5 +596,8 @@ def candidate_meshes(devices: int, experts: bool) -> Iterator[MeshSettings]:
         for tensor in _WAYS:
             if devices % (expert * tensor) == 0:
                 yield MeshSettings(
-                    data=1, fsdp=devices // (expert * tensor), tensor=tensor, expert=expert
+                    data=1,
+                    fsdp=devices // (expert * tensor),
+                    tensor=tensor,
+                    expert=expert,
                 )

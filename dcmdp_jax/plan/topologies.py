@@ -228,7 +228,10 @@ def load_topology(name: str) -> Topology:
             _load_cudnn()
             near = min(count, chip.devices_near)
             description = topologies.get_topology_desc(
-                "gpu", platform="cuda", target_config=gpu, topology=f"1x{-(-count // near)}x{near}"
+                "gpu",
+                platform="cuda",
+                target_config=gpu,
+                topology=f"1x{-(-count // near)}x{near}",
             )
         else:
             description = topologies.get_topology_desc(name, platform="tpu")

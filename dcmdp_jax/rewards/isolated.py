@@ -141,7 +141,10 @@ class IsolatedPool(Closing):
         if len(self._workers) < self._max_workers:
             worker = self._new_worker()
             thread = threading.Thread(
-                target=self._serve, args=(worker,), name="isolated-calls", daemon=True
+                target=self._serve,
+                args=(worker,),
+                name="isolated-calls",
+                daemon=True,
             )
             self._workers.append((worker, thread))
             thread.start()
@@ -194,7 +197,11 @@ class _Worker:
     """A process that is replaced when it died, and the socket to it."""
 
     def __init__(
-        self, module: str, load_args: Sequence[Any], memory_bytes: int, output: Path | None
+        self,
+        module: str,
+        load_args: Sequence[Any],
+        memory_bytes: int,
+        output: Path | None,
     ) -> None:
         self._module = module
         self._load_args = load_args

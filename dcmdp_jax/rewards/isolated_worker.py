@@ -140,7 +140,10 @@ def _end_with_trainer(lifeline_fd: int) -> None:
 
 
 def main(
-    module: str, memory_bytes: int = 0, socket_fd: int | None = None, lifeline_fd: int | None = None
+    module: str,
+    memory_bytes: int = 0,
+    socket_fd: int | None = None,
+    lifeline_fd: int | None = None,
 ) -> None:
     """Run the program with its command line's arguments."""
     sys.path.append(os.getcwd())  # the user's own modules, after the standard library's

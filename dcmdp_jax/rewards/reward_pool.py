@@ -171,7 +171,13 @@ def _call(
     logged = Logged(len(completions))
     try:
         rewards = call_reward(
-            function, prompts, completions, completion_ids, columns, TrainerState(**state), logged
+            function,
+            prompts,
+            completions,
+            completion_ids,
+            columns,
+            TrainerState(**state),
+            logged,
         )
         extra = json.loads(json.dumps(logged.extra, default=_json_value))
     except RewardError:

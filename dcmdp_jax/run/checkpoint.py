@@ -365,7 +365,10 @@ class Checkpoints:
         return TrainState(params=restored["params"], **restored["learner"])
 
     def _read_own_part(
-        self, step: int, abstract: TrainState, model: config.ModelConfig
+        self,
+        step: int,
+        abstract: TrainState,
+        model: config.ModelConfig,
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         saved = self._meta(step)
         check_record(saved, step)

@@ -176,7 +176,12 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
 
 
 def check_size(
-    task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None
+    task: str,
+    problems: int,
+    samples: int,
+    max_completion_tokens: int,
+    *,
+    free: int | None,
 ) -> None:
     """Refuse a task whose completions, all of full length, this machine's memory has no room for.
 

@@ -88,7 +88,12 @@ def trainable_engine(config: Config) -> tuple[EngineKind, str]:
 
 
 def place(
-    task: Task, kind: EngineKind, platform: str, hosts: Hosts = ONE_PROCESS, *, fitted_rows: int = 0
+    task: Task,
+    kind: EngineKind,
+    platform: str,
+    hosts: Hosts = ONE_PROCESS,
+    *,
+    fitted_rows: int = 0,
 ) -> Placement:
     """Start JAX's devices, check settings and model against them, fit the run into memory.
 
@@ -103,7 +108,11 @@ def place(
     """
     config = task.config
     _, engine = engine_arguments(
-        config, hosts.index, kind=kind, model=task.model, platform=platform
+        config,
+        hosts.index,
+        kind=kind,
+        model=task.model,
+        platform=platform,
     )
     if kind.takes_adapters(engine.settings):
         engine = dataclasses.replace(engine, lora=task.lora)
@@ -412,7 +421,10 @@ def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
 
 
 def packing_on(
-    config: Config, mesh: Mesh, compute: decoder.Compute, shortest: int = 1
+    config: Config,
+    mesh: Mesh,
+    compute: decoder.Compute,
+    shortest: int = 1,
 ) -> row_layout.RowShapes:
     """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
     splash = compute.attention == "splash"

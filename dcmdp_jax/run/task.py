@@ -92,7 +92,9 @@ class Task:
             calls.append((prompts.token_ids, sampling))
         if self.train.problems:
             rows = self.stream.at(
-                seed=config.training.seed, first=0, count=config.training.prompts_per_step
+                seed=config.training.seed,
+                first=0,
+                count=config.training.prompts_per_step,
             )
             calls.append(([self.train.token_ids[row] for row in rows], self.sampling))
         return calls
@@ -131,7 +133,11 @@ def read_task(config: Config, started: datetime) -> Task:
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
         load = functools.partial(
-            _load_prompts, config, tokenizer, tools, stop_token_ids=stop_token_ids
+            _load_prompts,
+            config,
+            tokenizer,
+            tools,
+            stop_token_ids=stop_token_ids,
         )
 
         train, stream = _train_prompts(config, load)
@@ -524,6 +530,11 @@ def held_out(
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
     load = functools.partial(
-        _load_prompts, config, tokenizer, tools, "evaluation.task", stop_token_ids=stop_token_ids
+        _load_prompts,
+        config,
+        tokenizer,
+        tools,
+        "evaluation.task",
+        stop_token_ids=stop_token_ids,
     )
     return tuple((task, load(task.location)) for task in tasks)

@@ -261,7 +261,10 @@ class Weights:
         if self.task.lora is None:
             return self._load(self.frozen_path)
         return load_base(
-            self.frozen_path, self.task.model, self.task.config.model.lora_base, self.shardings
+            self.frozen_path,
+            self.task.model,
+            self.task.config.model.lora_base,
+            self.shardings,
         )
 
     @property
@@ -280,7 +283,10 @@ class Weights:
     def _load(self, directory: Path) -> Params:
         dtype = self.task.config.model.param_dtype
         return hf_weights.load_params(
-            directory, self.task.model, dtype=dtype, shardings=self.shardings
+            directory,
+            self.task.model,
+            dtype=dtype,
+            shardings=self.shardings,
         )
 
 

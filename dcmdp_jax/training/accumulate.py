@@ -77,7 +77,10 @@ def accumulate(
         return stats.across(statistics, data_axis(mesh)), outputs
 
     mapped = shard_map_over_data(
-        on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=(P(), _ROWS)
+        on_device,
+        mesh,
+        in_specs=(P(), _ROWS, P()),
+        out_specs=(P(), _ROWS),
     )
     return mapped(shared, rows, micro_batches)
 
@@ -108,7 +111,10 @@ def map_rows(
 
 
 def _loop(
-    function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
+    function: RowFunction,
+    shared: Any,
+    rows: tuple[Any, ...],
+    micro_batches: jax.Array,
 ) -> tuple[Any, tuple[Any, ...]]:
     function = jax.jit(function, inline=True)  # traced once for its shapes and for the loop
     merged = None
@@ -121,7 +127,11 @@ def _loop(
 
 
 def _loop_bucket(
-    function: RowFunction, shared: Any, stacked: Any, micro_batches: jax.Array, merged: Any
+    function: RowFunction,
+    shared: Any,
+    stacked: Any,
+    micro_batches: jax.Array,
+    merged: Any,
 ) -> tuple[Any, Any]:
     """Add the statistics of a bucket to those `merged` of others; None before the first."""
     statistics, output = jax.eval_shape(function, shared, _first(stacked))

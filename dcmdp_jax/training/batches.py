@@ -145,7 +145,10 @@ class Batches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def resume(
-        self, step: int, prompts_taken: int = 0, versions: Mapping[int, Params] | None = None
+        self,
+        step: int,
+        prompts_taken: int = 0,
+        versions: Mapping[int, Params] | None = None,
     ) -> None:
         """Begin after `step` finished steps: sample again what was in flight.
 
@@ -403,7 +406,10 @@ class ConversationBatches(Batches):
             episodes=episodes,
             texts=[],
             scores=BatchScores(
-                totals=np.zeros(count, np.float32), values={}, failed={}, grades=None
+                totals=np.zeros(count, np.float32),
+                values={},
+                failed={},
+                grades=None,
             ),
             dropped=np.arange(count) >= len(rows),
             batch_groups=count,

@@ -119,7 +119,10 @@ class StepPrograms:
 
 
 def make_step_programs(
-    config: Config, model: ModelConfig, placement: Placement, lora: Lora | None = None
+    config: Config,
+    model: ModelConfig,
+    placement: Placement,
+    lora: Lora | None = None,
 ) -> StepPrograms:
     """Make the programs of a step. Nothing but scalars is compiled or allocated.
 

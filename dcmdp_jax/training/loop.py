@@ -208,7 +208,10 @@ class Trainer:
             self._save_and_evaluate(step, alarms, writer)
 
     def _save_and_evaluate(
-        self, step: int, alarms: AlarmWatch, writer: MetricsWriter | NoWriter
+        self,
+        step: int,
+        alarms: AlarmWatch,
+        writer: MetricsWriter | NoWriter,
     ) -> None:
         """Save and evaluate the policy after a step where that is due; stop at an alarm, saved."""
         evaluates = self._evaluation_is_due(step)
@@ -293,7 +296,10 @@ class Trainer:
         writer.write(step, metrics)
 
     def _evaluate_task(
-        self, step: int, task: held_out.HeldOutTask, prompts: EncodedPrompts
+        self,
+        step: int,
+        task: held_out.HeldOutTask,
+        prompts: EncodedPrompts,
     ) -> EvaluationResult:
         temperature = self.config.evaluation.temperature
         sampling = dataclasses.replace(

@@ -59,7 +59,10 @@ def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
 
 
 def signals_of(
-    settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array
+    settings: AlgorithmSettings,
+    remedies: Remedies,
+    tokens: Tokens,
+    weights: Array,
 ) -> Signals:
     """Compute the tokens' advantages, weights and the ratio's denominator by the settings."""
     signals = row_signals(
@@ -133,7 +136,10 @@ def _proximal(tokens: Tokens) -> Corrected:
 
 
 def head_statistics(
-    settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array
+    settings: AlgorithmSettings,
+    head: Head | None,
+    kept_mass: Array | None,
+    mask: Array,
 ) -> Statistics:
     """Compute the statistics of the engine's top-k tokens; none without them."""
     statistics = {}
@@ -176,7 +182,10 @@ class Terms(NamedTuple):
 
 
 def scaled_terms(
-    settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux
+    settings: AlgorithmSettings,
+    terms: Terms,
+    kl: jax.Array,
+    router: Aux,
 ) -> jax.Array:
     """Scale the KL and router terms of a micro-batch by `divisor`, which divides the sum later.
 
@@ -194,7 +203,10 @@ def scaled_terms(
 
 
 def term_metrics(
-    settings: AlgorithmSettings, terms: Terms, surrogate: jax.Array, kl: jax.Array
+    settings: AlgorithmSettings,
+    terms: Terms,
+    surrogate: jax.Array,
+    kl: jax.Array,
 ) -> dict[str, jax.Array]:
     """The terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
     metrics = {SURROGATE: surrogate / terms.divisor}
@@ -296,7 +308,10 @@ def _penalized(
 
 
 def token_advantages(
-    completion_advantages: Array, rows: Rows, old_logprobs: Array, teacher_weight: float
+    completion_advantages: Array,
+    rows: Rows,
+    old_logprobs: Array,
+    teacher_weight: float,
 ) -> Array:
     """The advantage of each token, with on-policy distillation in rows with a teacher's log-probs.
 

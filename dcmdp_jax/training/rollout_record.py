@@ -20,7 +20,10 @@ from dcmdp_jax.types import Rows
 
 
 def shown_samples(
-    task: Task, step: int, rollout: StepRollout, discrepancy: np.ndarray
+    task: Task,
+    step: int,
+    rollout: StepRollout,
+    discrepancy: np.ndarray,
 ) -> list[dict[str, Any]]:
     """A few completions of a finished step for people, if they are due.
 

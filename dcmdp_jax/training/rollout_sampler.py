@@ -162,7 +162,12 @@ class StepRollouts:
         return dataclasses.replace(join(rounds), prompts_taken=position - first, rounds=len(rounds))
 
     def _share(
-        self, step: int, number: int, position: int, count: int, timer: phase_timer.PhaseTimer
+        self,
+        step: int,
+        number: int,
+        position: int,
+        count: int,
+        timer: phase_timer.PhaseTimer,
     ) -> StepRollout:
         """This process's share of a round: `count` problems from `position` on, in one call."""
         task = self.task
@@ -196,7 +201,10 @@ class StepRollouts:
         )
 
     def _generate(
-        self, rows: np.ndarray, numbers: dict[str, int], scoring: BatchScoring
+        self,
+        rows: np.ndarray,
+        numbers: dict[str, int],
+        scoring: BatchScoring,
     ) -> list[Episode]:
         """Sample problems, start their rewards, ask the teacher's server; return prompt order."""
         sampled = sampled_episodes(

@@ -34,7 +34,10 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
 
 
 def update_dual(
-    settings: AlgorithmSettings, dual: DualState, step: jax.Array, bounded: jax.Array
+    settings: AlgorithmSettings,
+    dual: DualState,
+    step: jax.Array,
+    bounded: jax.Array,
 ) -> DualState:
     """The dual state of the next step (Eq. 11).
 
@@ -81,7 +84,10 @@ def measure_tolerance(
 
 
 def train_state_shardings(
-    state: TrainState, model: ModelConfig, mesh: Mesh, lora: Lora | None = None
+    state: TrainState,
+    model: ModelConfig,
+    mesh: Mesh,
+    lora: Lora | None = None,
 ) -> TrainState:
     """Shardings of an abstract state: parameters and moments by the table, scalars replicated."""
     return state_shardings(state, state.params, declared_axes(trained(model, lora)), mesh)
@@ -192,7 +198,10 @@ def apply_update(
         loss_scale = next_loss_scale(loss_scale, finite)
     skipped = jnp.where(finite, 0, state.skipped_in_row + 1)
     state = state._replace(
-        params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=loss_scale
+        params=params,
+        opt_state=opt_state,
+        skipped_in_row=skipped,
+        loss_scale=loss_scale,
     )
     return state, grad_norm, finite
 
@@ -206,7 +215,12 @@ def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """g min(1, max_norm / |g|): `optax.clip_by_global_norm` would compute |g| a second time."""
 
     def update(
-        updates: Params, state: Any, _: Any = None, *, grad_norm: Array | None = None, **__: Any
+        updates: Params,
+        state: Any,
+        _: Any = None,
+        *,
+        grad_norm: Array | None = None,
+        **__: Any,
     ) -> Any:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         factor = max_norm / jnp.maximum(norm, max_norm)

@@ -197,7 +197,10 @@ def make_train_step(
 
 
 def _train_step(
-    setup: StepSetup, state: TrainState, batch: Batch, frozen: Params | None
+    setup: StepSetup,
+    state: TrainState,
+    batch: Batch,
+    frozen: Params | None,
 ) -> StepResult:
     """Algorithm 1, after sampling and rewards."""
     settings = setup.settings
@@ -212,7 +215,12 @@ def _train_step(
 
     totals = stats.merge_stacked(updates.statistics)
     metrics = stats.values(totals) | step_metrics(
-        settings, setup.schedule, state, after, batch, updates
+        settings,
+        setup.schedule,
+        state,
+        after,
+        batch,
+        updates,
     )
     bounded = metrics[settings.bounded_metric]
     next_dual = update_dual(settings, dual, state.step, bounded)
@@ -259,7 +267,10 @@ def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
 
 
 def _update(
-    setup: StepSetup, frozen: Params | None, state: TrainState, mini_batch: _MiniBatch
+    setup: StepSetup,
+    frozen: Params | None,
+    state: TrainState,
+    mini_batch: _MiniBatch,
 ) -> tuple[TrainState, Updates]:
     """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10).
 
@@ -293,7 +304,11 @@ def _update(
     inputs = state.params, constants._replace(terms=terms)
     gradient = functools.partial(_gradient, setup)
     (total, statistics), tokens = accumulate(
-        gradient, inputs, batch.rows, batch.micro_batches, mesh=setup.mesh
+        gradient,
+        inputs,
+        batch.rows,
+        batch.micro_batches,
+        mesh=setup.mesh,
     )
     sums = total.value()
     if terms is None:
@@ -306,7 +321,11 @@ def _update(
     in_loss = jnp.where(weights > 0, advantages, 0.0)
     finite = jnp.isfinite(sums.loss) & jnp.all(jnp.isfinite(in_loss))
     state, grad_norm, updated = apply_update(
-        setup.optimizer, state, sums.gradient, divisor=divisor, finite=finite
+        setup.optimizer,
+        state,
+        sums.gradient,
+        divisor=divisor,
+        finite=finite,
     )
 
     values = {"policy/loss": Mean(sums.loss, divisor).value(), "optimizer/grad_norm": grad_norm}
@@ -372,7 +391,10 @@ def _gradient(
 
 
 def _objective(
-    setup: StepSetup, params: Params, constants: _Constants, rows: Rows
+    setup: StepSetup,
+    params: Params,
+    constants: _Constants,
+    rows: Rows,
 ) -> tuple[Array, tuple[_Sums, Statistics, TokenValues]]:
     """The summed loss of a micro-batch, to be divided by the weight of its mini-batch (Eq. 9-10).
 
@@ -386,13 +408,21 @@ def _objective(
     tokens = signals.tokens._replace(train_logprobs=outputs.logprobs)
     weights = loss_terms.loss_weights(settings, signals)
     loss, loss_statistics = losses.policy_loss(
-        tokens, weights, loss=remedies.loss, ratio_level=settings.ratio_level
+        tokens,
+        weights,
+        loss=remedies.loss,
+        ratio_level=settings.ratio_level,
     )
     surrogate = loss.total
     kl = jnp.zeros(())
     if settings.differentiates_head:
         surrogate += loss_terms.head_loss(
-            settings, remedies, tokens, weights, signals.centered_weights, head
+            settings,
+            remedies,
+            tokens,
+            weights,
+            signals.centered_weights,
+            head,
         )
     total = surrogate
     if settings.kl_coefficient:
@@ -424,10 +454,16 @@ def _objective(
     if settings.state_penalty is not None:
         penalty_in_loss = penalties.penalty_length(head, mask, settings.state_penalty)
     unpenalized = loss_terms.token_advantages(
-        constants.unpenalized, rows, old_logprobs, setup.teacher_weight
+        constants.unpenalized,
+        rows,
+        old_logprobs,
+        setup.teacher_weight,
     )
     statistics["dual/penalty_share"] = penalty_share(
-        signals.tokens, unpenalized, signals.weights, penalty_in_loss
+        signals.tokens,
+        unpenalized,
+        signals.weights,
+        penalty_in_loss,
     )
 
     values = TokenValues(
@@ -446,7 +482,10 @@ def _objective(
 
 
 def _forward(
-    setup: StepSetup, params: Params, constants: _Constants, rows: Rows
+    setup: StepSetup,
+    params: Params,
+    constants: _Constants,
+    rows: Rows,
 ) -> tuple[RowOutputs, Signals, distribution.Head | None]:
     """The forward pass of a micro-batch, its constants, and the engine's top-k tokens."""
     columns = rows.columns
@@ -477,7 +516,10 @@ def _forward(
         start_logprobs=start_logprobs,
         rollout_logprobs=rows.rollout_logprobs,
         advantages=loss_terms.token_advantages(
-            constants.advantages, rows, old_logprobs, setup.teacher_weight
+            constants.advantages,
+            rows,
+            old_logprobs,
+            setup.teacher_weight,
         ),
         completion_mask=rows.completion_mask,
         completion_index=rows.completion_index,

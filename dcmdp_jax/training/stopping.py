@@ -213,7 +213,10 @@ class StopSignal:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         watcher = threading.Thread(
-            target=self._answer, args=(read_end, numbers), daemon=True, name="signals"
+            target=self._answer,
+            args=(read_end, numbers),
+            daemon=True,
+            name="signals",
         )
         watcher.start()
         wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -322,7 +325,10 @@ class AlarmWatch:
         self._news: list[Alarm] = []
 
     def record(
-        self, step: int, metrics: Mapping[str, Any], completions: np.ndarray
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        completions: np.ndarray,
     ) -> dict[str, float]:
         """Look at a step; warn on the console of each alarm that was not raised at the step before.
 

@@ -77,7 +77,10 @@ def warm_up(
 
     rise = max(settings.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings.learning_rate, rise, max(settings.steps, rise + 1)
+        0.0,
+        settings.learning_rate,
+        rise,
+        max(settings.steps, rise + 1),
     )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0)

@@ -61,7 +61,12 @@ class VllmHttpClient:
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float, max_concurrent: int, retries: int
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        max_concurrent: int,
+        retries: int,
     ) -> None:
         """Ask the server for its model and version. See `RemoteEngine` for arguments and errors."""
         self.address = address
@@ -128,7 +133,11 @@ class VllmHttpClient:
                 name = f"{kind} {index}"
                 body = {"model": self.model, **_NEUTRAL, **payloads[index]}
                 response = await self._request(
-                    client, name, "/v1/completions", body, self.timeout_s
+                    client,
+                    name,
+                    "/v1/completions",
+                    body,
+                    self.timeout_s,
                 )
                 answer = _json(response, name)
                 try:

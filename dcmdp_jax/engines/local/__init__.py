@@ -71,7 +71,11 @@ class LocalKind(EngineKind):
         return LocalEngine(arguments)
 
     def memory(
-        self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int
+        self,
+        arguments: EngineArguments,
+        load: Workload,
+        machine: "Machine",
+        rows: int,
     ) -> "list[MemoryPart]":
         from dcmdp_jax.engines.local.memory import parts
 

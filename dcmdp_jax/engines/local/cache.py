@@ -120,7 +120,12 @@ def take(
 
 @functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
 def _take_of_layer(
-    layer: Layer, rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool
+    layer: Layer,
+    rows: jax.Array | None,
+    *,
+    extra: int,
+    sharding: NamedSharding,
+    local: bool,
 ) -> Layer:
     def longer(layer: Layer, rows: jax.Array | None) -> Layer:
         if rows is not None:
@@ -146,7 +151,12 @@ def _take_of_layer(
 
 @functools.partial(jax.jit, static_argnames=("sharding",), donate_argnames=("cache",))
 def insert(
-    cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, sharding: NamedSharding
+    cache: Cache,
+    source: Cache,
+    rows: jax.Array,
+    places: jax.Array,
+    *,
+    sharding: NamedSharding,
 ) -> Cache:
     """Copy rows of another cache, which may have fewer slots, into rows of this one.
 

@@ -52,7 +52,12 @@ class RowState(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
 @products.in_compute_dtype
 def prefill(
-    weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
+    weights: Params,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    *,
+    program: Program,
+    groups: int,
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
     """Run each prompt once.
 
@@ -129,13 +134,21 @@ def first_tokens(
     def local(weights: Params, rows: jax.Array, keys: jax.Array, draw: Draw) -> tuple[Any, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
         tokens, logprobs, *top = sample_tokens(
-            program.own_weights(weights), rows, words, draw, mode, program
+            program.own_weights(weights),
+            rows,
+            words,
+            draw,
+            mode,
+            program,
         )
         return tokens, logprobs, tuple(top)
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
     return on_devices(program, local, (ROWS, ROWS, P()), (ROWS, ROWS, ROWS))(
-        weights, rows, keys, draw
+        weights,
+        rows,
+        keys,
+        draw,
     )
 
 
@@ -243,7 +256,11 @@ def decode(
         mode=mode,
     )
     return on_devices(program, local, (CACHE, ROWS, P(), P()), (CACHE, decoded))(
-        weights, cache, rows, limits, draw
+        weights,
+        cache,
+        rows,
+        limits,
+        draw,
     )
 
 
@@ -271,7 +288,10 @@ def _decode_local(
     ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
 
     def forward(
-        cache: Cache, last: jax.Array, sampled: jax.Array, now: jax.Array
+        cache: Cache,
+        last: jax.Array,
+        sampled: jax.Array,
+        now: jax.Array,
     ) -> tuple[Cache, jax.Array, jax.Array | None]:
         slot = prefix_slots + now % window
         ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
@@ -293,7 +313,11 @@ def _decode_local(
         mixers = []
         for cached, span in zip(cache, spans, strict=True):
             mixer = functools.partial(
-                _attend_cached, cache=cached, slot=slot, bias=biases[span], program=program
+                _attend_cached,
+                cache=cached,
+                slot=slot,
+                bias=biases[span],
+                program=program,
             )
             if isinstance(cached, State):
                 mixer = functools.partial(gated_delta.decode, config, cached)

@@ -21,7 +21,10 @@ _SCORE_CHUNK = 1024
 
 
 def on_devices(
-    program: Program, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any
+    program: Program,
+    function: Callable[..., Any],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
 ) -> Callable[..., Any]:
     """`function` of the engine's tree and further arguments, run by each device on its share.
 
@@ -42,7 +45,10 @@ def on_devices(
 
 
 def forward_rows(
-    weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
+    weights: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    program: Program,
 ) -> tuple[jax.Array, list[Layer], jax.Array | None]:
     """Run the device's padded rows [R, L] without a cache.
 
@@ -58,7 +64,11 @@ def forward_rows(
     tables = layers.all_rotary_tables(config, jnp.arange(length)[None])
 
     def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, *, window: int
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        window: int,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
         attended = attention.row_attention(
@@ -109,7 +119,12 @@ def run_layers(
     for layer, rope, mixer in zip(weights["layers"], config.layer_ropes, mixers, strict=True):
         layer, x = convert_late(layer, x, program)
         x, stored, aux = decoder.block_of(layer, config)(
-            x, rotary[rope], mixer, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+            x,
+            rotary[rope],
+            mixer,
+            program.ops,
+            mesh=program.expert_mesh,
+            reduce=program.reduce,
         )
         cache.append(stored)
         reports.append(aux)
@@ -154,7 +169,12 @@ def logits(weights: Params, hidden: jax.Array) -> jax.Array:
 
 
 def sample_tokens(
-    weights: Params, hidden: jax.Array, words: jax.Array, draw: Draw, mode: str, program: Program
+    weights: Params,
+    hidden: jax.Array,
+    words: jax.Array,
+    draw: Draw,
+    mode: str,
+    program: Program,
 ) -> tuple[jax.Array, ...]:
     """`choose_tokens` for the device's rows [R, D].
 
@@ -205,7 +225,10 @@ def score(
     """
 
     def local(
-        weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array
+        weights: Params,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        inverse_temperature: jax.Array,
     ) -> jax.Array:
         weights = program.own_weights(weights)
         hidden, _, _ = forward_rows(weights, tokens, lengths, program)
@@ -236,5 +259,8 @@ def score(
         return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
 
     return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(
-        weights, tokens, lengths, inverse_temperature
+        weights,
+        tokens,
+        lengths,
+        inverse_temperature,
     )

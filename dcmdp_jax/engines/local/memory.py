@@ -19,7 +19,10 @@ _FEWER = "`max_rows` or `max_completion_tokens`"
 
 
 def parts(
-    arguments: EngineArguments, load: Workload, machine: Machine, rows: int
+    arguments: EngineArguments,
+    load: Workload,
+    machine: Machine,
+    rows: int,
 ) -> list[MemoryPart]:
     """The engine's parts when it decodes at most `rows` completions at a time.
 
@@ -45,7 +48,11 @@ def parts(
 
     def cache_bytes(slots: int) -> int:
         cache = abstract(
-            model, group_rows, slots, dtype=program.cache_dtype, platform=machine.platform
+            model,
+            group_rows,
+            slots,
+            dtype=program.cache_dtype,
+            platform=machine.platform,
         )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // tensor
 
@@ -91,7 +98,10 @@ def parts(
     scores = min(sizes.ATTENTION_ELEMENTS, group_rows * model.num_heads // tensor * longest**2)
     logits = group_rows * model.vocab_size // tensor * 4 * LOGITS_HELD
     prompts, chunks = sizes.prefill_shape(
-        model.num_heads, max(1, rows // load.group_size), longest, devices
+        model.num_heads,
+        max(1, rows // load.group_size),
+        longest,
+        devices,
     )
     # Recurrent layers of prompts: 4,800 floats for each head and token, by the compiler for an
     # H100.

@@ -41,7 +41,11 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     slots = bucket + load.max_completion_tokens
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, mesh.size)
     sampling = SamplingShapes(
-        batches=((rows, slots, bucket),), group=group, stops=1, bucket=bucket, mode="sample"
+        batches=((rows, slots, bucket),),
+        group=group,
+        stops=1,
+        bucket=bucket,
+        mode="sample",
     )
     prefill, _, decoding = sampling.compilations(program, load.param_dtype, sharded=True)
     prompts, chunks = sizes.prefill_shape(heads, max(1, rows // group), bucket, mesh.size)
@@ -96,7 +100,13 @@ def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
 
 
 def _decode_arguments(
-    program: layout.Program, rows: int, slots: int, prefix: int, stops: int, *, sharded: bool
+    program: layout.Program,
+    rows: int,
+    slots: int,
+    prefix: int,
+    stops: int,
+    *,
+    sharded: bool,
 ) -> tuple[Cache, decode.RowState, decode.Limits, sampler.Draw]:
     """Shapes of the arguments of `decode` after the weights.
 
@@ -187,14 +197,21 @@ class SamplingShapes:
     mode: str
 
     def compilations(
-        self, program: layout.Program, param_dtype: str, *, sharded: bool = False
+        self,
+        program: layout.Program,
+        param_dtype: str,
+        *,
+        sharded: bool = False,
     ) -> list[Compilation]:
         """`prefill`, `first_tokens` and each `decode`; for arguments see `ScoringShape`."""
         weights = abstract_weights(program, param_dtype)
         sharding = program.rows if sharded else None
         rows = self.batches[0][0]
         prompts, chunks = sizes.prefill_shape(
-            program.config.num_heads, max(1, rows // self.group), self.bucket, program.mesh.size
+            program.config.num_heads,
+            max(1, rows // self.group),
+            self.bucket,
+            program.mesh.size,
         )
         padded = jax.ShapeDtypeStruct((prompts, self.bucket), "int32", sharding=sharding)
         lengths = jax.ShapeDtypeStruct((prompts,), "int32", sharding=sharding)
@@ -208,7 +225,12 @@ class SamplingShapes:
             (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
         )
         _, state, _, draw = _decode_arguments(
-            program, rows, self.bucket, 0, self.stops, sharded=sharded
+            program,
+            rows,
+            self.bucket,
+            0,
+            self.stops,
+            sharded=sharded,
         )
         first_tokens = Compilation(
             function=decode.first_tokens,
@@ -219,7 +241,12 @@ class SamplingShapes:
         compilations = [prefill, first_tokens]
         for rows, slots, prefix in self.batches:
             arguments = _decode_arguments(
-                program, rows, slots, prefix - self.bucket, self.stops, sharded=sharded
+                program,
+                rows,
+                slots,
+                prefix - self.bucket,
+                self.stops,
+                sharded=sharded,
             )
             decoding = Compilation(
                 function=decode.decode,
@@ -243,7 +270,11 @@ class ScoringShape:
     length: int
 
     def compilations(
-        self, program: layout.Program, param_dtype: str, *, sharded: bool = False
+        self,
+        program: layout.Program,
+        param_dtype: str,
+        *,
+        sharded: bool = False,
     ) -> list[Compilation]:
         """`score`.
 

@@ -296,13 +296,20 @@ class Scheduler:
         count = max(1, size // group)
         members = [self._members.popleft() for _ in range(min(count, len(self._members)))]
         prompts, chunks = prefill_shape(
-            self._program.config.num_heads, count, self._bucket, self._sizes.devices
+            self._program.config.num_heads,
+            count,
+            self._bucket,
+            self._sizes.devices,
         )
         padded, lengths = padded_rows(
             [completions.prompts[index] for index in members], prompts, self._bucket
         )
         cache, hidden, routed = decode.prefill(
-            self._weights, padded, lengths, program=self._program, groups=chunks
+            self._weights,
+            padded,
+            lengths,
+            program=self._program,
+            groups=chunks,
         )
         if routed is not None:
             for index, experts, length in zip(members, np.asarray(routed), lengths, strict=False):
@@ -316,7 +323,11 @@ class Scheduler:
             self._sample_first(source, hidden, rows[chunk], positions[chunk])
 
     def _sample_first(
-        self, source: _QueuedCache, hidden: jax.Array, rows: np.ndarray, positions: np.ndarray
+        self,
+        source: _QueuedCache,
+        hidden: jax.Array,
+        rows: np.ndarray,
+        positions: np.ndarray,
     ) -> None:
         """Sample first tokens and queue the rows that go on.
 
@@ -396,7 +407,11 @@ class Scheduler:
         size = self._sizes.shrunk(batch.rows.size, live.size)
         if size < batch.rows.size and self._steps_left(batch) > _STEPS_OF_A_MOVE:
             batch.cache, batch.rows = self._take(
-                batch.cache, live, batch.rows[live], size=size, slots=slots_of(batch.cache)
+                batch.cache,
+                live,
+                batch.rows[live],
+                size=size,
+                slots=slots_of(batch.cache),
             )
 
     def _steps_left(self, batch: _Batch) -> int:
@@ -487,12 +502,20 @@ class Scheduler:
         slots = self._bucket + self._capacities[batch.level]
         if size < batch.rows.size:
             batch.cache, batch.rows = self._take(
-                batch.cache, live, batch.rows[live], size=size, slots=slots
+                batch.cache,
+                live,
+                batch.rows[live],
+                size=size,
+                slots=slots,
             )
         else:
             extra = slots - batch.prefix
             longer = take(
-                batch.cache, None, extra=extra, sharding=self._program.cache, release=True
+                batch.cache,
+                None,
+                extra=extra,
+                sharding=self._program.cache,
+                release=True,
             )
             batch.cache = self._trimmed(longer)
 
@@ -561,7 +584,12 @@ class Scheduler:
         extra = slots - slots_of(cache)
         sharding = self._program.cache
         taken_cache = take(
-            cache, sources, extra=extra, sharding=sharding, local=local, release=release
+            cache,
+            sources,
+            extra=extra,
+            sharding=sharding,
+            local=local,
+            release=release,
         )
         return self._trimmed(taken_cache), np.where(order >= 0, rows[order], -1)
 
@@ -573,7 +601,11 @@ class Scheduler:
         return cache
 
     def _insert(
-        self, cache: Cache, source: Cache, rows: Sequence[int], places: Sequence[int]
+        self,
+        cache: Cache,
+        source: Cache,
+        rows: Sequence[int],
+        places: Sequence[int],
     ) -> Cache:
         """Copy `rows` of another cache into `places` of this one, `_unit` at a time."""
         for start in range(0, len(rows), self._unit):

@@ -119,7 +119,11 @@ class Conversion:
             if ways == 1:
                 return function
             return jax.shard_map(
-                function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False
+                function,
+                mesh=mesh,
+                in_specs=(before,),
+                out_specs=after,
+                check_vma=False,
             )
 
         def layer(layers: Params, index: jax.Array, kind: str) -> Params:

@@ -158,7 +158,12 @@ class ActorConnection:
         self.call = None
 
     def send(
-        self, op: str, header: Any = None, arrays: Any = None, *, timeout_s: float | None = None
+        self,
+        op: str,
+        header: Any = None,
+        arrays: Any = None,
+        *,
+        timeout_s: float | None = None,
     ) -> None:
         """Ask; an answer that is still awaited is dropped."""
         self.call = self._actor.ask.remote({**(header or {}), "op": op}, dict(arrays or {}))
@@ -196,7 +201,12 @@ class ActorProcess(process.EngineProcess):
     """
 
     def __init__(
-        self, name: str, actor: type, options: Mapping[str, Any], start: Any, places: Path
+        self,
+        name: str,
+        actor: type,
+        options: Mapping[str, Any],
+        start: Any,
+        places: Path,
     ) -> None:
         """Ask Ray for a place, and the actor to build its engine; waits for neither.
 

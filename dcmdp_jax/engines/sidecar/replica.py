@@ -237,7 +237,11 @@ class Replica:
 
         def observe(sidecar: EngineProcess) -> Arrays:
             reply = sidecar.request(
-                "observe", header, _rows(rows), answer="observed", stopped=calls.stopped
+                "observe",
+                header,
+                _rows(rows),
+                answer="observed",
+                stopped=calls.stopped,
             )
             return reply.arrays
 
@@ -457,7 +461,10 @@ def split_columns(
 
 
 def checked_completions(
-    arrays: Arrays, count: int, sampling: SamplingParams, vocab_size: int
+    arrays: Arrays,
+    count: int,
+    sampling: SamplingParams,
+    vocab_size: int,
 ) -> list[SampledRow]:
     """The completions of one frame, after all checks that can be made; none without arrays.
 

@@ -118,7 +118,10 @@ class SharedWeights:
 
         shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
         self.probe_ids = np.random.default_rng(0).integers(
-            0, self.config.vocab_size, shape, dtype=np.int32
+            0,
+            self.config.vocab_size,
+            shape,
+            dtype=np.int32,
         )
 
         self.published: Publication | None = None
@@ -168,7 +171,11 @@ class SharedWeights:
         return self._write(self.bridge, plain, len(self.segments) - 1, -1)
 
     def _write(
-        self, bridge: "WeightBridge", params: Params, number: int, policy_version: int
+        self,
+        bridge: "WeightBridge",
+        params: Params,
+        number: int,
+        policy_version: int,
     ) -> Publication:
         """Write to a segment, and copy that into the store."""
         if bridge is self.bridge:
@@ -217,7 +224,12 @@ class WeightBridge:
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, int8: bool = False, lora: Lora | None = None
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        int8: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         """Lay out the segment; nothing is allocated.
 
@@ -341,7 +353,13 @@ def _transposed_on_device(leaf: Array, hf_tensor: HFTensor) -> bool:
 
 
 def _converted_stack(
-    leaf: Array, *, stacked: int, first: int, count: int, dtype: str, transpose: bool
+    leaf: Array,
+    *,
+    stacked: int,
+    first: int,
+    count: int,
+    dtype: str,
+    transpose: bool,
 ) -> np.ndarray:
     """Convert arrays of a leaf that is on one device to the engine's dtype, and fetch them.
 
@@ -358,7 +376,13 @@ def _converted_stack(
 
 @functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "transpose"))
 def _cast_stack(
-    leaf: Array, first: Array, *, stacked: int, count: int, dtype: str, transpose: bool
+    leaf: Array,
+    first: Array,
+    *,
+    stacked: int,
+    count: int,
+    dtype: str,
+    transpose: bool,
 ) -> Array:
     stack = leaf.reshape(-1, *leaf.shape[stacked:])
     arrays = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
@@ -386,7 +410,10 @@ def _store(
 
 
 def _blocks(
-    leaf: Array, index: tuple[int, ...], dtype: str, transpose: bool
+    leaf: Array,
+    index: tuple[int, ...],
+    dtype: str,
+    transpose: bool,
 ) -> Iterator[tuple[_Slices, np.ndarray]]:
     """Convert a leaf at `index` of its stacked axes to the engine's dtype, and fetch it in blocks.
 

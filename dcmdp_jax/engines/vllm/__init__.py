@@ -88,7 +88,11 @@ class VllmKind(EngineKind):
         engine.check_start()
 
     def scheme(
-        self, arguments: EngineArguments, precision: str, cache: str, platform: str
+        self,
+        arguments: EngineArguments,
+        precision: str,
+        cache: str,
+        platform: str,
     ) -> Scheme:
         """vLLM's roundings in the build for the trainer's platform.
 
@@ -124,7 +128,11 @@ class VllmKind(EngineKind):
         return device_share(arguments.settings)
 
     def memory(
-        self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int
+        self,
+        arguments: EngineArguments,
+        load: Workload,
+        machine: "Machine",
+        rows: int,
     ) -> "list[MemoryPart]":
         from dcmdp_jax.engines.vllm.memory import memory_parts
 

@@ -113,7 +113,10 @@ class VllmEngine:
 
                 def supervise(replica_launch: Launch) -> Supervisor:
                     start = functools.partial(
-                        Sidecar, replica_launch, start_fields, self.weights.segments
+                        Sidecar,
+                        replica_launch,
+                        start_fields,
+                        self.weights.segments,
                     )
                     return Supervisor(replica_launch.name, start)
 
@@ -141,7 +144,10 @@ class VllmEngine:
             raise
 
     def _launches(
-        self, arguments: EngineArguments, replica_devices: Sequence[str], script: Path
+        self,
+        arguments: EngineArguments,
+        replica_devices: Sequence[str],
+        script: Path,
     ) -> Iterator[Launch]:
         """What each replica is started from; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
@@ -349,7 +355,10 @@ class VllmEngine:
         publication = self._published("observe")
         rows = checked_sequences(self, rows, "row")
         observe = functools.partial(
-            self.replicas[0].observe, publication=publication, rows=rows, modules=modules
+            self.replicas[0].observe,
+            publication=publication,
+            rows=rows,
+            modules=modules,
         )
         [arrays] = self._begin([observe]).results()
 

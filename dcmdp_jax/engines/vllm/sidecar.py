@@ -235,7 +235,10 @@ class EngineHost:
                 request = str(self._requests)
                 rows[request] = row
                 self.engine.add_request(
-                    request, {"prompt_token_ids": token_ids}, params[row], lora_request=self._lora
+                    request,
+                    {"prompt_token_ids": token_ids},
+                    params[row],
+                    lora_request=self._lora,
                 )
         # Of any class: nothing was computed yet, so the engine is as it was.
         except Exception as error:
@@ -266,7 +269,10 @@ def _params(**options: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        **options, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        **options,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 

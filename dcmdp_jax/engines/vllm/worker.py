@@ -78,7 +78,12 @@ class WeightReceiver:
         return RoutingRecorder(self.model_runner)
 
     def dcmdp_receive(
-        self, source: Any, size: int, manifest: list[Any], policy_version: int, lora: Any
+        self,
+        source: Any,
+        size: int,
+        manifest: list[Any],
+        policy_version: int,
+        lora: Any,
     ) -> list[int]:
         """Load every tensor of a weight segment; return checksums of what was handed to the model.
 
@@ -162,7 +167,10 @@ class WeightReceiver:
 
 
 def _replace_adapters(
-    manager: Any, weights: Iterator[tuple[str, torch.Tensor]], name: int, shape: PEFTHelper
+    manager: Any,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    name: int,
+    shape: PEFTHelper,
 ) -> None:
     """Give vLLM the adapters of every layer, in place of those that it has.
 
@@ -299,7 +307,10 @@ def _attached(path: str, size: int) -> np.ndarray:
 
 
 def _handed_over(
-    memory: np.ndarray, tensors: list[segments.Tensor], policy_version: int, sums: dict[str, int]
+    memory: np.ndarray,
+    tensors: list[segments.Tensor],
+    policy_version: int,
+    sums: dict[str, int],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and view of each tensor of a segment; its checksum goes to `sums` as it is taken."""
     for tensor in tensors:

@@ -490,7 +490,11 @@ def _temperature_by_spread(evidence: Evidence) -> CauseAndLines:
 
 
 def _whose_power(
-    evidence: Evidence, power: float, interval: tuple[float, float], line: str, expected: float
+    evidence: Evidence,
+    power: float,
+    interval: tuple[float, float],
+    line: str,
+    expected: float,
 ) -> CauseAndLines:
     """The cause of a power and its lines; arguments as in `_which_temperature`."""
     low, high = interval

@@ -106,7 +106,9 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
                 return None
             framework = str(row.get("framework") or "columns") if name == "recorder" else name
             return RecordedFile(
-                path=path, framework=framework, step_rank=candidate.step_rank(path, row)
+                path=path,
+                framework=framework,
+                step_rank=candidate.step_rank(path, row),
             )
 
     listed = shorten_name(", ".join(map(str, keys)))
@@ -335,7 +337,11 @@ FORMATS = {
             }
         ),
         columns=Columns(
-            "token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"
+            "token_ids",
+            "train_logprobs",
+            "rollout_logprobs",
+            "mask",
+            lag="policy_versions",
         ),
         optional={"lag": "lag", "top": "top"},
         source="source",

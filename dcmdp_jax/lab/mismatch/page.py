@@ -35,7 +35,10 @@ _LEAST_DRAWN = 1e-8
 
 
 def write(
-    title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path
+    title: str,
+    measured: Sequence[Measured],
+    analyses: Sequence[Analysis],
+    out_dir: Path,
 ) -> Path:
     """Write `out_dir`/probe.json, probe.html and plots/*.png; existing ones are replaced.
 

@@ -217,7 +217,12 @@ def _top_tokens(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[n
     # another.
     tolerance = math.inf if np.array_equal(row["train"], row["rollout"]) else _HALF_PRECISION
     for problem, tokens in list_problems(
-        ids, rollout, row["token"], row["rollout"], _LARGEST, tolerance
+        ids,
+        rollout,
+        row["token"],
+        row["rollout"],
+        _LARGEST,
+        tolerance,
     ):
         if tokens.any():
             token = np.flatnonzero(sampled)[np.argmax(tokens)]

@@ -75,7 +75,11 @@ def suffix_of(path: Path) -> str:
 
 
 def read_rows(
-    path: Path, options: Mapping[str, str], optional: Collection[str] = (), *, left_out: LeftOut
+    path: Path,
+    options: Mapping[str, str],
+    optional: Collection[str] = (),
+    *,
+    left_out: LeftOut,
 ) -> Iterator[dict[str, Any]]:
     """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
 

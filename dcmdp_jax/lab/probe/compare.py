@@ -133,7 +133,10 @@ def compare(
         )
         if sampled.top_ids is not None:
             top = scorer.score_listed(
-                prompts, completions, sampled.top_ids, temperature=temperature
+                prompts,
+                completions,
+                sampled.top_ids,
+                temperature=temperature,
             )
             states = list(map(measure_states, sampled.top_ids, top, sampled.top_logprobs))
     else:
@@ -152,7 +155,11 @@ def compare(
             continue
         try:
             floor = noise_floor(
-                engines[engine_name], prompts, completions, together, temperature=temperature
+                engines[engine_name],
+                prompts,
+                completions,
+                together,
+                temperature=temperature,
             )
             floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
         except EngineError as error:
@@ -218,7 +225,11 @@ def is_settled(measured: Measured) -> bool:
 
 
 def sampling_floor(
-    engine: Engine, episodes: Sequence[Episode], sampling: SamplingParams, *, seed: int
+    engine: Engine,
+    episodes: Sequence[Episode],
+    sampling: SamplingParams,
+    *,
+    seed: int,
 ) -> float | None:
     """Mean |q - q'| of beginnings of completions, sampled among the others and each alone.
 
@@ -337,7 +348,9 @@ class Rescoring:
         for name, prompts in self._setup.prompt_variants.items():
             yield self._explanation(
                 _Change(
-                    name=f"the prompt rendered as {name}", cause="chat_template", prompts=prompts
+                    name=f"the prompt rendered as {name}",
+                    cause="chat_template",
+                    prompts=prompts,
                 )
             )
         for name, earlier in self._setup.earlier.items():
@@ -357,7 +370,9 @@ class Rescoring:
                 )
             )
         yield Explanation(
-            name=f"the model in {setup.compute}", cause="rounding", share=self._share(self._plain)
+            name=f"the model in {setup.compute}",
+            cause="rounding",
+            share=self._share(self._plain),
         )
         for change in self._emulated():
             yield self._explanation(change)

@@ -208,7 +208,11 @@ class TrainingStack:
         return self.score_with_entropies(prompts, completions, temperature=temperature)[0]
 
     def score_with_entropies(
-        self, prompts: Ragged, completions: Ragged, *, temperature: float
+        self,
+        prompts: Ragged,
+        completions: Ragged,
+        *,
+        temperature: float,
     ) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
         program = _program(self._config, self._compute, self._scheme, temperature)
@@ -217,7 +221,12 @@ class TrainingStack:
         return [logprobs for logprobs, _ in results], [entropies for _, entropies in results]
 
     def score_listed(
-        self, prompts: Ragged, completions: Ragged, listed: Ragged, *, temperature: float
+        self,
+        prompts: Ragged,
+        completions: Ragged,
+        listed: Ragged,
+        *,
+        temperature: float,
     ) -> Ragged:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
         program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
@@ -238,7 +247,11 @@ def _program(
     listed: bool = False,
 ) -> Callable[[Params, Rows], jax.Array]:
     row_logprobs = make_row_logprobs(
-        config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme
+        config,
+        compute,
+        temperature=temperature,
+        mesh=one_device_mesh(),
+        scheme=scheme,
     )
 
     def scored(params: Params, rows: Rows) -> jax.Array:
@@ -508,7 +521,12 @@ class HuggingFace:
             ) from None
         self._torch = torch
         hf_weights.save_params(
-            params, config, directory, dtype="float32", tokenizer_dir=None, overwrite=True
+            params,
+            config,
+            directory,
+            dtype="float32",
+            tokenizer_dir=None,
+            overwrite=True,
         )
         self._model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True

@@ -140,7 +140,10 @@ def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec)
 
 
 def _probe(
-    session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]
+    session: Session,
+    spec: ProbeSpec,
+    other: ProbeSpec,
+    keep: Callable[[Measured], None],
 ) -> Measured | None:
     """A pair; None, with a line, where an engine does not start here."""
     specs = (spec, other)
@@ -167,7 +170,10 @@ def _probe(
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / str(len(pair))
             try:
                 engine = engines.build(
-                    engine_spec, run, directory=directory, max_total_tokens=total
+                    engine_spec,
+                    run,
+                    directory=directory,
+                    max_total_tokens=total,
                 )
             except (UserError, EngineError, MemoryError) as error:
                 session.show(f"{spec} left out: {' '.join(str(error).split())}")

@@ -65,7 +65,10 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
 
 
 def _by_blocks(
-    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, contracted: int
+    x: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
+    contracted: int,
 ) -> jax.Array:
     """Each row times the matrix of its group; `contracted` is the matrix's axis, 1 transposes."""
     blocks = _blocks(group_sizes, x.shape[0])
@@ -103,7 +106,10 @@ def _grouped_backward(
         bar = jax.lax.dynamic_slice_in_dim(padded_bar, blocks.first[i], blocks.size)
         bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)
         product = jax.lax.dot_general(
-            block, bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            block,
+            bar,
+            (((0,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
         )
         total = jax.lax.dynamic_index_in_dim(grads, blocks.owner[i], keepdims=False) + product
         return jax.lax.dynamic_update_index_in_dim(grads, total, blocks.owner[i], 0)

@@ -199,7 +199,12 @@ def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attended(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: _Segments,
+    size: int,
+    length: int,
 ) -> jax.Array:
     """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h].
 
@@ -210,7 +215,12 @@ def _attended(
 
 
 def _attended_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: _Segments,
+    size: int,
+    length: int,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     total, kv_heads, group, width = query.shape
     query_scope, key_scope = _scopes(total, length, size)
@@ -239,7 +249,10 @@ def _attended_forward(
         product = jnp.zeros((kv_heads, width, group * size), jnp.float32)
         with jax.named_scope(key_scope):
             maximum, weight, product = lax.fori_loop(
-                0, block.count, keys, (hidden, jnp.zeros_like(hidden), product)
+                0,
+                block.count,
+                keys,
+                (hidden, jnp.zeros_like(hidden), product),
             )
         attended = block.write(attended, product / weight)
         return block.following, attended, block.write(log_sum, (maximum + jnp.log(weight))[:, 0])
@@ -252,7 +265,10 @@ def _attended_forward(
 
 
 def _attended_backward(
-    size: int, length: int, saved: tuple[Any, ...], cotangent: jax.Array
+    size: int,
+    length: int,
+    saved: tuple[Any, ...],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, segments, attended, log_sum = saved
     total, kv_heads, group, width = query.shape
@@ -297,7 +313,10 @@ def _attended_backward(
         block_bar = jnp.zeros((kv_heads, width, group * size), jnp.float32)
         with jax.named_scope(key_scope):
             block_bar, key_bar, value_bar = lax.fori_loop(
-                0, block.count, keys, (block_bar, key_bar, value_bar)
+                0,
+                block.count,
+                keys,
+                (block_bar, key_bar, value_bar),
             )
         return block.following, block.write(query_bar, block_bar), key_bar, value_bar
 

@@ -80,7 +80,10 @@ def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, j
 
 
 def _split_backward(
-    at: int, axis: int, saved: None, cotangents: tuple[jax.Array, jax.Array]
+    at: int,
+    axis: int,
+    saved: None,
+    cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array]:
     return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
 
@@ -102,7 +105,10 @@ def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float) 
 
 
 def _norm_and_rotate_forward(
-    x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float
+    x: jax.Array,
+    scale: jax.Array,
+    rotary: Rotary,
+    eps: float,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -166,7 +172,10 @@ def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Arra
 
 
 def _attended_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) + bias
     exponentials = jnp.exp(scores - softmax_maximum(scores))

@@ -77,7 +77,10 @@ def packed_attention(
 
 
 def _sequences(
-    segment_ids: jax.Array, segments: int, query_stride: int, key_stride: int
+    segment_ids: jax.Array,
+    segments: int,
+    query_stride: int,
+    key_stride: int,
 ) -> _Sequences:
     rows, length = segment_ids.shape
     total = rows * length
@@ -109,16 +112,30 @@ def _sequences(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attended(
-    query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences, window: int | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sequences: _Sequences,
+    window: int | None,
 ) -> jax.Array:
     return _attended_forward(query, key, value, sequences, window)[0]
 
 
 def _attended_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences, window: int | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sequences: _Sequences,
+    window: int | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     attended, statistics = _bind(
-        "fwd", query, key, value, sequences, window=window, is_training=True
+        "fwd",
+        query,
+        key,
+        value,
+        sequences,
+        window=window,
+        is_training=True,
     )
     return attended, (query, key, value, sequences, statistics, attended)
 

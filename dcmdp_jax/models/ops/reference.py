@@ -62,7 +62,11 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
         [R, L, H, h], the dtype of `query`.
     """
     return jax.nn.dot_product_attention(
-        query, key, value, mask=visible[:, None], implementation="xla"
+        query,
+        key,
+        value,
+        mask=visible[:, None],
+        implementation="xla",
     )
 
 

@@ -9,7 +9,12 @@ from dcmdp_jax.errors import UserError
 
 
 def splash_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, window: int = 0
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    window: int = 0,
 ) -> jax.Array:
     """Causal attention of packed rows within their segments; see `attention.row_attention`.
 
@@ -44,7 +49,11 @@ _TILE = (512, 1024, 1024)
 
 
 def grouped_matmul(
-    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, *, interpret: bool = False
+    x: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """`reference.grouped_matmul` by megablox. Not run on a TPU yet.
 

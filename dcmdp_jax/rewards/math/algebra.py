@@ -127,7 +127,11 @@ def same_value(predicted: str, expected: str, factor: Fraction | int = 1) -> boo
     if factor != 1 or not predicted_values or not expected_values:
         return False
     is_equal = math_verify.verify(
-        expected_values, predicted_values, timeout_seconds=None, strict=True, raise_on_error=True
+        expected_values,
+        predicted_values,
+        timeout_seconds=None,
+        strict=True,
+        raise_on_error=True,
     )
     return bool(is_equal)
 
@@ -282,7 +286,11 @@ def _plain_symbols(value: Any) -> Any:
 
 
 def _same_expression(
-    predicted: Any, expected: Any, seed: bytes, *, exact: bool | None = None
+    predicted: Any,
+    expected: Any,
+    seed: bytes,
+    *,
+    exact: bool | None = None,
 ) -> bool | None:
     """Whether two expressions are one function; None where values can't tell.
 
@@ -305,7 +313,11 @@ def _same_expression(
     predicted, expected = _replace_kinks(predicted, expected, seed)  # a constant has none
     # A constant must show, however small it is.
     agree = functools.partial(
-        _agree_at, predicted, expected, digits=_DIGITS + 2 * decades, exact=exact
+        _agree_at,
+        predicted,
+        expected,
+        digits=_DIGITS + 2 * decades,
+        exact=exact,
     )
     if is_constant:
         return agree({})
@@ -369,7 +381,12 @@ def _with_exact_decimals(value: Any) -> Any:
 
 
 def _agree_at(
-    predicted: Any, expected: Any, point: dict[Any, Any], *, digits: int, exact: bool
+    predicted: Any,
+    expected: Any,
+    point: dict[Any, Any],
+    *,
+    digits: int,
+    exact: bool,
 ) -> bool | None:
     """Whether two expressions have one value at a point; None where they have none there."""
     if _has_powers(
@@ -420,7 +437,12 @@ def _without_noise(value: Any) -> Any:
 
 
 def _sample_points(
-    symbols: list[Any], count: int, seed: bytes, *, positive: bool = False, decades: int = 0
+    symbols: list[Any],
+    count: int,
+    seed: bytes,
+    *,
+    positive: bool = False,
+    decades: int = 0,
 ) -> list[dict[Any, Any]]:
     """Draw points with rational coordinates of size 0.5 to 2, times a power of ten.
 

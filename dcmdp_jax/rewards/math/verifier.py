@@ -149,7 +149,10 @@ class Verifier(Closing):
             equal = compare_literals(prediction, answer)
             if equal is None:
                 self._calls[pair] = self._pool.submit(
-                    prediction, answer, wall_s=wall_s, cpu_s=self._timeout_s
+                    prediction,
+                    answer,
+                    wall_s=wall_s,
+                    cpu_s=self._timeout_s,
                 )
             else:
                 self._decided[pair] = equal
