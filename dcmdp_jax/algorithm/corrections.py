@@ -416,9 +416,10 @@ def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dic
         "correction/weight_square_mean": weights**2,
     }
     count = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
-    return {
-        name: Mean(jnp.sum(jnp.where(mask, value, 0.0)), count) for name, value in values.items()
-    }
+    means = {}
+    for name, value in values.items():
+        means[name] = Mean(jnp.sum(jnp.where(mask, value, 0.0)), count)
+    return means
 
 
 def _token_difference(tokens: Tokens) -> _Values:

@@ -202,7 +202,9 @@ def dc_grpo_loss(
 def _numbers(name: str, value: Any) -> Array:
     """The argument as an array; ragged lists, and what holds no real numbers, are refused."""
     try:
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
+        array = value
+        if not isinstance(value, jax.Array):
+            array = np.asarray(value)
     except ValueError:
         raise ValueError(
             f"{name} is a list of lists that differ in length; pad them, and mask the padding"

@@ -1,10 +1,9 @@
 """Measures of a state's two whole distributions, and score centering (arXiv:2609.20807).
 
 Score centering is by Marek and Ryabinin (2026). p is the training stack's distribution of the next
-token, q the engine's. H, the head, are the engine's top-k tokens; what is left, 1 - p_H and 1
-- q_H, is the tail. A measure is computed on the head and the tail as one token more; its bound says
-    how much larger the true value can be.
-With k = V there is no tail, and the value is exact.
+token, q the engine's. H, the head, are the engine's top-k tokens; what is left, 1 - p_H and
+1 - q_H, is the tail. A measure is computed on the head and the tail as one token more; its bound
+says how much larger the true value can be. With k = V there is no tail, and the value is exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -101,11 +100,11 @@ def state_measures(
         head_mass             q_H
 
     As one token the tail gives no more than its tokens would (log-sum and triangle inequalities),
-    so that the true value lies between the value and the value plus its bound. That of a KL holds
-    if no tail token has a log-ratio above 20, where this package clamps them. The largest delta of
-    a tail token is max(p_T, min(q_T, q_k)) for `diff`, q_k the last of the head, and its limit for
-    the other measures. The expected discrepancy is what the mean of `token_discrepancy` over
-    sampled tokens estimates; its variance under q is `discrepancy_variance`.
+    so that the true value lies between the value and the value plus its bound. The bound of a KL
+    holds if no tail token has a log-ratio above 20, where this package clamps them. The largest
+    delta of a tail token is max(p_T, min(q_T, q_k)) for `diff`, q_k the last of the head, and its
+    limit for the other measures. The expected discrepancy is what the mean of `token_discrepancy`
+    over sampled tokens estimates; its variance under q is `discrepancy_variance`.
 
     Args:
         train_logprobs: nats, log p of the head.
@@ -137,8 +136,8 @@ def state_measures(
     q_tail = jnp.exp(log_q_tail)
     log_tail_ratio = stats.clamped_log_ratio(log_p_tail, log_q_tail)
 
-    differences = token_discrepancy(train, rollout, completion_mask=present)
-    twice_variation = jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail)
+    abs_differences = token_discrepancy(train, rollout, completion_mask=present)
+    twice_variation = jnp.sum(abs_differences, axis=-1) + jnp.abs(p_tail - q_tail)
     kl_engine = -jnp.sum(q * log_ratio, axis=-1) - q_tail * log_tail_ratio
     kl_trainer = jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail_ratio
 
@@ -148,8 +147,11 @@ def state_measures(
     if measure == "diff":
         least_q = jnp.min(jnp.where(present, q, 1.0), axis=-1)
         largest_delta = jnp.maximum(p_tail, jnp.minimum(q_tail, least_q))
+    elif measure == "ratio":
+        largest_delta = RATIO_LIMIT
     else:
-        largest_delta = RATIO_LIMIT if measure == "ratio" else stats.MAX_LOG_RATIO
+        largest_delta = stats.MAX_LOG_RATIO
+
     return {
         "distribution/total_variation": twice_variation / 2,
         "distribution/total_variation_bound": jnp.minimum(p_tail, q_tail),
@@ -214,17 +216,17 @@ def centering_loss(
         rho = (1 - q_H) / (1 - p_H),
 
     in which the tail counts as if q were rho p there. That is one token of log-probs log(1 - p_H)
-    and log(1 - q_H): its score is -sum_H p grad log p / (1 - p_H). So the expectation is over the k
-    tokens of H and the tail as one more, and holds for every loss: l_j is the loss at that token
-    less what it is with A = 0 (a term without the advantage, as the square of the log-ratio, is not
-    centred), its gradient in log p_j; q_j f_j is a constant. A is that of the sampled token in all
-    of them, its penalty included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
-    gradient.
+    and log(1 - q_H): its score is -sum_H p grad log p / (1 - p_H).
+
+    The expectation therefore has k + 1 outcomes: the tokens of H and the tail. l_j is the loss at
+    outcome j minus the same loss with A = 0, so that terms without the advantage, such as the
+    square of the log-ratio, are not centred. This holds for every loss. The gradient flows through
+    log p_j only; q_j f_j is a constant. A is the advantage of the sampled token at every outcome,
+    its penalty included. With q = p, f = 1 and H the vocabulary the expectation is 0 in gradient.
 
     Args:
         tokens: [R, L] as `losses.policy_loss` gets them.
-        weights: float32 >= 0, of the tokens in the loss, corrections that weigh single tokens not
-            in it: w.
+        weights: w, float32 >= 0, without the corrections of single tokens.
         head: the engine's top-k tokens.
         anchor: field of `Head` whose policy is in the ratio's denominator.
         loss: function from tokens to losses, as in `policy_loss`.
@@ -258,32 +260,34 @@ def centering_loss(
 
     def centered_loss(
         present: Array,
-        train: Array,
-        old: Array,
-        start: Array,
-        rollout: Array,
-        anchored: Array,
+        train_logprobs: Array,
+        old_logprobs: Array,
+        start_logprobs: Array,
+        rollout_logprobs: Array,
+        anchor_logprobs: Array,
     ) -> jax.Array:
-        """q_j f_j l_j of one token j in the place of each sampled one, [R, L]."""
+        """q_j f_j l_j of one outcome j in the place of each sampled token, [R, L]."""
         if sequence_ratio is None:
-            ratio = losses.importance_ratio(train, anchored)
+            ratio = losses.importance_ratio(train_logprobs, anchor_logprobs)
         else:
-            ratio = sequence_ratio * jnp.exp(train - stop_gradient(train))
-        other = sampled._replace(
-            train_logprobs=train,
-            old_logprobs=old,
-            start_logprobs=start,
-            rollout_logprobs=rollout,
-            anchor_logprobs=anchored,
+            ratio = sequence_ratio * jnp.exp(train_logprobs - stop_gradient(train_logprobs))
+        outcome = sampled._replace(
+            train_logprobs=train_logprobs,
+            old_logprobs=old_logprobs,
+            start_logprobs=start_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            anchor_logprobs=anchor_logprobs,
             ratio=ratio,
         )
-        mass = jnp.where(present, jnp.exp(rollout), 0.0)
+        mass = jnp.where(present, jnp.exp(rollout_logprobs), 0.0)
         if corrections:
-            corrected = chain(other, corrections)[0]
+            corrected, _ = chain(outcome, corrections)
             mass = mass * jnp.where(corrected.keep, corrected.weights, 0.0)
-        no_advantage = other._replace(advantages=jnp.zeros_like(other.advantages))
-        difference = split(loss(other))[0] - split(loss(no_advantage))[0]
-        return stop_gradient(mass) * difference
+
+        no_advantage = outcome._replace(advantages=jnp.zeros_like(outcome.advantages))
+        with_advantage, _ = split(loss(outcome))
+        without_advantage, _ = split(loss(no_advantage))
+        return stop_gradient(mass) * (with_advantage - without_advantage)
 
     present = head.present & active[..., None]
 
@@ -298,7 +302,7 @@ def centering_loss(
         outcomes(head.old_logprobs),
         outcomes(head.start_logprobs),
         outcomes(head.rollout_logprobs),
-        outcomes(getattr(head, anchor)),
+        outcomes(head._asdict()[anchor]),
     )
     constant_weights = stop_gradient(jnp.where(active, weights, 0.0))
     return masked.weighted_sum(jnp.sum(expected, axis=0), constant_weights).total

@@ -87,7 +87,9 @@ def dual_update(
         learning_rate=learning_rate,
         minimum=minimum,
     )
-    least_maximum = 0 if isinstance(minimum, jax.Array) else minimum
+    least_maximum = minimum
+    if isinstance(minimum, jax.Array):
+        least_maximum = 0
     require_number("maximum", maximum, minimum=least_maximum)
 
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)

@@ -182,7 +182,9 @@ def policy_loss(
         return jnp.where(active, jnp.asarray(values, jnp.float32), 0.0)
 
     def constant(values: Array | None) -> jax.Array | None:
-        return None if values is None else stop_gradient(inside(values))
+        if values is None:
+            return None
+        return stop_gradient(inside(values))
 
     train = inside(tokens.train_logprobs)
     anchor = constant(tokens.anchor_logprobs)

@@ -92,7 +92,8 @@ def require_tokens(tokens: Tokens) -> None:
     arrays = tokens._asdict()
     for name in ("multiplier", "tolerance", "num_completions"):
         require_rank(name, arrays.pop(name), 0)
-    require_same_shape(**{name: array for name, array in arrays.items() if array is not None})
+    present_arrays = {name: array for name, array in arrays.items() if array is not None}
+    require_same_shape(**present_arrays)
 
 
 class Corrected(NamedTuple):
@@ -165,7 +166,10 @@ class OwnRemedy:
 
     def __call__(self, tokens: Tokens) -> tuple[Any, dict[str, Any]]:
         terms, statistics = split(self.function(tokens, **self.parameters))
-        return terms, {f"remedy/{self.name}/{key}": value for key, value in statistics.items()}
+        metrics = {}
+        for name, statistic in statistics.items():
+            metrics[f"remedy/{self.name}/{name}"] = statistic
+        return terms, metrics
 
 
 def check_terms(kind: str, function: Function) -> None:
@@ -182,7 +186,9 @@ def check_terms(kind: str, function: Function) -> None:
     for tokens in (_probe(), _probe(rows=3, length=5)):
         terms, statistics = split(_trace(function, tokens))
         for name, value in _named(kind, terms).items():
-            kinds = "b" if name in _FLAGS else "f"
+            kinds = "f"
+            if name in _FLAGS:
+                kinds = "b"
             _check_array(name, value, tokens.completion_mask.shape, kinds)
         for name, statistic in statistics.items():
             if not isinstance(name, str) or not isinstance(statistic, Statistic):
@@ -237,7 +243,8 @@ def check_values(kind: str, function: Function) -> None:
                 f"returned {next(iter(named))} without any gradient, so that nothing is learned; "
                 "compute them from tokens.train_logprobs or tokens.ratio, without stop_gradient"
             )
-        named |= {f"the gradient of {name}": value for name, value in gradient.items()}
+        for name, value in gradient.items():
+            named[f"the gradient of {name}"] = value
 
     for name, value in named.items():
         non_finite = np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)
@@ -256,7 +263,9 @@ def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> N
         raise ValueError(f"returned {name} as {type(value).__name__}; must be an array")
     dtype = jnp.result_type(value)
     if np.shape(value) != shape:
-        remedy = " as the tokens" if shape else ""
+        remedy = ""
+        if shape:
+            remedy = " as the tokens"
         raise ValueError(f"returned {name} of shape {np.shape(value)}; must be {shape}{remedy}")
     if dtype.kind not in kinds or (kinds == "f" and dtype != jnp.float32):
         allowed = {"f": "float32", "b": "bool"}.get(kinds, "a number")
@@ -280,16 +289,18 @@ def _named(kind: str, terms: Any) -> dict[str, Any]:
         return {term_type: terms}
     if not isinstance(terms, term_type):
         fields = ", ".join(term_type._fields)
-        returned = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
+        returned = type(terms).__name__
+        if isinstance(terms, jax.Array):
+            returned = "an array"
         raise ValueError(
             f"returned {returned}; must be {term_type.__name__}({fields}) of "
             "dcmdp_jax.algorithm.remedies"
         )
-    return {
-        name: value
-        for name, value in terms._asdict().items()
-        if value is not False or name == "keep"
-    }
+    arrays = {}
+    for name, value in terms._asdict().items():
+        if value is not False or name == "keep":
+            arrays[name] = value
+    return arrays
 
 
 def _probe(rows: int = 2, length: int = 12) -> Tokens:

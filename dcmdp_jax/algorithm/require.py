@@ -51,7 +51,9 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
         ValueError: naming the argument.
     """
     array = concrete(logprobs)
-    sampled = concrete(True if mask is None else mask)
+    if mask is None:
+        mask = True
+    sampled = concrete(mask)
     if array is None or sampled is None:
         return
     values = array.astype(float)[np.broadcast_to(sampled.astype(bool), array.shape)]
@@ -128,11 +130,16 @@ def require_number(
         value = array.item()
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r}; must be a number")
-    below = value <= minimum if open_minimum else value < minimum
-    above = value >= maximum if open_maximum else value > maximum
+
+    below = value < minimum or open_minimum and value == minimum
+    above = value > maximum or open_maximum and value == maximum
     if not math.isfinite(value) or below or above:
-        opening = "(" if open_minimum or minimum == -math.inf else "["
-        closing = ")" if open_maximum or maximum == math.inf else "]"
+        opening = "["
+        if open_minimum or minimum == -math.inf:
+            opening = "("
+        closing = "]"
+        if open_maximum or maximum == math.inf:
+            closing = ")"
         raise ValueError(
             f"{name}={value!r}; must be a finite number in {opening}{minimum}, {maximum}{closing}"
         )

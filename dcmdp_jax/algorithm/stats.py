@@ -254,7 +254,8 @@ def across(tree: Any, axis_name: str | None) -> Any:
     if axis_name is None:
         return tree
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_statistic)
-    sums = iter(lax.psum([leaf for leaf in leaves if type(leaf) not in _EXTREME], axis_name))
+    summed_leaves = [leaf for leaf in leaves if type(leaf) not in _EXTREME]
+    sums = iter(lax.psum(summed_leaves, axis_name))
     merged = []
     for leaf in leaves:
         if type(leaf) in _EXTREME:
