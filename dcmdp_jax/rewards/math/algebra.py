@@ -117,15 +117,36 @@ def same_value(predicted: str, expected: str, factor: Fraction | int = 1) -> boo
             if is_decimal and getattr(expected_value, "is_NumberSymbol", False):
                 verdicts.append(False)  # digits are not e or pi
             elif _is_expression(predicted_value) and _is_expression(expected_value):
-                scaled = predicted_value if factor == 1 else predicted_value * factor
-                verdicts.append(_same_expression(scaled, expected_value, seed))
+                scaled_value = predicted_value
+                if factor != 1:
+                    scaled_value = predicted_value * factor
+                verdicts.append(_same_expression(scaled_value, expected_value, seed))
             elif factor == 1 and _is_relation(predicted_value) and _is_relation(expected_value):
                 verdicts.append(_same_relation(predicted_value, expected_value, seed))
 
     if verdicts and None not in verdicts:
         return any(verdicts)
     if factor != 1 or not predicted_values or not expected_values:
+        return False  # math-verify takes no factor, and an empty list is an unreadable answer
+
+    # Undecided, or no two values of one kind: math-verify compares them.
+    if not _library_verifies(predicted_values, expected_values):
         return False
+    for predicted_value in predicted_values:
+        for expected_value in expected_values:
+            if not isinstance(predicted_value, sympy.Eq) or not isinstance(
+                expected_value, sympy.Eq
+            ):
+                continue
+            # It compares lists of solutions, and takes |x| + |y| = 1 and |x| + |y| = 2 for equal,
+            # because sympy finds none of either.
+            if not _is_solvable(expected_value):
+                return _same_differences(predicted_value, expected_value)
+    return True
+
+
+def _library_verifies(predicted_values: list[Any], expected_values: list[Any]) -> bool:
+    """Whether a predicted and an expected value are equal to math-verify."""
     is_equal = math_verify.verify(
         expected_values,
         predicted_values,
@@ -159,9 +180,7 @@ def parse(text: str) -> list[Any]:
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
     text = re.sub(r"\\degree ?", "", text)
     # The parser takes `2(\frac{1}{2})` for a mixed number.
-    text = _PRODUCT.sub(
-        lambda match: rf"{match[1]} \cdot (" if match[1] else rf"{match[2]} \cdot ", text
-    )
+    text = _PRODUCT.sub(_with_dot, text)
     # latex2sympy2-extended 1.11 reads E as Euler's number, which takes no index, and no command as
     # an index.
     text = _NAMED_INDEX.sub(lambda match: f"_{{{match[1] or match[2]}}}", text)
@@ -170,8 +189,18 @@ def parse(text: str) -> list[Any]:
     values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
     # What it can't read it returns as text, stripped of what it takes for ornament, and what it
     # misreads may have no value at all: no ground for a reward.
-    values = [value for value in values if not isinstance(value, str)]
-    return [v for v in values if not hasattr(v, "has") or not v.has(sympy.nan, sympy.zoo)]
+    readable_values = []
+    for value in values:
+        is_undefined = hasattr(value, "has") and value.has(sympy.nan, sympy.zoo)
+        if not isinstance(value, str) and not is_undefined:
+            readable_values.append(value)
+    return readable_values
+
+
+def _with_dot(product: re.Match[str]) -> str:
+    if product[1]:
+        return rf"{product[1]} \cdot ("
+    return rf"{product[2]} \cdot "
 
 
 def _is_readable(text: str) -> bool:
@@ -213,10 +242,15 @@ def _with_distinct_case(predicted: str, expected: str) -> tuple[str, str]:
         renamed.append("T")  # a power: the parser takes it for a transpose and drops it
 
     letters = {name for name in names if len(name) == 1}
-    free = [letter for letter in "abghjklmnpqrstuvwxyz" if not {letter, letter.upper()} & letters]
-    if len(free) < len(renamed):
+    unused_letters = []
+    for letter in "abghjklmnpqrstuvwxyz":
+        if letter not in letters and letter.upper() not in letters:
+            unused_letters.append(letter)
+    if len(unused_letters) < len(renamed):
         raise ValueError(f"too many letters to distinguish: {predicted!r}, {expected!r}")
-    new_names = {name: f"{{{letter}}}" for name, letter in zip(renamed, free, strict=False)}
+    new_names = {}
+    for name, letter in zip(renamed, unused_letters, strict=False):
+        new_names[name] = f"{{{letter}}}"
 
     def rename(text: str) -> str:
         return _LETTER_OR_COMMAND.sub(lambda match: new_names.get(match[0], match[0]), text)
@@ -237,9 +271,12 @@ def _difference(relation: Any) -> Any:
 
 
 def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
-    """Whether the differences of the sides of two equations or inequalities are proportional.
+    """Whether the differences of the sides of two relations are proportional.
 
-    For inequalities by more than 0. None where that can't be told.
+    The factor of inequalities must be positive. None where math-verify must decide. It gets
+    equations and inequalities that are not proportional, because they may have the same solutions,
+    such as (x + y)^3 = 1 and x + y = 1. It gets no inequations (`!=`): it raises KeyError for two
+    that are not equal.
     """
     if isinstance(predicted, sympy.Gt | sympy.Ge):
         predicted = predicted.reversed
@@ -259,29 +296,56 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     point = _sample_points(symbols, 1, seed + b"ratio")[0]
     predicted_scale = predicted_difference.subs(point).doit()
     expected_scale = expected_difference.subs(point).doit()
-    for scale in (predicted_scale, expected_scale):
-        if not (scale.is_number and scale.is_finite and scale.evalf(_DIGITS) != 0):
-            return None
+    is_proportional = None
+    if _is_scale(predicted_scale) and _is_scale(expected_scale):
+        is_proportional = _same_expression(
+            predicted_difference / predicted_scale,
+            expected_difference / expected_scale,
+            seed,
+            exact=exact,
+        )
 
-    same = _same_expression(
-        predicted_difference / predicted_scale,
-        expected_difference / expected_scale,
-        seed,
-        exact=exact,
-    )
-    if same and isinstance(predicted, sympy.Lt | sympy.Le):
+    if isinstance(predicted, sympy.Ne):
+        if is_proportional is None:
+            return _same_differences(predicted, expected)
+        return is_proportional
+    if not is_proportional:
+        return None
+    if isinstance(predicted, sympy.Lt | sympy.Le):
         ratio = (predicted_scale / expected_scale).evalf(_DIGITS)
         return bool(ratio.is_real and ratio > 0)
-    if isinstance(predicted, sympy.Ne):
-        return bool(same)
-    return same or None
+    return True
+
+
+def _is_scale(value: Any) -> bool:
+    """Whether a difference's value at a point can be divided by."""
+    return bool(value.is_number and value.is_finite and value.evalf(_DIGITS) != 0)
+
+
+def _same_differences(predicted: Any, expected: Any) -> bool:
+    """Whether the differences of the sides of two relations are equal, or opposite."""
+    predicted_difference = predicted.lhs - predicted.rhs
+    expected_difference = expected.lhs - expected.rhs
+    return _library_verifies([predicted_difference], [expected_difference]) or _library_verifies(
+        [-predicted_difference], [expected_difference]
+    )
+
+
+def _is_solvable(equation: Any) -> bool:
+    """Whether sympy finds a solution of an equation."""
+    try:
+        return bool(sympy.solve(equation, equation.free_symbols))
+    except Exception:  # sympy's are of many kinds
+        return False
 
 
 def _plain_symbols(value: Any) -> Any:
     """Give a letter the same assumptions in all texts, and make `i` the imaginary unit."""
     plain = {}
     for symbol in value.free_symbols:
-        plain[symbol] = sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name)
+        plain[symbol] = sympy.Symbol(symbol.name)
+        if symbol.name == "i":
+            plain[symbol] = sympy.I
     return value.xreplace(plain)
 
 
@@ -300,7 +364,7 @@ def _same_expression(
     """
     if exact is None:
         exact = _is_exact(predicted, expected)
-    # Decimals first: to rebuild a sum is to add them up with 15 digits.
+    # Decimals first: sympy adds them up with 15 digits when it rebuilds a sum.
     predicted = _plain_symbols(_with_exact_decimals(predicted))
     expected = _plain_symbols(_with_exact_decimals(expected))
     decades = _decades(predicted, expected)
@@ -323,24 +387,33 @@ def _same_expression(
         return agree({})
     symbols = sorted(predicted.free_symbols | expected.free_symbols, key=lambda symbol: symbol.name)
     has_kinks = any(symbol.name.startswith("kink") for symbol in symbols)
-    unequal = None if has_kinks else False
+    verdict_if_unequal = False
+    if has_kinks:
+        verdict_if_unequal = None
 
     points = _sample_points(symbols, _POINTS, seed, positive=True)
-    verdicts = {agree(point) for point in points}
-    if verdicts != {True}:
-        return unequal if False in verdicts else None
-
-    spread = min(
-        decades, _MAX_SPREAD_OF_EXPONENTS if _has_powers(predicted, expected) else _MAX_SPREAD
-    )
-    points = _sample_points(symbols, _POINTS, seed + b"wide", positive=True, decades=spread)
-    of_either_sign = _sample_points(symbols, 2 * _POINTS, seed + b"either")
-    of_either_sign += _sample_points(symbols, 2 * _POINTS, seed, decades=spread)
-    points += [point for point in of_either_sign if _has_one_branch(predicted, expected, point)]
-    verdicts = [agree(point) for point in points]
+    verdicts = set(map(agree, points))
     if False in verdicts:
-        return unequal
-    return True if verdicts.count(True) >= _POINTS else None
+        return verdict_if_unequal
+    if None in verdicts:
+        return None
+
+    max_spread = _MAX_SPREAD
+    if _has_powers(predicted, expected):
+        max_spread = _MAX_SPREAD_OF_EXPONENTS
+    spread = min(decades, max_spread)
+    points = _sample_points(symbols, _POINTS, seed + b"wide", positive=True, decades=spread)
+    any_sign_points = _sample_points(symbols, 2 * _POINTS, seed + b"either")
+    any_sign_points += _sample_points(symbols, 2 * _POINTS, seed, decades=spread)
+    for point in any_sign_points:
+        if _has_one_branch(predicted, expected, point):
+            points.append(point)
+    verdicts = list(map(agree, points))
+    if False in verdicts:
+        return verdict_if_unequal
+    if verdicts.count(True) < _POINTS:
+        return None
+    return True
 
 
 def _same_integers(predicted: Any, expected: Any) -> bool:
@@ -389,9 +462,8 @@ def _agree_at(
     exact: bool,
 ) -> bool | None:
     """Whether two expressions have one value at a point; None where they have none there."""
-    if _has_powers(
-        predicted, expected
-    ):  # sympy writes out every digit of a rational power of a rational
+    if _has_powers(predicted, expected):
+        # sympy writes out every digit of a rational power of a rational.
         predicted = predicted.doit().evalf(digits, subs=point, maxn=2 * digits)
         expected = expected.doit().evalf(digits, subs=point, maxn=2 * digits)
     else:
@@ -451,7 +523,9 @@ def _sample_points(
     draw = random.Random(seed)
 
     def coordinates() -> list[Any]:
-        signs = [1 if positive or k % 2 == 0 else -1 for k in range(count)]
+        signs = [1, -1] * (count // 2) + [1] * (count % 2)
+        if positive:
+            signs = [1] * count
         powers = [round(-decades + 2 * decades * (k + 0.5) / count) for k in range(count)]
         draw.shuffle(signs)
         draw.shuffle(powers)
@@ -502,8 +576,13 @@ def _replace_kinks(predicted: Any, expected: Any, seed: bytes) -> tuple[Any, Any
 
         replacements = {}
         for kink in sorted(innermost, key=sympy.default_sort_key):
-            equal = next((other for other in variables if _same_kink(kink, other, seed)), kink)
-            replacements[kink] = variables.setdefault(equal, sympy.Symbol(f"kink{len(variables)}"))
+            equal_kink = kink
+            for other in variables:
+                if _same_kink(kink, other, seed):
+                    equal_kink = other
+                    break
+            new_variable = sympy.Symbol(f"kink{len(variables)}")
+            replacements[kink] = variables.setdefault(equal_kink, new_variable)
         predicted = predicted.xreplace(replacements)
         expected = expected.xreplace(replacements)
     return predicted, expected
