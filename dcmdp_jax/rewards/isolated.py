@@ -163,7 +163,7 @@ class IsolatedPool(Closing):
         """Make calls with one worker; the body of a thread."""
         while True:
             tries, _, call = self._calls.get()
-            if call is None:
+            if call is None:  # the pool is closed
                 return worker.end()
             if call.future.cancelled():
                 continue
@@ -171,6 +171,7 @@ class IsolatedPool(Closing):
             wall_s = call.wall_s
             is_short_try = tries == 0 and cpu_s is not None and cpu_s > _FIRST_TRY_CPU_SECONDS
             if is_short_try:
+                # A long call first gets less, so that it does not delay the others.
                 cpu_s = _FIRST_TRY_CPU_SECONDS
                 wall_s /= 3
 
@@ -180,7 +181,7 @@ class IsolatedPool(Closing):
                 value = worker.call(call.args, cpu_s, wall_s)
             except CallError as failure:
                 error = failure
-            except Exception as failure:  # no process to be had, say
+            except Exception as failure:  # for example, the process cannot start
                 error = CallError("load", one_line(f"{type(failure).__name__}: {failure}"))
             if is_short_try and error is not None and error.kind == "timeout":
                 self._calls.put((1, next(self._places), call))
@@ -208,7 +209,7 @@ class _Worker:
         self._memory_bytes = memory_bytes
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
-        self._ends = contextlib.ExitStack()
+        self._connection = contextlib.ExitStack()  # closes the socket and the lifeline
         self._closed = False
         self._lock = threading.Lock()  # guards `_process` and `_closed`
 
@@ -223,7 +224,9 @@ class _Worker:
                 # It died, or wrote what nobody asked for.
                 if self._process is None or self._readable.poll(0):
                     self._start()
-                return None if args is None else self._ask(args, cpu_s, wall_s)
+                if args is None:  # it only loads
+                    return None
+                return self._ask(args, cpu_s, wall_s)
         if self._number == 0:
             command = " ".join((sys.executable, *_PROGRAM, self._module))
             raise CallError(
@@ -232,9 +235,14 @@ class _Worker:
         raise CallError("error", "the worker process died twice")
 
     def _start(self) -> None:
+        """Start a process and let it load its function.
+
+        Raises:
+            CallError: if it can't load it, or the pool is closed.
+        """
         self.end()
         search_path = [os.environ.get("PYTHONPATH")]
-        # Of an installed package Python finds the root by itself, after the standard library.
+        # Python finds an installed package by itself, after the standard library.
         root = str(Path(__file__).resolve().parents[2])
         if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
             search_path.append(root)
@@ -243,21 +251,24 @@ class _Worker:
             "RAY_AUTH_TOKEN": "",  # a user's function joins no cluster
         }
 
-        self._socket, theirs = socket.socketpair()
-        alive, lifeline = os.pipe()  # never written: its end tells that the trainer is gone
-        self._ends.enter_context(self._socket)
-        self._ends.callback(os.close, lifeline)
-        with self._lock, theirs, open(alive), open(self._output or os.devnull, "ab") as printed:
+        self._socket, worker_socket = socket.socketpair()
+        # Never written: it closes with the trainer, and the kernel then kills the worker.
+        lifeline_read, lifeline_write = os.pipe()
+        self._connection.enter_context(self._socket)
+        self._connection.callback(os.close, lifeline_write)
+        log_path = self._output or os.devnull
+        with self._lock, worker_socket, open(lifeline_read), open(log_path, "ab") as log_file:
             if self._closed:
                 raise CallError("error", "the pool is closed")
-            numbers = self._memory_bytes, theirs.fileno(), alive
+            worker_fd = worker_socket.fileno()
+            arguments = map(str, (self._memory_bytes, worker_fd, lifeline_read))
             self._process = subprocess.Popen(
-                [sys.executable, *_PROGRAM, self._module, *map(str, numbers)],
+                [sys.executable, *_PROGRAM, self._module, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
+                stdout=log_file,
+                stderr=log_file,
                 env=environment,
-                pass_fds=(theirs.fileno(), alive),
+                pass_fds=(worker_fd, lifeline_read),
                 start_new_session=True,  # its process group is what is killed
             )
         self._readable = select.poll()
@@ -274,6 +285,12 @@ class _Worker:
             raise CallError("load", problem) from error
 
     def _ask(self, args: Sequence[Any], cpu_s: float | None, wall_s: float) -> Any:
+        """Send a request to the process and wait for the value that it replies.
+
+        Raises:
+            CallError: if the call raised, or ran over a limit.
+            _Died: if the process ended.
+        """
         end = time.monotonic() + wall_s
         process = self._process
         assert process is not None
@@ -282,7 +299,8 @@ class _Worker:
             while time.monotonic() < end:
                 if self._readable.poll(_POLL_SECONDS * 1000):
                     return
-                if process.poll() is not None:  # what it forked may hold its end of the socket
+                # A child of the process may keep the socket open.
+                if process.poll() is not None:
                     raise EOFError
             raise TimeoutError
 
@@ -301,7 +319,7 @@ class _Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
             self.end()
-            if process.returncode == -signal.SIGPROF:
+            if process.returncode == -signal.SIGPROF:  # the call's limit of processor time
                 raise CallError("timeout") from None
             raise _Died from None
 
@@ -310,6 +328,7 @@ class _Worker:
             return reply["value"]
         if "error" in reply:
             raise CallError("error", str(reply["error"]), reply.get("row"))
+        # The call returned, but only after its limit of processor time.
         raise CallError("timeout")
 
     def close(self) -> None:
@@ -325,7 +344,7 @@ class _Worker:
             if self._process is not None:
                 self._process.wait()
             self._process = None
-        self._ends.close()
+        self._connection.close()
 
     def _kill_group(self) -> None:
         if self._process is not None:
