@@ -210,7 +210,9 @@ def short_names(functions: Sequence[str]) -> list[str]:
     short = [function.rpartition(":")[2] for function in functions]
     names = []
     for name, function in zip(short, functions, strict=True):
-        names.append(name if short.count(name) == 1 else function)
+        if short.count(name) > 1:
+            name = function
+        names.append(name)
     return names
 
 
@@ -272,17 +274,21 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
                 arguments["ground_truth"] = model.get("ground_truth")
             arguments["solution_str"] = completion_text(completion)
             if not takes_all:
-                arguments = {name: arguments[name] for name in arguments if name in parameters}
+                for name in arguments.keys() - parameters.keys():
+                    del arguments[name]
             scores.append(compute_score(**arguments))
         if any(map(inspect.isawaitable, scores)):
             scores = asyncio.run(gathered(scores))
 
-        results = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
-        for row, result in enumerate(results):
+        results = []
+        for row, score in enumerate(scores):
+            result = {"score": score}
+            if isinstance(score, Mapping):
+                result = score
+            results.append(result)
             if result.get("score") is None:
                 raise RewardError(
-                    f"returned {shown(scores[row])}, needs a number, or a dict with one under "
-                    "'score'",
+                    f"returned {shown(score)}, needs a number, or a dict with one under 'score'",
                     row,
                 )
         for name in dict.fromkeys(itertools.chain.from_iterable(results)):
@@ -355,7 +361,9 @@ def call_reward(
 
 def shown(value: Any) -> str:
     """The start of a value's text, after its type."""
-    return repr(value) if value is None else f"the {type(value).__name__} {value!r:.80}"
+    if value is None:
+        return "None"
+    return f"the {type(value).__name__} {value!r:.80}"
 
 
 def weighted_total(
@@ -378,7 +386,9 @@ async def gathered(values: Sequence[Any]) -> list[Any]:
     """The values, awaitable ones awaited at once."""
 
     async def value_of(value: Any) -> Any:
-        return await value if inspect.isawaitable(value) else value
+        if inspect.isawaitable(value):
+            value = await value
+        return value
 
     return list(await asyncio.gather(*map(value_of, values)))
 
@@ -389,7 +399,9 @@ def _check_value(row: int, value: Any) -> float | None:
     # NumPy's and torch's scalars have item().
     plain = plain_value(value)
     # The float first: a subclass may say another one than what isfinite sees.
-    number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+    number = math.nan
+    if isinstance(plain, numbers.Real):
+        number = float(plain)
     if not math.isfinite(number):
         raise RewardError(f"returned {value!r:.80}, needs a finite number or None", row)
     if abs(number) > _LARGEST:
@@ -402,6 +414,8 @@ def _check_value(row: int, value: Any) -> float | None:
 def plain_value(value: Any) -> Any:
     """A scalar of NumPy or torch as Python's; anything else as it is."""
     try:
-        return value.item() if hasattr(value, "item") else value
+        if hasattr(value, "item"):
+            return value.item()
     except (TypeError, ValueError, RuntimeError):  # an array of several elements
-        return value
+        pass
+    return value

@@ -192,7 +192,9 @@ def _call(
 def _json_value(value: Any) -> Any:
     """A NumPy or torch scalar as a number, anything else that JSON lacks as text."""
     plain = plain_value(value)
-    return plain if isinstance(plain, bool | int | float) else str(value)
+    if isinstance(plain, bool | int | float):
+        return plain
+    return str(value)
 
 
 def _memory_limit(error: BaseException) -> str:

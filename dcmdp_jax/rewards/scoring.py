@@ -64,32 +64,44 @@ class BatchScores:
 
     def of_completion(self, index: int) -> dict[str, float | None]:
         """Each reward of one completion, by name."""
-        return {
-            name: None if np.isnan(v[index]) else float(v[index]) for name, v in self.values.items()
-        }
+        rewards = {}
+        for name, values in self.values.items():
+            rewards[name] = None
+            if not np.isnan(values[index]):
+                rewards[name] = float(values[index])
+        return rewards
 
 
 def merge_scores(batches: Sequence[BatchScores]) -> BatchScores:
     """The scores of several batches of one scorer as one batch's, in order."""
     first = batches[0]
-    grades = [scores.grades for scores in batches if scores.grades is not None]
+    grades = None
+    graded_batches = [scores.grades for scores in batches if scores.grades is not None]
+    if graded_batches:
+        grades = merge_grades(graded_batches)
     sources = None
     if first.sources is not None:
         sources = tuple(itertools.chain.from_iterable(scores.sources for scores in batches))
-    names = itertools.chain.from_iterable(scores.extra for scores in batches)
-    extra = {name: [] for name in names}
+    extra = {}
+    for scores in batches:
+        for name in scores.extra:
+            extra[name] = []
     for scores in batches:
         for name, column in extra.items():
             column += scores.extra.get(name, [None] * len(scores.totals))
 
+    values = {}
+    for name in first.values:
+        values[name] = np.concatenate([scores.values[name] for scores in batches])
+    failed = {}
+    for name in first.failed:
+        failed[name] = sum(scores.failed[name] for scores in batches)
+
     return BatchScores(
         totals=np.concatenate([scores.totals for scores in batches]),
-        values={
-            name: np.concatenate([scores.values[name] for scores in batches])
-            for name in first.values
-        },
-        failed={name: sum(scores.failed[name] for scores in batches) for name in first.failed},
-        grades=merge_grades(grades) if grades else None,
+        values=values,
+        failed=failed,
+        grades=grades,
         sources=sources,
         logged=add_logged([scores.logged for scores in batches]),
         extra=extra,
@@ -122,7 +134,10 @@ def columns_of(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, l
             return problem.columns.get(name)
         return getattr(problem, OWN_COLUMNS[name])
 
-    return {name: [cell(problem, name) for problem in problems] for name in names}
+    columns = {}
+    for name in names:
+        columns[name] = [cell(problem, name) for problem in problems]
+    return columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,8 +285,12 @@ class BatchScoring:
 
     def _answers(self, rows: Sequence[int]) -> dict[int, str]:
         """Row -> reference answer, where it has one."""
-        answers = {row: self._problems[row].answer for row in rows}
-        return {row: answer for row, answer in answers.items() if answer is not None}
+        answers = {}
+        for row in rows:
+            answer = self._problems[row].answer
+            if answer is not None:
+                answers[row] = answer
+        return answers
 
     def add_played(self, played: Mapping[int, Played]) -> None:
         """Take what an environment made of the rows, before `finish`; functions get it too."""
@@ -313,9 +332,12 @@ class BatchScoring:
         if self._played:
             results[ENVIRONMENT] = Returned([self._played[row].reward for row in rows])
 
-        texts = [
-            self._played[row].text if row in self._played else self._texts[row] for row in rows
-        ]
+        texts = []
+        for row in rows:
+            text = self._texts[row]
+            if row in self._played:
+                text = self._played[row].text
+            texts.append(text)
         return texts, self._scores(results, grades)
 
     def _scores(
@@ -334,11 +356,10 @@ class BatchScoring:
             values[name] = returned.rewards
             for key, numbers in returned.metrics.items():
                 logged.append({key: (math.fsum(numbers), len(numbers))})
-            # Two functions may log under one name.
-            extra |= {
-                f"{name}/{key}" if key in extra else key: column
-                for key, column in returned.extra.items()
-            }
+            for key, column in returned.extra.items():
+                if key in extra:  # two functions may log under one name
+                    key = f"{name}/{key}"
+                extra[key] = column
             if function == ENVIRONMENT or isinstance(result, RewardError):
                 failed[name] = returned.rewards.count(None)
             elif function != MATH:
@@ -352,13 +373,15 @@ class BatchScoring:
             )
         weights = [reward.weight for reward in scorer.rewards]
         totals = weighted_total(list(values.values()), weights) or [0.0] * count
-        sources = tuple(problem.source for problem in self._problems)
+        sources = None
+        if scorer.by_source:
+            sources = tuple(problem.source for problem in self._problems)
         return BatchScores(
             totals=np.array(totals, np.float32),
             values={name: np.array(column, np.float32) for name, column in values.items()},
             failed=failed,
             grades=grades,
-            sources=sources if scorer.by_source else None,
+            sources=sources,
             logged=self._own_numbers() | add_logged(logged),
             extra=extra,
         )
@@ -369,7 +392,9 @@ class BatchScoring:
         played = self._played.get(row)
         if played is None:
             return problem.as_completion(self._texts[row])
-        return played.messages if problem.messages else played.text
+        if problem.messages:
+            return played.messages
+        return played.text
 
     def _own_numbers(self) -> dict[str, tuple[float, int]]:
         """Sums and counts of what the scoring itself logs."""
@@ -433,5 +458,7 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
         metrics[f"reward/source/{source}/std"] = float(totals.std())
     metrics["reward/without_value"] = int(without_value.sum())
     for name, (value, count) in scores.logged.items():
-        metrics[name if name in _OWN else f"logged/{name}"] = value / count
+        if name not in _OWN:
+            name = f"logged/{name}"
+        metrics[name] = value / count
     return metrics

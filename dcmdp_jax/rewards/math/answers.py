@@ -103,11 +103,15 @@ def extract_answer(completion: str, extraction: str = "strict") -> str | None:
         line = _last(_ANSWER_LINE, completion)
         if line is None and extraction == "flexible":
             line = _last(_STATED, completion)
-        answer = (line[1] or line[line.re.groups] or "") if line else ""
+        answer = ""
+        if line is not None:
+            answer = line[1] or line[line.re.groups] or ""
         if "\\boxed" in answer:
             return None
         answer = without_special_tokens(answer).strip().strip("*").strip()
-    return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
+    if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
+        return None
+    return answer
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -194,7 +198,9 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
         )
 
     verdict = _compare_based(predicted, expected)
-    return _compare_words(predicted, expected) if verdict is None else verdict
+    if verdict is not None:
+        return verdict
+    return _compare_words(predicted, expected)
 
 
 def answer_defect(answer: str) -> str | None:
@@ -238,7 +244,9 @@ def is_sentence(answer: str) -> bool:
 
 def _canonical_integer(text: str) -> str:
     digits = text.lstrip("+-").lstrip("0") or "0"
-    return f"-{digits}" if text.startswith("-") and digits != "0" else digits
+    if text.startswith("-") and digits != "0":
+        return f"-{digits}"
+    return digits
 
 
 def _compare_clocks(predicted: str, expected: str) -> bool | None:
@@ -265,7 +273,9 @@ def _compare_series(predicted: str, expected: str) -> bool | None:
     predicted = without_spaces(unwrap_text(predicted)).replace("--", "-")
     expected = without_spaces(unwrap_text(expected)).replace("--", "-")
     if not _SERIES.fullmatch(expected):
-        return False if _SERIES.fullmatch(predicted) and _DATE.search(predicted) else None
+        if _SERIES.fullmatch(predicted) and _DATE.search(predicted):
+            return False
+        return None
     predicted_numbers = [number.lstrip("0") for number in re.split("([-/])", predicted)]
     expected_numbers = [number.lstrip("0") for number in re.split("([-/])", expected)]
     return predicted_numbers == expected_numbers
@@ -323,18 +333,26 @@ def _compare_words(predicted: str, expected: str) -> bool | None:
     if not (_WORDS.fullmatch(predicted_words) and _WORDS.fullmatch(expected_words)):
         return None
     if "'" in predicted_words + expected_words:
-        return predicted_words.lower() == expected_words.lower() if is_text else None
+        if not is_text:
+            return None
+        return predicted_words.lower() == expected_words.lower()
 
     predicted_split = predicted_words.replace("-", " ").split()
     expected_split = expected_words.replace("-", " ").split()
     lengths = [len(word) for word in predicted_split + expected_split]
     may_be_variables = not is_text and max(lengths) <= 2
     if [word.lower() for word in predicted_split] != [word.lower() for word in expected_split]:
-        return None if may_be_variables else False
+        if may_be_variables:
+            return None
+        return False
     if predicted_words.count("-") != expected_words.count("-"):  # `x-y` is not `x y`
-        return True if min(lengths) > 2 else None
+        if min(lengths) <= 2:
+            return None
+        return True
     same_case = [word[1:] for word in predicted_split] == [word[1:] for word in expected_split]
-    return True if is_text or (same_case and not may_be_variables) else None
+    if is_text or (same_case and not may_be_variables):
+        return True
+    return None
 
 
 def _compare_choice(words: str, choice: str, in_any_case: bool) -> bool | None:
@@ -376,7 +394,9 @@ def last_number(
     """
     rewards = []
     for completion, answer in zip(completions, reference_answer, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        text = completion
+        if not isinstance(completion, str):
+            text = completion[-1]["content"]
         numbers = _PLAIN_NUMBER.findall(text[-_LONGEST_READ:])
         rewards.append(float(numbers[-1:] == [answer]))
     return rewards
@@ -404,7 +424,9 @@ def math_verify(
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     rewards = []
     for completion, answer in zip(completions, reference_answer, strict=True):
-        gold = None if answer is None else library.parse(upright(rf"\boxed{{{answer}}}"))
+        gold = None
+        if answer is not None:
+            gold = library.parse(upright(rf"\boxed{{{answer}}}"))
         if gold:
             prediction = library.parse(upright(completion_text(completion)))
             rewards.append(float(library.verify(gold, prediction)))

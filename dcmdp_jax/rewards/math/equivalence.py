@@ -217,11 +217,16 @@ def _spelled_out(items: list[str]) -> list[str]:
     if step == 0:
         return items
     last = int(numbers[-1])
-    series = range(first, last + (1 if step > 0 else -1), step)
+    end = last + 1
+    if step < 0:
+        end = last - 1
+    series = range(first, end, step)
     if not len(numbers) <= len(series) <= _MAX_SPELLED_OUT:
         return items
     is_series = list(map(int, numbers)) == [*series[:before], *series[-after:]]
-    return list(map(str, series)) if is_series else items
+    if not is_series:
+        return items
+    return list(map(str, series))
 
 
 def _pooled(text: str) -> str:
@@ -275,7 +280,9 @@ def _without_approximation(text: str, *, trusted: bool = False) -> str | None:
     number = parse_number(rounded)
     if number is None or not algebra.within(exact, rounded, abs(float(number)) * _APPROXIMATES):
         return None
-    return sides[0] if label is None else f"{label}={value}"
+    if label is None:
+        return sides[0]
+    return f"{label}={value}"
 
 
 def _same_lists(predicted: list[str], expected: list[str]) -> bool:
@@ -306,7 +313,9 @@ def _same_lists(predicted: list[str], expected: list[str]) -> bool:
             and set(predicted_labels) == {None}
             and _all_different(expected_labels)
         )
-    return _same_in_order(predicted, expected) if in_order else _match_all(predicted, expected)
+    if in_order:
+        return _same_in_order(predicted, expected)
+    return _match_all(predicted, expected)
 
 
 def _all_different(names: list[str | None]) -> bool:
@@ -329,7 +338,10 @@ def _without_repeats(items: list[str]) -> list[str]:
     unique = {}
     for index, item in enumerate(items):
         is_number = _bracketed(item) is None
-        unique.setdefault(str(index) if is_number else without_spaces(item), item)
+        key = without_spaces(item)
+        if is_number:
+            key = str(index)
+        unique.setdefault(key, item)
     return list(unique.values())
 
 
@@ -403,11 +415,16 @@ def _rows(text: str) -> list[list[str]] | None:
     matrix = _MATRIX.fullmatch(text)
     if matrix:
         rows = matrix[2].strip().removesuffix(r"\\").split(r"\\")
-        return [[cell.strip() for cell in row.split("&")] for row in rows]
+        return [list(map(str.strip, row.split("&"))) for row in rows]
     if not text.startswith("[["):
         return None
-    bodies = [_bracketed(row) or "" for row in split_elements(_bracketed(text) or "", ",")]
-    return [split_tuple(body) for body in bodies] if bodies and all(bodies) else None
+    cells = []
+    for row in split_elements(_bracketed(text) or "", ","):
+        body = _bracketed(row)
+        if not body:
+            return None
+        cells.append(split_tuple(body))
+    return cells or None
 
 
 def _equations(predicted: str, expected: str) -> bool | None:
@@ -422,14 +439,18 @@ def _equations(predicted: str, expected: str) -> bool | None:
     expected_named = len(expected_sides) > 1 and is_name(expected_sides[0], trusted=True)
     if len(expected_sides) == 1:
         # Every member of a chain must be the answer: `2+3 = 5`, not `4 = 5`.
-        members = predicted_sides[1:] if predicted_named else predicted_sides
+        members = predicted_sides
+        if predicted_named:
+            members = predicted_sides[1:]
         return all(_same(member, expected) for member in members)
     if len(predicted_sides) == 1:
         return expected_named and _same(predicted, expected_sides[-1])
     name = without_spaces(predicted_sides[0])
     if predicted_named and expected_named and name == without_spaces(expected_sides[0]):
         return all(_same(member, expected_sides[-1]) for member in predicted_sides[1:])
-    return None if len(predicted_sides) == len(expected_sides) == 2 else False
+    if len(predicted_sides) == len(expected_sides) == 2:
+        return None
+    return False
 
 
 def _ratios(predicted: str, expected: str) -> bool | None:
@@ -455,7 +476,9 @@ def _ratios(predicted: str, expected: str) -> bool | None:
 
 def _quotient_terms(text: str) -> list[str] | None:
     match = _QUOTIENT.fullmatch(text)
-    return [match[1] or match[3], match[2] or match[4]] if match else None
+    if match is None:
+        return None
+    return [match[1] or match[3], match[2] or match[4]]
 
 
 def _unions(predicted: str, expected: str) -> bool | None:
@@ -509,14 +532,18 @@ def _bracketed(text: str) -> str | None:
     if _INTERVAL_ENDS.fullmatch(text) is None:
         return None
     depths = nesting(text)
-    return text[1:-1] if depths[-1] == 0 and 0 not in depths[:-1] else None
+    if depths[-1] != 0 or 0 in depths[:-1]:
+        return None
+    return text[1:-1]
 
 
 def _elements(text: str) -> list[str]:
     r"""The elements of a list or set, `a \pm b` counted as two; one for a single answer."""
     inside = _inside_set(text)
+    if inside is not None:
+        text = inside
     elements = []
-    for group in split_elements(text if inside is None else inside, ";"):
+    for group in split_elements(text, ";"):
         for item in split_elements(group, ","):
             if item.count(r"\pm") == 1 and r"\mp" not in item:
                 elements.append(item.replace(r"\pm", "+").strip().removeprefix("+"))

@@ -207,7 +207,9 @@ def last_boxed(text: str) -> str | None:
                     start = box_start
                     end = token.start("close") + depth - depth_inside
             depth = depth_after
-    return text[start:end].strip() if start >= 0 and not open_boxes else None
+    if start < 0 or open_boxes:
+        return None
+    return text[start:end].strip()
 
 
 def is_read_command(name: str) -> bool:
@@ -265,14 +267,18 @@ def upright(text: str) -> str:
 def _plain(match: re.Match[str], text_length: int) -> str:
     name = match["name"]
     if len(name) > 1:
-        return match[0] if match["bold"] else f"{name} "
+        if match["bold"]:
+            return match[0]
+        return f"{name} "
     may_be_unit = is_unit(name) and match["index"] is None
     is_bold_variable = match["bold"] is not None and name != "e"
     if may_be_unit or is_bold_variable:
         return match[0]
     stands_alone = match["factor"] is None and match["applied"] is None
     is_whole_text = match["text"] is not None and len(match[0]) == text_length
-    return match[0] if stands_alone and (name.isupper() or is_whole_text) else name
+    if stands_alone and (name.isupper() or is_whole_text):
+        return match[0]
+    return name
 
 
 def without_spaces(text: str) -> str:
@@ -336,7 +342,9 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
 def split_tuple(body: str, *, digit_groups: bool = True) -> list[str]:
     """Split a tuple without its brackets at semicolons where it has some, else at commas."""
     elements = split_elements(body, ";")
-    return elements if len(elements) > 1 else split_elements(body, ",", digit_groups=digit_groups)
+    if len(elements) > 1:
+        return elements
+    return split_elements(body, ",", digit_groups=digit_groups)
 
 
 def nesting(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
@@ -384,7 +392,10 @@ def _unwrapped_value(text: str) -> str:
     if wrapper is None or _closing_braces(text).get(wrapper.end() - 1) != len(text) - 1:
         return text
     inside = text[wrapper.end() : -1].strip()
-    return inside if any(character.isdigit() or character in ",;" for character in inside) else text
+    is_value = any(character.isdigit() or character in ",;" for character in inside)
+    if is_value:
+        return inside
+    return text
 
 
 def _without_ornament(text: str) -> str:
@@ -399,6 +410,12 @@ def _leads_to_value(text: str) -> bool:
     if _TURNS_A_VALUE & set(words):
         return False
     return not text or text[-1] in "=:" or words[-1] in _STATES_A_VALUE
+
+
+def _blank(delimiter: re.Match[str]) -> str:
+    if delimiter[0] in _LITERAL:
+        return delimiter[0]
+    return " "
 
 
 def _outside_delimiters(text: str) -> str:
@@ -427,7 +444,7 @@ def _outside_delimiters(text: str) -> str:
     around.append(text[start:])
     segments = list(filter(None, segments))
 
-    blanked = _DELIMITER.sub(lambda token: token[0] if token[0] in _LITERAL else " ", text)
+    blanked = _DELIMITER.sub(_blank, text)
     dollars = sum(token[0].count("$") for token in delimiters)
     if opened or dollars % 2 or not segments:
         return blanked
@@ -442,4 +459,6 @@ def _outside_delimiters(text: str) -> str:
         return segments[0]
     if not unit_words(after):
         return blanked
-    return segments[0] + (after if "%" in after else rf" \text{{{after}}}")
+    if "%" not in after:
+        after = rf" \text{{{after}}}"
+    return segments[0] + after

@@ -116,8 +116,10 @@ def _read_fraction(text: str) -> Fraction | None:
     match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
     if match is None:
         return None
-    above, below = (int(digits) for digits in match.groups()[2:] if digits)
-    return _sign(match[1]) * (int(match[2] or 0) + Fraction(above, below)) if below else None
+    above, below = map(int, filter(None, match.groups()[2:]))
+    if below == 0:
+        return None
+    return _sign(match[1]) * (int(match[2] or 0) + Fraction(above, below))
 
 
 def _read_repeating(text: str) -> Fraction | None:

@@ -67,7 +67,9 @@ def answer_text(value: Any, field: str) -> str:
     if isinstance(value, str):
         text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), value)
         text = ([text] + _TAGGED.findall(text))[-1].strip()
-        inner = literal(text) if text[:1] in ("[", "{", '"', "'") else None
+        inner = None
+        if text[:1] in ("[", "{", '"', "'"):
+            inner = literal(text)
         if isinstance(inner, str) or (isinstance(inner, list) and len(inner) == 1):
             return answer_text(inner, field)
         has_texts = isinstance(inner, list) and any(isinstance(item, str) for item in inner)
@@ -75,10 +77,15 @@ def answer_text(value: Any, field: str) -> str:
             raise NoAnswer(
                 f"field {field!r}: an answer must be one text or number, not {shorten(text)}"
             )
+
         stated = _STATED.fullmatch(text)
-        return stated[1].removesuffix(".").strip() if stated else text
+        if stated is None:
+            return text
+        return stated[1].removesuffix(".").strip()
     if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else repr(value)
+        if value.is_integer():
+            return str(int(value))
+        return repr(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise NoAnswer(

@@ -6,6 +6,7 @@ solved for a name are intervals: `x > 1` is `(1,\infty)`, `1 \leq x < 3` is `[1,
 3` is a union.
 """
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -156,7 +157,9 @@ def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
     """The name, if any, and the intervals in an answer; None without interval or inequality."""
     if not SIGN.search(text):
         name, intervals = split_label(text)
-        return (name, intervals) if _INTERVALS.fullmatch(intervals) else None
+        if not _INTERVALS.fullmatch(intervals):
+            return None
+        return name, intervals
     names = set()
     builder = _BUILDER.fullmatch(text)
     if builder:
@@ -174,8 +177,10 @@ def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
 
     if len(bounds) > 1 and _AND.search(written):
         intervals = _intersection(bounds)
-        return (names.pop(), intervals) if intervals else None
-    return names.pop(), r" \cup ".join(_written(*bound) for bound in bounds)
+        if intervals is None:
+            return None
+        return names.pop(), intervals
+    return names.pop(), r" \cup ".join(itertools.starmap(_written, bounds))
 
 
 def _solved(text: str) -> tuple[str, str, str, str] | None:
@@ -228,13 +233,18 @@ def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] |
     """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`, whose kind is `outside <`."""
     inside = _ABSOLUTE.fullmatch(low)
     match = inside or _ABSOLUTE.fullmatch(high)
-    size = numbers.parse_number(high if inside else low)
+    bound = low
+    if inside:
+        bound = high
+    size = numbers.parse_number(bound)
     if match is None or size is None or size <= 0:
         return None
     center = Fraction(match[3] or 0)
     if match[2] != "-":
         center = -center
-    kind = f"{relation if inside else 'outside'} {relation}"
+    kind = f"outside {relation}"
+    if inside:
+        kind = f"{relation} {relation}"
     return match[1], kind, str(center - size), str(center + size)
 
 

@@ -104,7 +104,9 @@ def _with_roots(text: str) -> str:
     closes = closing_brackets(text, "({", ")}")
     for root in _ROOT.finditer(text):
         start, end = root.span()
-        index = f"[{root[2]}]" if root[2] else _INDICES[root[1]]
+        index = _INDICES[root[1]]
+        if root[2]:
+            index = f"[{root[2]}]"
         characters[start] = rf"\sqrt{index}"
         characters[start + 1 : end] = [""] * (end - start - 1)
         argument = _NUMBER_OR_NAME.match(text, end)

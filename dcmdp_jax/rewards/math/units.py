@@ -134,7 +134,7 @@ _CLEAR = vocabulary("kJ MJ GJ kN kV kW MW GW Hz Pa eV")
 _AMBIGUOUS = frozenset(
     name
     for name, (dimension, _) in _BY_NAME.items()
-    if len(name) <= (2 if dimension in _PREFIXED else 1)
+    if len(name) == 1 or (len(name) == 2 and dimension in _PREFIXED)
 ).difference(_CLEAR)
 """Without a text command around it, a lone letter or a pair such as `mA` is variables."""
 
@@ -220,10 +220,12 @@ def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     """
     predicted = _measure(prediction, any_noun=False)
     expected = _measure(gold, any_noun=True)
-    predicted_unit = (
-        predicted if predicted.dimension else _measure(prediction, any_noun=False, letters=True)
-    )
-    expected_unit = expected if expected.dimension else _measure(gold, any_noun=True, letters=True)
+    predicted_unit = predicted
+    if not predicted.dimension:
+        predicted_unit = _measure(prediction, any_noun=False, letters=True)
+    expected_unit = expected
+    if not expected.dimension:
+        expected_unit = _measure(gold, any_noun=True, letters=True)
     is_same_kind = predicted_unit.dimension == expected_unit.dimension
     if (
         predicted.dimension
@@ -432,7 +434,9 @@ class _UnitReader:
             self.is_joined = True
             return True
         if plain in ("square", "sq", "cubic", "cu") and self.next_power == 1:
-            self.next_power = 2 if plain.startswith("sq") else 3
+            self.next_power = 3
+            if plain.startswith("sq"):
+                self.next_power = 2
             return True
         scale = _SCALES.get(word) or _SCALES.get(word.removesuffix("s"))
         if scale:
@@ -500,7 +504,9 @@ def _look_up(word: str) -> tuple[str, Fraction] | None:
         if same_unit and name in _BY_NAME:
             return _BY_NAME[name]
     singular = _singular(lower)
-    return (singular, Fraction(1)) if singular in _COUNTED else None
+    if singular not in _COUNTED:
+        return None
+    return singular, Fraction(1)
 
 
 def _singular(word: str) -> str:

@@ -176,7 +176,12 @@ class Verifier(Closing):
         """
         pairs = self.begin(completions, answers)
         self._wait_for({pair for pair in pairs if pair in self._calls})
-        results = [self._decided[pair] if pair else None for pair in pairs]
+        results = []
+        for pair in pairs:
+            result = None  # no answer
+            if pair is not None:
+                result = self._decided[pair]
+            results.append(result)
         self._decided.clear()
 
         if pairs and not self._graded:
