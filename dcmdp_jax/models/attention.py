@@ -62,7 +62,9 @@ def choose_kernel(
         return "splash"
     if platform in ("gpu", "cuda") and dtype in (jnp.bfloat16, jnp.float16):
         return "cudnn"
-    return "blockwise" if platform == "cpu" and length >= _SHORT else "xla"
+    if platform == "cpu" and length >= _SHORT:
+        return "blockwise"
+    return "xla"
 
 
 def row_attention(
@@ -108,14 +110,21 @@ def row_attention(
         }[kernel]
         if window:
             attend = _windowed(attend, window, traced=kernel == "blockwise")
-        flags = () if slides is None else (slides,)
-        return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids, *flags)
-    visible = jnp.tril(jnp.ones((query.shape[1], query.shape[1]), bool))[None]
+        sharded_attend = shard_map_over_rows_and_heads(attend, mesh)
+        if slides is None:
+            return sharded_attend(query, key, value, segment_ids)
+        return sharded_attend(query, key, value, segment_ids, slides)
+
+    length = query.shape[1]
+    visible = jnp.tril(jnp.ones((length, length), bool))[None]
     if window:
         near = jnp.triu(visible, 1 - window)
-        visible = near if slides is None else jnp.where(slides, near, visible)
+        if slides is not None:
+            near = jnp.where(slides, near, visible)
+        visible = near
     if not one_segment:
-        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+        visible = visible & same_segment
     return ops.attention(query, key, value, visible)
 
 
@@ -129,7 +138,9 @@ def statistics_kept(kernel: str, segments: int) -> int:
         kernel: one of `KERNELS`.
         segments: segments of a row at most; 0 for any number.
     """
-    return segments if kernel == "cudnn" and 2 <= segments <= _MOST_SEGMENTS else 0
+    if kernel == "cudnn" and 2 <= segments <= _MOST_SEGMENTS:
+        return segments
+    return 0
 
 
 def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
@@ -217,11 +228,12 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
 
         rows = _free_rows(mesh)
         split = P(rows, None, "tensor", None)
+        flag_specs = [P()] * len(flags)
         compute = shard_map_over(
             free_axes(mesh),
             attend,
             mesh,
-            in_specs=(split, split, split, P(rows, None), *(P() for _ in flags)),
+            in_specs=(split, split, split, P(rows, None), *flag_specs),
             out_specs=split,
         )
         return compute(query, key, value, segment_ids, *flags)
@@ -248,7 +260,13 @@ def _cudnn(
             segments=segments,
             window=window,
         )
-    mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    mask = None
+    if not one_segment:
+        mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    local_window_size = None
+    if window:
+        # JAX counts the tokens before a query.
+        local_window_size = (window - 1, 0)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -256,7 +274,6 @@ def _cudnn(
         mask=mask,
         is_causal=True,
         scale=1.0 / math.sqrt(query.shape[-1]),
-        # JAX counts the tokens before a query.
-        local_window_size=(window - 1, 0) if window else None,
+        local_window_size=local_window_size,
         implementation="cudnn",
     )

@@ -180,7 +180,9 @@ class ModelConfig:
         """Kind of layers, stacked by itself -> their indices; "" where all have the same leaves."""
         recurrent = self.recurrent_layers
         full = tuple(index for index in range(self.num_layers) if index not in recurrent)
-        return {"recurrent": recurrent, "full": full} if recurrent else {"": full}
+        if not recurrent:
+            return {"": full}
+        return {"recurrent": recurrent, "full": full}
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, int], ...]:
@@ -193,14 +195,18 @@ class ModelConfig:
 
     def by_kind(self, layers: Any) -> dict[str, Any]:
         """Kind of layers -> its part of "layers", of a tree as `params.init_params` makes it."""
-        return layers if self.recurrent_layers else {"": layers}
+        if not self.recurrent_layers:
+            return {"": layers}
+        return layers
 
     @property
     def period(self) -> int:
         """Fewest layers after which the kinds of layers repeat; it divides `num_layers`."""
         kinds = [kind for kind, _ in self.layer_kinds]
-        count = self.num_layers
-        return next(size for size in range(1, count + 1) if kinds[:size] * (count // size) == kinds)
+        size = 1
+        while kinds[:size] * (self.num_layers // size) != kinds:
+            size += 1
+        return size
 
     @property
     def rotary_dim(self) -> int:
@@ -227,15 +233,17 @@ class ModelConfig:
     @property
     def layer_ropes(self) -> tuple[str, ...]:
         """Rotary embedding of each layer: "global" (scaled), "sliding" (its own base) or "none"."""
-        sliding = "sliding" if self.sliding_rope_theta else "global"
-        ropes = dict.fromkeys(self.sliding_layers, sliding)
+        ropes = {}
+        if self.sliding_rope_theta:
+            ropes = dict.fromkeys(self.sliding_layers, "sliding")
         ropes |= dict.fromkeys(self.rope_free_layers, "none")
         return tuple(ropes.get(layer, "global") for layer in range(self.num_layers))
 
     def layer_windows(self, length: int) -> tuple[int, ...]:
         """Window of each layer in rows of `length` tokens; 0 where it hides nothing of them."""
-        window = self.sliding_window if self.sliding_window < length else 0
-        windows = dict.fromkeys(self.sliding_layers, window)
+        windows = {}
+        if self.sliding_window < length:
+            windows = dict.fromkeys(self.sliding_layers, self.sliding_window)
         return tuple(windows.get(layer, 0) for layer in range(self.num_layers))
 
     @property
@@ -252,7 +260,9 @@ class ModelConfig:
         if not self.num_experts:
             return self.intermediate_size
         width = experts * self.moe_intermediate_size
-        return width + self.intermediate_size if self.family.shared_expert else width
+        if self.family.shared_expert:
+            width += self.intermediate_size
+        return width
 
     @property
     def mlp_fields(self) -> tuple[str, ...]:

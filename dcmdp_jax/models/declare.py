@@ -35,7 +35,9 @@ class Stack:
     @property
     def members(self) -> Sequence[int]:
         """The number of each."""
-        return range(self.size) if self.numbers is None else self.numbers
+        if self.numbers is None:
+            return range(self.size)
+        return self.numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,10 +103,13 @@ def parameter(
         shape, axes: shape and axes of one module; `stacks` go before them.
         init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
     """
+    for stack in reversed(stacks):
+        shape = (stack.size, *shape)
+        axes = (stack.axis, *axes)
     declaration = Declaration(
         path=(),
-        shape=(*(stack.size for stack in stacks), *shape),
-        axes=(*(stack.axis for stack in stacks), *axes),
+        shape=shape,
+        axes=axes,
         init=init,
         hf_name=hf_name,
         transposed=transposed,

@@ -114,15 +114,20 @@ class Attention(nnx.Module):
         self.gated = config.family.output_gate
         width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        query_width = 2 * width if self.gated else width
+        query_width = width
+        if self.gated:
+            query_width *= 2
         embed = config.hidden_size
 
         def linear(name: str | None, sizes: tuple[int, int], axes: tuple[str, str]) -> Linear:
+            full_name = None
+            if name is not None:
+                full_name = f"{hf_name}.{name}"
             return Linear(
                 sizes,
                 axes,
                 std=config.initializer_range,
-                hf_name=None if name is None else f"{hf_name}.{name}",
+                hf_name=full_name,
                 bias=config.attention_bias and not (name == "o_proj" and config.family.qkv_bias),
                 stacks=stacks,
             )
@@ -174,7 +179,9 @@ class Attention(nnx.Module):
             both, value = ops.split(self.qkv(x), query_width + kv_width, 2)
         if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
-            scale = None if q_scale is None else jnp.concatenate([q_scale, k_scale])
+            scale = None
+            if q_scale is not None:
+                scale = jnp.concatenate([q_scale, k_scale])
             rotated = self._rotated(both.reshape(heads), scale, rotary, ops)
             query, key = ops.split(rotated, config.num_heads, 2)
         else:
@@ -264,7 +271,9 @@ class Block(nnx.Module):
             )
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
-        feed_forward = MoE if config.num_experts else MLP
+        feed_forward = MLP
+        if config.num_experts:
+            feed_forward = MoE
         self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
         self.mlp_out_norm = norm("mlp_out_norm")
 
@@ -302,7 +311,9 @@ class Block(nnx.Module):
 
         def normed(name: str, x: jax.Array) -> jax.Array:
             norm = getattr(self, name)
-            return x if norm is None else observe(name, norm, x)
+            if norm is None:
+                return x
+            return observe(name, norm, x)
 
         def attention(x: jax.Array) -> tuple[jax.Array, Any]:
             return self.attention(x, rotary, attend, ops)
@@ -382,7 +393,9 @@ _Layer = Callable[[jax.Array, _LayerInputs], tuple[jax.Array, Aux]]
 
 def platform_of(mesh: Mesh | None) -> str:
     """Platform of the mesh's devices, or of JAX's default device."""
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if mesh is None:
+        return jax.default_backend()
+    return mesh.devices.flat[0].platform
 
 
 def hidden_states_and_aux(
@@ -435,7 +448,8 @@ def hidden_states_and_aux(
     by_layer: dict[str, jax.Array] = {}
     if len(tables) > 1:
         stacked = jax.tree.map(lambda *kinds: jnp.stack(kinds), *tables.values())
-        by_layer["rope"] = jnp.asarray([list(tables).index(rope) for rope in ropes])
+        table_index = list(tables).index
+        by_layer["rope"] = jnp.asarray(list(map(table_index, ropes)))
     if min(windows) < max(windows):
         by_layer["slides"] = jnp.asarray(windows) > 0
     # Heads that are split over devices stay in matrices of their own: a fused one would have to be
@@ -473,7 +487,10 @@ def hidden_states_and_aux(
             mix = functools.partial(rows, config, segment_ids)
         block = block_of(layer_params, config)
         x, _, aux = block(x, rotary, mix, ops, mesh=mesh, replayed=replayed)
-        return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
+        x = constrain(x, axes)
+        if not config.num_experts:
+            return x, {}
+        return x, router_sums(aux, counted)
 
     table = params["embedding"]
     if look_up is None:
@@ -522,7 +539,9 @@ def _scan_periods(
         reports = []
         for index in range(config.period):
             layer_params = layer_of(layers, config, index)
-            experts = None if replayed is None else replayed[index]
+            experts = None
+            if replayed is not None:
+                experts = replayed[index]
             x, aux = layer(x, (layer_params, experts, by_layer))
             reports.append(aux)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
@@ -588,7 +607,9 @@ def hidden_states(*arguments: Any, **options: Any) -> Float[jax.Array, "R L D"]:
 
 def output_kernel(params: Params) -> jax.Array:
     """The output matrix [D, V]: the transposed embedding when tied."""
-    return params["output"] if "output" in params else params["embedding"].T
+    if "output" in params:
+        return params["output"]
+    return params["embedding"].T
 
 
 def has_adapters(params: Params) -> bool:
@@ -615,7 +636,10 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     attention = dict(layer_params["attention"])
     feed_forward = layer_params["mlp"]
     if not is_recurrent(layer_params):
-        attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
+        query = attention.pop("q")
+        key = attention.pop("k")
+        value = attention.pop("v")
+        attention["qkv"] = fused(query, key, value)
     if mlp:
 
         def fuse_mlp(mlp: Params) -> Params:
@@ -629,10 +653,11 @@ def map_mlps(function: Callable[[Params], Params], feed_forward: Params) -> Para
     """Apply a function to the parameters of a layer's MLP, or of its experts and the shared one."""
     if "experts" not in feed_forward:
         return function(feed_forward)
-    return {
-        name: function(linears) if "down" in linears else linears
-        for name, linears in feed_forward.items()
-    }
+    mapped = dict(feed_forward)
+    for name, linears in feed_forward.items():
+        if "down" in linears:
+            mapped[name] = function(linears)
+    return mapped
 
 
 def is_recurrent(layer_params: Params) -> bool:
@@ -662,7 +687,9 @@ def block_of(layer_params: Params, config: ModelConfig) -> Block:
         config: the model.
     """
     mlp = layer_params["mlp"]
-    kind = "recurrent" if is_recurrent(layer_params) else ""
+    kind = ""
+    if is_recurrent(layer_params):
+        kind = "recurrent"
     graph = _block_graph(
         config,
         kind,

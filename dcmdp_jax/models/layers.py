@@ -124,7 +124,9 @@ class Linear(nnx.Module):
         # contracts two.
         y = kernel_matmul(x.reshape(-1, x.shape[-1]), self.kernel.get_value())
         y = y.reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
+        if self.bias is None:
+            return y
+        return y + self.bias.get_value().astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -140,7 +142,9 @@ class RMSNorm(nnx.Module):
         stacks: tuple[Stack, ...] = (),
         family: families.Family = families.FAMILIES["llama"],
     ) -> None:
-        init = _zeros if family.unit_offset else _ones
+        init = _ones
+        if family.unit_offset:
+            init = _zeros
         self.scale = parameter(
             (size,),
             (axis,),
@@ -159,11 +163,15 @@ class RMSNorm(nnx.Module):
     def factors(self) -> jax.Array:
         """Factor of the normed vector, w, or 1 + w in float32."""
         scale = self.scale.get_value()
-        return scale.astype(jnp.float32) + 1 if self.unit_offset else scale
+        if self.unit_offset:
+            return scale.astype(jnp.float32) + 1
+        return scale
 
     def read(self, x: jax.Array) -> jax.Array:
         """`x` in the dtype that the norm multiplies in."""
-        return x.astype(jnp.float32) if self.float32 else x
+        if self.float32:
+            return x.astype(jnp.float32)
+        return x
 
 
 class MLP(nnx.Module):
@@ -190,11 +198,14 @@ class MLP(nnx.Module):
         def linear(
             name: str | None, sizes: tuple[int, int], axes: tuple[str, str] = ("embed", "mlp")
         ) -> Linear:
+            full_name = None
+            if name is not None:
+                full_name = f"{hf_name}.{name}"
             return Linear(
                 sizes,
                 axes,
                 std=config.initializer_range,
-                hf_name=None if name is None else f"{hf_name}.{name}",
+                hf_name=full_name,
                 stacks=stacks,
             )
 
@@ -282,7 +293,9 @@ def _yarn_unscaled_share(config: ModelConfig) -> np.ndarray:
         last = math.ceil(last)
     first = max(first, 0)
     last = min(last, dim - 1)
-    width = last - first if last != first else 0.001
+    width = last - first
+    if not width:
+        width = 0.001
     ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width)
     return _ONE - np.clip(ramp, 0, 1)
 
@@ -296,7 +309,9 @@ def yarn_attention_factor(scaling: RopeScaling) -> float:
         return scaling.attention_factor
 
     def scale(mscale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
+        if scaling.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0
 
     if scaling.mscale and scaling.mscale_all_dim:
         return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
@@ -323,9 +338,8 @@ def all_rotary_tables(config: ModelConfig, position_ids: jax.Array) -> dict[str,
     The barrier keeps XLA from recomputing cosines in every layer's fusion.
     """
     ropes = dict.fromkeys(config.layer_ropes)
-    return jax.lax.optimization_barrier(
-        {rope: rotary_tables(config, position_ids, rope) for rope in ropes}
-    )
+    tables = {rope: rotary_tables(config, position_ids, rope) for rope in ropes}
+    return jax.lax.optimization_barrier(tables)
 
 
 def embedding_scale(config: ModelConfig, x: jax.Array) -> jax.Array:

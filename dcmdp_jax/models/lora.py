@@ -62,7 +62,9 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
     ]
     dense = [declared for declared in linear if len(declared.stacks) == 1]
     allowed = tuple(dict.fromkeys(map(_module, dense)))
-    names = allowed if lora.targets == (ALL_LINEAR,) else lora.targets
+    names = lora.targets
+    if names == (ALL_LINEAR,):
+        names = allowed
     for name in names:
         if name not in allowed:
             reason = "no linear layer has that name"
@@ -131,7 +133,9 @@ def target_modules(model: ModelConfig, lora: Lora) -> list[str]:
 
 def trained(model: ModelConfig, lora: Lora | None) -> tuple[Declaration, ...]:
     """Declarations of what is trained: the adapters, or every parameter of the model."""
-    return model_declarations(model) if lora is None else adapter_declarations(model, lora)
+    if lora is None:
+        return model_declarations(model)
+    return adapter_declarations(model, lora)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,8 +173,10 @@ def load_base(
         dtype: "float32", "bfloat16", or "int8": the linear layers' matrices are quantized, the rest
             is bfloat16.
     """
-    stored = "float32" if dtype == "float32" else "bfloat16"
-    base = hf_weights.load_params(directory, model, dtype=stored, shardings=shardings)
+    stored_dtype = "bfloat16"
+    if dtype == "float32":
+        stored_dtype = dtype
+    base = hf_weights.load_params(directory, model, dtype=stored_dtype, shardings=shardings)
     if dtype != "int8":
         return base
     quantized = quantized_leaves(model)
@@ -346,8 +352,8 @@ def save_adapter(
 ) -> None:
     """Write adapters as PEFT reads them; the directory appears whole or not at all.
 
-    PEFT adds them by the names of the base's modules, so they fit one class alone of those that
-    read the base.
+    PEFT matches modules by name, so the adapters load into only one of the classes that read the
+    base.
 
     Args:
         adapters: tree of `lora.adapter_declarations`.
@@ -405,8 +411,9 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
         UserError: in one line, for another kind of adapter, one of another base, or a damaged file.
         FileNotFoundError: if a file is missing.
     """
-    fields = read_json_object(directory / CONFIG)
-    for name, value in {"peft_type": "LORA", **fields}.items():
+    # A file without peft_type is taken for LoRA.
+    fields = {"peft_type": "LORA", **read_json_object(directory / CONFIG)}
+    for name, value in fields.items():
         if name in _PLAIN:
             plain = value in _PLAIN[name]
         else:
@@ -437,19 +444,27 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
     except SafetensorError as error:
         raise UserError(f"{file}: can't be read ({error})") from error
     names = sorted(arrays)
-    matches = filter(None, map(_LAYERS.match, names))
-    prefix = next((match[1] for match in matches), hf_config.TEXT_PREFIX)
-    lora = _shape(directory, fields, names, model, prefix)
+    prefix = hf_config.TEXT_PREFIX
+    for name in names:
+        match = _LAYERS.match(name)
+        if match is not None:
+            prefix = match[1]
+            break
+    lora = _lora_of_file(directory, fields, names, model, prefix)
 
     declared = adapter_declarations(model, lora, prefix)
     expected = declared_tensors(declared)
     for name in sorted(expected.keys() | arrays.keys()):
-        have = arrays[name].shape if name in arrays else None
-        want = expected[name].shape if name in expected else None
-        if have != want:
+        file_shape: Any = "missing"
+        if name in arrays:
+            file_shape = arrays[name].shape
+        base_shape: Any = "no such tensor"
+        if name in expected:
+            base_shape = expected[name].shape
+        if file_shape != base_shape:
             raise UserError(
-                f"{file}: {name} has shape {have or 'missing'}, this base and adapter_config.json "
-                f"ask for {want or 'no such tensor'}; is the adapter of another model?"
+                f"{file}: {name} has shape {file_shape}, this base and adapter_config.json "
+                f"ask for {base_shape}; is the adapter of another model?"
             )
         if not np.isfinite(arrays[name]).all():
             raise UserError(f"{file}: {name} has values that are not finite; is the file damaged?")
@@ -457,15 +472,16 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
     tree = declared_tree(declared, lambda leaf: np.empty(leaf.shape, np.float32))
     for name, tensor in expected.items():
         tensor.leaf(tree)[tensor.index] = arrays[name].T
-    return Adapter(
-        lora=lora,
-        params=tree,
-        base_checksum=int(metadata[_BASE]) if _BASE in metadata else None,
-        base_digest=int(metadata[_DIGEST]) if _DIGEST in metadata else None,
-    )
+    checksum = None
+    if _BASE in metadata:
+        checksum = int(metadata[_BASE])
+    digest = None
+    if _DIGEST in metadata:
+        digest = int(metadata[_DIGEST])
+    return Adapter(lora=lora, params=tree, base_checksum=checksum, base_digest=digest)
 
 
-def _shape(
+def _lora_of_file(
     directory: Path,
     fields: Mapping[str, Any],
     names: list[str],
@@ -473,42 +489,50 @@ def _shape(
     prefix: str,
 ) -> Lora:
     """The adapter's shape; its tensors must belong to the layers that adapter_config.json names."""
-    linear = {
-        name.rpartition(".lora_")[0]
-        for name in declared_tensors(adapter_declarations(model, _ALL, prefix))
-    }
-    layers = set()
+    linear_layers = set()
+    for name in declared_tensors(adapter_declarations(model, _ALL, prefix)):
+        linear_layers.add(name.rpartition(".lora_")[0])
+    file_layers = set()
     for name in names:
         layer = name.rpartition(".lora_")[0]
-        if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or layer not in linear:
+        if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or layer not in linear_layers:
             raise UserError(
                 f"{directory / TENSORS}: {name} is no LoRA matrix of a linear layer of this base; "
                 "embeddings, head, experts and whole layers are not supported: save the adapter "
                 "without them"
             )
-        layers.add(layer)
+        file_layers.add(layer)
 
     targets = fields.get("target_modules")
+    target_layers = set()
     try:
-        targeted = {layer for layer in linear if _targeted(layer.removeprefix(_PREFIX), targets)}
+        for layer in linear_layers:
+            if _targeted(layer.removeprefix(_PREFIX), targets):
+                target_layers.add(layer)
     except (re.error, TypeError):
         raise UserError(
             f"{directory / CONFIG}: target_modules is {targets!r:.80}, must be a list of names or "
             "a regular expression"
         ) from None
-    for differing, verb in ((targeted - layers, "lacks"), (layers - targeted, "has")):
-        if differing:
-            raise UserError(
-                f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {verb} "
-                f"{min(differing)}; PEFT would load another model: compare the two files"
-            )
+    if target_layers != file_layers:
+        verb = "lacks"
+        differing_layers = target_layers - file_layers
+        if not differing_layers:
+            verb = "has"
+            differing_layers = file_layers - target_layers
+        raise UserError(
+            f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {verb} "
+            f"{min(differing_layers)}; PEFT would load another model: compare the two files"
+        )
 
+    module_names = {layer.rpartition(".")[2] for layer in file_layers}
     lora = Lora(
         rank=int(fields["r"]),
         alpha=float(fields["lora_alpha"]),
-        targets=tuple(sorted({layer.rpartition(".")[2] for layer in layers})),
+        targets=tuple(sorted(module_names)),
     )
     try:
+        # Raises if the rank is above that of a layer's matrix.
         adapter_declarations(model, lora)
     except ArgumentError as error:
         raise UserError(f"{directory / CONFIG}: r is {lora.rank}: {error.message}") from error

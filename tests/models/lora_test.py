@@ -351,6 +351,30 @@ def test_tensors_that_are_no_lora_of_a_linear_layer_are_named_with_their_file(
         read_adapter(tmp_path / "a", MODEL)
 
 
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        (np.float32(1), r"q_proj.lora_A.weight has shape \(\), this .* ask for \(4, 32\);"),
+        (None, r"q_proj.lora_A.weight has shape missing, this .* ask for \(4, 32\);"),
+    ],
+)
+def test_a_scalar_in_place_of_a_matrix_is_not_called_missing(
+    tmp_path: Path, stored: Any, said: str
+) -> None:
+    save_adapter(
+        _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
+    )
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    tensors.pop(name)
+    if stored is not None:
+        tensors[name] = np.asarray(stored)
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=said):
+        read_adapter(tmp_path / "a", MODEL)
+
+
 def test_an_adapter_of_another_base_is_refused(base: Any, tmp_path: Path) -> None:
     save_adapter(
         _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
