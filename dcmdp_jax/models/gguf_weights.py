@@ -99,7 +99,9 @@ class GGUFModel:
         for name, hf_tensor in params.hf_tensors(config).items():
             gguf_name, expert = gguf_tensor(name, config)
             tensor = self._tensors[gguf_name]
-            data = tensor.data if expert is None else tensor.data[expert]
+            data = tensor.data
+            if expert is not None:
+                data = data[expert]
             values = dequantize(data, tensor.tensor_type)
             if config.model_type == "llama" and ".self_attn.q_proj." in name:
                 values = _halves(values, config.num_heads)
@@ -216,7 +218,7 @@ class GGUFModel:
                     f"{self.path}: tensor {shorten_name(name)} is unknown to "
                     f"{self.config.model_type}"
                 )
-            shape = tuple(int(size) for size in reversed(tensor.shape))
+            shape = tuple(map(int, reversed(tensor.shape)))
             if shape != shapes[name]:
                 raise UserError(
                     f"{self.path}: tensor {name} is {list(shape)}, its header gives "
@@ -244,7 +246,9 @@ class GGUFModel:
         """
         value = self.fields.get(name)
         if not isinstance(value, kind):
-            description = "missing" if value is None else shorten(value)
+            description = "missing"
+            if value is not None:
+                description = shorten(value)
             raise UserError(
                 f"{self.path}: {name} is {description} in its header, must be a {kind.__name__}"
             )
@@ -295,7 +299,8 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 
     try:
         reader = Reader(path)
-        return reader, {name: _value(field) for name, field in reader.fields.items()}
+        fields = {name: _value(field) for name, field in reader.fields.items()}
+        return reader, fields
     except Exception as error:  # a damaged header makes the library raise almost anything
         reason = one_line(error, 160) or type(error).__name__
         raise UserError(f"{path}: not readable as GGUF: {reason}; fetch the file again") from error
@@ -303,7 +308,10 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 
 def _value(field: Any) -> Any:
     value = field.contents()
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if isinstance(value, float):
+        # The shortest decimal of a float32, as config.json has it.
+        return float(str(np.float32(value)))
+    return value
 
 
 def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:

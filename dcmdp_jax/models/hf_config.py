@@ -66,10 +66,14 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             )
         # Images are not read; the model ties its output layer where the outer field says so.
         tie = "tie_word_embeddings"
-        fields = text | {tie: fields[tie]} if tie in fields else text
+        if tie in fields:
+            text = text | {tie: fields[tie]}
+        fields = text
         model_type = inner
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
+        needs = ""
+        if str(model_type) in MISSING:
+            needs = f" which needs {MISSING[model_type]};"
         supported = ", ".join(sorted(FAMILIES))
         raise UserError(
             f"config.json: model_type is {shorten(model_type)},{needs} supported are {supported}"
@@ -80,12 +84,15 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     _check_supported(fields, family)
     number = fields.number
     sizes = _attention_sizes(fields)
+    intermediate_name = "intermediate_size"
+    if family.shared_expert:
+        intermediate_name = _SHARED
     max_positions = number("max_position_embeddings")
     layers = number("num_hidden_layers")
     config = ModelConfig(
         model_type=model_type,
         vocab_size=number("vocab_size"),
-        intermediate_size=number(_SHARED if family.shared_expert else "intermediate_size"),
+        intermediate_size=number(intermediate_name),
         num_layers=layers,
         **sizes,
         **layer_pattern(fields, family, layers),
@@ -95,11 +102,7 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         attention_bias=family.qkv_bias or fields.flag("attention_bias"),
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range"),
-        query_pre_attn_scalar=number("query_pre_attn_scalar")
-        if "query_pre_attn_scalar" in family.defaults
-        else 0,
-        **(_read_experts(fields, family) if family.experts else {}),
-        **({name: number(name) for name in RECURRENT_SIZES} if family.full_attention_every else {}),
+        **_family_sizes(fields, family),
     )
 
     # The matrices alone, by multiplication: a count of declared parameters would walk a billion
@@ -123,7 +126,9 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
 def _check_supported(fields: Fields, family: Family) -> None:
     """Refuse an activation, soft caps and flags that the decoder does not have."""
     gate = _GATES[family.gate]
-    name = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    name = "hidden_act"
+    if "hidden_activation" in fields:
+        name = "hidden_activation"
     activation = fields.get(name, gate)
     if activation != gate:
         raise UserError(f"config.json: {name} is {shorten(activation)}, only {gate!r} is supported")
@@ -175,6 +180,19 @@ def _attention_sizes(fields: Fields) -> dict[str, int]:
     }
 
 
+def _family_sizes(fields: Fields, family: Family) -> dict[str, Any]:
+    """Fields of `ModelConfig` that not every family has."""
+    sizes: dict[str, Any] = {}
+    if "query_pre_attn_scalar" in family.defaults:
+        sizes["query_pre_attn_scalar"] = fields.number("query_pre_attn_scalar")
+    if family.experts:
+        sizes |= _read_experts(fields, family)
+    if family.full_attention_every:
+        for name in RECURRENT_SIZES:
+            sizes[name] = fields.number(name)
+    return sizes
+
+
 def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
     """Fields of `ModelConfig`: which layers slide, how far, and which have no rotary embedding.
 
@@ -198,10 +216,12 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
         wrong = None
         if not isinstance(entries, list):
             wrong = shorten(entries)
-        elif any(value not in (usual, periodic) for value in entries):
-            wrong = shorten(next(value for value in entries if value not in (usual, periodic)))
-        elif len(entries) < layers:
-            wrong = f"{len(entries)} entries"
+        else:
+            unknown = [value for value in entries if value not in (usual, periodic)]
+            if unknown:
+                wrong = shorten(unknown[0])
+            elif len(entries) < layers:
+                wrong = f"{len(entries)} entries"
         if wrong is not None:
             raise UserError(
                 f"config.json: {name} has {wrong}, must have {usual!r} or {periodic!r} for each of "
@@ -215,25 +235,29 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
         period = in_range(
             "sliding_window_pattern", fields.get("sliding_window_pattern") or family.full_every or 1
         )
-        kinds = by_layer("layer_types", SLIDING, FULL, period if family.full_every else 0)
-        sliding = tuple(index for index, kind in enumerate(kinds) if kind == SLIDING)
-        pattern |= {
-            "sliding_window": in_range("sliding_window", window) if sliding else 0,
-            "sliding_layers": sliding,
-        }
+        if not family.full_every:
+            period = 0
+        kinds = by_layer("layer_types", SLIDING, FULL, period)
+        sliding_layers = _layers_of_kind(kinds, SLIDING)
+        pattern["sliding_layers"] = sliding_layers
+        pattern["sliding_window"] = 0
+        if sliding_layers:
+            pattern["sliding_window"] = in_range("sliding_window", window)
     if family.full_attention_every:
         every = fields.get("full_attention_interval") or family.full_attention_every
         kinds = by_layer("layer_types", LINEAR, FULL, in_range("full_attention_interval", every))
-        pattern["recurrent_layers"] = tuple(
-            index for index, kind in enumerate(kinds) if kind == LINEAR
-        )
+        pattern["recurrent_layers"] = _layers_of_kind(kinds, LINEAR)
     if family.rope_free_every:
         period = in_range(
             "no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every
         )
         has_rope = by_layer("no_rope_layers", 1, 0, period)
-        pattern["rope_free_layers"] = tuple(index for index, has in enumerate(has_rope) if not has)
+        pattern["rope_free_layers"] = _layers_of_kind(has_rope, 0)
     return pattern
+
+
+def _layers_of_kind(kinds: list[Any], kind: Any) -> tuple[int, ...]:
+    return tuple(index for index, layer_kind in enumerate(kinds) if layer_kind == kind)
 
 
 def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
@@ -337,7 +361,9 @@ def read_model_config(directory: str | Path) -> ModelConfig:
             directory.
     """
     path = Path(directory) / "config.json"
-    fields = read_json_object(path) if path.is_file() else {}
+    fields = {}
+    if path.is_file():
+        fields = read_json_object(path)
     # A run's config.json has its settings; a checkpoint has none.
     if "run_dir" in fields or not path.is_file() and _is_of_a_run(path.parent.resolve()):
         raise UserError(

@@ -59,7 +59,9 @@ def in_range(name: str, value: Any) -> int | float:
         and value == kind(value)
     ):
         return kind(value)
-    words = "a whole number" if kind is int else "a number"
+    words = "a number"
+    if kind is int:
+        words = "a whole number"
     raise UserError(
         f"config.json: {name} is {shorten(value)}, must be {words} in [{low:g}, {high:.10g}]"
     )
@@ -72,9 +74,10 @@ class Fields(dict[str, Any]):
         """A number that must be there, see `in_range`."""
         value = self.get(name)
         if value is None:
-            raise UserError(
-                f"config.json: {name} is {'null' if name in self else 'missing'}, must be a number"
-            )
+            description = "missing"
+            if name in self:
+                description = "null"
+            raise UserError(f"config.json: {name} is {description}, must be a number")
         return in_range(name, value)
 
     def flag(self, name: str) -> bool:

@@ -80,7 +80,9 @@ class Files(contextlib.ExitStack):
             except SafetensorError as error:
                 with path.open("rb") as file:
                     pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
-                reason = "a Git LFS pointer, `git lfs pull` fetches the file" if pointer else error
+                reason = str(error)
+                if pointer:
+                    reason = "a Git LFS pointer, `git lfs pull` fetches the file"
                 raise UserError(
                     f"{path}: truncated or not a safetensors file ({reason})"
                 ) from error
@@ -104,12 +106,14 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     left_out: Counter[str] = Counter()
     located: dict[str, Stored] = {}
     others = config.family.left_out
-    wrapped = hf_config.WRAPPED_PREFIX if others else hf_config.TEXT_PREFIX
+    prefix = hf_config.TEXT_PREFIX
+    if others:
+        prefix = hf_config.WRAPPED_PREFIX
     for stored_name, path in _locate(directory).items():
         if stored_name.startswith(others):
             left_out.update(filter(stored_name.startswith, others))
         else:
-            name = stored_name.replace(wrapped, hf_config.TEXT_PREFIX, 1)
+            name = stored_name.replace(prefix, hf_config.TEXT_PREFIX, 1)
             located[name] = Stored(path=path, name=stored_name)
     # Before names are made of a number of layers that may be anything.
     _check_counts(directory, config, located)
@@ -127,9 +131,13 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
         else:
             missing.append((name, tensor))
     if missing:
-        listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
+        listing = directory / SINGLE
+        if not listing.is_file():
+            listing = directory / INDEX
         name, tensor = missing[0]
-        further = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        further = ""
+        if len(missing) > 1:
+            further = f" and {len(missing) - 1} more"
         remedy = ""
         if name == decoder.HF_OUTPUT:
             remedy = "; or set tie_word_embeddings to true in config.json"
@@ -156,7 +164,10 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
                 )
             dtype = _checked_dtype(files, name, stored, shapes[name])
             dtypes[dtype] += 1
-            num_bytes += math.prod(shapes[name]) * (4 if dtype == "F32" else 2)
+            itemsize = 2
+            if dtype == "F32":
+                itemsize = 4
+            num_bytes += math.prod(shapes[name]) * itemsize
     return Manifest(
         tensors=tensors,
         redundant_head=redundant_head,
@@ -213,8 +224,9 @@ def check_values(manifest: Manifest) -> None:
     """
     with Files() as files:
         check_redundant_head(manifest, files)
-        tensors = {(stored.path, stored.name): None for stored in manifest.tensors.values()}
-        for path, name in tensors:
+        # Tensors that are fused in the file come several times.
+        names = dict.fromkeys((stored.path, stored.name) for stored in manifest.tensors.values())
+        for path, name in names:
             check_tensor(files, path, name, jnp.dtype("float32"))
 
 
@@ -222,9 +234,11 @@ def all_finite(values: np.ndarray) -> bool:
     """Whether a contiguous float32 or bfloat16 array is finite; takes no memory of its size."""
     exponent = _EXPONENTS[values.dtype.itemsize]
     bits = values.reshape(-1).view(exponent.dtype)
-    return all(
-        (bits[i : i + _BLOCK] & exponent).max() != exponent for i in range(0, bits.size, _BLOCK)
-    )
+    for start in range(0, bits.size, _BLOCK):
+        exponents = bits[start : start + _BLOCK] & exponent
+        if exponents.max() == exponent:
+            return False
+    return True
 
 
 def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
@@ -242,7 +256,9 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
             cast = values.astype(dtype)
         if not all_finite(cast):
             at = tuple(map(int, np.unravel_index(int(np.argmax(~np.isfinite(cast))), cast.shape)))
-            reason = f"too large for {dtype.name}" if np.isfinite(values[at]) else "not finite"
+            reason = "not finite"
+            if np.isfinite(values[at]):
+                reason = f"too large for {dtype.name}"
             raise UserError(
                 f"{path}: tensor {name} has a value that is {reason}: {values[at]} at "
                 f"{[at[0] + start, *at[1:]]}; the weights are damaged, fetch or export them again"
@@ -262,7 +278,9 @@ def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Store
                 examples[int(match[1])] = name
         count = len(examples)
         if not count and noun == "layers":
-            path = next((stored.path for stored in located.values()), directory)
+            path = directory
+            if located:
+                path = next(iter(located.values())).path
             raise UserError(
                 f"{path}: holds no tensor model.layers.0..., names must be those of transformers' "
                 f"{config.family.architecture}"

@@ -5,6 +5,7 @@ import ctypes
 import fcntl
 import glob
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -88,25 +89,27 @@ def load_params(
                 transposed = hf[name].transposed
                 # A number that the dtype has no room for becomes infinite, and is named below.
                 with np.errstate(over="ignore"):
-                    values = _read(files, stored, index[::-1] if transposed else index)
-                    out[...] = values.T if transposed else values
+                    if transposed:
+                        out[...] = _read(files, stored, index[::-1]).T
+                    else:
+                        out[...] = _read(files, stored, index)
                 if not hf_manifest.all_finite(out):
                     hf_manifest.check_tensor(files, stored.path, stored.name, target)
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 key = str(index)
                 if key not in shards:
-                    ranges = [
-                        range(size)[axis] for axis, size in zip(index, leaf.shape, strict=True)
-                    ]
-                    shards[key] = np.empty([len(axis) for axis in ranges], target)
+                    ranges = []
+                    for axis, size in zip(index, leaf.shape, strict=True):
+                        ranges.append(range(size)[axis])
+                    shards[key] = np.empty(list(map(len, ranges)), target)
                     stacked = len(next(iter(tensors)))
                     inner = tuple(slice(axis.start, axis.stop) for axis in ranges[stacked:])
-                    for offsets in np.ndindex(shards[key].shape[:stacked]):
-                        at = tuple(
-                            axis[i] for axis, i in zip(ranges[:stacked], offsets, strict=True)
-                        )
-                        read(tensors[at], inner, shards[key][offsets])
+                    # Each stacked layer and expert is a tensor of its own in the file.
+                    offsets = np.ndindex(shards[key].shape[:stacked])
+                    members = itertools.product(*ranges[:stacked])
+                    for offset, member in zip(offsets, members, strict=True):
+                        read(tensors[member], inner, shards[key][offset])
                 return shards[key]
 
             return jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=target)
@@ -123,8 +126,9 @@ def directory_digest(directory: Path, config: ModelConfig) -> int:
     tensors = hf_manifest.check_manifest(directory, config).tensors
     with hf_manifest.Files() as files:
         for name, tensor in hf_tensors(config).items():
-            rows = 1 if len(tensor.shape) > 1 else tensor.shape[0]
-            index = tuple(slice(0, size) for size in (rows, *tensor.shape[1:2]))
+            index = (slice(0, tensor.shape[0]),)
+            if len(tensor.shape) > 1:
+                index = (slice(0, 1), slice(0, tensor.shape[1]))
             values = _read(files, tensors[name], index)
             digest = zlib.crc32(np.ascontiguousarray(values.astype(jnp.bfloat16)).tobytes(), digest)
     return digest
@@ -157,7 +161,9 @@ def iterate_hf_tensors(
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it
         # is a view.
         host = to_host(array.astype(target))
-        host = np.ascontiguousarray(host.T if tensor.transposed else host)
+        if tensor.transposed:
+            host = host.T
+        host = np.ascontiguousarray(host)
         if not hf_manifest.all_finite(host):
             raise UserError(
                 f"params: tensor {name} has {int((~np.isfinite(host)).sum()):,} value(s) of "
@@ -226,13 +232,15 @@ def save_tensors(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes: got {max_shard_bytes}, must be at least 1")
     with whole_directory(directory, overwrite=overwrite) as partial:
-        copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
+        tokenizer_files = []
+        if tokenizer_dir is not None:
+            tokenizer_files = _tokenizer_files(Path(tokenizer_dir))
         # Where a config names no version, transformers takes a tokenizer of many tokens for a
         # broken one of Mistral's.
         version = {"transformers_version": importlib.metadata.version("transformers")}
         fields = hf_config.to_hf(config, dtype=dtype) | version | _token_ids(tokenizer_dir)
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
-        for source in copied:
+        for source in tokenizer_files:
             shutil.copyfile(source, partial / source.name)
 
         shards: list[list[str]] = [[]]
