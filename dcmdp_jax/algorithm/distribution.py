@@ -287,7 +287,8 @@ def centering_loss(
         no_advantage = outcome._replace(advantages=jnp.zeros_like(outcome.advantages))
         with_advantage, _ = split(loss(outcome))
         without_advantage, _ = split(loss(no_advantage))
-        return stop_gradient(mass) * (with_advantage - without_advantage)
+        difference = with_advantage - without_advantage
+        return stop_gradient(mass) * difference
 
     present = head.present & active[..., None]
 

@@ -18,6 +18,8 @@ def array_checksum(x: jax.Array) -> jax.Array:
     index = jnp.zeros((), jnp.uint32)
     stride = 1
     for axis in reversed(range(x.ndim)):
-        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        position = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        index += position * jnp.uint32(stride % 2**32)
         stride *= x.shape[axis]
-    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+    odd_factors = 2 * index + 1
+    return jnp.sum(bits * odd_factors, dtype=jnp.uint32)

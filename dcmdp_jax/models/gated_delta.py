@@ -156,7 +156,8 @@ class GatedDeltaNet(nnx.Module):
 
         y = self.norm(y.astype(x.dtype))
         gate = jax.nn.silu(at_least_float32(self.gate(x))).reshape(y.shape)
-        return self.o((y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)), state
+        gated = (y * gate).astype(x.dtype)
+        return self.o(gated.reshape(*x.shape[:2], -1)), state
 
 
 def _log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -172,7 +173,9 @@ def rows(
     config: ModelConfig, segment_ids: Int[jax.Array, "R L"], mixed: Mixed
 ) -> tuple[jax.Array, None]:
     """A `Recur` of packed rows: state and convolution begin anew with each segment."""
-    return in_chunks(heads(config, convolved(mixed, segment_ids), mixed), segment_ids)[0], None
+    tokens = heads(config, convolved(mixed, segment_ids), mixed)
+    y, _ = in_chunks(tokens, segment_ids)
+    return y, None
 
 
 def prefill(
@@ -186,18 +189,22 @@ def prefill(
     masked = mixed._replace(
         log_decay=jnp.where(real, mixed.log_decay, 0), rate=jnp.where(real, mixed.rate, 0)
     )
-    y, memory = in_chunks(heads(config, convolved(mixed, segment_ids), masked), segment_ids)
+    tokens = heads(config, convolved(mixed, segment_ids), masked)
+    y, memory = in_chunks(tokens, segment_ids)
 
     last = (lengths[:, None] + jnp.arange(1 - config.linear_conv_kernel_dim, 0))[..., None]
-    window = at_least_float32(jnp.take_along_axis(mixed.channels, jnp.maximum(last, 0), axis=1))
-    return y, State(memory, jnp.where(last >= 0, window, 0).swapaxes(1, 2))
+    channels = jnp.take_along_axis(mixed.channels, jnp.maximum(last, 0), axis=1)
+    window = at_least_float32(channels)
+    window = jnp.where(last >= 0, window, 0)
+    return y, State(memory, window.swapaxes(1, 2))
 
 
 def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, State]:
     """A `Recur` of one token for each row, from the state before it."""
     window = jnp.concatenate([state.window, mixed.channels.swapaxes(1, 2)], axis=2)
     sums = jnp.sum(window * mixed.kernel, axis=2)[:, None]
-    token = heads(config, jax.nn.silu(sums).astype(mixed.channels.dtype), mixed)
+    channels = jax.nn.silu(sums).astype(mixed.channels.dtype)
+    token = heads(config, channels, mixed)
     memory, y = step(state.memory, jax.tree.map(lambda x: x[:, 0], token))
     return y[:, None], State(memory, window[:, :, 1:])
 
@@ -283,28 +290,38 @@ def in_chunks(
         """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the
         state as it is.
         """
-        padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)), mode=mode)
-        return jnp.moveaxis(padded.reshape(batch, -1, chunk, *x.shape[2:]), (1, 2), (0, 3))
+        other_axes = ((0, 0),) * (x.ndim - 2)
+        padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *other_axes), mode=mode)
+        in_parts = padded.reshape(batch, -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(in_parts, (1, 2), (0, 3))
 
     def advance(memory: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         fresh, recalled, within, query, key, decay = xs
         change = fresh - recalled @ memory
-        return memory * decay + jnp.swapaxes(key, -1, -2) @ change, query @ memory + within @ change
+        next_memory = memory * decay + jnp.swapaxes(key, -1, -2) @ change
+        y = query @ memory + within @ change
+        return next_memory, y
 
     query, key, value, log_decay, rate = map(chunks, tokens)
 
     # exp(G_i - G_j) of two tokens of a chunk; exp(G_i) where the chunk begins in their segment.
     segments = chunks(segment_ids[..., None], "edge")
-    later = jnp.tril(jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, chunk)), -1)
+    by_pair = jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, chunk))
+    later = jnp.tril(by_pair, -1)
     seen = jnp.tril(segments[..., :, None] == segments[..., None, :])
-    between = jnp.exp(jnp.where(seen, jnp.cumsum(later, axis=-2), -jnp.inf))
+    log_between = jnp.cumsum(later, axis=-2)
+    between = jnp.exp(jnp.where(seen, log_between, -jnp.inf))
+
     before = jnp.concatenate([segments[:1, ..., -1:], segments[:-1, ..., -1:]])
-    since = jnp.where(segments == before, jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)[..., None]
+    continues = segments == before
+    decays = jnp.exp(jnp.cumsum(log_decay, axis=-1))
+    since = jnp.where(continues, decays, 0)[..., None]
 
     rated = key * rate[..., None]
     memory = jnp.zeros((batch, query.shape[2], key.shape[-1], value.shape[-1]), query.dtype)
     with products_in(query.dtype):
-        inverse = _unit_inverse(jnp.einsum("...ik,...jk->...ij", rated, key) * between)
+        system = jnp.einsum("...ik,...jk->...ij", rated, key) * between
+        inverse = _unit_inverse(system)
         within = jnp.einsum("...ik,...jk->...ij", query, key) * between
         xs = (
             inverse @ (value * rate[..., None]),

@@ -71,7 +71,10 @@ def token_blocks(
 
 def _pieces(vocab: int) -> int:
     """Pieces that the vocabulary is computed in: a divisor of it."""
-    return next(count for count in range(_MOST_PIECES, 0, -1) if vocab % count == 0)
+    for count in range(_MOST_PIECES, 1, -1):
+        if vocab % count == 0:
+            return count
+    return 1
 
 
 def token_logprobs(
@@ -155,21 +158,28 @@ def token_logprobs(
         targets=in_blocks(input_ids[:, 1:].reshape(-1)[order]),
         kernel=kernel,
         count=(jnp.sum(is_wanted, dtype=jnp.int32) + size - 1) // size,
-        listed=None if listed is None else in_blocks(listed[:, 1:].reshape(total, -1)[order]),
+        listed=None,
     )
+    if listed is not None:
+        following_ids = listed[:, 1:].reshape(total, -1)
+        inputs = inputs._replace(listed=in_blocks(following_ids[order]))
     options = _Options(
         scale=1.0 / temperature,
         maximum=ops.softmax_maximum,
         axes=kernel_axes,
         listed_gradient=listed_gradient,
     )
-    compute = _blocked_logprobs if kernel_axes.embed is None else _pieced_logprobs
-    logprobs, entropy, *listed_logprobs = (in_rows(x) for x in compute(inputs, options))
+    compute = _blocked_logprobs
+    if kernel_axes.embed is not None:
+        compute = _pieced_logprobs
+    logprobs, entropy, *listed_logprobs = map(in_rows, compute(inputs, options))
 
-    outputs = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+    logprobs = jnp.where(mask, logprobs, 0.0)
+    entropy = jnp.where(mask, entropy, 0.0)
     if listed is None:
-        return outputs
-    return *outputs, jnp.where(mask[..., None] & (listed >= 0), listed_logprobs[0], 0.0)
+        return logprobs, entropy
+    is_listed = mask[..., None] & (listed >= 0)
+    return logprobs, entropy, jnp.where(is_listed, listed_logprobs[0], 0.0)
 
 
 def predicting(mask: Bool[Array, "R L"]) -> Bool[jax.Array, "R L"]:
@@ -231,12 +241,16 @@ class _Residuals(NamedTuple):
 
 
 def _across_vocab(x: jax.Array, axes: KernelAxes) -> jax.Array:
-    return x if axes.vocab is None else lax.psum(x, axes.vocab)
+    if axes.vocab is None:
+        return x
+    return lax.psum(x, axes.vocab)
 
 
 def _own_ids(ids: jax.Array, size: int, axes: KernelAxes) -> jax.Array:
     """Ids counted from this device's first column, outside [0, size) on another device."""
-    return ids if axes.vocab is None else ids - size * lax.axis_index(axes.vocab)
+    if axes.vocab is None:
+        return ids
+    return ids - size * lax.axis_index(axes.vocab)
 
 
 def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
@@ -271,16 +285,20 @@ def _block(
     largest = options.maximum(logits)
     if axes.vocab is not None:
         largest = lax.pmax(largest, axes.vocab)
-    mass = _across_vocab(jnp.sum(jnp.exp(logits - largest), axis=-1), axes)
+    own_mass = jnp.sum(jnp.exp(logits - largest), axis=-1)
+    mass = _across_vocab(own_mass, axes)
     normalizer = jnp.log(mass) + largest[..., 0]
     target_logits = logits_at(targets[..., None])[..., 0]
     probabilities = jnp.exp(logits - normalizer[..., None])
-    mean_logit = _across_vocab(jnp.sum(probabilities * logits, axis=-1), axes)
+    own_mean = jnp.sum(probabilities * logits, axis=-1)
+    mean_logit = _across_vocab(own_mean, axes)
 
-    outputs = normalizer, target_logits - normalizer, normalizer - mean_logit
+    logprobs = target_logits - normalizer
+    entropy = normalizer - mean_logit
     if listed is None:
-        return outputs
-    return *outputs, logits_at(listed) - normalizer[..., None]
+        return normalizer, logprobs, entropy
+    listed_logprobs = logits_at(listed) - normalizer[..., None]
+    return normalizer, logprobs, entropy, listed_logprobs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -301,10 +319,12 @@ def _blocked_forward(
         return tuple(outputs), _Residuals(inputs, normalizer, outputs[1], logits)
 
     def body(i: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        block_listed = None if listed is None else listed[i]
+        block_listed = None
+        if listed is not None:
+            block_listed = listed[i]
         logits = _logits(hidden[i], kernel, options.scale)
         block = _block(logits, targets[i], block_listed, options)
-        return tuple(output.at[i].set(value) for output, value in zip(outputs, block, strict=True))
+        return jax.tree.map(lambda output, value: output.at[i].set(value), outputs, block)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     start = (zeros, zeros, zeros)
@@ -371,11 +391,14 @@ def _blocked_backward(
         logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars))
         logits_bar = (logits_bar * options.scale).astype(block.dtype)
         kernel_bar = _kernel_bar(block, logits_bar)
-        return jnp.matmul(logits_bar, kernel.T, precision=precision).astype(block.dtype), kernel_bar
+        block_bar = jnp.matmul(logits_bar, kernel.T, precision=precision)
+        return block_bar.astype(block.dtype), kernel_bar
 
     def body(i: jax.Array, grads: _Grads) -> _Grads:
-        block_bar, product = pulled(i, _logits(hidden[i], kernel, options.scale))
-        return grads[0].at[i].set(block_bar), grads[1] + product
+        hidden_bar, kernel_bar = grads
+        logits = _logits(hidden[i], kernel, options.scale)
+        block_bar, block_kernel_bar = pulled(i, logits)
+        return hidden_bar.at[i].set(block_bar), kernel_bar + block_kernel_bar
 
     if saved.logits is not None:
         block_bar, kernel_bar = pulled(0, saved.logits[0])
@@ -418,12 +441,15 @@ def _logits_bar(logits: jax.Array, bars: _TokenBars, first: jax.Array | int = 0)
     """
     centered = logits - bars.normalizer[..., None]
     logprob_bar = bars.logprob_bar[..., None]
-    pull = logprob_bar + bars.entropy_bar[..., None] * (centered + bars.entropy[..., None])
+    entropy_bar = bars.entropy_bar[..., None]
+    entropy = bars.entropy[..., None]
+    pull = logprob_bar + entropy_bar * (centered + entropy)
     if bars.listed is not None:
         pull = pull + jnp.sum(bars.listed_bar, axis=-1, keepdims=True)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     onehot = columns == (bars.targets - first)[..., None]
-    logits_bar = jnp.where(onehot, logprob_bar, 0.0) - jnp.exp(centered) * pull
+    target_bar = jnp.where(onehot, logprob_bar, 0.0)
+    logits_bar = target_bar - jnp.exp(centered) * pull
     if bars.listed is None:
         return logits_bar
 
@@ -470,7 +496,9 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[tuple[jax.Array
     axes = options.axes
     vocab = kernel.shape[-1]
     targets = _own_ids(targets, vocab, axes)
-    own_listed = None if listed is None else _own_ids(listed, vocab, axes)
+    own_listed = None
+    if listed is not None:
+        own_listed = _own_ids(listed, vocab, axes)
 
     def add_piece(piece: jax.Array, running: _Running) -> _Running:
         piece_kernel = _gathered_piece(kernel, piece, hidden.dtype, axes.embed)
@@ -482,11 +510,15 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[tuple[jax.Array
             largest = jnp.maximum(before.largest, options.maximum(logits)[..., 0])
             shrink = jnp.exp(before.largest - largest)
             exponentials = jnp.exp(logits - largest[..., None])
+            mass = before.mass * shrink + jnp.sum(exponentials, axis=-1)
+            weighted = before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1)
+            piece_targets = (targets[i] - first)[..., None]
+            target_logits = _logits_at(logits, piece_targets)[..., 0]
             after = _Running(
                 largest=largest,
-                mass=before.mass * shrink + jnp.sum(exponentials, axis=-1),
-                weighted=before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1),
-                target=before.target + _logits_at(logits, (targets[i] - first)[..., None])[..., 0],
+                mass=mass,
+                weighted=weighted,
+                target=before.target + target_logits,
             )
             if own_listed is not None:
                 piece_listed = _logits_at(logits, own_listed[i] - first)
@@ -511,10 +543,12 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[tuple[jax.Array
     log_mass = running.largest + jnp.log(running.mass)
     normalizer = jnp.where(computed, log_mass, 0.0)
     entropy = jnp.where(computed, log_mass - running.weighted / running.mass, 0.0)
-    outputs = jnp.where(computed, running.target - log_mass, 0.0), entropy
+    logprobs = jnp.where(computed, running.target - log_mass, 0.0)
+    outputs = (logprobs, entropy)
     if listed is not None:
         listed_logprobs = running.listed - log_mass[..., None]
-        outputs = *outputs, jnp.where(computed[..., None], listed_logprobs, 0.0)
+        listed_logprobs = jnp.where(computed[..., None], listed_logprobs, 0.0)
+        outputs = (logprobs, entropy, listed_logprobs)
     return outputs, _Residuals(inputs, normalizer, entropy)
 
 

@@ -79,11 +79,14 @@ class Experts(nnx.Module):
             fused: Fused | None,
             axes: tuple[str, str] = ("embed", "expert_mlp"),
         ) -> ExpertLinear:
+            full_name = None
+            if name is not None:
+                full_name = f"{hf_name}.{{experts}}.{name}.weight"
             return ExpertLinear(
                 sizes,
                 axes,
                 std=config.initializer_range,
-                hf_name=None if name is None else f"{hf_name}.{{experts}}.{name}.weight",
+                hf_name=full_name,
                 stacks=stacks,
                 fused=fused,
             )
@@ -184,7 +187,10 @@ class MoE(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
         kernels = []
-        for name in ("gate_up", "down") if self.fused else ("gate", "up", "down"):
+        names = ("gate", "up", "down")
+        if self.fused:
+            names = ("gate_up", "down")
+        for name in names:
             kernel = getattr(self.experts, name).kernel.get_value()
             if not isinstance(kernel, QuantizedKernel):
                 kernel = kernel.astype(x.dtype)
@@ -424,7 +430,8 @@ def _expert_parallel(
 
     if not free:
         return local(x, experts, weights, kernels)
-    rows = P(tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free))
+    row_axes = tuple(axis for axis in ("data", "fsdp", EXPERT) if axis in free)
+    rows = P(row_axes)
     inward = [P(EXPERT, None, width)] * (len(kernels) - 1)
     compute = shard_map_over(
         free,

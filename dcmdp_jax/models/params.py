@@ -175,7 +175,8 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
 
     def tensor(declared: Declaration, index: tuple[int, ...], names: dict[str, int]) -> HFTensor:
         shape = declared.shape[len(index) :]
-        shape = shape[::-1] if declared.transposed else shape
+        if declared.transposed:
+            shape = shape[::-1]
         fused = None
         if declared.fused is not None:
             rows = shape[0]
@@ -202,7 +203,9 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
         depth = len(index)
 
         def stacked_axis(declared: Declaration) -> str | None:
-            return declared.axes[depth] if declared.stacks[depth:] else None
+            if not declared.stacks[depth:]:
+                return None
+            return declared.axes[depth]
 
         for axis, group in itertools.groupby(members, key=stacked_axis):
             if axis is None:

@@ -27,11 +27,9 @@ def products_in(dtype: jax.typing.DTypeLike) -> AbstractContextManager[object]:
     Args:
         dtype: dtype of activations and products.
     """
-    return (
-        jax.default_matmul_precision("highest")
-        if jnp.dtype(dtype) == jnp.float32
-        else contextlib.nullcontext()
-    )
+    if jnp.dtype(dtype) == jnp.float32:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
 
 
 def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
@@ -47,7 +45,9 @@ def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
     """`precision` of a product in `dtype`, for code that is traced outside of `products_in`."""
-    return PRECISE if jnp.dtype(dtype) == jnp.float32 else None
+    if jnp.dtype(dtype) == jnp.float32:
+        return PRECISE
+    return None
 
 
 def euclidean_norm(tree: Params) -> jax.Array:

@@ -62,9 +62,13 @@ def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
 
     A scale for each output is applied after the product, scales of groups before.
     """
-    factor = in_float32(kernel) if kernel.grouped else kernel.values
+    factor = kernel.values
+    if kernel.grouped:
+        factor = in_float32(kernel)
     product = jnp.matmul(x, factor.astype(x.dtype), preferred_element_type=jnp.float32)
-    return product if kernel.grouped else product * kernel.scale
+    if kernel.grouped:
+        return product
+    return product * kernel.scale
 
 
 def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
@@ -85,9 +89,11 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
     def leaf(x: Kernel) -> Kernel:
         if not is_quantized(x):
             return x.astype(dtype)
-        if x.grouped and not keep_quantized:
+        if keep_quantized:
+            return x
+        if x.grouped:
             return in_float32(x).astype(dtype)
-        return x if keep_quantized else QuantizedKernel(x.values.astype(dtype), x.scale)
+        return QuantizedKernel(x.values.astype(dtype), x.scale)
 
     return jax.tree.map(leaf, weights, is_leaf=is_quantized)
 
@@ -175,7 +181,8 @@ def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
     """
     exact = jax.lax.stop_gradient(x)
     columns = exact[..., None].astype(jnp.float32)
-    rounded = in_float32(_in_groups(columns, GROUPED[precision], axis))[..., 0].astype(x.dtype)
+    quantized = _in_groups(columns, GROUPED[precision], axis)
+    rounded = in_float32(quantized)[..., 0].astype(x.dtype)
     return rounded + (x - exact)  # the difference is exactly 0
 
 
@@ -185,7 +192,9 @@ def with_rounded_inputs(layer_params: Params, precision: str, axis: str = "") ->
         return layer_params
 
     def leaf(path: tuple, x: Kernel) -> Kernel | RoundsInputs:
-        return RoundsInputs(x, precision, axis) if path[-1].key == "kernel" else x
+        if path[-1].key == "kernel":
+            return RoundsInputs(x, precision, axis)
+        return x
 
     return jax.tree_util.tree_map_with_path(leaf, layer_params, is_leaf=is_quantized)
 
@@ -203,7 +212,9 @@ def stored(w: jax.Array, precision: str) -> Kernel:
     for name in _LIMITS:
         if precision.startswith(name):
             return quantize_kernel(w, name)
-    dtype = "float32" if precision == "exact" else "bfloat16"
+    dtype = "bfloat16"
+    if precision == "exact":
+        dtype = "float32"
     for name in ("float16", "float32"):
         if precision.startswith(name):
             dtype = name
@@ -221,7 +232,9 @@ def in_float32(x: Kernel) -> jax.Array:
 
     import qwix  # an optional extra
 
-    qtype = "nf4" if x.values.dtype == jnp.uint8 else None
+    qtype = None
+    if x.values.dtype == jnp.uint8:
+        qtype = "nf4"
     return qwix.dequantize(qwix.QArray(x.values, x.scale, qtype=qtype))
 
 
@@ -229,7 +242,9 @@ def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
     """`quantize_kernel` of the leaves that the tree `params.quantized_leaves` marks."""
 
     def leaf(x: jax.Array, marked: bool) -> Kernel:
-        return quantize_kernel(x, precision) if marked else x
+        if marked:
+            return quantize_kernel(x, precision)
+        return x
 
     return jax.tree.map(leaf, tree, quantized)
 
@@ -306,7 +321,9 @@ def arrival(
     """
 
     def values(x: Kernel) -> jax.Array:
-        return x.values if is_quantized(x) else x
+        if is_quantized(x):
+            return x.values
+        return x
 
     changed = error = update = 0.0
     for old, new in zip(before, watched_columns(params, quantized), strict=True):
@@ -315,7 +332,8 @@ def arrival(
         old_stored = stored(old, precision)
         new_stored = stored(new, precision)
         changed += jnp.sum(values(old_stored) != values(new_stored), dtype=jnp.float32)
-        error += jnp.sum((in_float32(new_stored) - in_float32(old_stored) - (new - old)) ** 2)
+        arrived = in_float32(new_stored) - in_float32(old_stored)
+        error += jnp.sum((arrived - (new - old)) ** 2)
         update += jnp.sum((new - old) ** 2)
     return {
         "mismatch/sync_changed": changed / sum(x.size for x in before),

@@ -72,7 +72,9 @@ def read_ropes(
     kinds = fields.get("rope_parameters")
     ropes = {}
     if family.partial_rotary:
-        section = kinds if isinstance(kinds, dict) else {}
+        section = {}
+        if isinstance(kinds, dict):
+            section = kinds
         share = section.get(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary))
         ropes[_PARTIAL] = in_range(_PARTIAL, share)
         fields = {**fields, _PARTIAL: None}
@@ -90,8 +92,10 @@ def read_ropes(
     if not family.sliding_rope:
         return ropes
 
-    base = fields.get("rope_local_base_freq")
-    base = theta if base is None else in_range("rope_local_base_freq", base)
+    base = theta
+    local_base = fields.get("rope_local_base_freq")
+    if local_base is not None:
+        base = in_range("rope_local_base_freq", local_base)
     sliding_theta, sliding_scaling = _rope(sliding_fields, max_position_embeddings, base)
     if sliding_scaling != RopeScaling():
         raise UserError(
@@ -120,12 +124,12 @@ def _rope(
     sections = [name for name in names if fields.get(name)] or ["rope_scaling"]
     ropes = [_rope_section(name, fields, max_position_embeddings, base) for name in sections]
     if len(set(ropes)) > 1:
-        descriptions = " and ".join(
-            f"{name} {shorten(fields[name])} (base {theta:g})"
-            for name, (theta, _) in zip(sections, ropes, strict=True)
-        )
+        descriptions = []
+        for name, (theta, _) in zip(sections, ropes, strict=True):
+            descriptions.append(f"{name} {shorten(fields[name])} (base {theta:g})")
         raise UserError(
-            f"config.json: {descriptions} disagree; keep the one that the model was trained with"
+            f"config.json: {' and '.join(descriptions)} disagree; keep the one that the model was "
+            "trained with"
         )
     return ropes[0]
 
@@ -160,7 +164,9 @@ def _rope_section(
             "keep one"
         )
     if kind is None:
-        kind = "default" if older is None else older
+        kind = older
+    if kind is None:
+        kind = "default"
     if not isinstance(kind, str) or kind not in ("default", *_ROPE_FIELDS):
         supported = ", ".join(_ROPE_FIELDS)
         raise UserError(
@@ -190,9 +196,8 @@ def _rope_section(
     truncate = values.pop("truncate", True)
     if not isinstance(truncate, bool):
         raise UserError(f"config.json: truncate is {shorten(truncate)}, must be true or false")
-    scaling = RopeScaling(
-        kind, truncate=truncate, **{name: in_range(name, value) for name, value in values.items()}
-    )
+    numbers = {name: in_range(name, value) for name, value in values.items()}
+    scaling = RopeScaling(kind, truncate=truncate, **numbers)
     if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError(
             f"config.json: low_freq_factor is {scaling.low_freq_factor:g}, must be below "

@@ -108,6 +108,9 @@ def make_row_logprobs(
             )
             params = {**params, "layers": layers}
 
+        counted = None
+        if model.num_experts:
+            counted = logprobs.predicting(rows.completion_mask)
         hidden, router = decoder.hidden_states_and_aux(
             params,
             model,
@@ -115,7 +118,7 @@ def make_row_logprobs(
             rows.position_ids,
             rows.segment_ids,
             compute,
-            counted=logprobs.predicting(rows.completion_mask) if model.num_experts else None,
+            counted=counted,
             replayed=rows.columns.get("routed_experts"),
             scheme=scheme,
             **pin,
@@ -149,9 +152,9 @@ def make_row_logprobs(
 
 def without_replay(rows: Rows) -> Rows:
     """Rows for another policy than the one that sampled: experts are its router's choice."""
-    return rows._replace(
-        columns={name: x for name, x in rows.columns.items() if name != "routed_experts"}
-    )
+    columns = dict(rows.columns)
+    columns.pop("routed_experts", None)
+    return rows._replace(columns=columns)
 
 
 def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
@@ -160,7 +163,9 @@ def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
     def split(name: str, size: int) -> str | None:
         axis = sharding.PARAM_AXES[name]
         ways = mesh.shape[axis]
-        return axis if ways > 1 and size % ways == 0 else None
+        if ways > 1 and size % ways == 0:
+            return axis
+        return None
 
     return logprobs.KernelAxes(
         embed=split("embed", model.hidden_size), vocab=split("vocab", model.vocab_size)
@@ -231,7 +236,9 @@ def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape
         shards = row_shards(mesh)
-        multiple = 128 if compute.attention == "splash" else 1
+        multiple = 1
+        if compute.attention == "splash":
+            multiple = 128
         padding = ((0, -count % shards), (0, -tokens % multiple))
         input_ids = np.pad(ids.astype(np.int32), padding)
         real = np.pad(np.ones(ids.shape, bool), padding)

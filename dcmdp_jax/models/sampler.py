@@ -38,7 +38,8 @@ def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
             the row.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, rows))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    return jax.random.key_data(keys)
 
 
 def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -47,7 +48,8 @@ def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
     From fold_in(row key, token), for `tokens[r]` [R] int32.
     """
     zero = jnp.zeros(tokens.shape, jnp.uint32)
-    token_keys = jnp.stack(_threefry(keys, zero, tokens.astype(jnp.uint32)), axis=-1)
+    token_key_words = _threefry(keys, zero, tokens.astype(jnp.uint32))
+    token_keys = jnp.stack(token_key_words, axis=-1)
     words = []
     for count in range(2):
         high, low = _threefry(token_keys, zero, zero + np.uint32(count))
@@ -67,9 +69,13 @@ def _threefry(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Arr
     high = high + schedule[0]
     low = low + schedule[1]
     for i in range(5):
-        for distance in (13, 15, 26, 6) if i % 2 == 0 else (17, 29, 16, 24):
+        distances = (13, 15, 26, 6)
+        if i % 2:
+            distances = (17, 29, 16, 24)
+        for distance in distances:
             high = high + low
-            low = high ^ (low << np.uint32(distance) | low >> np.uint32(32 - distance))
+            rotated = low << np.uint32(distance) | low >> np.uint32(32 - distance)
+            low = high ^ rotated
         high = high + schedule[(i + 1) % 3]
         low = low + schedule[(i + 2) % 3] + np.uint32(i + 1)
     return high, low
@@ -89,13 +95,15 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     Returns:
         [R, V] bool, at least one token in each row.
     """
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    weights = jnp.exp(scaled - largest)
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     needed_mass = top_p * jnp.sum(weights, axis=-1)
 
     def halve(i: int, threshold: jax.Array) -> jax.Array:
         higher = threshold | (jnp.int32(1) << (30 - i))
-        mass = jnp.sum(jnp.where(bits >= higher[:, None], weights, 0.0), axis=-1)
+        inside = bits >= higher[:, None]
+        mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)
         return jnp.where(mass >= needed_mass, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
@@ -146,11 +154,13 @@ def choose_tokens(
         raise ValueError(f"mode: got {mode!r}, allowed are {', '.join(MODES)}")
     if mode == "greedy":
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+        largest = jnp.max(logits, axis=-1)
+        return tokens, largest - jax.nn.logsumexp(logits, axis=-1)
 
     scaled = logits * inverse_temperature
     if count:
-        least = jax.lax.top_k(scaled, int(count))[0][:, -1:]
+        most_probable, _ = jax.lax.top_k(scaled, int(count))
+        least = most_probable[:, -1:]
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if kind == "nucleus":
         scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
@@ -179,7 +189,8 @@ def choose_tokens(
     values, ids = jax.lax.top_k(scaled, top)
     possible = values != -jnp.inf
     top_logprobs = jnp.where(possible, values - normalizer[:, None], 0.0)
-    return tokens, logprobs, jnp.where(possible, ids, -1), top_logprobs
+    top_ids = jnp.where(possible, ids, -1)
+    return tokens, logprobs, top_ids, top_logprobs
 
 
 def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
@@ -190,6 +201,9 @@ def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
     uniform = (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
     # Rounding can make the sum step at an entry of mass 0: exclude those. (jnp.cumsum is quadratic
     # on CPU.)
-    cumulative = jnp.where(masses > 0, jax.lax.associative_scan(jnp.add, masses, axis=-1), 0.0)
+    possible = masses > 0
+    sums = jax.lax.associative_scan(jnp.add, masses, axis=-1)
+    cumulative = jnp.where(possible, sums, 0.0)
     target = uniform * jnp.max(cumulative, axis=-1)
-    return jnp.argmax(cumulative > target[:, None], axis=-1).astype(jnp.int32)
+    exceeds = cumulative > target[:, None]
+    return jnp.argmax(exceeds, axis=-1).astype(jnp.int32)

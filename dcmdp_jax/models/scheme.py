@@ -118,7 +118,9 @@ def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> N
         )
     for name, size in sizes.items():
         if size % form.size:
-            share = " of each device" if tensor > 1 else ""
+            share = ""
+            if tensor > 1:
+                share = " of each device"
             raise ArgumentError(
                 "precision",
                 f"got {precision!r}, whose groups of {form.size} do not divide "

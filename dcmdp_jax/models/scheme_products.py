@@ -72,10 +72,15 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     mlp = dict(layer_params["mlp"])
     together = [(attention, ("o",)), (mlp, ("gate", "up")), (mlp, ("down",))]
     if not scheme.skip_qkv:
-        separate = ("mixed", "gate") if "mixed" in attention else ("q", "k", "v")
-        together.append((attention, ("qkv",) if "qkv" in attention else separate))
+        attention_names = ("q", "k", "v")
+        if "qkv" in attention:
+            attention_names = ("qkv",)
+        elif "mixed" in attention:
+            attention_names = ("mixed", "gate")
+        together.append((attention, attention_names))
     for linears, names in together:
-        scales = _scales([linears[name]["kernel"] for name in names], scheme.products)
+        kernels = [linears[name]["kernel"] for name in names]
+        scales = _scales(kernels, scheme.products)
         for name, scale in zip(names, scales, strict=True):
             kernel = SchemeKernel(linears[name]["kernel"], scale, scheme.products)
             linears[name] = {**linears[name], "kernel": kernel}
@@ -126,8 +131,11 @@ def _forward(
             preferred_element_type=jnp.float32,
         )
     # The backward pass rounds the weights again: kept, they would be a second copy.
-    saved_values = values.astype(jnp.int8 if products == "int8" else x.dtype)
-    return y.astype(x.dtype), (saved_values, x_scale, weights, scale)
+    saved_dtype = x.dtype
+    if products == "int8":
+        saved_dtype = jnp.int8
+    saved = (values.astype(saved_dtype), x_scale, weights, scale)
+    return y.astype(x.dtype), saved
 
 
 def _backward(
@@ -157,9 +165,11 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
     """
     if not cache:
         return x
-    e4m3 = cache.removesuffix("_truncated") == "fp8"
-    dtype = jnp.float8_e4m3fn if e4m3 else jnp.float8_e5m2
-    limit = FP8_MAX if e4m3 else _E5M2_MAX
+    dtype = jnp.float8_e5m2
+    limit = _E5M2_MAX
+    if cache.removesuffix("_truncated") == "fp8":
+        dtype = jnp.float8_e4m3fn
+        limit = FP8_MAX
     exact = jax.lax.stop_gradient(x)
     rounded = jnp.clip(exact.astype(jnp.float32), -limit, limit)
     if cache.endswith("_truncated"):
@@ -187,19 +197,25 @@ def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
     widths = [kernel.shape[1] for kernel in kernels]
     kernels = [jnp.abs(_as_synced(kernel)) for kernel in kernels]
     if products == "fp8":
-        largest = functools.reduce(jnp.maximum, [jnp.max(kernel) for kernel in kernels])
+        maxima = [jnp.max(kernel) for kernel in kernels]
+        largest = functools.reduce(jnp.maximum, maxima)
         scale = jnp.where(largest > 0, _over_448(largest), 1.0)
         return [jnp.broadcast_to(scale, (1, width)) for width in widths]
-    if len(kernels) > 1 and not any(width % BLOCK for width in widths[:-1]):
-        return [_block_scales(kernel, [kernel.shape[1]])[0] for kernel in kernels]
-    return _block_scales(jnp.concatenate(kernels, axis=1), widths)
+    if any(width % BLOCK for width in widths[:-1]):
+        return _block_scales(jnp.concatenate(kernels, axis=1), widths)
+    # No block has columns of two matrices.
+    scales = []
+    for kernel, width in zip(kernels, widths, strict=True):
+        scales += _block_scales(kernel, [width])
+    return scales
 
 
 def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
     rows, columns = magnitudes.shape
     padded = jnp.pad(magnitudes, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = _over_448(jnp.maximum(jnp.max(blocks, axis=(1, 3)), _LEAST_BLOCK))
+    largest = jnp.max(blocks, axis=(1, 3))
+    scale = _over_448(jnp.maximum(largest, _LEAST_BLOCK))
     scale = jnp.repeat(scale, BLOCK, axis=1)
     scales = []
     start = 0
@@ -225,39 +241,51 @@ def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.A
     """[in, out] float32, whole numbers or e4m3 values, to be multiplied by the scale."""
     if products == "int8":
         return jnp.round(jnp.clip(weights.astype(jnp.float32) / scale, -127.0, 127.0))
-    values = _to_e4m3(_as_synced(weights) * (1.0 / _by_input(scale, weights.shape[0])))
+    synced = _as_synced(weights)
+    inverse_scale = 1.0 / _by_input(scale, weights.shape[0])
+    values = _to_e4m3(synced * inverse_scale)
     if products != "fp8_weights_per_block":
         return values
     # vLLM's CPU kernel reads a value below 2^-6, which has no leading 1, as if it had: m / 8 2^-6
     # as (1 + m / 8) 2^-7.
     small = jnp.abs(values) < 2.0**-6
-    return jnp.where(small, jnp.copysign(2.0**-7 + jnp.abs(values) / 2, values), values)
+    misread = jnp.copysign(2.0**-7 + jnp.abs(values) / 2, values)
+    return jnp.where(small, misread, values)
 
 
 def _scaled_weights(values: jax.Array, scale: jax.Array, products: str) -> jax.Array:
     rounded = values * _by_input(scale, values.shape[0])
-    return _as_synced(rounded) if products == "fp8_weights_per_block" else rounded
+    if products == "fp8_weights_per_block":
+        return _as_synced(rounded)
+    return rounded
 
 
 def _by_input(scale: jax.Array, size: int) -> jax.Array:
     """[in or 1, out] of [G, out]."""
-    return scale if len(scale) == 1 else jnp.repeat(scale, BLOCK, axis=0)[:size]
+    if len(scale) == 1:
+        return scale
+    return jnp.repeat(scale, BLOCK, axis=0)[:size]
 
 
 def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
     """Values [T, in] float32, and their scales [T, groups]."""
     x = x.astype(jnp.float32)
     if products == "int8":
-        largest = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), _LEAST_INT8)
+        largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+        largest = jnp.maximum(largest, _LEAST_INT8)
         return jnp.round(x * (127.0 / largest)), largest / 127.0
     if products == "fp8":
-        scale = _over_448(jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), _LEAST_TOKEN))
+        largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+        scale = _over_448(jnp.maximum(largest, _LEAST_TOKEN))
         return _to_e4m3(x / scale), scale
     if products == "fp8_per_block":
         tokens, size = x.shape
-        groups = jnp.pad(x, ((0, 0), (0, -size % BLOCK))).reshape(tokens, -1, BLOCK)
-        scale = _over_448(jnp.maximum(jnp.max(jnp.abs(groups), axis=2), _LEAST_GROUP))
-        return _to_e4m3(groups / scale[:, :, None]).reshape(tokens, -1)[:, :size], scale
+        padded = jnp.pad(x, ((0, 0), (0, -size % BLOCK)))
+        groups = padded.reshape(tokens, -1, BLOCK)
+        largest = jnp.max(jnp.abs(groups), axis=2)
+        scale = _over_448(jnp.maximum(largest, _LEAST_GROUP))
+        values = _to_e4m3(groups / scale[:, :, None])
+        return values.reshape(tokens, -1)[:, :size], scale
     return x, jnp.ones((len(x), 1), jnp.float32)
 
 
