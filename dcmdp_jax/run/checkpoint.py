@@ -5,7 +5,6 @@ the parameters alone.
 """
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -57,12 +56,10 @@ def digests(tree: Any) -> dict[str, int]:
 
 def _copied(state: TrainState) -> TrainState:
     """Copy a state; a replicated one on one device, or Orbax would save a slice from each."""
-    alike = all(
-        leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state)
-    )
-    return _copies(
-        jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state) if alike else state
-    )
+    for leaf in jax.tree.leaves(state):
+        if not (leaf.is_fully_replicated and leaf.is_fully_addressable):
+            return _copies(state)
+    return _copies(jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state))
 
 
 @jax.jit
@@ -106,8 +103,12 @@ class _BestScores(preservation_policy.PreservationPolicy):
             score = _read_score(self.directory / str(info.step))
             if score is not None and not math.isnan(score.value):
                 scores.append((score, index))
-        comparable = [pair for pair in scores if pair[0].name == scores[-1][0].name]
-        ranked = sorted((score.value, index) for score, index in comparable)
+        ranked = []
+        for score, index in scores:
+            newest, _ = scores[-1]
+            if score.name == newest.name:
+                ranked.append((score.value, index))
+        ranked.sort()
         best = {index for _, index in ranked[max(len(ranked) - self.count, 0) :]}
         return [index in best for index in range(len(checkpoints))]
 
@@ -403,8 +404,10 @@ class Checkpoints:
     def _move_aside(self, step: int) -> None:
         damaged = self._directory / "damaged"
         damaged.mkdir(exist_ok=True)
-        targets = (damaged / f"{step}-{number}" for number in itertools.count(1))
-        (self._directory / str(step)).rename(next(path for path in targets if not path.exists()))
+        number = 1
+        while (damaged / f"{step}-{number}").exists():
+            number += 1
+        (self._directory / str(step)).rename(damaged / f"{step}-{number}")
 
     def wait(self) -> None:
         """Return when everything saved is on disk."""
@@ -436,7 +439,9 @@ def saved_steps(directory: Path) -> list[int]:
         is_named = path.name == str(int(path.name))
         if path.is_dir() and is_named:
             continue
-        reason = f"its name is not {int(path.name)}" if path.is_dir() else "it is no directory"
+        reason = "it is no directory"
+        if path.is_dir():
+            reason = f"its name is not {int(path.name)}"
         problem = f"{path} is no checkpoint, {reason}"
         if not steps:
             raise CheckpointError(
@@ -486,9 +491,11 @@ def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], tree:
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
     for name in sorted(names ^ saved.keys()):
         cause = needed_by(name.split("'")[1])
-        has, needs = ("has no", "needs") if name in names else ("has", "does not have")
+        difference = f"has {item}{name}, which this run does not have"
+        if name in names:
+            difference = f"has no {item}{name}, which this run needs"
         raise CheckpointError(
-            f"{checkpoint}: {has} {item}{name}, which this run {needs} ({cause}); nothing is "
+            f"{checkpoint}: {difference} ({cause}); nothing is "
             "damaged: go on with the settings and the version that wrote it, or export it (dcmdp "
             "convert export) and start from that"
         )
@@ -503,7 +510,10 @@ def check_digests(tree: Any, expected: Mapping[str, int]) -> None:
 
 def first_changed(expected: Mapping[str, int], actual: Mapping[str, int]) -> str | None:
     """The path of the first digest that is not the expected one; None if there is none."""
-    return next((path for path, value in expected.items() if actual.get(path) != value), None)
+    for path, value in expected.items():
+        if actual.get(path) != value:
+            return path
+    return None
 
 
 def _record_checksum(meta: Mapping[str, Any]) -> int:

@@ -84,8 +84,11 @@ class MemoryUse:
 
     def total(self, phase: str, location: str, *, certain: bool = False) -> int:
         """Bytes in a phase: on the "first" device, each "other" one, or in the "host"'s memory."""
-        parts = [part for part in self.parts if phase in part.phases]
-        return sum(part.on(location, certain=certain) for part in parts)
+        total = 0
+        for component in self.parts:
+            if phase in component.phases:
+                total += component.on(location, certain=certain)
+        return total
 
     def peak(self, location: str, *, certain: bool = False) -> tuple[str, int]:
         """The phase with the largest use of a location, and its bytes."""
@@ -103,17 +106,19 @@ class MemoryUse:
     def shortages(self, *, certain: bool = False) -> list[str]:
         """A sentence for each location with too little memory: its largest part, what to lower."""
         sentences = []
-        at_least = "at least " if certain else ""
+        at_least = ""
+        if certain:
+            at_least = "at least "
         for location, label, capacity, phase, needed in self._peaks(certain=certain):
             if capacity is None or needed <= capacity:
                 continue
-            parts = [part for part in self.parts if phase in part.phases and part.lower]
-            sizes = [part.on(location, certain=certain) for part in parts]
-            largest = parts[sizes.index(max(sizes))]
+            components = [item for item in self.parts if phase in item.phases and item.lower]
+            largest = max(components, key=lambda item: item.on(location, certain=certain))
+            largest_size = largest.on(location, certain=certain)
             sentences.append(
                 f"{label} has {capacity / _GIB:.1f} GiB and the phase {phase!r} takes "
                 f"{at_least}{needed / _GIB:.1f}, of which {largest.name} "
-                f"{max(sizes) / _GIB:.1f}; smaller with {largest.lower}"
+                f"{largest_size / _GIB:.1f}; smaller with {largest.lower}"
             )
         return sentences
 
@@ -144,15 +149,25 @@ class MemoryUse:
         """The largest phase of each location, its parts (~ if estimated), what does not fit."""
         lines = []
         for location, label, capacity, phase, needed in self._peaks():
-            unit, name = (_GIB, "GiB") if needed >= _GIB else (2**20, "MiB")
-            available = "" if capacity is None else f" of {capacity / unit:,.2f}"
-            lines.append(f"{label}: {needed / unit:,.2f}{available} {name}, in the phase {phase!r}")
+            unit = _GIB
+            unit_name = "GiB"
+            if needed < _GIB:
+                unit = 2**20
+                unit_name = "MiB"
+            available = ""
+            if capacity is not None:
+                available = f" of {capacity / unit:,.2f}"
+            lines.append(
+                f"{label}: {needed / unit:,.2f}{available} {unit_name}, in the phase {phase!r}"
+            )
             rows = []
-            for part in self.parts:
-                size = part.on(location)
-                if phase in part.phases and size:
-                    mark = "" if size == part.on(location, certain=True) else "~"
-                    rows.append((f"  {mark}{part.name}", f"{size / unit:,.2f}"))
+            for component in self.parts:
+                size = component.on(location)
+                if phase in component.phases and size:
+                    mark = ""
+                    if size != component.on(location, certain=True):
+                        mark = "~"
+                    rows.append((f"  {mark}{component.name}", f"{size / unit:,.2f}"))
             lines += text_table(rows)
         lines += [f"does not fit: {shortage}" for shortage in self.shortages()]
         return [*lines, *filter(None, [self.note])]
@@ -184,7 +199,7 @@ def fit_engine(
     *,
     fitted_rows: int = 0,
 ) -> EngineSetup:
-    """An engine, with the rows that fit into memory where it decodes on JAX's devices.
+    """Choose the engine's rows: those that fit into memory, where it decodes on JAX's devices.
 
     Args:
         kind, arguments: the engine.
@@ -194,7 +209,9 @@ def fit_engine(
         fitted_rows: rows of an earlier start; 0 for a search.
     """
     names = of_engine(kind)
-    rows = min(arguments.max_rows, fitted_rows or arguments.max_rows)
+    rows = arguments.max_rows
+    if fitted_rows:
+        rows = min(rows, fitted_rows)
     if machine.process_bytes:
         others = (
             exact("Python and libraries", host=machine.process_bytes, lower=""),
@@ -204,19 +221,23 @@ def fit_engine(
 
     def use(rows: int) -> MemoryUse:
         with as_settings(names):
-            parts = kind.memory(arguments, workload, machine, rows)
-        parts = [dataclasses.replace(part, lower=in_settings(part.lower, names)) for part in parts]
+            engine_components = kind.memory(arguments, workload, machine, rows)
+        components = [*others]
+        for component in engine_components:
+            lower = in_settings(component.lower, names)
+            components.append(dataclasses.replace(component, lower=lower))
         note = in_settings(kind.memory_note(arguments), names)
-        return MemoryUse((*others, *parts), machine, note, rows)
+        return MemoryUse(tuple(components), machine, note, rows)
 
     def fits(rows: int) -> bool:
         return use(rows).total("sample", "first") <= machine.device_bytes
 
-    # A CPU's free memory is another one in each run.
+    # A CPU's free memory differs from run to run; rows fitted to it would too.
     limited = machine.platform != "cpu" and machine.device_bytes is not None
-    if limited and not (kind.own_process or fitted_rows or fits(rows)):
+    if limited and not kind.own_process and not fitted_rows and not fits(rows):
         devices = machine.devices
         max_per_device = -(-min(rows, workload.completions) // devices)
+        # The index of the first count that does not fit is the largest count that does.
         per_device = bisect.bisect_left(
             range(1, max_per_device), True, key=lambda count: not fits(count * devices)
         )
@@ -305,7 +326,7 @@ def training_memory(
         teacher: shape of the teacher that is held too; None without.
     """
     make = functools.partial(machine.part, mesh.size)
-    parts = [
+    components = [
         *_state_parts(make, config, model, mesh, machine, lora),
         *_step_parts(make, model, compute, scheme, mesh, packing, machine),
         *_batch_parts(make, config, model, mesh, packing, completions),
@@ -313,18 +334,22 @@ def training_memory(
     if teacher is not None:
         values = _values(model_declarations(teacher), mesh)
         size = jnp.dtype(config.teacher_dtype).itemsize * values
-        parts.append(make("teacher", size, "a smaller teacher", sure=size))
-    return [part for part in parts if part.per_device or part.host]
+        components.append(make("teacher", size, "a smaller teacher", sure=size))
+    return [component for component in components if component.per_device or component.host]
 
 
 def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
     """Parameters on the first device, that are synced to an engine without a trainer."""
     size = num_params(model) * jnp.dtype(dtype).itemsize
-    on_cpu = machine.platform == "cpu"
+    first = size
+    host = 0
+    if machine.platform == "cpu":
+        first = 0
+        host = size
     parameters = exact(
         "parameters",
-        first=0 if on_cpu else size,
-        host=size if on_cpu else 0,
+        first=first,
+        host=host,
         phases=frozenset({"weight_sync"}),
         lower="a smaller model",
     )
@@ -347,64 +372,70 @@ def _state_parts(
     lora: Lora | None,
 ) -> list[MemoryPart]:
     """State that is kept between steps, the gradients, and what is frozen."""
-    item = jnp.dtype(config.model.param_dtype).itemsize
+    item_bytes = jnp.dtype(config.model.param_dtype).itemsize
     lag = config.rollout.lag
     values = _values(trained(model, lora), mesh)
-    size = values * item
+    size = values * item_bytes
     on_cpu = machine.platform == "cpu"
-    fewer = "a smaller model"
+    smaller_model = "a smaller model"
     if not on_cpu:
-        fewer += ", or more devices along mesh.fsdp or mesh.tensor"
-    lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
+        smaller_model += ", or more devices along mesh.fsdp or mesh.tensor"
+    remedy = smaller_model
+    if item_bytes == 4:
+        remedy += ", or model.param_dtype=bfloat16"
     # A checkpoint is copied before it is written, so that the next steps need not wait: on an
     # accelerator to the host, by the devices that hold different parts of the state; a CPU's
     # devices copy it each, a replicated state once.
     copies = max(1, machine.devices // mesh.shape[DATA])
     if on_cpu:
-        copies = 1 if data_parallel_only(mesh) else mesh.size
+        copies = mesh.size
+        if data_parallel_only(mesh):
+            copies = 1
     saved = (3 + lag) * size * copies
-    parts = [
-        make("parameters", size, lower, sure=size),
-        make("Adam's moments", 2 * size, lower, sure=2 * size),
+    components = [
+        make("parameters", size, remedy, sure=size),
+        make("Adam's moments", 2 * size, remedy, sure=2 * size),
         # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler
         # manages it.
-        make("gradients", 4 * values, lower, _STEP, size),
+        make("gradients", 4 * values, remedy, _STEP, sure=size),
         # One micro-batch's gradient before it is added; afterwards the update.
-        make("gradients of a micro-batch", 4 * values, lower, _STEP),
-        MemoryPart("checkpoint's copy of the state", host=saved, lower=lower),
+        make("gradients of a micro-batch", 4 * values, remedy, _STEP),
+        MemoryPart("checkpoint's copy of the state", host=saved, lower=remedy),
         # A disk has written it by the time that the next step's completions are there.
         MemoryPart(
             "checkpoint being written",
             host=saved,
             phases=frozenset({"weight_sync", "sample"}),
-            lower=lower,
+            lower=remedy,
         ),
         make(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
     ]
     if lora is None:
         if config.algorithm.kl_coefficient:
-            lower = "algorithm.kl_coefficient=0"
-            parts.append(make("reference policy", size, lower, sure=size))
-        return parts
+            reference = make("reference policy", size, "algorithm.kl_coefficient=0", sure=size)
+            components.append(reference)
+        return components
 
-    # A quantized matrix has a byte for each value, and each column a scale.
+    # A quantized matrix has a byte for each value; the scale of each column is not counted.
     declared = model_declarations(model)
     base_values = _values(declared, mesh)
-    matrices = 0
+    int8_values = 0
     if config.model.lora_base == "int8":
-        matrices = _values([matrix for matrix in declared if matrix.quantized], mesh)
-    width = 4 if config.model.lora_base == "float32" else 2
-    base = width * base_values - (width - 1) * matrices
+        int8_values = _values([matrix for matrix in declared if matrix.quantized], mesh)
+    width = 2
+    if config.model.lora_base == "float32":
+        width = 4
+    base = width * (base_values - int8_values) + int8_values
     product = machine.product_item(config.model.compute_dtype)
     cast = 0
-    if on_cpu and (width != product or matrices):
+    if on_cpu and (width != product or int8_values):
         # XLA's CPU compiler converts the layers before it loops over them.
         cast = product * base_values
     return [
-        *parts,
-        make("frozen base", base, f"{fewer}, or model.lora_base=int8", sure=base),
-        make("merged weights", 4 * base_values, fewer, frozenset({"weight_sync"})),
-        make("frozen base, cast for products", cast, fewer, _STEP),
+        *components,
+        make("frozen base", base, f"{smaller_model}, or model.lora_base=int8", sure=base),
+        make("merged weights", 4 * base_values, smaller_model, frozenset({"weight_sync"})),
+        make("frozen base, cast for products", cast, smaller_model, _STEP),
     ]
 
 
@@ -441,8 +472,9 @@ def _step_parts(
             head = 12 * CHUNK + 4 * (model.linear_key_head_dim + model.linear_value_head_dim)
             heads = 4 * model.linear_num_value_heads * head
             layer += tokens * (heads + 2 * item * model.mixed_width)
-        scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
-        scores = rows * model.num_heads * length**2 if scored else 0
+        scores = 0
+        if has_scores(compute.attention, rows * shards, length, model.num_heads, mesh):
+            scores = rows * model.num_heads * length**2
         products = tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies)
         if compute.remat == "full":
             saved = tokens * item * width
@@ -475,10 +507,14 @@ def _step_parts(
         # Without a loop a GPU casts all matrices before the first layer, and has all their
         # gradients before it stacks them.
         cast = 2 * item * model.num_layers * matrices // model_shards
-    copied = 0 if item == jnp.dtype(compute.dtype).itemsize else 2 * 4 * output
-    remat = "" if compute.remat == "full" else ", or model.remat=full"
+    copied = 0
+    if item != jnp.dtype(compute.dtype).itemsize:
+        copied = 2 * 4 * output
+    remedy = "training.micro_batch_tokens"
+    if compute.remat != "full":
+        remedy += ", or model.remat=full"
     return [
-        make("activations", activations, f"training.micro_batch_tokens{remat}", _STEP),
+        make("activations", activations, remedy, _STEP),
         make("logits", logits, "model.logprob_chunk", _STEP),
         make(CUDNN_WORKSPACE, workspace, "training.segments_per_row", _STEP),
         make("layers in model.compute_dtype", cast, "model.scan_unroll=1", _STEP),
@@ -499,14 +535,24 @@ def _batch_parts(
     columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
     batch = abstract_batch(packing, columns)
     lag = config.rollout.lag
-    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
-    share = rows // row_shards(mesh)
-    ahead = lag * rows // row_shards(mesh)
-    lower = "training.prompts_per_step or rollout.max_completion_tokens"
-    parts = [
-        make("batch", share, lower, _STEP, share),
-        MemoryPart("batch, before it is split over devices", host=rows, phases=_STEP, lower=lower),
-        make(f"{lag} batch(es) sampled ahead", ahead, f"{lower}, or rollout.lag", sure=ahead),
+    batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
+    shard_bytes = batch_bytes // row_shards(mesh)
+    ahead_bytes = lag * batch_bytes // row_shards(mesh)
+    remedy = "training.prompts_per_step or rollout.max_completion_tokens"
+    components = [
+        make("batch", shard_bytes, remedy, _STEP, sure=shard_bytes),
+        MemoryPart(
+            "batch, before it is split over devices",
+            host=batch_bytes,
+            phases=_STEP,
+            lower=remedy,
+        ),
+        make(
+            f"{lag} batch(es) sampled ahead",
+            ahead_bytes,
+            f"{remedy}, or rollout.lag",
+            sure=ahead_bytes,
+        ),
     ]
     tokens = completions * config.max_total_tokens
     for name, shape in columns.items():
@@ -519,17 +565,18 @@ def _batch_parts(
             f"{name.replace('_', ' ')} of the completions' tokens",
             host=tokens * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(shape),
             phases=frozenset({"sample", "step"}),
-            lower=f"{lower}, or {setting}",
+            lower=f"{remedy}, or {setting}",
         )
-        parts.append(column)
+        components.append(column)
     if not (config.observe.rollouts_every_steps and config.rollout.top_logprobs):
-        return parts
+        return components
 
-    # The trainer's log-probs, float32 on every device. The host has them twice, of all places and
-    # by completion, and twice the text of 11 bytes, in Python and in Arrow.
-    values = config.rollout.top_logprobs * sum(
-        math.prod(bucket.completion_mask.shape) for bucket in batch.rows
-    )
+    # The trainer's log-probs, float32 on every device. The host takes 30 bytes for each: float32
+    # twice, of all positions and by completion, and a text of 11 bytes twice, in Python and Arrow.
+    positions = 0
+    for bucket in batch.rows:
+        positions += math.prod(bucket.completion_mask.shape)
+    values = config.rollout.top_logprobs * positions
     name = "recorded top-k tokens"
-    listed = make(name, 4 * values, f"{lower}, or rollout.top_logprobs", _STEP)
-    return [*parts, dataclasses.replace(listed, host=listed.host + 30 * values)]
+    recorded = make(name, 4 * values, f"{remedy}, or rollout.top_logprobs", _STEP)
+    return [*components, dataclasses.replace(recorded, host=recorded.host + 30 * values)]

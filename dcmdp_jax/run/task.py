@@ -122,14 +122,23 @@ def read_task(config: Config, started: datetime) -> Task:
         UserError: in one line naming setting or file, value and remedy.
         OSError: for directories and files that can't be read.
     """
-    with activity(f"reading {'model files, ' * bool(config.model.path)}tokenizer and data"):
+    files = "tokenizer and data"
+    if config.model.path:
+        files = f"model files, {files}"
+    with activity(f"reading {files}"):
         model, tokenizer = read_model(config)
         fix_date(tokenizer, started)
-        adapter = _adapter(config, model) if config.model.adapter else None
-        lora = adapter.lora if adapter else config.model.lora
+        adapter = None
+        lora = config.model.lora
+        if config.model.adapter:
+            adapter = _adapter(config, model)
+            lora = adapter.lora
+        # Raises if the rank does not fit a layer.
         with as_settings(LORA):
             trained(model, lora)
-        directory = path_of_model(config) if config.model.path else None
+        directory = None
+        if config.model.path:
+            directory = path_of_model(config)
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
         load = functools.partial(
@@ -150,8 +159,12 @@ def read_task(config: Config, started: datetime) -> Task:
             for _, prompts in held_out_tasks:
                 problems += prompts.problems
             rewards, columns = checked_rewards(config, problems, tokenizer)
-        locations = split_locations(config.warmup.task) if config.warmup.steps else ()
-        solutions = [load("warmup.task", location) for location in locations]
+        worked_solutions = None
+        if config.warmup.steps:
+            solutions = []
+            for location in split_locations(config.warmup.task):
+                solutions.append(load("warmup.task", location))
+            worked_solutions = join_prompts(solutions)
         return Task(
             config=config,
             model=model,
@@ -163,7 +176,7 @@ def read_task(config: Config, started: datetime) -> Task:
             longest_prompt=config.task.max_prompt_tokens,
             train=train,
             stream=stream,
-            worked_solutions=join_prompts(solutions) if solutions else None,
+            worked_solutions=worked_solutions,
             adapter=adapter,
             lora=lora,
             teacher=_teacher(config, model, tokenizer, stop_token_ids),
@@ -173,13 +186,14 @@ def read_task(config: Config, started: datetime) -> Task:
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     """The shape of the model, checked against the settings, and its tokenizer."""
-    saved = None
     if config.model.path:
         directory = path_of_model(config)
-        saved = hf_config.read_model_config(directory)
-        hf_manifest.check_manifest(directory, saved)
-    tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
-    model = saved or fresh_model(config, tokenizer)
+        model = hf_config.read_model_config(directory)
+        hf_manifest.check_manifest(directory, model)
+        tokenizer = _tokenizer(config, model.vocab_size)
+    else:
+        tokenizer = _tokenizer(config, None)
+        model = fresh_model(config, tokenizer)
     check_model(config, model)
     return model, tokenizer
 
@@ -316,8 +330,11 @@ def _check_vocabulary(
     for token in sorted(ids, key=ids.__getitem__):
         if teacher_ids.get(token) == ids[token]:
             continue
-        at_id = [text for text, number in teacher_ids.items() if number == ids[token]]
-        teacher_token = shorten(at_id[0]) if at_id else "no token"
+        teacher_token = "no token"
+        for text, number in teacher_ids.items():
+            if number == ids[token]:
+                teacher_token = shorten(text)
+                break
         raise UserError(
             f"the teacher {name} has another vocabulary: token {ids[token]} of the policy is "
             f"{shorten(token)}, the teacher has {teacher_token} there"
@@ -326,9 +343,10 @@ def _check_vocabulary(
 
 def _named(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Tokens by text and id."""
-    return ", ".join(
-        f"{shorten(tokenizer.convert_ids_to_tokens(token))} ({token})" for token in ids
-    )
+    names = []
+    for token in ids:
+        names.append(f"{shorten(tokenizer.convert_ids_to_tokens(token))} ({token})")
+    return ", ".join(names)
 
 
 def other_base(config: Config, base: Path) -> UserError:
