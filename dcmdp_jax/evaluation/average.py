@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -128,7 +128,9 @@ def describe(
         problem, sample = np.argwhere(mask)[0].tolist()
         text = result.texts[problem, sample]
         answer = result.answers[problem, sample]
-        read_as = "" if answer is None else f"; read as {shorten(answer)}"
+        read_as = ""
+        if answer is not None:
+            read_as = f"; read as {shorten(answer)}"
         lines.append(
             f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> "
             f"{shorten(text[-_SHOWN:])}{read_as}; reference {shorten(answers[problem])}"
@@ -174,12 +176,21 @@ class Evaluator(Protocol):
     turns: TurnSampler | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleKey:
+    """What the random numbers of a call depend on, see `Engine.generate`."""
+
+    seed: int
+    step: int
+    first_prompt: int
+
+
 def sampled_episodes(
     evaluator: Evaluator,
     scoring: BatchScoring,
     prompts: EncodedPrompts,
     sampling: SamplingParams,
-    numbers: Mapping[str, int],
+    sample_key: SampleKey,
     *,
     doing: str,
     check_stop: Callable[[], None],
@@ -191,20 +202,28 @@ def sampled_episodes(
         scoring: of these problems; once all episodes are taken, it can finish.
         prompts: the problems and their token ids.
         sampling: K, temperature, length limit.
-        numbers: seed, step and first_prompt of `Engine.generate`.
-        doing: name of the activity.
+        sample_key: what the random numbers depend on.
+        doing: name of the activity that is shown.
         check_stop: called now and then; what it raises ends the sampling.
     """
     prompt_ids = prompts.token_ids
     size = sampling.group_size
     if evaluator.turns is None:
-        generated = evaluator.engine.generate(prompt_ids, sampling, **numbers)
+        generated = evaluator.engine.generate(
+            prompt_ids,
+            sampling,
+            seed=sample_key.seed,
+            step=sample_key.step,
+            first_prompt=sample_key.first_prompt,
+        )
     else:
         generated = evaluator.turns.generate(
             prompt_ids,
             prompts.problems,
             sampling,
-            **numbers,
+            seed=sample_key.seed,
+            step=sample_key.step,
+            first_prompt=sample_key.first_prompt,
             check_stop=check_stop,
         )
 
@@ -215,8 +234,12 @@ def sampled_episodes(
         for group in groups:
             check_stop()
             progress.done += len(group)
-            rows = [episode.group * size + episode.member for episode in group]
-            scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in group])
+            rows = []
+            completion_ids = []
+            for episode in group:
+                rows.append(episode.group * size + episode.member)
+                completion_ids.append(episode.token_ids[episode.sampled_mask])
+            scoring.begin(rows, completion_ids)
             yield from group
 
     if evaluator.turns is not None:
@@ -261,7 +284,7 @@ def evaluate(
         repeated_problems += [problem] * size
     scoring = BatchScoring(evaluator.scorer, evaluator.tokenizer, repeated_problems, state)
 
-    # A process of several may have no share of a short task.
+    # On several hosts, one may have no prompts of a short task.
     lengths = np.zeros(shape, np.int32)
     truncated = np.zeros(shape, bool)
     if problems:
@@ -270,7 +293,7 @@ def evaluate(
             scoring,
             prompts,
             sampling,
-            {"seed": seed, "step": 0, "first_prompt": first_prompt},
+            SampleKey(seed=seed, step=0, first_prompt=first_prompt),
             doing=f"evaluating {task.removeprefix('eval/')}",
             check_stop=check_stop,
         ):
@@ -279,14 +302,15 @@ def evaluate(
     texts, scores = scoring.finish(check_stop)
 
     totals = scores.totals
+    # Rewards without weight still measure: sum them instead.
     if not any(reward.weight for reward in evaluator.scorer.rewards):
         totals = np.nansum([*scores.values.values()], axis=0)
     answers = np.full(shape, None)
     unparsed = np.zeros(shape, bool)
     unjudged = {f"verifier_{name}": 0 for name in UNJUDGED}
     if scores.grades is not None:
-        found_answers = [evaluator.scorer.verifier.found_answer(text) for text in texts]
-        answers = np.array(found_answers, object).reshape(shape)
+        read_answers = [evaluator.scorer.verifier.found_answer(text) for text in texts]
+        answers = np.array(read_answers, object).reshape(shape)
         unparsed = np.equal(answers, None)
         unjudged = {f"verifier_{name}": getattr(scores.grades, name) for name in UNJUDGED}
     values = {}

@@ -84,16 +84,14 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
         samples = tuple(paper_samples(name) for name in names)
     elif len(samples) < len(names):
         samples *= len(names)
-    return [
-        HeldOutTask(name=name, location=location, samples=count)
-        for name, location, count in zip(names, locations, samples, strict=True)
-    ]
+    tasks = []
+    for name, location, count in zip(names, locations, samples, strict=True):
+        tasks.append(HeldOutTask(name=name, location=location, samples=count))
+    return tasks
 
 
 def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of a task: avg@K, pass@K, interval, mean of each of several rewards, what was
-    logged.
-    """
+    """Metrics of a task: avg@K, pass@K, interval, mean of each of several rewards, logged values."""
     task = result.task.removeprefix("eval/")
     metrics = {
         f"eval/{task}/avg@{result.samples}": result.average,
@@ -122,8 +120,9 @@ def held_out_samples(
         prompts: the problems.
         tokenizer: tokenizer of their token ids.
     """
-    return [
-        {
+    records = []
+    for index in range(min(_SAMPLES, len(result.scores))):
+        record = {
             "task": result.task.removeprefix("eval/"),
             "place": index,
             "prompt": tokenizer.decode(prompts.token_ids[index]),
@@ -131,8 +130,8 @@ def held_out_samples(
             "answer": prompts.problems[index].answer,
             "reward": float(result.scores[index, 0]),
         }
-        for index in range(min(_SAMPLES, len(result.scores)))
-    ]
+        records.append(record)
+    return records
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -179,7 +178,10 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
         for piece in (*_runs(prompt), text):
             shared_runs.update(problems_with.get(piece, ()))
         for index, count in shared_runs.items():
-            share = 1.0 if index in same_text else count / len(runs[index])
+            if index in same_text:
+                share = 1.0
+            else:
+                share = count / len(runs[index])
             if share >= _SHARE:
                 overlaps.append(Overlap(problem=index, train_problem=train_index, share=share))
     return sorted(overlaps)
@@ -206,10 +208,10 @@ def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]
     overlaps = {}
     for task, prompts in held_out:
         texts = [problem.prompt for problem in prompts.problems]
-        overlaps[task.name] = [
-            dataclasses.replace(overlap, train_problem=train_problems[overlap.train_problem].index)
-            for overlap in find_overlap(texts, train_texts)
-        ]
+        overlaps[task.name] = []
+        for overlap in find_overlap(texts, train_texts):
+            row = train_problems[overlap.train_problem].index
+            overlaps[task.name].append(dataclasses.replace(overlap, train_problem=row))
     return overlaps
 
 

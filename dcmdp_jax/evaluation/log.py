@@ -84,7 +84,8 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
             average = float(result.problem_averages[index])
             line = {"task": result.task, **problem, "average": average}
             for name, key in _KEYS.items():
-                line[key] = [_plain(value) for value in getattr(result, name)[index].tolist()]
+                values = getattr(result, name)[index].tolist()
+                line[key] = [*map(_plain, values)]
             lines.append(line)
         lines.append(
             {"task": result.task, "part": part, "problems": len(problems), **result.unjudged}
@@ -153,7 +154,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    return record
 
 
 def _check_header(path: Path, file_header: Mapping[str, Any], header: Mapping[str, Any]) -> None:
@@ -245,13 +248,15 @@ def evaluation_header(
         held_out: the tasks.
         model, step, files: name, step and weights of the policy.
     """
+    # A directory may get other files under the same name.
+    weights = []
+    for path in sorted(files):
+        stat = path.stat()
+        weights.append([path.name, stat.st_size, stat.st_mtime_ns])
     return {
         "model": model,
         "step": step,
-        # A directory may get other files under the same name.
-        "weights": [
-            [path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)
-        ],
+        "weights": weights,
         "settings": dict(settings),
         "problems": {task.name: digest_of(prompts) for task, prompts in held_out},
     }

@@ -73,7 +73,10 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
             "95% to": shown_score(result, high),
         }
         for k in powers:
-            column[f"pass@{k}"] = _percent(result.pass_at[k - 1]) if k <= result.samples else "-"
+            cell = "-"
+            if k <= result.samples:
+                cell = _percent(result.pass_at[k - 1])
+            column[f"pass@{k}"] = cell
         column |= {
             "pass@K": _percent(result.pass_at[-1]),
             "truncated %": _percent(result.truncated.mean()),
@@ -84,7 +87,9 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
             column[name.replace("_", " ")] = str(count)
         columns.append(column)
 
-    show = _percent if all(map(_is_share, ordered)) else number
+    show = number
+    if all(map(_is_share, ordered)):
+        show = _percent
     scores = (shown_score(result, result.average) for result in ordered)
     rows = [
         ["Method", *(column_name(result.task) for result in ordered), "Avg"],
@@ -102,15 +107,20 @@ def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
     pass@k for k = 1 .. K, `problem_averages` each problem's own avg@K, in the order the problems
     were asked. `seed` is the bootstrap's.
     """
-    low, high = result.interval(seed=seed)
     standard_error = result.standard_error
+    if not math.isfinite(standard_error):
+        standard_error = None
+    low, high = result.interval(seed=seed)
+    interval = [low, high]
+    if math.isnan(low):
+        interval = None
     return {
         "column": column_name(result.task),
         "problems": len(result.scores),
         "samples": result.samples,
         "average": result.average,
-        "standard_error": standard_error if math.isfinite(standard_error) else None,
-        "interval": None if math.isnan(low) else [low, high],
+        "standard_error": standard_error,
+        "interval": interval,
         "pass_at_k": float(result.pass_at[-1]),
         "pass_at": result.pass_at.tolist(),
         "truncated": int(result.truncated.sum()),
@@ -190,12 +200,17 @@ def format_comparison(runs: Sequence[Scores]) -> str:
     rows = [["Method", *map(column_name, tasks), "Avg"]]
     for method, scores in scores_of.items():
         count = len(scores)
-        cells = [f"{method} ({count} runs)" if count > 1 else method]
+        cells = [method]
+        if count > 1:
+            cells = [f"{method} ({count} runs)"]
         for column, mean in enumerate(means[method]):
-            show = _percent if shares[column] else number
+            show = number
+            if shares[column]:
+                show = _percent
             cell = show(mean)
             if count > 1:
-                cell += f" ±{show(t_half_width([run_scores[column] for run_scores in scores]))}"
+                column_scores = [run_scores[column] for run_scores in scores]
+                cell += f" ±{show(t_half_width(column_scores))}"
             if len(scores_of) > 1 and mean == best[column]:
                 cell += "*"
             cells.append(cell)
@@ -207,7 +222,9 @@ def format_comparison(runs: Sequence[Scores]) -> str:
 def _position(task: str) -> int:
     """Place in the paper's order; others come after its benchmarks."""
     names = list(_BENCHMARKS)
-    return names.index(task.lower()) if task.lower() in names else len(names)
+    if task.lower() in names:
+        return names.index(task.lower())
+    return len(names)
 
 
 def column_name(task: str) -> str:

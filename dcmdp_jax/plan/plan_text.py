@@ -70,15 +70,14 @@ def _heading(plan: CompiledRun) -> list[str]:
     mesh = plan.run.placement.mesh
     packing = plan.run.placement.packing
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    rows = ", ".join(
-        f"{rows} x {length} tokens, {count} of them at most"
-        for rows, length, count in zip(
-            packing.rows_per_micro_batch,
-            packing.row_lengths,
-            packing.micro_batches,
-            strict=True,
-        )
-    )
+    buckets = []
+    for rows, length, count in zip(
+        packing.rows_per_micro_batch,
+        packing.row_lengths,
+        packing.micro_batches,
+        strict=True,
+    ):
+        buckets.append(f"{rows} x {length} tokens, {count} of them at most")
 
     if plan.engine is not None:
         engine = (
@@ -96,7 +95,7 @@ def _heading(plan: CompiledRun) -> list[str]:
         f"devices      {mesh.size} x {plan.topology.chip.name} ({plan.topology.name}), mesh {axes}",
         f"step         {packing.mini_batches} mini-batches of {packing.completions} completions, "
         "in micro-batches of",
-        f"             {rows}; training.micro_batch_tokens={config.training.micro_batch_tokens}, "
+        f"             {', '.join(buckets)}; training.micro_batch_tokens={config.training.micro_batch_tokens}, "
         "on each device",
         f"engine       {engine}",
     ]

@@ -125,16 +125,14 @@ class CompiledRun:
     @property
     def phases(self) -> list[Phase]:
         """The compiled programs with the memory beside them, and the phases without a program."""
-        phases = [
-            Phase(name=name, peak=compiled.peak, beside=self._beside(name))
-            for name, compiled in self.programs.items()
-        ]
+        phases = []
+        for name, compiled in self.programs.items():
+            phases.append(Phase(name=name, peak=compiled.peak, beside=self._beside(name)))
         if self.engine is not None:
-            synced = {
-                component.name: component.per_device
-                for component in self.run.placement.engine.memory.parts
-                if "weight_sync" in component.phases and component.per_device
-            }
+            synced = {}
+            for component in self.run.placement.engine.memory.parts:
+                if "weight_sync" in component.phases and component.per_device:
+                    synced[component.name] = component.per_device
             phases.append(Phase(name="weight_sync", beside=synced))
             return phases
 
@@ -196,8 +194,10 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             "config.model.adapter: a plan does not read it; give the shape as model.lora_rank, "
             "lora_alpha"
         )
+    # Raises if the kernel does not run there.
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
+    # A host of any GPUs is taken to have at most as many as one of H100s.
     host_devices = devices
     if platform == "gpu":
         host_devices = min(devices, CHIPS["h100"].devices_near)
@@ -258,15 +258,20 @@ def planned_run(
         teacher_model = dataclasses.replace(config.model, path=config.teacher[0])
         teacher = model_of(dataclasses.replace(config, model=teacher_model))
     completions = config.training.prompts_per_step * config.rollout.group_size
+    shapes = memory_use.TrainingShapes(
+        config=config,
+        model=model,
+        prompt_lengths=[config.task.max_prompt_tokens],
+        completions=completions,
+        lora=config.model.lora,
+        teacher=teacher,
+    )
     placement = fit(
-        config,
+        shapes,
         kind,
         engine,
         mesh=mesh,
         scheme=forward_scheme(config, platform, model=model),
-        requests=([config.task.max_prompt_tokens], completions),
-        lora=config.model.lora,
-        teacher=teacher,
         machine=machine,
     )
     return PlannedRun(config=config, model=model, placement=placement)
@@ -291,7 +296,9 @@ def plan_step(run: PlannedRun) -> Lowerable:
         dtype = settings.param_dtype
         if settings.lora:
             name = "frozen base"
-            dtype = "bfloat16" if settings.lora_base == "int8" else settings.lora_base
+            dtype = settings.lora_base
+            if dtype == "int8":
+                dtype = "bfloat16"
         shardings = weights.model_shardings(run.model, settings.param_dtype, mesh)
         frozen = sharded(param_shapes(run.model, dtype), shardings)
         resident_bytes[name] = bytes_per_device(frozen)
@@ -328,7 +335,7 @@ def compile_run(
         topology: the devices.
         only: names of the programs to compile; empty for all.
         on_program: called with a program's name before it is compiled.
-        refuse: compile nothing where what the run certainly holds does not fit.
+        refuse: raise before compiling if the run's certain memory does not fit.
         read: called with the run, a program and its executable; `Compiled.account` has its result.
 
     Raises:
@@ -520,18 +527,17 @@ def table(candidates: Sequence[Candidate]) -> str:
 
 def search_record(candidates: Sequence[Candidate]) -> dict[str, Any]:
     """The table as a tree for JSON."""
-    return {
-        "candidates": [
-            {
-                "mesh": dataclasses.asdict(candidate.mesh),
-                "micro_batch_tokens": candidate.micro_batch_tokens,
-                "refused": candidate.refused,
-                "fits": candidate.fits,
-                "peak_bytes": candidate.peak,
-            }
-            for candidate in candidates
-        ]
-    }
+    records = []
+    for candidate in candidates:
+        record = {
+            "mesh": dataclasses.asdict(candidate.mesh),
+            "micro_batch_tokens": candidate.micro_batch_tokens,
+            "refused": candidate.refused,
+            "fits": candidate.fits,
+            "peak_bytes": candidate.peak,
+        }
+        records.append(record)
+    return {"candidates": records}
 
 
 def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> list[Candidate]:
@@ -579,9 +585,9 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
             if not candidate.fits:
                 break
 
-    reasons = {candidate.refused for candidate in candidates}
-    if plan is None and len(reasons) == 1:
-        raise UserError(reasons.pop())
+    reason, *other_reasons = {candidate.refused for candidate in candidates}
+    if reason and not other_reasons:
+        raise UserError(reason)
     return sorted(candidates, key=_rank)
 
 
@@ -592,7 +598,10 @@ def _rank(candidate: Candidate) -> tuple[bool, int, int]:
 
 def candidate_meshes(devices: int, experts: bool) -> Iterator[MeshSettings]:
     """Meshes to try, the ones without a tensor axis first."""
-    for expert in _WAYS if experts else (1,):
+    expert_ways = (1,)
+    if experts:
+        expert_ways = _WAYS
+    for expert in expert_ways:
         for tensor in _WAYS:
             if devices % (expert * tensor) == 0:
                 yield MeshSettings(

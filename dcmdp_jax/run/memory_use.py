@@ -298,41 +298,57 @@ def free_host_bytes() -> int | None:
         return None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingShapes:
+    """Settings and shapes that the memory of a run depends on.
+
+    Attributes:
+        config: the settings.
+        model: the model's shape.
+        prompt_lengths, completions: length of each prompt, and maximum number of completions
+            sampled in one call of the engine.
+        shortest_prompt: minimum number of tokens of a prompt to train on.
+        lora: shape of the adapters; None trains all parameters.
+        teacher: shape of the teacher in the trainer's memory; None without.
+    """
+
+    config: Config
+    model: ModelConfig
+    prompt_lengths: list[int]
+    completions: int
+    shortest_prompt: int = 0
+    lora: Lora | None = None
+    teacher: ModelConfig | None = None
+
+
 def training_memory(
-    config: Config,
-    model: ModelConfig,
+    shapes: TrainingShapes,
     compute: Compute,
     scheme: Scheme,
     mesh: Mesh,
     packing: RowShapes,
     machine: Machine,
-    *,
-    completions: int,
-    lora: Lora | None = None,
-    teacher: ModelConfig | None = None,
 ) -> list[MemoryPart]:
     """Memory that the trainer itself needs, by kind.
 
     Args:
-        config: the settings.
-        model: the model's shape.
+        shapes: what is trained.
         compute: options of the training stack.
         scheme: the engine's roundings that the forward pass repeats.
         mesh: the training devices.
         packing: shapes of a batch.
         machine: the memory available.
-        completions: maximum number sampled in one call of the engine.
-        lora: shape of the adapters; None trains all parameters.
-        teacher: shape of the teacher that is held too; None without.
     """
+    config = shapes.config
+    model = shapes.model
     make = functools.partial(machine.part, mesh.size)
     components = [
-        *_state_parts(make, config, model, mesh, machine, lora),
+        *_state_parts(make, config, model, mesh, machine, shapes.lora),
         *_step_parts(make, model, compute, scheme, mesh, packing, machine),
-        *_batch_parts(make, config, model, mesh, packing, completions),
+        *_batch_parts(make, config, model, mesh, packing, shapes.completions),
     ]
-    if teacher is not None:
-        values = _values(model_declarations(teacher), mesh)
+    if shapes.teacher is not None:
+        values = _values(model_declarations(shapes.teacher), mesh)
         size = jnp.dtype(config.teacher_dtype).itemsize * values
         components.append(make("teacher", size, "a smaller teacher", sure=size))
     return [component for component in components if component.per_device or component.host]

@@ -26,7 +26,6 @@ from dcmdp_jax.engines.noise_floor import SCORED_AGAIN, sampled_again
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models import attention, decoder, params, row_logprobs
-from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpus, usable_cores
@@ -39,7 +38,13 @@ from dcmdp_jax.parallel.mesh import (
     training_mesh,
 )
 from dcmdp_jax.parallel.sharding import data_parallel_only
-from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, this_machine, training_memory
+from dcmdp_jax.run.memory_use import (
+    EngineSetup,
+    TrainingShapes,
+    fit_engine,
+    this_machine,
+    training_memory,
+)
 from dcmdp_jax.run.task import Task
 
 _CPU_UNROLL = 8
@@ -128,16 +133,23 @@ def place(
     if hosts.count > 1:
         connect_devices(mesh)
 
-    return fit(
-        config,
-        kind,
-        dataclasses.replace(engine, first_calls=planned_calls(task, hosts)),
-        mesh=mesh,
-        scheme=scheme,
-        requests=task.requests,
+    engine = dataclasses.replace(engine, first_calls=planned_calls(task, hosts))
+    prompt_lengths, completions = task.requests
+    shapes = TrainingShapes(
+        config=config,
+        model=task.model,
+        prompt_lengths=prompt_lengths,
+        completions=completions,
+        shortest_prompt=min(map(len, task.train.token_ids)) - config.supervised,
         lora=task.lora,
         teacher=task.teacher,
-        shortest_prompt=min(map(len, task.train.token_ids)) - config.supervised,
+    )
+    return fit(
+        shapes,
+        kind,
+        engine,
+        mesh=mesh,
+        scheme=scheme,
         hosts=hosts,
         fitted_rows=fitted_rows,
     )
@@ -178,8 +190,8 @@ def planned_calls(task: Task, hosts: Hosts) -> list[tuple[list[np.ndarray], Samp
         calls.append((prompts[hosts.share(len(prompts))], sampling))
     if calls:
         prompts, sampling = calls[-1]
-        scored = (list(prompts) * sampling.group_size)[:SCORED_AGAIN]
-        calls += [(scored, None), (prompts[:1], sampled_again(sampling))]
+        sequences = (list(prompts) * sampling.group_size)[:SCORED_AGAIN]
+        calls += [(sequences, None), (prompts[:1], sampled_again(sampling))]
     return calls
 
 
@@ -208,7 +220,9 @@ def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) ->
     """
     scheme = forward_scheme(config, platform, model=engine.model)
     if scheme != FULL and engine.platform and (engine.platform == "cpu") != (platform == "cpu"):
-        name = "forward_precision" if config.model.forward_precision != "full" else "forward_cache"
+        name = "forward_cache"
+        if config.model.forward_precision != "full":
+            name = "forward_precision"
         raise UserError(
             f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on "
             f"{engine.platform}, the trainer on {platform}, and its build for {platform} rounds "
@@ -302,16 +316,12 @@ def segments_of(config: Config, kernel: str) -> int:
 
 
 def fit(
-    config: Config,
+    shapes: TrainingShapes,
     kind: EngineKind,
     engine: EngineArguments,
     *,
     mesh: Mesh,
     scheme: Scheme,
-    requests: tuple[list[int], int],
-    lora: Lora | None,
-    teacher: ModelConfig | None = None,
-    shortest_prompt: int = 0,
     hosts: Hosts = ONE_PROCESS,
     machine: Machine | None = None,
     fitted_rows: int = 0,
@@ -319,40 +329,25 @@ def fit(
     """Fit a run into the memory of its devices. Nothing is allocated.
 
     Args:
-        config: the settings.
+        shapes: what is trained.
         kind, engine: the engine and its arguments, but for its devices and the rows that fit.
         mesh: the training devices.
         scheme: the engine's roundings that the forward pass repeats.
-        requests: the largest ones to the engine, see `Task.requests`.
-        lora: shape of the adapters; None trains all parameters.
-        teacher: shape of the teacher in the trainer's memory; None without.
-        shortest_prompt: minimum number of tokens of a prompt to train on.
         hosts: the processes of the run.
         machine: memory that there is; None looks at this machine.
         fitted_rows: rows that an earlier start fitted into memory; 0 finds them.
     """
-    model = engine.model
+    config = shapes.config
+    model = shapes.model
     rollout = config.rollout
     compute = compute_on(config, mesh, layers=model.num_layers)
-    packing = packing_on(config, mesh, compute, shortest=1 + shortest_prompt)
+    packing = packing_on(config, mesh, compute, shortest=1 + shapes.shortest_prompt)
     columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
     machine = machine or this_machine(mesh.devices.flat[0].platform)
-    adapted = config.model.lora_rank or config.model.adapter
-    dtype = "float32" if adapted else config.model.param_dtype
-
-    lengths, completions = requests
-    trainer = training_memory(
-        config,
-        model,
-        compute,
-        scheme,
-        mesh,
-        packing,
-        machine,
-        completions=completions,
-        lora=lora,
-        teacher=teacher,
-    )
+    dtype = config.model.param_dtype
+    if config.model.lora_rank or config.model.adapter:
+        dtype = "float32"
+    trainer = training_memory(shapes, compute, scheme, mesh, packing, machine)
 
     setup = fit_engine(
         kind,
@@ -364,9 +359,9 @@ def fit(
             param_dtype=dtype,
         ),
         Workload(
-            completions=completions,
+            completions=shapes.completions,
             group_size=rollout.group_size,
-            prompt_lengths=lengths,
+            prompt_lengths=shapes.prompt_lengths,
             max_completion_tokens=rollout.max_completion_tokens,
             param_dtype=dtype,
         ),

@@ -13,7 +13,7 @@ from dcmdp_jax.engines.protocol import (
     check_top_logprobs,
     unusable_completions,
 )
-from dcmdp_jax.evaluation.average import sampled_episodes
+from dcmdp_jax.evaluation.average import SampleKey, sampled_episodes
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import TrainerState
@@ -182,12 +182,12 @@ class StepRollouts:
         with timer.phase("generate"), self.leave.scope():
             self.leave.check()
             if len(rows):
-                numbers = {
-                    "seed": seed + number * _ROUND_SEED_OFFSET,
-                    "step": step,
-                    "first_prompt": share.start,
-                }
-                episodes = self._generate(rows, numbers, scoring)
+                sample_key = SampleKey(
+                    seed=seed + number * _ROUND_SEED_OFFSET,
+                    step=step,
+                    first_prompt=share.start,
+                )
+                episodes = self._generate(rows, sample_key, scoring)
         with timer.phase("verify"), self.leave.scope(), as_settings(REWARDS):
             texts, scores = scoring.finish(self.leave.check)
         return StepRollout(
@@ -203,7 +203,7 @@ class StepRollouts:
     def _generate(
         self,
         rows: np.ndarray,
-        numbers: dict[str, int],
+        sample_key: SampleKey,
         scoring: BatchScoring,
     ) -> list[Episode]:
         """Sample problems, start their rewards, ask the teacher's server; return prompt order."""
@@ -212,7 +212,7 @@ class StepRollouts:
             scoring,
             self.task.train.select(rows),
             self.task.sampling,
-            numbers,
+            sample_key,
             doing="sampling",
             check_stop=self.leave.check,
         )
@@ -225,11 +225,11 @@ class StepRollouts:
             [episode.completion_ids for episode in episodes],
             temperature=1.0,
         )
-        scored = []
+        scored_episodes = []
         for episode, logprobs in zip(episodes, scores, strict=True):
             column = np.pad(logprobs, (episode.prompt_length, 0))
-            scored.append(episode.with_columns(teacher_logprobs=column))
-        return scored
+            scored_episodes.append(episode.with_columns(teacher_logprobs=column))
+        return scored_episodes
 
     def exchange(self, share: StepRollout) -> StepRollout:
         """Collective: join the shares of all hosts' calls; find completions that can't be used.

@@ -10,7 +10,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
-from dcmdp_jax.run.memory_use import fit_engine, training_memory
+from dcmdp_jax.run.memory_use import TrainingShapes, fit_engine, training_memory
 from dcmdp_jax.run.placement import compute_on, packing_on
 
 QWEN3_8B = ModelConfig(
@@ -43,9 +43,10 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
         param_dtype=config.model.param_dtype,
     )
     scheme = forward_scheme(config, machine.platform, model=model)
-    trainer = training_memory(
-        config, model, compute, scheme, mesh, packing, machine, completions=completions
+    shapes = TrainingShapes(
+        config=config, model=model, prompt_lengths=prompts, completions=completions
     )
+    trainer = training_memory(shapes, compute, scheme, mesh, packing, machine)
     return fit_engine(kind, engine, load, machine, trainer).memory
 
 
