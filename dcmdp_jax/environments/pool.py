@@ -85,7 +85,7 @@ class EnvironmentPool(Closing):
         )
 
     def check(self) -> list[dict[str, Any]]:
-        """Import the environment; the JSON schemas of its tools.
+        """Import the environment and return the JSON schemas of its tools.
 
         Raises:
             RewardError: in one line, if that can't be done.
@@ -101,7 +101,7 @@ class EnvironmentPool(Closing):
         columns: Mapping[str, Sequence[Any]],
         on_wait: Callable[[], None],
     ) -> tuple[list[str], str]:
-        """Begin a batch; the first observations, mostly empty, and the role of the later ones.
+        """Begin a batch; return the first observations, mostly empty, and the later ones' role.
 
         Raises:
             RewardError: in one line, with the completion that it is about.
@@ -119,10 +119,9 @@ class EnvironmentPool(Closing):
         batches = [(rows, texts)]
         if self._tools:
             batches = [([row], [text]) for row, text in zip(rows, texts, strict=True)]
-        calls = [
-            self._pool.submit("step", batch_rows, batch_texts, wall_s=self._timeout_s)
-            for batch_rows, batch_texts in batches
-        ]
+        calls = []
+        for batch in batches:
+            calls.append(self._pool.submit("step", *batch, wall_s=self._timeout_s))
 
         steps = []
         for call in calls:
@@ -153,7 +152,7 @@ class EnvironmentPool(Closing):
 
 
 def load(name: str, columns: Sequence[str], *tools: Any) -> Callable[..., list[Any]]:
-    """Import the environment, in its process; a function that calls its methods.
+    """Import the environment, in its process; return a function that calls its methods.
 
     `tools` are arguments of `Tools`.
 
@@ -190,9 +189,8 @@ class _BatchEnvironments:
 
         def begin(row: int) -> Any:
             self._environments.append(self._make())
-            return self._environments[row].reset(
-                prompt=prompts[row], **{name: columns[name][row] for name in columns}
-            )
+            cells = {name: column[row] for name, column in columns.items()}
+            return self._environments[row].reset(prompt=prompts[row], **cells)
 
         observations = self._checked(begin, checked_observation, range(len(prompts)))
         role = "user"

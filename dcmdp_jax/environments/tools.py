@@ -25,7 +25,7 @@ def failed_step(error: str) -> tuple[list[dict[str, str]], float, bool]:
 
 
 class Tools:
-    """The functions; they answer the turns of any completion.
+    """The functions that are tools, which answer the turns of any completion.
 
     Args:
         name: `tools:module:function,...`, or `tools:path.py:function,...` relative to the working
@@ -64,7 +64,9 @@ class Tools:
         calls, problems = self._format.find(text, self._schemas)
         answers = []
         for call in calls:
-            name = call["name"] if call["name"] in self._functions else _UNKNOWN
+            name = call["name"]
+            if name not in self._functions:
+                name = _UNKNOWN
             answers.append({"name": name, "content": self._result(**call)})
         for problem in problems:
             error = f"error: this call can't be read: {problem[: self._longest]}"

@@ -153,13 +153,14 @@ def end_texts(
     Without `ends` of all special tokens.
     """
     added_tokens = tokenizer.added_tokens_decoder
-    texts = {
-        token: added.content
-        for token, added in added_tokens.items()
-        if ends is not None or added.special
-    }
+    texts = {}
+    for token, added in added_tokens.items():
+        if ends is not None or added.special:
+            texts[token] = added.content
+    if not ends:
+        return texts
     decode = token_text(tokenizer)
-    return {token: texts[token] if token in texts else decode(token) for token in ends or texts}
+    return {token: texts.get(token) or decode(token) for token in ends}
 
 
 @dataclasses.dataclass
@@ -222,43 +223,48 @@ class TurnSampler:
             UserError: if a first observation makes a prompt too long or differs within a group.
         """
         self.played = {}
-        size = sampling.group_size
+        group_size = sampling.group_size
         turn_tokens = min(self.turn_tokens, sampling.max_completion_tokens)
         plays = []
         repeated_problems = []
         for prompt, problem in zip(prompts, problems, strict=True):
-            plays += [_Play(prompt, problem.tools) for _ in range(size)]
-            repeated_problems += [problem] * size
-        role = self._begin(plays, repeated_problems, size, check_stop)
+            plays += [_Play(prompt, problem.tools) for _ in range(group_size)]
+            repeated_problems += [problem] * group_size
+        role = self._begin(plays, repeated_problems, group_size, check_stop)
         ends = end_texts(self.tokenizer, sampling.stop_token_ids)
 
-        live = list(range(len(plays)))
+        playing_rows = list(range(len(plays)))
         for turn in range(self.turns):
-            if not live:
+            if not playing_rows:
                 break
             # The completions of a group have one prompt in the first turn, later each its own.
-            group_size = size if turn == 0 else 1
-            turn_groups = self.engine.generate(
-                [plays[row].token_ids for row in live[::group_size]],
+            turn_group_size = group_size
+            if turn > 0:
+                turn_group_size = 1
+            groups = self.engine.generate(
+                [plays[row].token_ids for row in playing_rows[::turn_group_size]],
                 dataclasses.replace(
-                    sampling, max_completion_tokens=turn_tokens, group_size=group_size
+                    sampling,
+                    max_completion_tokens=turn_tokens,
+                    group_size=turn_group_size,
                 ),
                 seed=seed + turn * _TURN_SEED_OFFSET,
                 step=step,
-                first_prompt=first_prompt * size // group_size,
+                # Later turns number each completion as a prompt.
+                first_prompt=first_prompt * group_size // turn_group_size,
             )
-            episodes = []
-            with contextlib.closing(turn_groups) as groups:
+            groups_of_turn = []
+            with contextlib.closing(groups):
                 for group in groups:
                     check_stop()
-                    episodes.append(group)
-                    yield []
-            for row, episode in zip(live, collect(episodes), strict=True):
+                    groups_of_turn.append(group)
+                    yield []  # nothing has ended; the caller may check whether to stop
+            for row, episode in zip(playing_rows, collect(groups_of_turn), strict=True):
                 self._add_turn(plays[row], episode)
 
-            live = self._answer(
+            playing_rows = self._answer(
                 plays,
-                [row for row in live if plays[row].finish_reason == "stop"],
+                [row for row in playing_rows if plays[row].finish_reason == "stop"],
                 role,
                 turn,
                 room=sampling.max_completion_tokens - turn_tokens,
@@ -266,7 +272,7 @@ class TurnSampler:
                 check_stop=check_stop,
             )
         self._finish(plays)
-        yield [play.episode(row // size, row % size) for row, play in enumerate(plays)]
+        yield [play.episode(*divmod(row, group_size)) for row, play in enumerate(plays)]
 
     def _add_turn(self, play: _Play, episode: Episode) -> None:
         """Add a turn of the policy to its completion."""
@@ -283,13 +289,13 @@ class TurnSampler:
         self,
         plays: list[_Play],
         problems: Sequence[Problem],
-        size: int,
+        group_size: int,
         check_stop: Callable[[], None],
     ) -> str | None:
-        """Reset the environments, and add what they say first to the prompts.
+        """Reset the environments, and append their first observations to the prompts.
 
         Returns:
-            The role of what they say later; None if they failed.
+            The role of the later observations; None if the environment failed.
         """
         prompts = [problem.as_prompt for problem in problems]
         try:
@@ -303,8 +309,9 @@ class TurnSampler:
         for row, text in enumerate(observations):
             play = plays[row]
             problem = problems[row]
+            first_row = row - row % group_size  # of its group
             where = f"row {problem.index} of {problem.source}"
-            if text != observations[row - row % size]:
+            if text != observations[first_row]:
                 raise RewardError(
                     f"environment {self.pool.name}: reset says other things to the completions of "
                     f"one prompt ({where}); it must depend on its arguments alone"
@@ -337,7 +344,7 @@ class TurnSampler:
         ends: Mapping[int, str],
         check_stop: Callable[[], None],
     ) -> list[int]:
-        """Let the environment answer those who ended their turn; the rows that have another one.
+        """Let the environment answer ended turns; return the rows that play another one.
 
         Args:
             plays: all completions.
@@ -357,7 +364,7 @@ class TurnSampler:
             self._failed(failure, [plays[row] for row in waiting])
             return []
 
-        live = []
+        playing_rows = []
         for row, step in zip(waiting, steps, strict=True):
             play = plays[row]
             play.reward += step.reward
@@ -377,17 +384,21 @@ class TurnSampler:
                 sampled=end,
                 ends=ends,
             )
-            # As behind the end token in a whole chat: some tokenizers write a space before a text.
+            # Behind the end token, as in a whole chat: some tokenizers put a space before a text
+            # that stands alone.
             ids = self._ids(ends.get(end, "") + text)
-            ids = ids[1:] if ids[0] == end else self._ids(text)
+            if ids[0] == end:
+                ids = ids[1:]
+            else:
+                ids = self._ids(text)
 
             if len(play.completion_ids) + len(ids) > room:
                 play.finish_reason = "length"
                 continue
             play.add(ids)
             play.messages += messages
-            live.append(row)
-        return live
+            playing_rows.append(row)
+        return playing_rows
 
     @functools.cached_property
     def _control_tokens(self) -> re.Pattern[str]:
@@ -433,8 +444,10 @@ class TurnSampler:
     def _failed(self, failure: RewardError, plays: list[_Play]) -> None:
         """Stop, or end the completions that were played, without a reward."""
         if self.stop_on_error:
-            where = "" if failure.row is None else f" (completion {failure.row} of the batch)"
-            raise RewardError(f"{failure}{where}") from failure
+            message = str(failure)
+            if failure.row is not None:
+                message += f" (completion {failure.row} of the batch)"
+            raise RewardError(message) from failure
         for play in plays:
             play.reward = None
         if "failed" not in self._warned:
