@@ -133,8 +133,10 @@ class ArithmeticSpec:
             try:
                 if types[key] is bool:
                     values[key] = truth[value]
+                elif value.isascii():
+                    values[key] = types[key](value)
                 else:  # int() and float() would take the digits of other scripts too
-                    values[key] = types[key](value if value.isascii() else "")
+                    values[key] = types[key]("")
             except (KeyError, ValueError):
                 raise UserError(
                     f"task {location}: {key} = {value!r} is not {types[key].__name__}"
@@ -171,10 +173,13 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
         *_, result = steps[-1]
         if noise.random() < spec.error_rate:
             steps = _spoiled(numbers, operators, level, noise)
+        prompt = [{"role": "user", "content": f"{text}=?"}]
+        if spec.chat:
+            prompt = _chat(text)
         rows.append(
             {
                 "data_source": "arithmetic",
-                "prompt": _chat(text) if spec.chat else [{"role": "user", "content": f"{text}=?"}],
+                "prompt": prompt,
                 "ability": "math",
                 "reward_model": {"ground_truth": str(result), "style": "rule"},
                 "extra_info": {"index": len(rows), "split": spec.split},
@@ -221,7 +226,9 @@ def _chat(text: str) -> list[dict[str, str]]:
 def _expression(draw: random.Random, level: _Level) -> tuple[list[int], list[str]]:
     numbers = [draw.randint(1, level.largest_operand) for _ in range(level.operations + 1)]
     operators = [draw.choice(level.operators)]
-    later_operators = level.operators if level.precedence else level.operators.replace("*", "")
+    later_operators = level.operators
+    if not level.precedence:
+        later_operators = level.operators.replace("*", "")
     operators += [draw.choice(later_operators) for _ in range(level.operations - 1)]
     return numbers, operators
 
@@ -242,7 +249,9 @@ def _steps(
     operators = list(operators)
     steps = []
     while operators:
-        position = operators.index("*") if "*" in operators else 0
+        position = 0
+        if "*" in operators:
+            position = operators.index("*")
         first = numbers[position]
         operator = operators.pop(position)
         second = numbers.pop(position + 1)

@@ -284,8 +284,9 @@ class CallFormat(NamedTuple):
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """Find the calls in a turn, and what is wrong with unreadable ones; see `find_calls`."""
         if "syntax" in self.template:
-            thought = "<think>" if self.prefix.rstrip().endswith("<think>") else ""
-            return find_calls(thought + text, tools, self.template)
+            if self.prefix.rstrip().endswith("<think>"):
+                text = f"<think>{text}"
+            return find_calls(text, tools, self.template)
         from transformers.utils.chat_parsing import parse_response
 
         try:
@@ -295,8 +296,10 @@ class CallFormat(NamedTuple):
                 prefix=self.prefix,
                 tools=list(tools),
             )
-            functions = [call["function"] for call in message.get("tool_calls", ())]
-            calls = [{field: function[field] for field in _CALL} for function in functions]
+            calls = []
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                calls.append({field: function[field] for field in _CALL})
         except Exception as error:  # the parser's are of many kinds
             return [], [one_line(error)]
         for call in calls:
@@ -334,9 +337,11 @@ def with_arguments_as_text(calls: Sequence[Mapping[str, Any]]) -> list[dict[str,
     written = []
     for call in calls:
         text = json.dumps(named_call(call)["arguments"], ensure_ascii=False)
-        is_wrapped = "function" in call
-        function = {**(call["function"] if is_wrapped else call), "arguments": text}
-        written.append({**call, "function": function} if is_wrapped else function)
+        if "function" in call:
+            function = {**call["function"], "arguments": text}
+            written.append({**call, "function": function})
+        else:
+            written.append({**call, "arguments": text})
     return written
 
 

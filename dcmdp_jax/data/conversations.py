@@ -201,17 +201,13 @@ class _Chat:
         self.name = f"problem {problem.index} of {problem.source}"
         messages = (*prompt_messages, *problem.completion)
         self._messages = [self._prepared(message) for message in messages]
-        self._turns = [
-            number
-            for number, message in enumerate(self._messages)
-            if message["role"] == "assistant" and number >= len(prompt_messages)
-        ]
-        completion = problem.completion
-        self._learned_turns = [
-            turn
-            for turn in self._turns
-            if completion[turn - len(prompt_messages)].get(LEARNED, True)
-        ]
+        self._turns = []
+        self._learned_turns = []
+        for number, message in enumerate(problem.completion, start=len(prompt_messages)):
+            if message["role"] == "assistant":
+                self._turns.append(number)
+                if message.get(LEARNED, True):
+                    self._learned_turns.append(number)
 
     def _prepared(self, message: Message) -> Message:
         """A message as the template takes it: without an end token, calls in their form."""
@@ -263,7 +259,9 @@ class _Chat:
 
     def _place(self, turn: int) -> str:
         """The message in its field of the row."""
-        return f"{'completion' if self._prompt_size else 'messages'}[{turn - self._prompt_size}]"
+        if self._prompt_size == 0:
+            return f"messages[{turn}]"
+        return f"completion[{turn - self._prompt_size}]"
 
     # Templates with marks.
 
@@ -346,7 +344,7 @@ class _Chat:
     def _compared(
         self, text: str, turns: Sequence[int]
     ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
-        """Ids of the chat; for each turn the span of its tokens, and its text."""
+        """Return the ids of the chat, and the span of tokens and the text of each turn."""
         texts = [self._text_before(turn) for turn in turns]
         texts += [self._write(self._messages[: turn + 1]) for turn in turns]
         ids, *prefixes = encode_texts(self._tokenizer, [text, *texts], self.name)
@@ -471,7 +469,9 @@ class _Chat:
         # Most templates write calls behind the content.
         if calls and not self._holds_calls(unread, calls) and not self._holds_calls(text, calls):
             return "tool_calls"
-        return "function_call" if message.get("function_call") else None
+        if message.get("function_call"):
+            return "function_call"
+        return None
 
     def _content_pieces(self, content: str, text: str) -> list[str]:
         """The stripped content, split at thought tags, where templates write their own space."""
@@ -488,8 +488,9 @@ class _Chat:
             # In a format that is not known: names and values as text, in their order.
             for call in expected:
                 for word in (call["name"], *_words(call["arguments"])):
-                    escaped = json.dumps(word, ensure_ascii=False)[1:-1]
-                    _, is_written, text = text.partition(word if word in text else escaped)
+                    if word not in text:  # written as JSON
+                        word = json.dumps(word, ensure_ascii=False)[1:-1]
+                    _, is_written, text = text.partition(word)
                     if not is_written:
                         return False
             return True
@@ -514,7 +515,9 @@ def _words(value: Any) -> list[str]:
         for entry in value:
             words += _words(entry)
         return words
-    return [str(value)] if isinstance(value, str) and value else [json.dumps(value)]
+    if isinstance(value, str) and value:
+        return [str(value)]
+    return [json.dumps(value)]
 
 
 def _equal(written: Any, expected: Any, *, is_text: bool) -> bool:

@@ -136,12 +136,18 @@ def common_columns(
         UserError: naming the first completion that has a column more or less than completion 0, or
             one of another shape; or a column that is not declared.
     """
-    shapes = {name: values.shape[1:] for name, values in columns[0].items()} if columns else {}
+    shapes = {}
+    if columns:
+        shapes = {name: values.shape[1:] for name, values in columns[0].items()}
     for i, (arrays, length) in enumerate(zip(columns, lengths, strict=True)):
         for name in sorted(arrays.keys() | shapes.keys()):
             declared_column(name)
-            shape = arrays[name].shape if name in arrays else None
-            expected = (int(length), *shapes[name]) if name in shapes else None
+            shape = None
+            if name in arrays:
+                shape = arrays[name].shape
+            expected = None
+            if name in shapes:
+                expected = int(length), *shapes[name]
             if shape != expected:
                 label = name.replace("_", " ")
                 raise UserError(
@@ -318,7 +324,9 @@ def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         logprobs.append(float(sampled.sum(dtype=np.float64)))
     group_sizes = np.array([prompt_counts[prompt] for prompt in prompts])
     chances = 1 - (1 - np.minimum(np.exp(logprobs), 1.0)) ** (group_sizes - 1)
-    chance = float(np.nanmean(chances)) if np.isfinite(chances).any() else 0.0
+    chance = 0.0
+    if np.isfinite(chances).any():
+        chance = float(np.nanmean(chances))
     return {
         "completion/identical_fraction": float(np.mean([text_counts[text] > 1 for text in texts])),
         "completion/identical_chance": chance,

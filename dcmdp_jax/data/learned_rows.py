@@ -60,7 +60,9 @@ def check_row_weight(row: Mapping[str, Any]) -> None:
 
 
 def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
-    """Messages of a completion, calls as objects; `LEARNED: False` in those not to learn.
+    """Mark the messages of a completion that are not to learn, and write calls as objects.
+
+    The mark is `LEARNED: False`.
 
     Raises:
         UserError: in one line that names field, message and weight.
@@ -152,13 +154,18 @@ def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # As OpenAI's files have them; a call without arguments has an empty text in some.
-        arguments = _parsed(arguments, f"{path}.arguments") if arguments.strip() else {}
+        if arguments.strip():
+            arguments = _parsed(arguments, f"{path}.arguments")
+        else:
+            arguments = None
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise UserError(f"{path}.arguments is {shorten(arguments)}, must be a JSON object")
     function = {**function, "arguments": dict(arguments)}
-    return {**call, "function": function} if "function" in call else function
+    if "function" in call:
+        return {**call, "function": function}
+    return function
 
 
 def _parsed(text: str, path: str) -> Any:

@@ -54,8 +54,11 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
     weights = []
     for item in split_locations(text):
         match = _WEIGHT.fullmatch(item)
-        location = (match[1] if match else item).strip()
-        weight = Fraction(match[2] if match else 1)
+        location = item.strip()
+        weight = Fraction(1)
+        if match is not None:
+            location = match[1].strip()
+            weight = Fraction(match[2])
         if not location:
             raise UserError(f"got {shorten(text)}, an empty name is no task")
         if not 0 < weight <= _LARGEST_WEIGHT:
@@ -81,7 +84,9 @@ def split_locations(text: str) -> list[str]:
     """
     locations = []
     for item in text.split(","):
-        last = locations[-1] if locations else ""
+        last = ""
+        if locations:
+            last = locations[-1]
         is_setting = "=" in item and not _has_settings(item.strip())
         if is_setting and _has_settings(last) and not _WEIGHT.fullmatch(last):
             locations[-1] += f",{item}"
@@ -106,10 +111,13 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")
         key = key.strip()
-        is_allowed = key in keys if keys else key.isidentifier()
+        is_allowed = key.isidentifier()
+        allowed_keys = ""
+        if keys:
+            is_allowed = key in keys
+            allowed_keys = f" with a key of {', '.join(keys)}"
         if not is_allowed or not equals:
-            with_key = f" with a key of {', '.join(keys)}" if keys else ""
-            raise UserError(f"task {location}: {setting.strip()!r} is not key=value{with_key}")
+            raise UserError(f"task {location}: {setting.strip()!r} is not key=value{allowed_keys}")
         if key in values:
             raise UserError(f"task {location}: {key} is given twice")
         values[key] = value.strip()
@@ -127,7 +135,9 @@ def is_weighted(location: str) -> bool:
 def source_name(location: str) -> str:
     """Default `source` of problems: a file's name without suffix, a function's, or `arithmetic`."""
     path, _, settings = location.partition(":")
-    return settings.partition(",")[0] if is_function(location) else Path(path).stem
+    if is_function(location):
+        return settings.partition(",")[0]
+    return Path(path).stem
 
 
 def location_names(locations: Sequence[str]) -> list[str]:

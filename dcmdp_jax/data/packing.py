@@ -160,7 +160,9 @@ def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode
     rows.completion_mask[row][span] = sampled
     rows.completion_index[row][span] = np.where(sampled, index, 0)
     for name, column in rows.columns.items():
-        entries = slice(None) if COLUMNS[name].covers_given else sampled
+        entries = sampled
+        if COLUMNS[name].covers_given:
+            entries = slice(None)
         column[row][span][entries] = episode.columns[name][entries]
 
 

@@ -183,9 +183,6 @@ def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise UserError(f"task {location}: {one_line(problem)}") from error
 
 
-# @- _json_or_text
-
-
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

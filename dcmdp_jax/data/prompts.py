@@ -48,11 +48,14 @@ class EncodedPrompts:
         """The problems at these places, their prompts and targets."""
         if isinstance(places, slice):
             places = range(len(self.problems))[places]
+        targets = ()
+        if self.targets:
+            targets = [self.targets[i] for i in places]
         return dataclasses.replace(
             self,
             problems=[self.problems[i] for i in places],
             token_ids=[self.token_ids[i] for i in places],
-            targets=[self.targets[i] for i in places] if self.targets else (),
+            targets=targets,
         )
 
 

@@ -248,7 +248,9 @@ def _ladders(longest: int, multiple: int, *, packs: bool) -> Iterator[tuple[int,
             for count in (1, 2, 3):
                 yield tuple(sorted({up(longest_row / 2**i) for i in range(count)}))
         return
-    multiple = max(multiple, 8 if longest < 512 else 128)
+    multiple = max(multiple, 8)
+    if longest >= 512:
+        multiple = max(multiple, 128)
     for count, span in _SINGLE_LADDERS:
         lengths = np.geomspace(longest, longest / span, count)
         yield tuple(sorted({up(length, multiple) for length in lengths}))
@@ -307,12 +309,16 @@ def _single_rows(falling: list[int], shapes: RowShapes) -> _Rows:
             # One micro-batch more of this shape: from every number that it fills up to `placed`.
             sources = range(max(0, placed - rows), placed)
             if placed < count:
-                sources = sources[:1] if placed >= rows else range(0)
+                if placed < rows:
+                    continue
+                sources = sources[:1]
             for source in sources:
                 if least_costs[source] + cost < least_costs[placed]:
                     least_costs[placed] = least_costs[source] + cost
                     last_sizes[shape][placed] = placed - source
-        next_shorter = shapes.row_lengths[shape - 1] if shape else 0
+        next_shorter = 0
+        if shape > 0:
+            next_shorter = shapes.row_lengths[shape - 1]
         need = bisect.bisect_left(falling, -next_shorter, key=lambda length: -length)
         least_costs[:need] = [np.inf] * need
 

@@ -110,13 +110,16 @@ def problem_from_row(
     columns = {}
     if keep_columns:
         columns = {name: row[name] for name in row if name not in _NO_COLUMNS}
+    tools = ()
+    if messages or completion:
+        tools = _tools(fields)
     return Problem(
         prompt=prompt,
         answer=answer,
         source=source,
         index=index,
         messages=messages,
-        tools=_tools(fields) if messages or completion else (),
+        tools=tools,
         solution=solution,
         completion=completion,
         columns=columns,
@@ -171,17 +174,20 @@ def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     if isinstance(value, str) and field != "messages":
         if not value.strip():
             raise UserError(f"field {field!r}: the completion is empty")
-        return value if field == "completion" else value.strip(), ()
+        if field != "completion":
+            value = value.strip()
+        return value, ()
     if not isinstance(value, tuple):
         raise UserError(
             f"field {field!r} is {type(value).__name__}, not a list of messages or, after a "
             "prompt, text"
         )
     turns = [message for message in value if message["role"] == "assistant"]
-    if not turns or not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
-        raise UserError(
-            f"field {field!r} has {'an empty' if turns else 'no'} turn of the assistant"
-        )
+    if not turns:
+        raise UserError(f"field {field!r} has no turn of the assistant")
+    for turn in turns:
+        if not turn["content"].strip() and not turn.get("tool_calls"):
+            raise UserError(f"field {field!r} has an empty turn of the assistant")
     return "", messages_to_learn(value, field)
 
 

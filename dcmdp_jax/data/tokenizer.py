@@ -38,7 +38,7 @@ _SAMPLE_DATE = datetime(2000, 1, 1)
 
 
 def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer for chat prompts, for every command; never run code that comes with it.
+    """Load a tokenizer for chat prompts, without running code that comes with it.
 
     tokenizer.json is read as it is where the class that tokenizer_config.json names would give
     other ids: transformers 5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer,
@@ -67,9 +67,12 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
             f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer "
             "files in"
         )
+    source = path
+    if is_directory:
+        source = str(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(directory) if is_directory else path,
+            source,
             trust_remote_code=False,
             local_files_only=is_directory,
         )
@@ -82,12 +85,13 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
 
     if not is_directory:
         # In the Hub's cache, where transformers just put it.
-        cached_files = (
-            cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-            for name in TOKENIZER_FILES
-        )
-        directory = Path(next(filter(None, cached_files))).parent
+        for name in TOKENIZER_FILES:
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            if file is not None:
+                directory = Path(file).parent
+                break
     tokenizer = _as_written(tokenizer, directory)
+    # `save_tokenizer` copies the files from there.
     tokenizer.name_or_path = str(directory)
     fix_date(tokenizer, datetime.now())
 
@@ -158,7 +162,9 @@ def encode_texts(
         UserError: in one line with `noun`, a name of the texts, for whatever the tokenizers library
             raises.
     """
-    return _encoded(tokenizer, texts, noun)["input_ids"] if texts else []
+    if not texts:
+        return []
+    return _encoded(tokenizer, texts, noun)["input_ids"]
 
 
 def encode_with_offsets(
@@ -261,11 +267,12 @@ def end_token_ids(
             nothing names an end token.
     """
     ids = set()
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))
-        if max(ids) >= vocab_size:
+    end_id = tokenizer.eos_token_id
+    if end_id is not None:
+        ids.add(int(end_id))
+        if end_id >= vocab_size:
             raise UserError(
-                f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's "
+                f"tokenizer {tokenizer.name_or_path}: its end token is {end_id}, the model's "
                 f"tokens are 0 to {vocab_size - 1}; use the model's own tokenizer"
             )
 
@@ -275,7 +282,10 @@ def end_token_ids(
         paths = [directory / "generation_config.json", directory / "config.json"]
     for path in filter(Path.is_file, paths):
         value = read_json_object(path).get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
+        items = [value]
+        if isinstance(value, list):
+            items = value
+        for item in items:
             if item is None:
                 continue
             if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
@@ -312,7 +322,9 @@ def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 
     @functools.cache
     def text(token: int) -> str:
-        return tokenizer.decode([token]) if 0 <= token < len(tokenizer) else f"<{token}>"
+        if 0 <= token < len(tokenizer):
+            return tokenizer.decode([token])
+        return f"<{token}>"
 
     return text
 
@@ -322,8 +334,8 @@ def save_tokenizer(
 ) -> None:
     """Write a tokenizer, and a generation_config.json with its special tokens and every end token.
 
-    The files that the tokenizer was read from are copied, because `save_pretrained` may write
-    others, of the class, not of the source. One that was made in memory is saved.
+    Copies the files that the tokenizer was read from, because `save_pretrained` may write those of
+    its class instead. A tokenizer without such files goes through `save_pretrained`.
 
     `end_token_ids` finds them there, and so does an exported model, which without them is sampled
     past the end of a chat turn. The file has nothing else, because engines take its temperature and

@@ -89,10 +89,15 @@ def find_calls(
             if unread is not None:
                 problems.append(written)
             is_marked = event[0] == call_format["open"]
-            unread = event.end() if is_marked else None
+            unread = None
+            if is_marked:
+                unread = event.end()
             continue
 
-        call, end = _read_function(text, event) if is_xml else _read_object(text, event.start())
+        if is_xml:
+            call, end = _read_function(text, event)
+        else:
+            call, end = _read_object(text, event.start())
         unclosed_objects += not end
         if unclosed_objects > _MOST_UNCLOSED_OBJECTS:
             break
@@ -157,8 +162,10 @@ def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int
     closing = _FUNCTION_END.match(text, end)
     if closing:
         end = closing.end()
-    is_complete = arguments or closing
-    return {"name": start["name"].strip(), "arguments": arguments if is_complete else None}, end
+    call = {"name": start["name"].strip(), "arguments": arguments}
+    if not arguments and not closing:
+        call["arguments"] = None
+    return call, end
 
 
 def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
@@ -180,7 +187,9 @@ def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
     for reading in readings:
         with contextlib.suppress(ValueError):
             return checked_value(reading, schema, "")
-    return None if None in readings else value
+    if None in readings:
+        return None
+    return value
 
 
 def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[str, Any]:
@@ -197,8 +206,10 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
     required = (function.get("parameters") or {}).get("required") or ()
     for name in arguments:
         if name not in schemas:
-            others = f", only {', '.join(schemas)}" if schemas else ""
-            raise ValueError(f"{function['name']} has no argument {shorten(name)}{others}")
+            problem = f"{function['name']} has no argument {shorten(name)}"
+            if schemas:
+                problem += f", only {', '.join(schemas)}"
+            raise ValueError(problem)
     for name in required:
         if name not in arguments:
             described = _described(schemas.get(name, {}))
@@ -232,15 +243,15 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
     if "integer" in types and isinstance(value, float) and value.is_integer():
         value = int(value)
     is_bool = isinstance(value, bool)
-    fits = any(
-        isinstance(value, _TYPES[type_name][1]) and is_bool == (type_name == "boolean")
-        for type_name in types
-    )
-    is_listed = listed is None or any(
-        value == entry and is_bool == isinstance(entry, bool) for entry in listed
-    )
-    is_typed = types or "anyOf" in schema
-    if (is_typed and not fits) or not is_listed:
+    # Python takes true for 1.
+    fits = not types and "anyOf" not in schema
+    for type_name in types:
+        if is_bool == (type_name == "boolean"):
+            fits |= isinstance(value, _TYPES[type_name][1])
+    is_listed = listed is None
+    for entry in listed or ():
+        is_listed |= value == entry and is_bool == isinstance(entry, bool)
+    if not fits or not is_listed:
         raise ValueError(f"{name} must be {_described(schema)}, got {shorten(value)}")
 
     if isinstance(value, list):
@@ -258,7 +269,9 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
 def _type_names(schema: Schema) -> list[str]:
     """The types that a schema allows, as far as they are known."""
     declared = schema.get("type")
-    names = [declared] if isinstance(declared, str) else declared or []
+    names = declared or []
+    if isinstance(declared, str):
+        names = [declared]
     return [name for name in names if name in _TYPES]
 
 
@@ -271,4 +284,6 @@ def _described(schema: Schema) -> str:
     choices = [_described(choice) for choice in schema.get("anyOf", ())]
     types = [_TYPES[name][0] for name in _type_names(schema)]
     words = [repr(value) for value in schema.get("enum", ())] or choices or types
-    return " or ".join([*words, "null"] if words and schema.get("nullable") else words)
+    if words and schema.get("nullable"):
+        words = [*words, "null"]
+    return " or ".join(words)
