@@ -130,19 +130,7 @@ def same_value(predicted: str, expected: str, factor: Fraction | int = 1) -> boo
         return False  # math-verify takes no factor, and an empty list is an unreadable answer
 
     # Undecided, or no two values of one kind: math-verify compares them.
-    if not _library_verifies(predicted_values, expected_values):
-        return False
-    for predicted_value in predicted_values:
-        for expected_value in expected_values:
-            if not isinstance(predicted_value, sympy.Eq) or not isinstance(
-                expected_value, sympy.Eq
-            ):
-                continue
-            # It compares lists of solutions, and takes |x| + |y| = 1 and |x| + |y| = 2 for equal,
-            # because sympy finds none of either.
-            if not _is_solvable(expected_value):
-                return _same_differences(predicted_value, expected_value)
-    return True
+    return _library_verifies(predicted_values, expected_values)
 
 
 def _library_verifies(predicted_values: list[Any], expected_values: list[Any]) -> bool:
@@ -273,10 +261,8 @@ def _difference(relation: Any) -> Any:
 def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     """Whether the differences of the sides of two relations are proportional.
 
-    The factor of inequalities must be positive. None where math-verify must decide. It gets
-    equations and inequalities that are not proportional, because they may have the same solutions,
-    such as (x + y)^3 = 1 and x + y = 1. It gets no inequations (`!=`): it raises KeyError for two
-    that are not equal.
+    The factor of inequalities must be positive. None where math-verify must decide: relations that
+    are not proportional may have the same solutions, such as (x + y)^3 = 1 and x + y = 1.
     """
     if isinstance(predicted, sympy.Gt | sympy.Ge):
         predicted = predicted.reversed
@@ -305,16 +291,19 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
             exact=exact,
         )
 
-    if isinstance(predicted, sympy.Ne):
-        if is_proportional is None:
-            return _same_differences(predicted, expected)
-        return is_proportional
-    if not is_proportional:
-        return None
     if isinstance(predicted, sympy.Lt | sympy.Le):
+        if not is_proportional:
+            return None
         ratio = (predicted_scale / expected_scale).evalf(_DIGITS)
         return bool(ratio.is_real and ratio > 0)
-    return True
+    if is_proportional:
+        return True
+    # math-verify 0.9 compares the lists of solutions that sympy finds. If it finds none of either,
+    # as of |x| + |y| = 1 and |x| + |y| = 2, it takes the two for equal. For two inequations (`!=`)
+    # that are not equal it raises KeyError.
+    if isinstance(predicted, sympy.Eq) and _is_solvable(expected):
+        return None
+    return is_proportional is None and _same_differences(predicted, expected)
 
 
 def _is_scale(value: Any) -> bool:
