@@ -75,7 +75,7 @@ class _Died(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A call in line; without `args` it only loads."""
+    """A call in line. Without `args` it only loads the function."""
 
     args: Sequence[Any] | None
     cpu_s: float | None = None
@@ -122,11 +122,11 @@ class IsolatedPool(Closing):
         self._workers: list[tuple[_Worker, threading.Thread]] = []
 
     def load(self) -> Future[None]:
-        """Start a process that loads the function; the result is there once it has."""
+        """Start a process that loads the function; return a future that is done once it has."""
         return self._submit(_Call(None))
 
     def submit(self, *args: Any, wall_s: float, cpu_s: float | None = None) -> Future[Any]:
-        """Put a call in line, where it can be cancelled; its result is the function's value.
+        """Put a call in line, where it can be cancelled; return the future of its value.
 
         Args:
             args: the function's arguments, JSON values; others arrive as text.
@@ -160,7 +160,7 @@ class IsolatedPool(Closing):
         self._workers = []
 
     def _serve(self, worker: "_Worker") -> None:
-        """Make calls with one worker; the body of a thread."""
+        """Make calls with one worker until the pool is closed, in a thread of its own."""
         while True:
             tries, _, call = self._calls.get()
             if call is None:  # the pool is closed
@@ -214,7 +214,7 @@ class _Worker:
         self._lock = threading.Lock()  # guards `_process` and `_closed`
 
     def call(self, args: Sequence[Any] | None, cpu_s: float | None, wall_s: float) -> Any:
-        """The value of a call; one that kills its process is made twice.
+        """Make a call and return its value. One that kills its process is made twice.
 
         Raises:
             CallError: if there is none.
@@ -353,7 +353,7 @@ class _Worker:
 
 
 def result_of(future: Future[Any], on_wait: Callable[[], None] = lambda: None) -> Any:
-    """Wait for a call; its value.
+    """Wait for a call and return its value.
 
     Args:
         future: a call of `IsolatedPool`.

@@ -332,13 +332,10 @@ class BatchScoring:
         if self._played:
             results[ENVIRONMENT] = Returned([self._played[row].reward for row in rows])
 
-        texts = []
-        for row in rows:
-            text = self._texts[row]
-            if row in self._played:
-                text = self._played[row].text
-            texts.append(text)
-        return texts, self._scores(results, grades)
+        texts = dict(self._texts)
+        for row, episode in self._played.items():
+            texts[row] = episode.text
+        return [texts[row] for row in rows], self._scores(results, grades)
 
     def _scores(
         self, results: Mapping[str, Returned | RewardError], grades: Grades | None

@@ -339,9 +339,9 @@ def _compare_words(predicted: str, expected: str) -> bool | None:
 
     predicted_split = predicted_words.replace("-", " ").split()
     expected_split = expected_words.replace("-", " ").split()
-    lengths = [len(word) for word in predicted_split + expected_split]
+    lengths = list(map(len, predicted_split + expected_split))
     may_be_variables = not is_text and max(lengths) <= 2
-    if [word.lower() for word in predicted_split] != [word.lower() for word in expected_split]:
+    if " ".join(predicted_split).lower() != " ".join(expected_split).lower():
         if may_be_variables:
             return None
         return False

@@ -217,10 +217,7 @@ def _spelled_out(items: list[str]) -> list[str]:
     if step == 0:
         return items
     last = int(numbers[-1])
-    end = last + 1
-    if step < 0:
-        end = last - 1
-    series = range(first, end, step)
+    series = range(first, last + step, step)
     if not len(numbers) <= len(series) <= _MAX_SPELLED_OUT:
         return items
     is_series = list(map(int, numbers)) == [*series[:before], *series[-after:]]

@@ -432,15 +432,15 @@ def _outside_delimiters(text: str) -> str:
         if not opened and sign in _CLOSES:
             around.append(text[start : token.start()])
             opened = sign
-            start = token.end()
         elif sign == _CLOSES.get(opened):
             segments.append(text[start : token.start()].strip())
             opened = ""
-            start = token.end()
         elif opened == "$" and sign == "$$":  # `$1$$2$`: one closes, one opens
             segments.append(text[start : token.start()].strip())
             around.append("")
-            start = token.end()
+        else:
+            continue
+        start = token.end()
     around.append(text[start:])
     segments = list(filter(None, segments))
 

@@ -231,20 +231,18 @@ def _is_empty(low: str, high: str) -> bool:
 
 def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] | None:
     """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`, whose kind is `outside <`."""
-    inside = _ABSOLUTE.fullmatch(low)
-    match = inside or _ABSOLUTE.fullmatch(high)
-    bound = low
-    if inside:
-        bound = high
-    size = numbers.parse_number(bound)
+    match = _ABSOLUTE.fullmatch(low)
+    size = numbers.parse_number(high)
+    kind = f"{relation} {relation}"
+    if match is None:
+        match = _ABSOLUTE.fullmatch(high)
+        size = numbers.parse_number(low)
+        kind = f"outside {relation}"
     if match is None or size is None or size <= 0:
         return None
     center = Fraction(match[3] or 0)
     if match[2] != "-":
         center = -center
-    kind = f"outside {relation}"
-    if inside:
-        kind = f"{relation} {relation}"
     return match[1], kind, str(center - size), str(center + size)
 
 

@@ -176,12 +176,7 @@ class Verifier(Closing):
         """
         pairs = self.begin(completions, answers)
         self._wait_for({pair for pair in pairs if pair in self._calls})
-        results = []
-        for pair in pairs:
-            result = None  # no answer
-            if pair is not None:
-                result = self._decided[pair]
-            results.append(result)
+        results = list(map(self._decided.get, pairs))  # None without an answer
         self._decided.clear()
 
         if pairs and not self._graded:
