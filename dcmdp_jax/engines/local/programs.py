@@ -23,11 +23,11 @@ from dcmdp_jax.types import Params
 
 
 def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
-    """The programs that the embedded engine would run.
+    """Plan the programs that the embedded engine would run, at their largest shapes.
 
     Args:
         arguments: engine arguments, with the mesh that it would have.
-        load: the requests to the engine.
+        load: the workload, that is the requests to the engine.
 
     Raises:
         UserError: if `tensor` or `expert` does not divide the devices or the model.
@@ -49,9 +49,10 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     )
     prefill, _, decoding = sampling.compilations(program, load.param_dtype, sharded=True)
     prompts, chunks = sizes.prefill_shape(heads, max(1, rows // group), bucket, mesh.size)
-    length = sizes.length_bucket(arguments.max_total_tokens)
-    scored = sizes.score_rows(heads, length, arguments.max_rows, program.row_shards)
-    shape = ScoringShape(rows=scored, length=length)
+
+    score_length = sizes.length_bucket(arguments.max_total_tokens)
+    score_rows = sizes.score_rows(heads, score_length, arguments.max_rows, program.row_shards)
+    shape = ScoringShape(rows=score_rows, length=score_length)
     (scoring,) = shape.compilations(program, load.param_dtype, sharded=True)
 
     weights, cache, *_ = decoding.arguments
@@ -64,22 +65,23 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
             trace=prefill.trace,
             resident=resident,
             row_lengths=(bucket,),
-            tokens=prompts // chunks // program.row_shards * bucket,
+            tokens=prompts // (chunks * program.row_shards) * bucket,
         ),
         Lowerable(
             name=decoding.name,
             trace=decoding.trace,
             resident=resident | {"engine's cache": cache_bytes},
             row_lengths=(),
-            # One token of each row, whose logits are wanted.
+            # Decoding needs the logits of one token of each row, on all devices together. One more,
+            # so that a search for logits of at least this many tokens does not report those.
             tokens=rows + 1,
         ),
         Lowerable(
             name=scoring.name,
             trace=scoring.trace,
             resident=resident,
-            row_lengths=(length,),
-            tokens=scored // program.row_shards * length,
+            row_lengths=(score_length,),
+            tokens=score_rows // program.row_shards * score_length,
         ),
     )
     return EnginePlan(
@@ -115,11 +117,14 @@ def _decode_arguments(
         rows, slots: rows, and cache slots of each.
         prefix: slots of the prefix after the prompt.
         stops: stop tokens.
-        sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the
-            cache.
+        sharded: give every array a sharding, to compile for a mesh of other devices. Calls pass
+            NumPy arrays, except the cache.
     """
-    replicated = NamedSharding(program.mesh, P()) if sharded else None
-    row_sharding = program.rows if sharded else None
+    replicated = None
+    row_sharding = None
+    if sharded:
+        replicated = NamedSharding(program.mesh, P())
+        row_sharding = program.rows
 
     def by_row(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=row_sharding)
@@ -136,18 +141,26 @@ def _decode_arguments(
         sharding=program.cache,
     )
     integers = by_row("int32")
+    slot_tokens = None
+    if program.config.sliding_window:
+        slot_tokens = by_row("int32", prefix)
     state = decode.RowState(
         keys=by_row("uint32", 2),
         prompt_lengths=integers,
         last=integers,
         sampled=integers,
         done=by_row("bool"),
-        slot_tokens=by_row("int32", prefix) if program.config.sliding_window else None,
+        slot_tokens=slot_tokens,
     )
     number = whole_array("int32")
+    limits = decode.Limits(clock=number, steps=number, live_floor=number)
     real = whole_array("float32")
-    draw = sampler.Draw(real, real, whole_array("int32", stops))
-    return cache, state, decode.Limits(number, number, number), draw
+    draw = sampler.Draw(
+        inverse_temperature=real,
+        top_p=real,
+        stop_ids=whole_array("int32", stops),
+    )
+    return cache, state, limits, draw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +218,11 @@ class SamplingShapes:
     ) -> list[Compilation]:
         """`prefill`, `first_tokens` and each `decode`; for arguments see `ScoringShape`."""
         weights = abstract_weights(program, param_dtype)
-        sharding = program.rows if sharded else None
-        rows = self.batches[0][0]
+        sharding = None
+        if sharded:
+            sharding = program.rows
+        # A call begins with the first batch.
+        rows, _, _ = self.batches[0]
         prompts, chunks = sizes.prefill_shape(
             program.config.num_heads,
             max(1, rows // self.group),
@@ -221,15 +237,16 @@ class SamplingShapes:
             options={"program": program, "groups": chunks},
         )
 
+        # An output of `prefill`, so it has a sharding in calls too.
         hidden = jax.ShapeDtypeStruct(
             (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
         )
         _, state, _, draw = _decode_arguments(
             program,
             rows,
-            self.bucket,
-            0,
-            self.stops,
+            slots=self.bucket,
+            prefix=0,
+            stops=self.stops,
             sharded=sharded,
         )
         first_tokens = Compilation(
@@ -244,8 +261,8 @@ class SamplingShapes:
                 program,
                 rows,
                 slots,
-                prefix - self.bucket,
-                self.stops,
+                prefix=prefix - self.bucket,
+                stops=self.stops,
                 sharded=sharded,
             )
             decoding = Compilation(
@@ -276,16 +293,19 @@ class ScoringShape:
         *,
         sharded: bool = False,
     ) -> list[Compilation]:
-        """`score`.
+        """The one compilation of `score`.
 
         Args:
             program: static arguments.
             param_dtype: dtype of the synced parameters.
             sharded: see `_decode_arguments`.
         """
+        # Calls, too, pass rows that are on the devices.
         padded = jax.ShapeDtypeStruct((self.rows, self.length), "int32", sharding=program.rows)
         lengths = jax.ShapeDtypeStruct((self.rows,), "int32", sharding=program.rows)
-        replicated = NamedSharding(program.mesh, P()) if sharded else None
+        replicated = None
+        if sharded:
+            replicated = NamedSharding(program.mesh, P())
         inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=replicated)
         weights = abstract_weights(program, param_dtype)
         compilation = Compilation(

@@ -67,8 +67,8 @@ class Publication:
 class SharedWeights:
     """Two segments, written in turn, or one that is copied into a store; the newest weights.
 
-    With `arguments.lora` these are of the adapters, and one more has their base, which is written
-    once.
+    With `arguments.lora` these hold the adapters, and one more segment holds their base, which is
+    written once.
 
     Attributes:
         config: the model.
@@ -89,8 +89,7 @@ class SharedWeights:
 
         Args:
             arguments: the engine's.
-            put: copies the bytes into a store, which takes the place of the second segment, and
-                returns their object.
+            put: stores a copy of the bytes and returns its handle. Replaces the second segment.
 
         Raises:
             MemoryError: if shared memory for the copies can't be allocated; it says how much is
@@ -99,13 +98,17 @@ class SharedWeights:
         self.config = arguments.model
         self._put = put
         self._serial = 0
-        self.probe = arguments.probe and arguments.probe()
+        self.probe = None
+        if arguments.probe:
+            self.probe = arguments.probe()
         int8 = arguments.precision == "int8"
         self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
         self.num_bytes = self.bridge.num_bytes
         self._base = None
         lora = arguments.lora
-        self.adapters = lora and WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
+        self.adapters = None
+        if lora is not None:
+            self.adapters = WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
         needed, description = shared_bytes(self.bridge, self.adapters, stored=put is not None)
         available = available_bytes()
         if needed > available:
@@ -126,13 +129,15 @@ class SharedWeights:
 
         self.published: Publication | None = None
         self.segments: tuple[Segment, ...] = ()
+        trained_bridge = self.adapters or self.bridge
+        # Two segments, written in turn; with a store only one. The base of adapters is written
+        # once, to the last.
+        bridges = [trained_bridge]
+        if put is None:
+            bridges.append(trained_bridge)
+        if lora is not None:
+            bridges.append(self.bridge)
         try:
-            bridges = [self.adapters or self.bridge]
-            if put is None:
-                bridges *= 2
-            if lora is not None:
-                # The last segment has the base.
-                bridges.append(self.bridge)
             for number, bridge in enumerate(bridges):
                 self.segments += (Segment(f"dcmdp-weights-{number}", bridge.num_bytes),)
         except BaseException:
@@ -146,29 +151,38 @@ class SharedWeights:
             ValueError: for parameters that do not fit the model.
         """
         lora = None
+        base = None
         bridge = self.bridge
         written = params
         if isinstance(params, Adapted):
-            self._base = self._base or self._write_base(params.base)
+            if self._base is None:
+                self._base = self._write_base(params.base)
+            base = self._base
             lora = params.lora
             bridge = self.adapters
             written = params.adapters
             params = adapted(*params)
 
-        number = 0 if self._put else self._serial % 2
+        number = 0
+        if self._put is None:
+            number = self._serial % 2
         published = self._write(bridge, written, number, int(policy_version))
-        probe = None if self.probe is None else self.probe(params, self.probe_ids)
-        base = None if lora is None else self._base
+        probe = None
+        if self.probe is not None:
+            probe = self.probe(params, self.probe_ids)
         self.published = dataclasses.replace(published, probe=probe, lora=lora, base=base)
         return self.published
 
     def _write_base(self, base: Params) -> Publication:
-        plain = jax.tree.map(
-            lambda leaf: in_float32(leaf) if is_quantized(leaf) else leaf,
-            base,
-            is_leaf=is_quantized,
-        )
-        return self._write(self.bridge, plain, len(self.segments) - 1, -1)
+        """Write the base of adapters, dequantized, to the last segment."""
+
+        def plain(leaf: Any) -> Any:
+            if is_quantized(leaf):
+                return in_float32(leaf)
+            return leaf
+
+        params = jax.tree.map(plain, base, is_leaf=is_quantized)
+        return self._write(self.bridge, params, len(self.segments) - 1, policy_version=-1)
 
     def _write(
         self,
@@ -183,9 +197,12 @@ class SharedWeights:
         self._serial += 1
         segment = self.segments[number]
         checksums = bridge.publish(params, segment, policy_version)
+        location = number
+        if self._put is not None:
+            location = self._put(segment.bytes)
         return Publication(
             serial=self._serial,
-            location=self._put(segment.bytes) if self._put else number,
+            location=location,
             policy_version=policy_version,
             bridge=bridge,
             checksums=checksums,
@@ -201,14 +218,17 @@ class SharedWeights:
 def shared_bytes(
     model: "WeightBridge", adapters: "WeightBridge | None", *, stored: bool
 ) -> tuple[int, str]:
-    """Shared memory for a model or its base and adapters, and what that is, for people.
+    """Bytes of shared memory for a model, or its base and adapters; and a description of them.
 
     Args:
-        model, adapters: write them.
-        stored: a store holds them too: the newest bytes and those before them.
+        model, adapters: the bridges that write them.
+        stored: whether a store holds copies too: of the newest weights and of those before them.
     """
-    copies = 3 if stored else 2
-    counted = "three copies" if stored else "two copies"
+    copies = 2
+    counted = "two copies"
+    if stored:
+        copies = 3
+        counted = "three copies"
     if adapters is None:
         return copies * model.num_bytes, f"{counted} of the weights"
 
@@ -217,10 +237,10 @@ def shared_bytes(
 
 
 class WeightBridge:
-    """Knows where each tensor goes and writes them there, several at a time.
+    """Layout of a segment, and the writer of its tensors, several at a time.
 
-    Nothing but the blocks that are being written exists a second time. A parameter in host memory
-    that has the engine's dtype already is written from where it lies.
+    Only the blocks that are being written exist a second time. A parameter in host memory that has
+    the engine's dtype already is written without a copy.
     """
 
     def __init__(
@@ -250,10 +270,13 @@ class WeightBridge:
             declarations = adapter_declarations(config, lora)
 
         for name, hf_tensor in declared_tensors(declarations).items():
-            quantized = int8 and hf_tensor.quantized
-            shapes = [(name, "int8" if quantized else dtype, hf_tensor.shape)]
-            if quantized:
-                shapes.append((f"{name}_scale", "float32", (hf_tensor.shape[0], 1)))
+            shapes = [(name, dtype, hf_tensor.shape)]
+            if int8 and hf_tensor.quantized:
+                scale_shape = (hf_tensor.shape[0], 1)
+                shapes = [
+                    (name, "int8", hf_tensor.shape),
+                    (f"{name}_scale", "float32", scale_shape),
+                ]
             tensors = []
             for tensor_name, tensor_dtype, shape in shapes:
                 offset = -(-end // ALIGNMENT) * ALIGNMENT
@@ -269,8 +292,10 @@ class WeightBridge:
         for number, (hf_tensor, _) in enumerate(self._jobs):
             jobs_of_leaf[hf_tensor.path].append(number)
         for numbers in jobs_of_leaf.values():
-            first, *scale = self._jobs[numbers[0]][1]
-            size = 1 if scale else max(1, _BLOCK_BYTES // first.num_bytes)
+            _, tensors = self._jobs[numbers[0]]
+            size = max(1, _BLOCK_BYTES // tensors[0].num_bytes)
+            if len(tensors) == 2:  # int8 and its scale
+                size = 1
             for start in range(0, len(numbers), size):
                 self._groups.append((start, numbers[start : start + size]))
 
@@ -296,15 +321,16 @@ class WeightBridge:
         # Number of the job -> checksums of its tensors.
         sums = {}
 
-        def write_group(first: int, numbers: list[int]) -> None:
-            hf_tensor, _ = self._jobs[numbers[0]]
-            leaf = hf_tensor.leaf(params)
-            on_device = _transposed_on_device(leaf, hf_tensor)
+        def write_group(group: tuple[int, list[int]]) -> None:
+            first, numbers = group
+            first_tensor, _ = self._jobs[numbers[0]]
+            leaf = first_tensor.leaf(params)
+            on_device = _transposed_on_device(leaf, first_tensor)
             stack = None
             if len(numbers) > 1 and len(leaf.devices()) == 1:
                 stack = _converted_stack(
                     leaf,
-                    stacked=len(hf_tensor.index),
+                    stacked=len(first_tensor.index),
                     first=first,
                     count=len(numbers),
                     dtype=self._dtype,
@@ -313,38 +339,45 @@ class WeightBridge:
 
             for order, number in enumerate(numbers):
                 hf_tensor, tensors = self._jobs[number]
-                if len(tensors) == 2:
+                if len(tensors) == 2:  # int8 and its scale
                     kernel = _quantized(leaf, hf_tensor.index)
-                    values = [((), np.asarray(kernel.values))]
-                    scale = [((), np.asarray(kernel.scale)[:, None])]
+                    values = [(_WHOLE, np.asarray(kernel.values))]
+                    scale = [(_WHOLE, np.asarray(kernel.scale)[:, None])]
                     _store(segment, tensors[0], values, transposed=hf_tensor.transposed)
                     _store(segment, tensors[1], scale, transposed=False)
                 else:
                     if stack is None:
                         blocks = _blocks(leaf, hf_tensor.index, self._dtype, on_device)
                     else:
-                        blocks = [((), stack[order])]
+                        blocks = [(_WHOLE, stack[order])]
                     transposed = hf_tensor.transposed and not on_device
                     _store(segment, tensors[0], blocks, transposed=transposed)
-                sums[number] = [
-                    checksum(segment.bytes[tensor.byte_range], policy_version) for tensor in tensors
-                ]
+                sums[number] = []
+                for tensor in tensors:
+                    written = segment.bytes[tensor.byte_range]
+                    sums[number].append(checksum(written, policy_version))
 
         # Parts on other processes' devices are fetched by all processes in one order.
-        arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-        any_order = all(leaf.is_fully_addressable for leaf in arrays)
+        any_order = True
+        for leaf in jax.tree.leaves(params):
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                any_order = False
         if any_order and self.num_bytes > _BLOCK_BYTES:
             with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(write_group, *zip(*self._groups, strict=True)))
+                list(pool.map(write_group, self._groups))  # list: raises what a thread raised
         else:
-            for first, numbers in self._groups:
-                write_group(first, numbers)
-        return np.concatenate([np.array(sums[number], np.uint64) for number in sorted(sums)])
+            for group in self._groups:
+                write_group(group)
+
+        checksums = []
+        for number in range(len(self._jobs)):
+            checksums += sums[number]
+        return np.array(checksums, np.uint64)
 
 
-# Which slice of an array a block is, with the first index and the one after the last on each axis;
-# (): all of it.
+# Where a block is in an array: a slice of each axis.
 _Slices = tuple[slice, ...]
+_WHOLE: _Slices = ()
 
 
 def _transposed_on_device(leaf: Array, hf_tensor: HFTensor) -> bool:
@@ -386,7 +419,9 @@ def _cast_stack(
 ) -> Array:
     stack = leaf.reshape(-1, *leaf.shape[stacked:])
     arrays = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
-    return arrays.swapaxes(-1, -2) if transpose else arrays
+    if transpose:
+        arrays = arrays.swapaxes(-1, -2)
+    return arrays
 
 
 def _store(
@@ -435,7 +470,9 @@ def _blocks(
             block = np.asarray(
                 _cast(shard, shard_index, first, rows=count, dtype=dtype, transpose=transpose)
             )
-            yield block_slices[::-1] if transpose else block_slices, block
+            if transpose:
+                block_slices = block_slices[::-1]
+            yield block_slices, block
 
 
 def _shards(
@@ -461,20 +498,19 @@ def _shards(
 
     seen = set()
     for shard in leaf.addressable_shards:
-        bounds = tuple(
-            span.indices(size)[:2] for span, size in zip(shard.index, leaf.shape, strict=True)
-        )
-        stack_bounds = bounds[:stacked]
-        has_array = all(
-            first <= i < end for i, (first, end) in zip(index, stack_bounds, strict=True)
-        )
-        if has_array and bounds not in seen:
-            seen.add(bounds)
-            shard_index = tuple(
-                i - first for i, (first, _) in zip(index, stack_bounds, strict=True)
-            )
+        bounds = []
+        for span, size in zip(shard.index, leaf.shape, strict=True):
+            bounds.append(span.indices(size)[:2])
+
+        has_array = True
+        shard_index = []
+        for i, (first, end) in zip(index, bounds[:stacked], strict=True):
+            has_array = has_array and first <= i < end
+            shard_index.append(i - first)
+        if has_array and tuple(bounds) not in seen:
+            seen.add(tuple(bounds))
             slices = tuple(slice(first, end) for first, end in bounds[stacked:])
-            yield slices, shard.data, shard_index
+            yield slices, shard.data, tuple(shard_index)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "dtype", "transpose"))
@@ -488,7 +524,9 @@ def _cast(
     transpose: bool,
 ) -> Array:
     block = jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
-    return block.T if transpose else block
+    if transpose:
+        block = block.T
+    return block
 
 
 def _quantized(leaf: Array, index: tuple[int, ...]) -> QuantizedKernel:

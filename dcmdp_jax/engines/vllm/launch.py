@@ -105,7 +105,7 @@ def check_machine(arguments: EngineArguments) -> str:
             "install one of those, or name an interpreter that has one in `python`",
         )
     if version.startswith("0.22."):
-        # What fails there, or was not tried.
+        # Settings that fail there, or were not tried.
         lacking = {"routed_experts": arguments.routed_experts, "adapters": settings.adapters}
         if platform == "cpu" and precision in ("int8", "fp8_per_block"):
             lacking["precision"] = precision
@@ -117,16 +117,20 @@ def check_machine(arguments: EngineArguments) -> str:
                     "install 0.32",
                 )
 
+    # Raises for malformed engine_args.
     extra_arguments(settings.engine_args)
-    # Of an address the nodes' own is not asked: a cluster's CPUs are taken for this machine's.
+    # With an address, the cluster's CPUs are assumed to be like this machine's.
     check_processor(precision, arguments.kv_cache_dtype, platform)
     if settings.address:
         _, ray_actors, _ = ray_modules()
-        ray_actors.check_room(settings.replicas, *resource(settings, platform))
+        resource_name, amount = resource(settings, platform)
+        ray_actors.check_room(settings.replicas, resource_name, amount)
         return platform
 
+    # Raises if the replicas take more devices than there are.
     devices.devices_of_replicas(settings, platform)
     if settings.placement == "ray":
+        # Raises without Ray.
         ray_modules()
     if platform == "cuda":
         devices.reserve_device_share(settings)
@@ -172,9 +176,13 @@ def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
         )
 
     def release(build: tuple[str, str]) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", build[0])]
+        version, _ = build
+        return list(map(int, re.findall(r"\d+", version)))
 
-    return min((vllm_of(packages, label) for label, packages in nodes.items()), key=release)
+    builds = []
+    for label, packages in nodes.items():
+        builds.append(vllm_of(packages, label))
+    return min(builds, key=release)
 
 
 def check_planned(arguments: EngineArguments) -> None:
@@ -218,7 +226,9 @@ def check_planned(arguments: EngineArguments) -> None:
         )
 
     if arguments.platform == "cuda" and arguments.host_devices and not settings.address:
+        # Raises if the replicas take more devices than the planned host has.
         devices.devices_of_replicas(settings, "cuda", arguments.host_devices)
+    # Raises for arguments that vLLM can't take together.
     engine_arguments(arguments)
 
 
@@ -512,7 +522,7 @@ def environment(arguments: EngineArguments, device_names: str = "") -> dict[str,
 
     Args:
         arguments: the engine's.
-        device_names: a replica's, of `devices.devices_of_replicas`.
+        device_names: GPUs of a replica, from `devices.devices_of_replicas`.
     """
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
