@@ -68,7 +68,6 @@ _ENGINE_MOVES = 0.2
 """Relative change of the engine's mean -log q that is none."""
 _AS_ROUNDING = 0.04
 """Nats: largest median log-ratio of a first step whose engine has the trainer's weights."""
-_IDENTICAL = ("completion/identical_fraction", "completion/identical_chance")
 _TWINS = 0.1
 """Share of identical completions above the chance of them."""
 _CUT = 0.9
@@ -137,14 +136,14 @@ def alarms(series: Series) -> list[Alarm]:
     window raises none but `penalty` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
     other numbers of `penalty` are guesses.
     """  # noqa: E501 - a table
-    text_by_name: dict[str, str] = {}
+    raised: dict[str, Alarm] = {}
     for name, rule in _RULES.items():
-        if text_by_name.keys() & _EXPLAINED_BY.get(name, set()):
+        if raised.keys() & _EXPLAINED_BY.get(name, set()):
             continue
         text = next(rule(series), None)
         if text is not None:
-            text_by_name[name] = text
-    return [Alarm(name=name, text=text) for name, text in text_by_name.items()]
+            raised[name] = Alarm(name=name, text=text)
+    return list(raised.values())
 
 
 def broken_completions(discrepancy: np.ndarray) -> float:
@@ -163,7 +162,7 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
-    """The last `count` values; NaN, by which no rule speaks, if fewer, or one is not finite."""
+    """The last `count` values; all NaN if they are fewer or one is not finite: no rule then holds."""
     values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
     if len(values) < count or not np.isfinite(values).all():
         return np.full(count, np.nan)
@@ -179,7 +178,9 @@ def finite_values(series: Series, name: str) -> np.ndarray:
 def last_value(series: Series, name: str) -> float:
     """The last finite value of a metric; NaN without one."""
     values = finite_values(series, name)
-    return values[-1] if len(values) else np.nan
+    if not len(values):
+        return np.nan
+    return values[-1]
 
 
 def _floor(series: Series) -> float:
@@ -188,7 +189,9 @@ def _floor(series: Series) -> float:
 
 def bounded_metric(metrics: Collection[str]) -> str:
     """The metric that c bounds: the mean discrepancy, or a quantile (`algorithm.budget`)."""
-    return "discrepancy/spent" if "discrepancy/spent" in metrics else "discrepancy/mean"
+    if "discrepancy/spent" in metrics:
+        return "discrepancy/spent"
+    return "discrepancy/mean"
 
 
 def _over_budget(series: Series) -> tuple[float, float] | None:
@@ -275,7 +278,9 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
         return None
     usual = np.median(values[:-WINDOW])
     low_steps = np.flatnonzero(values <= max(_JUMP * usual, _FLOORS * _floor(series)))
-    start = low_steps[-1] + 1 if len(low_steps) else 0
+    start = 0
+    if len(low_steps):
+        start = low_steps[-1] + 1
     if start > len(values) - _LATEST_STEPS:
         return None
     return usual, values[-_LATEST_STEPS:].mean(), start
@@ -396,7 +401,8 @@ def _unseen_updates(series: Series) -> Iterator[str]:
 
 
 def _identical(series: Series) -> Iterator[str]:
-    twins, chance = (_last(series, name) for name in _IDENTICAL)
+    twins = _last(series, "completion/identical_fraction")
+    chance = _last(series, "completion/identical_chance")
     if _surely_above(twins - chance, _TWINS):
         yield (
             f"{twins.mean():.1%} of the completions equal another one of their group token by "

@@ -32,7 +32,9 @@ REPORT_FILE = "report.html"
 
 def rewards_log(host: int) -> str:
     """File that has what the reward functions of a host printed."""
-    return f"rewards_{host}.log" if host else "rewards.log"
+    if host:
+        return f"rewards_{host}.log"
+    return "rewards.log"
 
 
 Record = dict[str, Any]
@@ -134,7 +136,9 @@ def truncate(
         step = None if record is None else record.get("step")
         if isinstance(step, int):
             if step <= last_step:
-                lines.append(line if complete else line + b"\n")
+                if not complete:
+                    line += b"\n"
+                lines.append(line)
         elif complete:
             _LOG.warning("%s line %d is unreadable and was dropped", path, number)
     content = b"".join(lines)
@@ -157,4 +161,6 @@ def _lines(
             is_readable = isinstance(record, dict) and (
                 allowed is None or all(map(allowed, record.values()))
             )
-            yield number, line.endswith(b"\n"), line, record if is_readable else None
+            if not is_readable:
+                record = None
+            yield number, line.endswith(b"\n"), line, record

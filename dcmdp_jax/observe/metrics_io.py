@@ -176,12 +176,13 @@ class MetricsWriter:
         # It imports torch wherever torch is installed: five seconds before every error message.
         from tensorboardX import SummaryWriter
 
+        purge_step = 0 if resume_step is None else resume_step + 1
         # The suffix keeps a run that resumes within the second from truncating the event file
         # before it (tensorboardX 2.6 names files by the second and opens them for writing). Events
         # from purge_step on are hidden.
         self._tensorboard = SummaryWriter(
             str(run_dir / TENSORBOARD_DIRECTORY),
-            purge_step=0 if resume_step is None else resume_step + 1,
+            purge_step=purge_step,
             max_queue=10_000,
             flush_secs=10,
             filename_suffix=f".{os.getpid()}.{resume_step or 0}",
@@ -206,7 +207,7 @@ class MetricsWriter:
         # A transfer guard allows an explicit device_get. A list keeps the order of the names; a
         # dict would come back sorted.
         for name, value in zip(metrics, jax.device_get(list(metrics.values())), strict=True):
-            number = None if np.ndim(value) else np.asarray(value).item()
+            number = np.asarray(value).item() if np.ndim(value) == 0 else None
             if name == "step" or not isinstance(number, int | float):
                 raise ValueError(
                     f"metric {name} is {value!r}; allowed: a number or an array of shape [], not "
@@ -342,9 +343,9 @@ def read_metrics(run_dir: str | Path) -> Series:
         for name, value in record.items():
             if not jsonl.is_number(value):
                 raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number")
-            merged.setdefault(current_name(name), {})[step] = (
-                float("nan") if value is None else float(value)
-            )
+            if value is None:
+                value = float("nan")
+            merged.setdefault(current_name(name), {})[step] = float(value)
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
 
@@ -368,9 +369,10 @@ def without_placeholder(series: Series, measured_steps: int) -> Series:
 
 
 def _prepare(path: Path, resume_step: int | None) -> None:
-    """Leave the records up to a step; of a new run, none. The file is there then."""
+    """Cut a file to the records up to a step, or begin a new one and keep the old one aside."""
     if resume_step is not None:
-        jsonl.truncate(path, resume_step, jsonl.is_number if path.name == METRICS_FILE else None)
+        allowed = jsonl.is_number if path.name == METRICS_FILE else None
+        jsonl.truncate(path, resume_step, allowed)
     elif path.exists() and path.stat().st_size:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)

@@ -182,7 +182,9 @@ def _source_hash(name: str) -> markupsafe.Markup:
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 _ENVIRONMENT = jinja2.Environment(
@@ -213,9 +215,14 @@ _USER = re.compile(
 
 def title_of(prompt: str) -> str:
     """The first line of a prompt's last user message, or of the prompt without a known template."""
-    message = _USER.split(prompt)[-1] if _USER.search(prompt) else re.sub(CONTROL, "", prompt)
+    if _USER.search(prompt):
+        message = _USER.split(prompt)[-1]
+    else:
+        message = re.sub(CONTROL, "", prompt)
     lines = re.split(CONTROL, message.lstrip())[0].strip().splitlines()
-    return lines[0] if lines else ""
+    if not lines:
+        return ""
+    return lines[0]
 
 
 MOST_TOKENS = 260_000
@@ -284,8 +291,9 @@ def completions_data(
 
     Args:
         completions: in any order. If they are too many, each is cut to as many tokens as fit, but
-            not below 100, or without tokens to 17 times as many characters; then every k-th is
-            kept, so that all steps stay. What is cut or left out is counted.
+            to no fewer than 100. A completion without tokens is cut to 17 characters for each of
+            them. If they still do not fit, every k-th is kept, so that all steps stay. What is cut
+            or left out is counted.
         most_tokens: on the page.
 
     Returns:
@@ -295,7 +303,10 @@ def completions_data(
     """
     lengths = []
     for completion in completions:
-        lengths.append(len(completion.tokens or ()) or len(completion.text) // _BYTES)
+        if completion.tokens:
+            lengths.append(len(completion.tokens))
+        else:
+            lengths.append(len(completion.text) // _BYTES)
     if any(completion.top is not None for completion in completions):
         most_tokens //= 1 + MOST_LISTED  # a listed token takes what a token does
 
@@ -329,7 +340,7 @@ def completions_data(
 
 
 def _row(completion: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
-    """A completion for JSON. Words that are new are added to `words`, under the next number."""
+    """A completion for JSON. A new word is added to `words` under the next number."""
     row: dict[str, Any] = {
         "run": completion.run,
         "step": completion.step,
@@ -354,25 +365,31 @@ def _row(completion: Completion, words: dict[str, int], longest: int) -> dict[st
     p = np.asarray(completion.train_probs, float)
     q = np.asarray(completion.rollout_probs, float)
     sampled = np.isfinite(p) & np.isfinite(q)
-    mean = float(np.abs(p - q)[sampled].mean()) if sampled.any() else None
+    mean = None
+    if sampled.any():
+        mean = float(np.abs(p - q)[sampled].mean())
     tokens = completion.tokens[:longest]
 
-    def numbered(word: str) -> int:
+    def word_number(word: str) -> int:
         return words.setdefault(word, len(words))
 
     row |= {
         "discrepancy": _finite(mean),
         "length": len(completion.tokens),
         "more": len(completion.tokens) - len(tokens),
-        "tokens": [numbered(word) for word in tokens],
+        "tokens": list(map(word_number, tokens)),
         "p": _in_units(p[:longest], sampled[:longest]),
         "q": _in_units(q[:longest], sampled[:longest]),
     }
     if completion.top is not None:
-        row["top"] = [
-            [(numbered(word), round(_UNIT * p), round(_UNIT * q)) for word, p, q in state]
-            for state in completion.top[:longest]
-        ]
+        row["top"] = []
+        for state in completion.top[:longest]:
+            row["top"].append(
+                [
+                    (word_number(word), round(_UNIT * train), round(_UNIT * rollout))
+                    for word, train, rollout in state
+                ]
+            )
     return row
 
 
@@ -386,6 +403,7 @@ def _without_middle(prompt: str) -> str:
 
 
 def _in_units(probabilities: np.ndarray, sampled: np.ndarray) -> list[int | None]:
+    """Probabilities in whole units for JSON, None where no token was sampled."""
     units: list[int | None] = []
     for probability, is_sampled in zip(probabilities.tolist(), sampled, strict=True):
         units.append(round(_UNIT * probability) if is_sampled else None)
@@ -393,4 +411,6 @@ def _in_units(probabilities: np.ndarray, sampled: np.ndarray) -> list[int | None
 
 
 def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}")

@@ -81,11 +81,17 @@ def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> 
     recorded_panels = [panel for panel in panels(runs) if _recorded(runs, panel.names)]
     if not recorded_panels:
         return None
-    columns = min(len(recorded_panels), 2 if len(recorded_panels) <= 6 else 4)
+    # Inches. Figures of many panels are wider, a single row is higher.
+    columns = min(len(recorded_panels), 2)
+    width = 10.8
+    if len(recorded_panels) > 6:
+        columns = 4
+        width = 14.4
     rows = -(-len(recorded_panels) // columns)
+    height = 3.7 if rows == 1 else 2.9 * rows
     figure, all_axes = make_figure(
-        width=14.4 if columns == 4 else 10.8,
-        height=0.5 + (3.7 if rows == 1 else 2.9 * rows),
+        width=width,
+        height=0.5 + height,
         title=title,
         rows=rows,
         columns=columns,
@@ -123,7 +129,9 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
                 color = run_index
                 line = color // len(COLORS) + name_index
             else:
-                text = short(name) if several else panel.label or label
+                text = panel.label or label
+                if several:
+                    text = short(name)
                 color = name_index
                 line = color // len(COLORS)
             curve = functools.partial(
@@ -134,7 +142,9 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
             if panel.smoothed and len(steps) > _SMOOTH_ABOVE:
                 curve(steps, values, linewidth=0.8, alpha=0.3)
                 values = smooth(values, len(steps) // 20 | 1)
-            marker = panel.marker or ("o" if len(steps) == 1 else None)
+            marker = panel.marker
+            if marker is None and len(steps) == 1:
+                marker = "o"
             curve(steps, values, linewidth=1.8, label=text, marker=marker, markersize=5, zorder=3)
 
 
@@ -156,11 +166,12 @@ def _finish(axes: Axes, panel: Panel, last_step: int, *, legend: bool) -> None:
     # A constant curve gets a fixed scale, so that rounding is not magnified.
     if not high - low > 1e-12 * max(abs(low), abs(high)):
         room = max(0.5 * abs(high), 1e-3)
-    bottom = 0.0 if panel.from_zero and not low else low - room
+    bottom = low - room
+    if panel.from_zero and low == 0:
+        bottom = 0.0
     axes.set_ylim(bottom, high + room)
-    axes.yaxis.set_major_formatter(
-        PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}")
-    )
+    formatter = PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}")
+    axes.yaxis.set_major_formatter(formatter)
 
 
 def _draw_budget(axes: Axes, runs: Runs) -> None:
@@ -212,7 +223,7 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
                 left=start,
                 height=0.6,
                 color=_color(STEP_PHASES.index(phase)),
-                label=phase if row == 0 else None,
+                label=phase if row == 0 else None,  # once in the legend
             )
             start += seconds
         axes.text(start, row, f"  {start:.3g} s", va="center", fontsize=9, color=INK)
@@ -258,16 +269,17 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
     for name in sorted(set().union(*runs.values())):
         if not name.startswith("eval/"):
             continue
-        share = all(
+        is_share = all(
             form_of_score(name, series[name][1], series) is percent
             for series in runs.values()
             if name in series
         )
+        unit = "" if is_share else "mean reward"
         yield Panel(
             heading=name.removeprefix("eval/").replace("/", " "),
-            unit="" if share else "mean reward",
+            unit=unit,
             names=(name,),
-            percent=share,
+            percent=is_share,
             smoothed=False,
             marker="o",
         )

@@ -155,8 +155,8 @@ class Progress(Activity):
         fields = self._fields()
         text = "\n".join(textwrap.wrap("  ".join(fields), columns))
         if "(c " in fields[1]:
-            over = self._values[bounded_metric(self._values)] > self._values["dual/tolerance"]
-            color = _RED if over else _GREEN
+            is_over = self._values[bounded_metric(self._values)] > self._values["dual/tolerance"]
+            color = _RED if is_over else _GREEN
             text = text.replace(fields[1], f"{color}{fields[1]}{_PLAIN}")
         return [
             f"{head}{bar:{room}}{tail}",

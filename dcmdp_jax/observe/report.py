@@ -186,6 +186,7 @@ def report_content(runs: Runs) -> dict[str, Any]:
         runs: one or more; several are compared.
     """
     several = len(runs) > 1
+    origin = [] if several else list(provenance(runs[0]).values())
     verdicts = []
     problems = []
     for run in runs:
@@ -196,7 +197,7 @@ def report_content(runs: Runs) -> dict[str, Any]:
         "title": " / ".join(run.label for run in runs),
         "labels": [run.label for run in runs],
         "verdicts": verdicts,
-        "provenance": [] if several else list(provenance(runs[0]).values()),
+        "provenance": origin,
         "facts": facts(runs[0]),
         "comparison": _comparison(runs),
         "problems": problems,
@@ -252,7 +253,7 @@ def _held_out(runs: Runs) -> list[tuple[str, list[str], list[jsonl.Record]]]:
 
 
 def _settings(runs: Runs) -> dict[str, Any]:
-    """Every setting; first the ones that differ between runs."""
+    """Every setting, those that differ between runs first."""
     columns = []
     for run in runs:
         texts = {key: json.dumps(value, ensure_ascii=False) for key, value in run.config.items()}
@@ -281,23 +282,25 @@ def _metrics(runs: Runs) -> dict[str, Any]:
             finite = np.where(np.isfinite(values), values, np.nan)
             row_values = [values[0], values[-1], np.fmin.reduce(finite), np.fmax.reduce(finite)]
         else:
-            row_values = [
-                run.series[name][1][-1] if name in run.series else math.nan for run in runs
-            ]
+            row_values = []
+            for run in runs:
+                value = math.nan
+                if name in run.series:
+                    value = run.series[name][1][-1]
+                row_values.append(value)
         metric = metric_names.metric_of(name)
         write = number
         unit = metric.unit
         if metric.unit == "fraction":
             write = percent
             unit = "share"
-        rows.append(
-            [name, *(write(float(value)) for value in row_values), unit, metric.description]
-        )
+        cells = [write(float(value)) for value in row_values]
+        rows.append([name, *cells, unit, metric.description])
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 
 def facts(run: RecordedRun) -> list[Fact]:
-    """The facts of a run, in the order to show them; what it did not record has none."""
+    """The facts that a run recorded, in the order to show them."""
     series = run.series
     run_facts = [Fact("Training steps", str(_steps(series)))]
     run_facts += [*_score_facts(series), *_mismatch_facts(series)]
@@ -305,9 +308,11 @@ def facts(run: RecordedRun) -> list[Fact]:
     speeds = finite_values(series, "throughput/tokens_per_second")
     if len(speeds):
         seconds = finite_values(series, "time/total")
-        total = duration(seconds.sum() if len(seconds) else math.nan)
+        total = math.nan
+        if len(seconds):
+            total = seconds.sum()
         speed = f"{number(_median(speeds), ',.0f')} tokens/s"
-        details = f"median step; {total} in training steps"
+        details = f"median step; {duration(total)} in training steps"
         run_facts.append(Fact("Throughput", speed, details=details))
     run_facts += [fact for fact in (overlap(series), legs(series)) if fact]
     return [*run_facts, *_replica_facts(run), *_setting_facts(run.config)]
@@ -359,10 +364,9 @@ def _mismatch_facts(series: Series) -> Iterator[Fact]:
 
 def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
     for replica, nodes in sorted(run.nodes.items()):
-        tokens, seconds, restarts = (
-            finite_values(run.series, f"replica/{replica}/{measure}").sum()
-            for measure in ("tokens", "seconds", "restarts")
-        )
+        tokens = finite_values(run.series, f"replica/{replica}/tokens").sum()
+        seconds = finite_values(run.series, f"replica/{replica}/seconds").sum()
+        restarts = finite_values(run.series, f"replica/{replica}/restarts").sum()
         yield Fact(
             f"Replica {replica}",
             f"{number(tokens, ',.0f')} tokens",
@@ -393,7 +397,8 @@ def verdict(run: RecordedRun) -> str:
     """One sentence on what happened in a run."""
     config = run.config
     supervised = _supervised(config)
-    subject = f"{_steps(run.series)} {'supervised' if supervised else 'training'} steps"
+    kind = "supervised" if supervised else "training"
+    subject = f"{_steps(run.series)} {kind} steps"
     if config.get("model.path"):
         subject += f" of {config['model.path']}"
         if not supervised:
@@ -404,7 +409,8 @@ def verdict(run: RecordedRun) -> str:
     scores = _scores(run.series)
     rewards = finite_values(run.series, "reward/mean")
     if scores:
-        first, last = (_score_at(run, scores[0], end) for end in (0, -1))
+        first = _score_at(run, scores[0], 0)
+        last = _score_at(run, scores[0], -1)
         clauses.append(f"held-out {scores[0].name} went from {first} to {last}")
     elif len(rewards):
         first, last, _ = _ends(rewards)
@@ -414,7 +420,9 @@ def verdict(run: RecordedRun) -> str:
         story += "; lambda began at its cap"
     if story:
         clauses.append(story)
-    return f"{subject}: {'; '.join(clauses)}." if clauses else f"{subject}."
+    if clauses:
+        subject += f": {'; '.join(clauses)}"
+    return f"{subject}."
 
 
 def provenance(run: RecordedRun) -> dict[str, str]:
@@ -455,9 +463,9 @@ def describe_multiplier(series: Series) -> str:
     clauses = []
 
     if len(multiplier):
-        first, last, peak = (
-            number(value) for value in (multiplier[0], multiplier[-1], multiplier.max())
-        )
+        first = number(multiplier[0])
+        last = number(multiplier[-1])
+        peak = number(multiplier.max())
         if multiplier.min() == multiplier.max():
             clauses.append(f"lambda stayed at {first}")
         else:
@@ -502,14 +510,13 @@ def legs(series: Series) -> Fact | None:
     """Describe where the gap to the engine was, when last measured; None where it was not."""
     if "mismatch/leg_decoding_share" not in series:
         return None
-    share, decoding, one_pass = (
-        float(series[f"mismatch/leg_{name}"][1][-1])
-        for name in ("decoding_share", "decoding", "one_pass")
-    )
+    steps, shares = series["mismatch/leg_decoding_share"]
+    decoding = float(series["mismatch/leg_decoding"][1][-1])
+    one_pass = float(series["mismatch/leg_one_pass"][1][-1])
     return Fact(
         "Where the gap is",
-        f"{percent(share)} while the engine decodes",
-        details=f"step {series['mismatch/leg_decoding_share'][0][-1]}: mean |dp| "
+        f"{percent(float(shares[-1]))} while the engine decodes",
+        details=f"step {steps[-1]}: mean |dp| "
         f"{number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from "
         "there to the trainer",
     )
@@ -568,11 +575,15 @@ def _ends(values: np.ndarray) -> tuple[float, float, str]:
 
 
 def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else math.nan
+    if not len(values):
+        return math.nan
+    return float(values.mean())
 
 
 def _median(values: np.ndarray) -> float:
-    return np.median(values) if len(values) else math.nan
+    if not len(values):
+        return math.nan
+    return np.median(values)
 
 
 def _over_budget(series: Series) -> np.ndarray:
@@ -593,7 +604,9 @@ def _steps_at_cap(series: Series) -> int:
     if not 0 < len(over) <= len(multiplier) or multiplier.min() == multiplier.max():
         return 0
     capped = (multiplier[-len(over) :] == multiplier.max()) & over
-    return len(capped) if capped.all() else int(np.argmin(capped[::-1]))
+    if capped.all():
+        return len(capped)
+    return int(np.argmin(capped[::-1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

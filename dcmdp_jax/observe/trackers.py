@@ -19,7 +19,7 @@ _OFFLINE = {
     "wandb": "log in, or set WANDB_MODE=offline",
     "trackio": "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL",
 }
-_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "source", "discrepancy_mean")
+_COLUMNS = ("prompt", "completion", "answer", "reward", "source", "discrepancy_mean")
 
 
 def require_tracker(kind: str, project: str) -> None:
@@ -89,11 +89,11 @@ class Tracker:
     def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Log sample completions as a table."""
         if records:
-            rows = [
-                [_cell(step if name == "step" else record.get(name)) for name in _COLUMNS]
-                for record in records
-            ]
-            self.write(step, {"samples": self._package.Table(columns=list(_COLUMNS), data=rows)})
+            rows = []
+            for record in records:
+                rows.append([step, *(_cell(record.get(name)) for name in _COLUMNS)])
+            table = self._package.Table(columns=["step", *_COLUMNS], data=rows)
+            self.write(step, {"samples": table})
 
     def close(self) -> None:
         """Finish the run there."""
