@@ -32,9 +32,11 @@ _run_dir: Path | None = None
 
 
 def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
-    """A question for the name that is nearest to an unknown word; else other advice."""
+    """A hint that names what is nearest to an unknown word, or other advice if nothing is near."""
     near = difflib.get_close_matches(word, list(names), n=1)
-    return f"did you mean {near[0]}?" if near else otherwise
+    if not near:
+        return otherwise
+    return f"did you mean {near[0]}?"
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse as argparse does; UserError in one line for an unknown argument."""
+        """Parse as argparse does, but raise a one-line UserError for an unknown argument."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             hint = nearest(unknown[0].partition("=")[0], self.flags(), "see --help")
@@ -191,12 +193,16 @@ def _fail(error: Exception, debug: bool) -> int:
             hints.insert(0, "unexpected")
     if hints:
         line += f" ({'; '.join(hints)})"
-    print(f"{text if debug else ''}error: {line}", file=sys.stderr)
-    return _EXPECTED if expected else _UNEXPECTED
+    if not debug:
+        text = ""
+    print(f"{text}error: {line}", file=sys.stderr)
+    if expected:
+        return _EXPECTED
+    return _UNEXPECTED
 
 
 def _append_to_log(event: str, text: str) -> Path | None:
-    """Append to the run's error.log; its path, or None if there is none or it can't be written."""
+    """Append to the run's error.log. Return its path, or None if no run has one that can be written."""
     if _run_dir is None:
         return None
     path = _run_dir / ERROR_LOG
@@ -284,7 +290,10 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         try:
-            value = float(text if text.isascii() and "_" not in text else "")
+            # float() also takes the digits of other scripts, and underscores.
+            if not text.isascii() or "_" in text:
+                raise ValueError
+            value = float(text)
         except ValueError:
             raise ArgumentTypeError(f"got {shorten(text)}, must be a number") from None
         # NaN compares as false.

@@ -79,7 +79,9 @@ def main(argv: list[str]) -> None:
 
     saved = saved_model.find_model(arguments.model, arguments.step)
     of_a_run = saved.run_dir is not None
+    origin = "paper"
     if of_a_run:
+        origin = "run"
         cli.keep_tracebacks_in(saved.run_dir)
     changes = evaluation_setup.asked_settings(overrides, of_a_run=of_a_run)
     config = load.for_sampling(saved.settings, changes)
@@ -114,7 +116,7 @@ def main(argv: list[str]) -> None:
     print(
         f"at most {config.rollout.max_completion_tokens} tokens, temperature "
         f"{config.evaluation.temperature:g}, top_p {top_p:g}, top_k {config.rollout.top_k}: the "
-        f"{'run' if of_a_run else 'paper'}'s where they are not given"
+        f"{origin}'s where they are not given"
     )
     dropped = []
     for held_out_task, prompts in task.held_out:

@@ -118,7 +118,7 @@ def load_config(location: str, overrides: Mapping[str, Any] = MappingProxyType({
 def load_values(
     location: str, overrides: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Run a config file and change single settings; nested, without any check.
+    """Run a config file, change single settings, and return all by section, without any check.
 
     Args:
         location, overrides: see `load_config`.
@@ -149,7 +149,7 @@ def parse_settings(
             setting among them, and see `split_overrides`.
     """
     overrides, arguments = split_overrides(words)
-    # What a setting may be called for short: its last name, where no other has it.
+    # The short name of a setting: its last name, where no other setting has it.
     settings: dict[str, str] = {}
     last_names = [name.rpartition(".")[2] for name in setting_names()]
     for last_name, name in zip(last_names, setting_names(), strict=True):
@@ -294,8 +294,12 @@ def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
     here = Path("configs")
     with contextlib.suppress(OSError):  # a name that is too long
         if path.is_file():
-            around = [parent for parent in path.resolve().parents if parent.name == "configs"]
-            return path, [*around[:1], here.resolve(), PRESETS]
+            directories = [here.resolve(), PRESETS]
+            for parent in path.resolve().parents:
+                if parent.name == "configs":
+                    directories.insert(0, parent)
+                    break
+            return path, directories
 
     files = list(map(str, _programs(here / folder)))
     hint = nearest(path.stem, presets, f"there are {', '.join(files or presets)}")

@@ -103,13 +103,13 @@ def main(argv: list[str]) -> None:
         title, pair = _measure_recording(arguments)
         pairs = [pair]
     else:
-        session, first = open_session(arguments, overrides)
+        session, sampling_specs = open_session(arguments, overrides)
         title = f"Mismatch of engines on {session.run.saved.name}"
 
         def keep(pairs: list[Measured]) -> None:
             page.write_json(title, conclude(pairs), arguments.out, finished=False)
 
-        pairs = probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
+        pairs = probe_pairs(dataclasses.replace(session, keep=keep), sampling_specs, arguments.b)
 
     analyses = conclude(pairs)
     print(page.table(analyses))
@@ -231,40 +231,44 @@ def _engine(text: str) -> ProbeSpec:
 def open_session(
     arguments: argparse.Namespace, overrides: Mapping[str, Any]
 ) -> tuple[Session, list[ProbeSpec]]:
-    """Read the probed model and its problems; the session, and the engines that sample.
+    """Read the probed model and its problems.
 
     Args:
         arguments: as added by `add_engines`, and `no_rescoring`.
         overrides: settings on top of the run's own.
 
+    Returns:
+        The session, and the engines that sample.
+
     Raises:
         UserError: in one line, naming the argument.
     """
-    first = arguments.a or []
-    check_specs(first, arguments.b)
+    sampling_specs = arguments.a or []
+    check_specs(sampling_specs, arguments.b)
     if arguments.config:
         base = load_config(arguments.config)
-        of_a_run = True
+        has_run_settings = True
     else:
         saved = find_model(arguments.model)
         base = saved.settings
-        of_a_run = saved.run_dir is not None
+        has_run_settings = saved.run_dir is not None
 
     config_values = dict(_PROBES_OWN)
-    if not of_a_run:
+    if not has_run_settings:
         config_values |= _WITHOUT_A_RUN
-    if first:
-        config_values |= _engine_values([*first, arguments.b], base.rollout, overrides)
-    elif not of_a_run and "rollout.engine" not in overrides:
+    if sampling_specs:
+        config_values |= _engine_values([*sampling_specs, arguments.b], base.rollout, overrides)
+    elif not has_run_settings and "rollout.engine" not in overrides:
         raise UserError(
             "--a is missing: name the engine that samples, for example --a=local:fp8 or "
             "--a=vllm:bfloat16"
         )
     config = for_sampling(base, config_values | dict(overrides))
     rollout = config.rollout
-    if not first:
-        first = [_spec_of(rollout)]
-        check_specs(first, arguments.b)
+    if not sampling_specs:
+        sampling_specs = [_spec_of(rollout)]
+        check_specs(sampling_specs, arguments.b)
+    # The model of a config file is known only now: --config.model.path may replace it.
     if arguments.config:
         saved = _probed_model(config)
     if not config.task.train:
@@ -272,27 +276,27 @@ def open_session(
             "config.task.train: empty; --config.task.train=TASK names a file, arithmetic:... or a "
             "Hub name"
         )
-    _reserve_device_shares(first, arguments.b, rollout)
+    _reserve_device_shares(sampling_specs, arguments.b, rollout)
 
     run = Policy.of(saved, config)
     session = Session(
         run=run,
         problems=load_problems(config.task.train, limit=arguments.prompts, answers="unused"),
         sampling=dataclasses.replace(run.sampling, top_p=arguments.top_p),
-        # What is sampled greedily has its log-probs at 1.
+        # A greedy engine (temperature 0) gives log-probs at temperature 1.
         score_temperature=rollout.temperature or 1.0,
         earlier=[find_model(path) for path in arguments.earlier],
         load=functools.cache(lambda path: Policy.of(find_model(path), config)),
         rescore=not arguments.no_rescoring,
         show=functools.partial(print, file=sys.stderr, flush=True),
     )
-    return session, first
+    return session, sampling_specs
 
 
 def _engine_values(
     specs: list[ProbeSpec], rollout: RolloutSettings, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Settings of the engine that rollout.engine_args belong to: the first one named by path."""
+    """Settings of the first engine that is named by path: rollout.engine_args belong to it."""
     for name in _BY_ENGINE:
         if name in overrides:
             raise UserError(
@@ -332,12 +336,19 @@ def _probed_model(config: Config) -> SavedModel:
 
 
 def _reserve_device_shares(
-    first: list[ProbeSpec], second: ProbeSpec, rollout: RolloutSettings
+    sampling_specs: list[ProbeSpec], scoring_spec: ProbeSpec, rollout: RolloutSettings
 ) -> None:
-    """Leave room on the devices for each kind of engine: one of `first` at a time, and `second`."""
-    by_record = {spec.record: spec for spec in (*first, second) if spec.record}
+    """Leave room on the devices for each kind of engine: one that samples, and the one that scores.
+
+    Engines that sample run one after the other.
+    """
+    by_record = {spec.record: spec for spec in (*sampling_specs, scoring_spec) if spec.record}
     for record, spec in by_record.items():
-        count = any(spec.record is record for spec in first) + (second.record is record)
+        count = 0
+        if any(spec.record is record for spec in sampling_specs):
+            count += 1
+        if scoring_spec.record is record:
+            count += 1
         record.reserve_device_share(settings_of(settings_for(spec, rollout), record), count)
 
 
@@ -377,7 +388,10 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
-    """Read what the arguments name; a title and the pair.
+    """Read and measure what the arguments name.
+
+    Returns:
+        A title, and the measured pair.
 
     Raises:
         UserError: in one line, what is wrong with the arguments or the recording.
@@ -397,7 +411,7 @@ def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
 
 
 def _by_format(arguments: argparse.Namespace) -> Measured:
-    """The pair of a recording that a known framework, or a run of ours, wrote."""
+    """Measure a recording of a known framework or of one of our runs."""
     paths = arguments.recording
     left_out = LeftOut()
     files = find_files(paths, left_out)
@@ -418,7 +432,8 @@ def _by_format(arguments: argparse.Namespace) -> Measured:
         engine = _spec_of(config.rollout)
         costs = engine.costs
         if _FLOOR in metrics:
-            floors[str(engine)] = float(metrics[_FLOOR][1][-1])
+            _, floor_values = metrics[_FLOOR]
+            floors[str(engine)] = float(floor_values[-1])
     recording = read_run(
         files,
         left_out,
@@ -428,9 +443,13 @@ def _by_format(arguments: argparse.Namespace) -> Measured:
         metrics=metrics,
     )
 
+    path = paths[0] if len(paths) == 1 else f"{len(paths)} paths"
+    name = framework
+    if len(files) == 1:
+        name += f" {files[0].path.stem}"
     known_format = format_of(framework)
     source = {
-        "recording": paths[0] if len(paths) == 1 else f"{len(paths)} paths",
+        "recording": path,
         "format": f"{framework} ({known_format.writer})",
         "training stack": known_format.columns.train,
         "engine": known_format.columns.rollout,
@@ -438,7 +457,7 @@ def _by_format(arguments: argparse.Namespace) -> Measured:
         **_counts(recording, left_out),
     }
     return Measured(
-        name=framework if len(files) > 1 else f"{framework} {files[0].path.stem}",
+        name=name,
         source=source,
         pairs=recording.pairs,
         text=_text(arguments.tokenizer),
@@ -451,14 +470,18 @@ def _by_format(arguments: argparse.Namespace) -> Measured:
 
 def _own_run(files: list[RecordedFile]) -> Path | None:
     """The run directory of a recording of ours, if its metrics are there."""
+    if files[0].framework != "dcmdp":
+        return None
     run = files[0].path.parent.parent
-    of_one_run = all(file.path.parent.parent == run for file in files)
-    has_metrics = all((run / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
-    return run if files[0].framework == "dcmdp" and of_one_run and has_metrics else None
+    if any(file.path.parent.parent != run for file in files):
+        return None
+    if not (run / METRICS_FILE).is_file() or not (run / CONFIG_FILE).is_file():
+        return None
+    return run
 
 
 def _by_columns(arguments: argparse.Namespace, names: dict[str, str]) -> Measured:
-    """The pair of two columns of any file."""
+    """Measure two columns of any file."""
     paths = arguments.recording
     for option, content in (
         ("token", "token ids"),
@@ -499,4 +522,6 @@ def _counts(recording: Recording, left_out: LeftOut) -> dict[str, str]:
 
 
 def _text(tokenizer: str | None) -> Callable[[int], str] | None:
-    return None if tokenizer is None else token_text(load_tokenizer(tokenizer))
+    if tokenizer is None:
+        return None
+    return token_text(load_tokenizer(tokenizer))

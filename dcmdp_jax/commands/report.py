@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv[1:])
 
     run_dirs = arguments.run_dirs
-    out_dir = arguments.out or Path(run_dirs[0] if len(run_dirs) == 1 else "report")
+    default_dir = run_dirs[0] if len(run_dirs) == 1 else "report"
+    out_dir = arguments.out or Path(default_dir)
     report = write_report(run_dirs, out_dir)
     print(f"wrote {report} and {out_dir / PLOTS_DIRECTORY}/*.png")

@@ -85,7 +85,7 @@ def _silent(line: str) -> None:
 
 
 def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
-    """Each process of a run on several hosts calls this; the first one speaks."""
+    """Train. Each process of a run on several hosts calls this; the first one prints."""
     if config.supervised:
         config = load.for_supervision(config)
     stopped = None

@@ -38,7 +38,9 @@ def main(argv: list[str]) -> None:
     runs = [path for path in paths if (path / jsonl.METRICS_FILE).is_file()]
     if runs and len(runs) < len(paths):
         raise UserError("PATH: run directories and recordings in one call; give one kind")
-    out = arguments.out or (runs[0] if len(runs) == 1 else Path("view"))
+    out = arguments.out
+    if out is None:
+        out = runs[0] if len(runs) == 1 else Path("view")
     if out.suffix == ".html":
         raise UserError(
             f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it"
@@ -98,8 +100,9 @@ def _parser() -> Parser:
 
 def _evaluations_in(path: Path) -> list[Path]:
     """The lines of the evaluations in a directory that holds nothing else to look at."""
-    is_run = any((path / name).exists() for name in (jsonl.METRICS_FILE, jsonl.ROLLOUTS_DIRECTORY))
-    return [] if is_run else sorted(path.glob(f"*{_EVALUATION}"))
+    if (path / jsonl.METRICS_FILE).exists() or (path / jsonl.ROLLOUTS_DIRECTORY).exists():
+        return []
+    return sorted(path.glob(f"*{_EVALUATION}"))
 
 
 def _of_run(path: Path, label: str | None, tokenizer: str | None) -> Iterator[Completion]:
@@ -203,16 +206,23 @@ def _prompt(cells: dict[str, Any], decode: Callable[[tuple[int, ...]], str]) -> 
     number = cells.get("prompt_id")
     if ids is not None:
         return decode(tuple(np.asarray(ids).tolist()))
-    return "" if number is None else f"problem {number}"
+    if number is None:
+        return ""
+    return f"problem {number}"
 
 
 def _top_tokens(
-    word: Callable[[int], str], ids: np.ndarray, *logprobs: np.ndarray
+    word: Callable[[int], str],
+    ids: np.ndarray,
+    train_logprobs: np.ndarray,
+    rollout_logprobs: np.ndarray,
 ) -> list[tuple[str, float, float]]:
     """Text, p and q of the first of the engine's top-k tokens in a state."""
     count = min(MOST_LISTED, int((ids >= 0).sum()))
-    words = map(word, ids[:count].tolist())
-    return list(zip(words, *(np.exp(x[:count]).tolist() for x in logprobs), strict=True))
+    texts = map(word, ids[:count].tolist())
+    p = np.exp(train_logprobs[:count]).tolist()
+    q = np.exp(rollout_logprobs[:count]).tolist()
+    return list(zip(texts, p, q, strict=True))
 
 
 def _even_share(completions: Iterator[Completion], limit: int) -> list[Completion]:
@@ -229,22 +239,29 @@ def _even_share(completions: Iterator[Completion], limit: int) -> list[Completio
 
 
 def _advantage(cells: dict[str, Any]) -> float | None:
-    """A completion's advantage; the mean over tokens where each has one.
+    """A completion's advantage: where each token has one, their mean.
 
-    Without the 0 of prompt and padding.
+    Zeros are left out, as prompt and padding have them, unless all are 0.
     """
     cell = cells.get("advantage", cells.get("advantages"))
     if not isinstance(cell, list | np.ndarray):
         return _number(cell)
     values = [number for number in map(_number, cell) if number is not None]
-    return float(np.mean([value for value in values if value] or values)) if values else None
+    if not values:
+        return None
+    nonzero = [value for value in values if value]
+    return float(np.mean(nonzero or values))
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+    if value is None:
+        return ""
+    return str(value)
 
 
 def _number(value: Any) -> float | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    return float(value) if isinstance(value, int | float | np.number) else None
+    if not isinstance(value, int | float | np.number):
+        return None
+    return float(value)
