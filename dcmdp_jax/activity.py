@@ -208,7 +208,7 @@ _starting = Activity("starting")
 
 
 def register(doing: Activity) -> bool:
-    """Have an activity shown until `end`; whether it is: another thread's is not."""
+    """Have an activity shown until `end`. Return whether it is: another thread's is not."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if os.environ.get("DCMDP_ACTIVITY") == "off":

@@ -16,11 +16,13 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
     Raises:
         OSError: naming the file, if it can't be written.
     """
+    if isinstance(content, str):
+        content = content.encode()
     path = Path(path)
     partial = path.with_name(f".{path.name}.new")
     try:
         with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

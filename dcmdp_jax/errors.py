@@ -68,7 +68,9 @@ def shorten(value: object) -> str:
     """
     if not isinstance(value, str | bytes):
         text = _REPR.repr(value)
-        return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
+        if len(text) > _QUOTED:
+            text = f"{text[:_QUOTED]}..."
+        return text
     if len(value) <= _QUOTED:
         return repr(value)
     unit = "characters" if isinstance(value, str) else "bytes"
@@ -78,7 +80,9 @@ def shorten(value: object) -> str:
 def shorten_name(name: str) -> str:
     """A name from a file as it is, without quotes; cut like `shorten`, to 160 characters."""
     limit = 2 * _QUOTED
-    return name if len(name) <= limit else f"{name[:limit]}... ({len(name):,} characters)"
+    if len(name) <= limit:
+        return name
+    return f"{name[:limit]}... ({len(name):,} characters)"
 
 
 def suggestion(name: str, allowed: Collection[str]) -> str:

@@ -63,8 +63,12 @@ class Declared:
         """Least and largest value, of each element of a tuple."""
         largest = _WEEK_S if self.about.unit == "seconds" else INT32_MAX
         low = self.about.minimum
+        if low is None:
+            low = -largest
         high = self.about.maximum
-        return -largest if low is None else low, largest if high is None else high
+        if high is None:
+            high = largest
+        return low, high
 
 
 def setting(default: Any, doc: str = "", **about: Any) -> Any:
@@ -176,7 +180,9 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is float and _is_number(value, int):
-        value = float(value) if abs(value) <= sys.float_info.max else math.copysign(math.inf, value)
+        if abs(value) > sys.float_info.max:
+            value = math.copysign(math.inf, value)
+        value = float(value)
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"config.{dotted}: got {shorten(value)}, must be a finite number")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
@@ -233,13 +239,16 @@ def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
 def check_range(declaration: Declared, value: Any, name: str) -> None:
     """Refuse a number, or one of a tuple's, outside the bounds of its setting."""
     low, high = declaration.bounds()
-    for number in value if isinstance(value, tuple) else (value,):
+    if not isinstance(value, tuple):
+        value = (value,)
+    for number in value:
         if not isinstance(number, int | float) or low <= number <= high:
             continue
         bound = f"at most {high}"
         if number < low:
-            reason = declaration.about.why
-            bound = f"at least {low} ({reason})" if reason else f"at least {low}"
+            bound = f"at least {low}"
+            if declaration.about.why:
+                bound += f" ({declaration.about.why})"
         raise UserError(f"config.{name}: got {number}, must be {bound}")
 
 

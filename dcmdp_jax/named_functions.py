@@ -53,7 +53,10 @@ class Call:
             return self.function
         texts = []
         for name, value in self.parameters.items():
-            texts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+            text = str(value)
+            if isinstance(value, bool):
+                text = text.lower()
+            texts.append(f"{name}={text}")
         return f"{self.function}({','.join(texts)})"
 
 
@@ -93,13 +96,15 @@ def parse_calls(text: str, built_in: Functions = MappingProxyType({})) -> list[C
 
 def _parse_parameters(function: str, text: str, built_in: Functions) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
-    for word in text.split(",") if text.strip() else []:
+    if not text.strip():
+        return parameters
+    for word in text.split(","):
         name, equals, value = (piece.strip() for piece in word.partition("="))
         try:
             # float() takes the digits of every script.
             if not (equals and name.isidentifier() and word.isascii()) or name in parameters:
                 raise ValueError
-            parameters[name] = _WORDS[value] if value in _WORDS else _number_or_word(value)
+            parameters[name] = _parse_value(value)
         except ValueError:
             hint = "parameters are name=number (or true, false, a word), each once"
             if function in built_in:
@@ -130,8 +135,13 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     ]
 
 
-def _number_or_word(text: str) -> float | str:
-    return text if text.isidentifier() and text.lower() not in _NUMBERS else float(text)
+def _parse_value(text: str) -> Parameter:
+    """The value that a text writes; ValueError for one that is no number and no word."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if text.isidentifier() and text.lower() not in _NUMBERS:
+        return text
+    return float(text)
 
 
 def check_call(call: Call, built_in: Functions) -> None:

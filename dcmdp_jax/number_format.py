@@ -10,13 +10,17 @@ def number(value: float, form: str = "") -> str:
         return "-"
     if form:
         return format(value, form)
-    is_whole = math.isfinite(value) and value == round(value)
-    return f"{value:.0f}" if is_whole and abs(value) < 1e9 else f"{value:.4g}"
+    if abs(value) < 1e9 and value == round(value):
+        return f"{value:.0f}"
+    return f"{value:.4g}"
 
 
 def percent(fraction: float) -> str:
     """Format a fraction as 12.5%."""
-    return "-" if math.isnan(fraction) else f"{round(100 * fraction, 1) + 0.0:.1f}%"
+    if math.isnan(fraction):
+        return "-"
+    # + 0.0 turns -0.0 into 0.0.
+    return f"{round(100 * fraction, 1) + 0.0:.1f}%"
 
 
 def duration(seconds: float) -> str:
@@ -25,7 +29,9 @@ def duration(seconds: float) -> str:
         return "-"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    if not hours:
+        return f"{minutes}:{seconds:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def text_table(rows: Sequence[Sequence[str]], between: str = "  ") -> list[str]:

@@ -40,7 +40,7 @@ _open: list[str] = []
 
 
 def connect(address: str, **cluster_options: Any) -> None:
-    """Connect to the cluster at an address, or start one of this machine; again without effect.
+    """Connect to the cluster at an address, or start one of this machine, unless connected.
 
     Args:
         address: `rollout.vllm.address`.

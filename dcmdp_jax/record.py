@@ -96,11 +96,12 @@ class Recorder:
                 f"step is {step} and token_ids is {list(ids.shape)}: allowed are a step from 0 "
                 "and [N, T]"
             )
+        sampled = np.ones(ids.shape, bool) if mask is None else _array(mask) != 0
         tokens = {
             "token_ids": ids,
             "train_logprobs": _array(train_logprobs),
             "rollout_logprobs": _array(rollout_logprobs),
-            "mask": np.ones(ids.shape, bool) if mask is None else _array(mask) != 0,
+            "mask": sampled,
         }
         if entropies is not None:
             tokens["entropies"] = _array(entropies)
@@ -115,7 +116,6 @@ class Recorder:
             top_arrays = [_array(values) for values in top]
             self._check_top(top_arrays, ids.shape)
 
-        sampled = tokens["mask"]
         completions = {}
         for name, values in (
             ("advantage", advantages),
@@ -155,7 +155,8 @@ class Recorder:
             lines.append(json.dumps(record) + "\n")
         path = self._directory / f"step_{step}" / f"rank_{self._rank}.jsonl"
         os.makedirs(path.parent, exist_ok=True)
-        with path.open("a" if step in self._begun else "w", encoding="utf-8") as file:
+        mode = "a" if step in self._begun else "w"
+        with path.open(mode, encoding="utf-8") as file:
             file.writelines(lines)
         self._begun.add(step)
 
@@ -207,9 +208,8 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
     ids = array("ids", np.int32)
     rollout = np.cumsum(array("rollout", np.float16).astype(np.float64), axis=-1)
     train = rollout + array("train", np.float16)
-    train_logprobs, rollout_logprobs = (
-        np.where(ids >= 0, logprobs, 0).astype(np.float32) for logprobs in (train, rollout)
-    )
+    train_logprobs = np.where(ids >= 0, train, 0).astype(np.float32)
+    rollout_logprobs = np.where(ids >= 0, rollout, 0).astype(np.float32)
     return ids, train_logprobs, rollout_logprobs
 
 
@@ -336,10 +336,14 @@ def _array(values: Any, name: str = "") -> np.ndarray:
 def _plain(values: Any) -> Any:
     """JSON types; NaN is null. float32 is written with as many digits as give it back."""
     if not isinstance(values, np.ndarray | np.generic):
-        return values if isinstance(values, str | int) else str(values)
+        if isinstance(values, str | int):
+            return values
+        return str(values)
     if values.dtype.kind == "b":
         return values.astype(int).tolist()
     if values.dtype.kind != "f":
         return values.tolist()
-    short = [None if x != x else float(str(x)) for x in np.atleast_1d(values)]
-    return short if values.ndim else short[0]
+    plain = [None if x != x else float(str(x)) for x in np.atleast_1d(values)]
+    if not values.ndim:
+        return plain[0]
+    return plain

@@ -200,7 +200,9 @@ class AlgorithmSettings:
     @property
     def bounded_metric(self) -> str:
         """Name of the metric that c bounds."""
-        return "discrepancy/mean" if self.budget == "mean" else "discrepancy/spent"
+        if self.budget == "mean":
+            return "discrepancy/mean"
+        return "discrepancy/spent"
 
     @property
     def measured_steps(self) -> int:
@@ -226,7 +228,9 @@ class AlgorithmSettings:
     def state_penalty(self) -> str | None:
         """Name of the penalty in the loss, of the engine's top-k tokens; None without one."""
         name = self.calls("method")[0].function
-        return name if name in penalties.STATE_PENALTIES else None
+        if name not in penalties.STATE_PENALTIES:
+            return None
+        return name
 
     @property
     def differentiates_head(self) -> bool:
@@ -258,12 +262,13 @@ class AlgorithmSettings:
         loss = self._only_function("loss")
         if not self.calls("loss")[0].own:
             loss = functools.partial(loss, trust_region=trust_region)
+        centered = (tuple(single_tokens), tuple(whole_completions)) if self.centers else None
         return Remedies(
             penalty=penalty,
             corrections=tuple(corrections),
             trust_region=trust_region,
             loss=loss,
-            centered=(tuple(single_tokens), tuple(whole_completions)) if self.centers else None,
+            centered=centered,
         )
 
     def _only_function(self, name: str) -> Function:

@@ -148,7 +148,7 @@ def find_trainable(name: str) -> EngineKind:
 
 
 def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
-    """The engine's own settings: its section; of an engine by path `rollout.engine_args`.
+    """The engine's own settings: its section, or `rollout.engine_args` of an engine by path.
 
     Raises:
         UserError: in one line, for anything but an object, an unknown name, a wrong type or a value
@@ -391,6 +391,7 @@ def _task_rules(config: Config) -> Broken:
 
 
 def _step_rules(config: Config) -> Broken:
+    """The rules between the settings of training, algorithm, rollout and mesh."""
     yield from _adapter_rules(config)
     training = config.training
     algorithm = config.algorithm
@@ -423,15 +424,19 @@ def _step_rules(config: Config) -> Broken:
         yield "evaluation.task", "name a task or set evaluation.every_steps=0"
 
     if algorithm.differentiates_head and not rollout.top_logprobs:
-        name = "method" if algorithm.state_penalty else "corrections"
+        name = "algorithm.corrections"
+        if algorithm.state_penalty:
+            name = "algorithm.method"
         yield (
-            f"algorithm.{name}",
+            name,
             "needs the engine's top-k tokens; set rollout.top_logprobs=32 or more",
         )
     if rollout.cuts and rollout.top_logprobs < max(1, rollout.top_k):
-        name = "top_k" if rollout.top_k else "top_p"
+        name = "rollout.top_p"
+        if rollout.top_k:
+            name = "rollout.top_k"
         yield (
-            f"rollout.{name}",
+            name,
             "the trainer needs all tokens that it keeps; set rollout.top_logprobs to their number",
         )
     if not config.run_dir:
@@ -461,9 +466,10 @@ def _row_rules(config: Config) -> Broken:
 
 
 def _size_rules(config: Config) -> Broken:
-    """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
+    """Sizes that are in bounds one by one but not together. Python's integers do not overflow."""
     shape = config.model.architecture
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    # The 1 counts the router, generously: it has a row of hidden_size for each expert.
     width = max(shape.intermediate_size, shape.num_experts * (shape.moe_intermediate_size + 1))
     parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
@@ -473,16 +479,16 @@ def _size_rules(config: Config) -> Broken:
     training = config.training
     rollout = config.rollout
     tokens = config.max_total_tokens
-    warmup = config.warmup.batch_size if config.warmup.steps else 0
-    of_rows = "tokens of prompt and completion"
+    warmup_rows = config.warmup.batch_size if config.warmup.steps else 0
+    row_unit = "tokens of prompt and completion"
     for name, size, unit in (
         (
             "training.prompts_per_step",
             training.prompts_per_step * rollout.group_size * tokens,
-            f"{of_rows} with {rollout.group_size=}",
+            f"{row_unit} with {rollout.group_size=}",
         ),
-        ("rollout.max_rows", rollout.max_rows * tokens, of_rows),
-        ("warmup.batch_size", warmup * tokens, of_rows),
+        ("rollout.max_rows", rollout.max_rows * tokens, row_unit),
+        ("warmup.batch_size", warmup_rows * tokens, row_unit),
         ("training.steps", training.steps * config.mini_batches, "updates"),
     ):
         if size > INT32_MAX:
@@ -544,14 +550,16 @@ def _reward_rules(config: Config) -> Broken:
     weights = config.rewards.weights
     for name in names:
         module, _, function = name.rpartition(":")
+        is_path = module and function.isidentifier()
         is_teacher = name.startswith(TEACHER) and function
-        if name in BUILT_IN_REWARDS or module and (function.isidentifier() or is_teacher):
+        if name in BUILT_IN_REWARDS or is_path or is_teacher:
             continue
         allowed = (
             f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"
         )
         fault = f"allowed are {allowed}{suggestion(name, BUILT_IN_REWARDS)}"
         yield "rewards.functions", fault, name
+
     if len(set(names)) < len(names):
         yield "rewards.functions", "must name each once; raise its weight instead"
     if sum(name.startswith(TEACHER) for name in names) > 1:

@@ -119,4 +119,6 @@ def _allowed(setting: Declared) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}"
