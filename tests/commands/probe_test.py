@@ -226,6 +226,22 @@ def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, mo
     )
 
 
+def test_a_second_engine_that_can_not_run_here_is_named(model, tmp_path, capsys, monkeypatch):
+    build = engines.build
+
+    def refused(spec, *arguments, **options):
+        if spec.kind == "hf":
+            raise UserError("this processor has none")
+        return build(spec, *arguments, **options)
+
+    monkeypatch.setattr(engines, "build", refused)
+    engine_options = ("--a", "local:exact", "--b", "hf", "--out", tmp_path)
+    code, _, error = _run(capsys, "--model", model / "model", *_ASK, f"{_LIMIT}=8", *engine_options)
+    assert code == 2
+    # Without the second name the reason would be the first engine's.
+    assert "local:exact left out: hf:float32 did not start: this processor has none" in error
+
+
 def test_scoring_again_stops_at_the_change_that_explains_the_mismatch(model, tmp_path, capsys):
     arguments = (
         "--model",

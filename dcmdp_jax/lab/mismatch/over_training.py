@@ -135,7 +135,9 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
     recorded: dict[Path, RecordedFile] = {}
     for text in paths:
         files = _files_of(text)
-        newest = max(files, key=lambda path: path.stat().st_mtime) if len(files) > 1 else None
+        newest = None
+        if len(files) > 1:
+            newest = max(files, key=lambda path: path.stat().st_mtime)
         for path in files:
             try:
                 file = identify(path, left_out)
@@ -164,10 +166,15 @@ def _files_of(text: str) -> list[Path]:
             f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew "
             f"with its model by --model={text}, or record by observe.rollouts_every_steps"
         )
-    roots = [path] if path.exists() else sorted(map(Path, glob.glob(text, recursive=True)))
+    roots = [path]
+    if not path.exists():
+        roots = sorted(map(Path, glob.glob(text, recursive=True)))
     files = []
     for root in roots:
-        files += files_below(root) if root.is_dir() else [root]
+        if root.is_dir():
+            files += files_below(root)
+        else:
+            files.append(root)
     if not files and roots == [path]:
         raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
     if not files:
@@ -204,8 +211,9 @@ def read_run(
     _refuse_doubles(files)
     sample = RowSample(max_tokens)
     recorded = set()
-    ranks = collections.defaultdict(lambda: np.zeros(3))
-    sources = collections.defaultdict(lambda: np.zeros(3))
+    # Rows, tokens and sum of |p - q| of each rank, and of each source.
+    rank_sums = collections.defaultdict(lambda: np.zeros(3))
+    source_sums = collections.defaultdict(lambda: np.zeros(3))
 
     def rows() -> Iterator[tuple[int | None, Row]]:
         for file in files:
@@ -218,9 +226,9 @@ def read_run(
                 delta = probability_difference(row["train"], row["rollout"])
                 sums = (1, len(delta), delta.sum())
                 if step_rank.rank is not None:
-                    ranks[step_rank.rank] += sums
+                    rank_sums[step_rank.rank] += sums
                 if source is not None:
-                    sources[source] += sums
+                    source_sums[source] += sums
                 yield step_rank.step, row
 
     steps: dict[int, StepMismatch] = {}
@@ -233,23 +241,28 @@ def read_run(
             )
         steps[step] = _step_mismatch(step, [row for _, row in group])
     if not allow_gaps:
+        # Raises by the rows too: one file may hold several steps and ranks.
         _refuse_gaps(recorded)
 
     where = str(files[0].path)
     if len(files) > 1:
         where += f" and {len(files) - 1} more"
     pairs = sample.pairs(where, format_of(files[0].framework).columns, left_out)
-    over = None
+    over_training = None
     if steps:
-        in_order = [steps[step] for step in sorted(steps)]
-        rank_slices = _slices(ranks, "rank {}")
-        over = _over_training(in_order, rank_slices, _slices(sources, "{}"), tolerance, metrics)
+        over_training = _over_training(
+            [steps[step] for step in sorted(steps)],
+            ranks=_slices(rank_sums, "rank {}"),
+            sources=_slices(source_sums, "{}"),
+            tolerance=tolerance,
+            metrics=metrics,
+        )
     return Recording(
         pairs=pairs,
         rows=sample.rows,
         stride=sample.stride,
         left_out=left_out,
-        over_training=over,
+        over_training=over_training,
     )
 
 
@@ -289,6 +302,7 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
 
 
 def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
+    """Measure the rows of one step."""
     pairs = pairs_of(rows)
     entropy = lag = np.nan
     if pairs.entropies is not None:
@@ -305,7 +319,14 @@ def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
 
 
 def _slices(sums: Mapping[int | str, np.ndarray], title: str) -> list[Slice]:
-    """In order; `sums` has rows, tokens and sum of |p - q| of each."""
+    """The ranks or sources in order; a single one has no others to compare with: none.
+
+    Args:
+        sums: rank or source -> its rows, tokens and sum of |p - q|.
+        title: of its name, with {} for the rank or source.
+    """
+    if len(sums) < 2:
+        return []
     slices = []
     for name in sorted(sums):
         rows, tokens, total = sums[name].tolist()
@@ -322,34 +343,44 @@ def _slices(sums: Mapping[int | str, np.ndarray], title: str) -> list[Slice]:
 
 def _over_training(
     steps: list[StepMismatch],
-    ranks: list[Slice],
-    sources: list[Slice],
+    *,
+    ranks: Sequence[Slice],
+    sources: Sequence[Slice],
     tolerance: float | None,
     metrics: Series | None,
 ) -> OverTraining:
-    odd_ranks = _standing_out(ranks)
-    series = _series(steps) if metrics is None else dict(metrics)
+    """Conclude from the measured steps, and from the ranks and sources beside each other."""
+    if metrics is None:
+        series = _series(steps)
+    else:
+        series = dict(metrics)
+
     origin = "--tolerance"
-    if tolerance is None and "dual/tolerance" in series:
+    is_own = tolerance is None and "dual/tolerance" in series
+    if is_own:
         tolerance = float(series["dual/tolerance"][1][-1])
         origin = "the run's own"
-    if tolerance is None:
+    elif tolerance is None:
         first = [step.statistics for step in steps[:_FIRST_STEPS]]
         tokens = np.array([statistics.tokens for statistics in first], np.float64)
         mean = np.average([statistics.mean for statistics in first], weights=tokens)
-        tolerance = recommend(float(mean), None, None).tolerance
+        tolerance = recommend(float(mean), floor=None, defect=None).tolerance
         origin = f"recommended for the first {len(first)} steps"
 
-    if origin != "the run's own" and np.isfinite(tolerance):
+    if not is_own and np.isfinite(tolerance):
         numbers = np.array([step.step for step in steps])
         series["dual/tolerance"] = (numbers, np.full(len(steps), tolerance))
 
+    rank_outliers = _outliers(ranks)
+    odd_rank = ""
+    if rank_outliers:
+        odd_rank = f"{next(iter(rank_outliers))} stands out"
     return OverTraining(
         steps=tuple(steps),
-        ranks=tuple(ranks) if len(ranks) > 1 else (),
-        sources=tuple(sources) if len(sources) > 1 else (),
-        odd_rank=odd_ranks[0].partition(":")[0] if odd_ranks else "",
-        notes=(*odd_ranks, *_standing_out(sources)),
+        ranks=tuple(ranks),
+        sources=tuple(sources),
+        odd_rank=odd_rank,
+        notes=(*rank_outliers.values(), *_outliers(sources).values()),
         alarms=tuple(alarms(series)),
         tolerance=tolerance,
         tolerance_from=origin,
@@ -358,40 +389,46 @@ def _over_training(
 
 def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The metrics that the alarms look at, as a run of ours has them."""
+    rows = []
+    for step in steps:
+        statistics = step.statistics
+        rows.append(
+            {
+                "policy/entropy": step.entropy,
+                "engine/surprise": step.engine_surprise,
+                "rollout/staleness_max": step.lag,
+                "discrepancy/mean": statistics.mean,
+                "mismatch/k1": statistics.k1,
+                "mismatch/k3": statistics.k3,
+                "mismatch/effective_sample_size": statistics.effective_sample_size,
+                "mismatch/median_log_ratio": statistics.median_log_ratio,
+            }
+        )
+
     numbers = np.array([step.step for step in steps], np.int64)
-    statistics = {
-        "discrepancy/mean": "mean",
-        "mismatch/k1": "k1",
-        "mismatch/k3": "k3",
-        "mismatch/effective_sample_size": "effective_sample_size",
-        "mismatch/median_log_ratio": "median_log_ratio",
-    }
-    values = {
-        "policy/entropy": [step.entropy for step in steps],
-        "engine/surprise": [step.engine_surprise for step in steps],
-        "rollout/staleness_max": [step.lag for step in steps],
-    }
-    for metric, name in statistics.items():
-        values[metric] = [getattr(step.statistics, name) for step in steps]
-    return {
-        metric: (numbers, np.array(column, np.float64))
-        for metric, column in values.items()
-        if np.isfinite(column).all()
-    }
+    series = {}
+    for metric in rows[0]:
+        column = np.array([row[metric] for row in rows], np.float64)
+        if np.isfinite(column).all():
+            series[metric] = (numbers, column)
+    return series
 
 
-def _standing_out(slices: list[Slice]) -> list[str]:
-    """A line for each slice far above the others: other weights on a rank, a broken environment."""
-    lines = []
+def _outliers(slices: Sequence[Slice]) -> dict[str, str]:
+    """Slices far above the others: name -> sentence.
+
+    Other weights on one rank do that, or a broken environment of one source.
+    """
+    sentences = {}
     for candidate in slices:
         others = [other.mean for other in slices if other is not candidate]
-        median = float(np.median(others)) if others else np.inf
+        median = float(np.median(others))
         if candidate.mean > max(_STANDS_OUT * median, _ROUNDING):
-            lines.append(
+            sentences[candidate.name] = (
                 f"{candidate.name} stands out: mean |dp| {candidate.mean:.2g}, the others' median "
                 f"is {median:.2g}."
             )
-    return lines
+    return sentences
 
 
 def _refuse_mixed(files: Iterable[RecordedFile]) -> None:
@@ -419,17 +456,21 @@ def _refuse_doubles(files: Sequence[RecordedFile]) -> None:
 
 
 def _refuse_gaps(recorded: Iterable[StepRank]) -> list[str]:
-    """Refuse missing steps between others, and missing ranks; return what the last step lacks."""
-    ranks: dict[int, set[int]] = {}
+    """Refuse missing steps between others, and missing ranks.
+
+    Returns:
+        A line on the ranks that the last step of several lacks; else nothing.
+    """
+    ranks_of_step: dict[int, set[int]] = {}
     for step_rank in recorded:
         if step_rank.step is not None:
-            ranks.setdefault(step_rank.step, set())
+            ranks = ranks_of_step.setdefault(step_rank.step, set())
             if step_rank.rank is not None:
-                ranks[step_rank.step].add(step_rank.rank)
-    if not ranks:
+                ranks.add(step_rank.rank)
+    if not ranks_of_step:
         return []
 
-    steps = sorted(ranks)
+    steps = sorted(ranks_of_step)
     spacing = min((b - a for a, b in itertools.pairwise(steps)), default=1)
     missing = []
     for step, following in itertools.pairwise(steps):
@@ -440,9 +481,11 @@ def _refuse_gaps(recorded: Iterable[StepRank]) -> list[str]:
             "apart elsewhere; add the files, or read on without them by --allow-gaps"
         )
 
-    last_rank = max(set().union(*ranks.values()), default=-1)
+    # -1: no row says its rank, so that no rank is missing.
+    last_rank = max(set().union(*ranks_of_step.values()), default=-1)
     for step in steps:
-        lacking = sorted(set(range(last_rank + 1)) - ranks[step])
+        lacking = sorted(set(range(last_rank + 1)) - ranks_of_step[step])
+        # The last step of a running job may still be written.
         if lacking and step == steps[-1] and len(steps) > 1:
             return [f"{_listed('rank', lacking)} in step {step}, the last one"]
         if lacking:
@@ -455,6 +498,7 @@ def _refuse_gaps(recorded: Iterable[StepRank]) -> list[str]:
 
 
 def _listed(kind: str, numbers: list[int]) -> str:
+    """The missing steps or ranks of a message, the first few by number."""
     if len(numbers) == 1:
         return f"{kind} {numbers[0]} is missing"
     text = ", ".join(map(str, numbers[:_SHOWN]))

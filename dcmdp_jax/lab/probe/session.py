@@ -145,15 +145,18 @@ def _probe(
     other: ProbeSpec,
     keep: Callable[[Measured], None],
 ) -> Measured | None:
-    """A pair; None, with a line, where an engine does not start here."""
+    """Measure a pair of engines; None, after a line, if one of them does not start here."""
     specs = (spec, other)
     runs = []
     for engine_spec in specs:
-        model = engine_spec.model
-        runs.append(session.load(Path(model)) if model else session.run)
+        run = session.run
+        if engine_spec.model:
+            run = session.load(Path(engine_spec.model))
+        runs.append(run)
     sampling_run, scoring_run = runs
-    # Both may be of one kind.
-    names = (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
+    names = (str(spec), str(other))
+    if spec == other:
+        names = (f"{spec} (a)", f"{other} (b)")
     engines.check_same_tokens(
         sampling_run.tokenizer.get_vocab(), scoring_run.tokenizer.get_vocab(), names
     )
@@ -164,10 +167,11 @@ def _probe(
     longest_prompt = _room(runs) - session.sampling.max_completion_tokens
 
     with contextlib.ExitStack() as stack:
-        pair = {}
+        engine_of_name = {}
         for name, engine_spec, run in zip(names, specs, runs, strict=True):
             session.show(f"starting {engine_spec}")
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / str(len(pair))
+            # `hf` writes its copy of the model beside the directory first, then moves it there.
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "engine"
             try:
                 engine = engines.build(
                     engine_spec,
@@ -176,12 +180,15 @@ def _probe(
                     max_total_tokens=total,
                 )
             except (UserError, EngineError, MemoryError) as error:
-                session.show(f"{spec} left out: {' '.join(str(error).split())}")
+                reason = " ".join(str(error).split())
+                if name == names[1]:
+                    reason = f"{other} did not start: {reason}"
+                session.show(f"{spec} left out: {reason}")
                 return None
-            pair[name] = stack.enter_context(contextlib.closing(engine))
+            engine_of_name[name] = stack.enter_context(contextlib.closing(engine))
 
         sampling = dataclasses.replace(session.sampling, stop_token_ids=sampling_run.stop_token_ids)
-        sampler = pair[names[0]]
+        sampler = engine_of_name[names[0]]
         completions = len(sampling_prompts) * sampling.group_size
         session.show(f"{names[0]}: sampling {completions} completions")
         sampled = engines.sample(sampler, sampling_prompts, sampling, seed=session.seed)
@@ -197,7 +204,9 @@ def _probe(
             "top-p": f"{sampling.top_p:g}",
         }
         release_freed_memory()
-        measured = compare(f"{spec} - {other}", source, sampled, pair, setup, show=session.show)
+        measured = compare(
+            f"{spec} - {other}", source, sampled, engine_of_name, setup, show=session.show
+        )
     release_freed_memory()
     keep(measured)
     if not session.rescore:
@@ -218,13 +227,23 @@ def _setup(
     longest_prompt: int,
     floor: float | None,
 ) -> Setup:
+    """Gather what a comparison needs beside the two engines.
+
+    Args:
+        session: the probe.
+        spec: the engine that samples.
+        scoring_run: model of the engine that scores.
+        prompts: token ids as that engine gets them.
+        longest_prompt: tokens that fit beside a completion; longer variants are not scored.
+        floor: noise of the sampling engine, if measured.
+    """
     variants = {}
-    as_rounded = None
+    rounded_params = None
     if session.rescore:
-        as_rounded = session.run.saved.load_as_rounded(spec.precision)
+        rounded_params = session.run.saved.load_as_rounded(spec.precision)
         task = session.run.config.task
-        rendered = prompt_variants(session.problems, scoring_run.tokenizer, task)
-        for name, variant in rendered.items():
+        prompts_by_name = prompt_variants(session.problems, scoring_run.tokenizer, task)
+        for name, variant in prompts_by_name.items():
             if max(map(len, variant)) <= longest_prompt:
                 variants[name] = variant
 
@@ -239,7 +258,7 @@ def _setup(
         compute=spec.compute,
         settings=spec.costs,
         sampling_floor=floor,
-        as_rounded=as_rounded,
+        as_rounded=rounded_params,
         cache=engines.cache_rounding(spec),
         precision=spec.precision,
     )
@@ -321,26 +340,24 @@ def prompt_variants(
     """The prompts as a wrong pipeline would render them: name -> token ids.
 
     Without the chat template, without the start of the assistant's turn, with a system message,
-    without the suffix, with the beginning-of-sequence token in front. Those equal to the right ones
-    are left out.
+    without the suffix, with the beginning-of-sequence token in front. Those equal to the right
+    ones, or with an empty prompt, are left out.
     """
     variables = template_variables(task.chat_template_kwargs, tokenizer)
     suffix = task.prompt_suffix
 
     def chats(*, system: bool = False, ending: str = suffix, generation: bool = True) -> list[str]:
-        first = [{"role": "system", "content": _SYSTEM}] if system else []
-        return [
-            render_chat(
-                tokenizer,
-                [*first, *chat_messages(problem, ending)],
-                problem.tools,
-                generation=generation,
-                **variables,
+        rendered = []
+        for problem in problems:
+            messages = chat_messages(problem, ending)
+            if system:
+                messages = [{"role": "system", "content": _SYSTEM}, *messages]
+            rendered.append(
+                render_chat(tokenizer, messages, problem.tools, generation=generation, **variables)
             )
-            for problem in problems
-        ]
+        return rendered
 
-    right = chats()
+    right_texts = chats()
     texts = {
         "text without a chat template": [with_suffix(problem, suffix) for problem in problems],
         "a chat without the start of the assistant's turn": chats(generation=False),
@@ -350,12 +367,12 @@ def prompt_variants(
         texts["a chat with a system message in front"] = chats(system=True)
     texts["a chat without the prompt suffix"] = chats(ending="")
     if tokenizer.bos_token:
-        in_front = [tokenizer.bos_token + text for text in right]
+        in_front = [tokenizer.bos_token + text for text in right_texts]
         texts["a chat with the beginning-of-sequence token in front"] = in_front
 
     variants = {}
     for name, rendered in texts.items():
-        if rendered != right and all(rendered):
+        if rendered != right_texts and all(rendered):
             encoded = encode_texts(tokenizer, rendered, "the prompts")
             variants[name] = [np.asarray(ids, np.int32) for ids in encoded]
     return variants
