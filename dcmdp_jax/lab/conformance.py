@@ -171,4 +171,6 @@ def _array_problem(episode: Episode) -> str:
 
 
 def _array_text(value: object) -> str:
-    return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    return type(value).__name__

@@ -113,7 +113,12 @@ def _ranges(edges: Sequence[float]) -> list[str]:
 def by_token(pairs: TokenPairs, text: TokenText | None) -> list[Group]:
     """The tokens with the largest part of the mismatch, at most 20."""
     ids, inverse = np.unique(pairs.token_ids, return_inverse=True)
-    labels = [str(token) if text is None else f"{token} {text(int(token))!r}" for token in ids]
+    labels = []
+    for token in ids:
+        label = str(token)
+        if text is not None:
+            label += f" {text(int(token))!r}"
+        labels.append(label)
     groups = _groups(pairs, inverse, labels)
     return sorted(groups, key=lambda group: -group.share)[:_TOKENS_SHOWN]
 
@@ -149,8 +154,10 @@ def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None)
     span = pairs.span(row)
 
     def decoded(start: int, stop: int) -> str:
+        if text is None:
+            return ""
         tokens = pairs.token_ids[max(span.start, start) : min(span.stop, stop)].tolist()
-        return "" if text is None else "".join(map(text, tokens))
+        return "".join(map(text, tokens))
 
     return WorstToken(
         completion=row,
@@ -174,12 +181,13 @@ def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Gro
     groups = []
     for number in np.flatnonzero(counts):
         tokens = int(counts[number])
+        share = float(sums[number] / total) if total else 0.0
         groups.append(
             Group(
                 label=labels[number],
                 tokens=tokens,
                 mean=float(sums[number]) / tokens,
-                share=float(sums[number] / total) if total else 0.0,
+                share=share,
                 mean_log_ratio=float(log_ratios[number]) / tokens,
             )
         )
@@ -329,7 +337,11 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     if measured.scored is not None:
         legs = legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
     over = measured.over_training
-    alarms = {alarm.name: alarm.text for alarm in over.alarms} if over else {}
+    defect = None
+    alarms = {}
+    if over is not None:
+        defect = over.odd_rank or None
+        alarms = {alarm.name: alarm.text for alarm in over.alarms}
     evidence = collect(
         pairs,
         framework=measured.framework,
@@ -346,7 +358,6 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
 
     findings = tuple(diagnosis.diagnose(evidence))
     verdict = findings[0]
-    defect = over.odd_rank if over and over.odd_rank else None
     if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few":
         defect = verdict.title
     recommendation = recommend(evidence.mean, floor, defect)

@@ -151,7 +151,10 @@ def diagnose(evidence: Evidence) -> list[Finding]:
             "by token; likelier ones are left out: of these fewer than 1 in 1,000 recordings has "
             "any by chance.",
         )
-        findings.insert(len(findings) if CAUSES[findings[0].cause].defect else 0, identical)
+        if CAUSES[findings[0].cause].defect:
+            findings.append(identical)
+        else:
+            findings.insert(0, identical)
     return [
         dataclasses.replace(finding, setting=setting_of(finding.cause, evidence.framework))
         for finding in findings
@@ -168,9 +171,11 @@ def _causes(evidence: Evidence) -> list[Finding]:
                 f"enough: at least {FEWEST_TOKENS} of {FEWEST_COMPLETIONS} are.",
             )
         ]
+    agreement = evidence.floor or 0.0
     # Over a large vocabulary an engine of random weights has p and q near 0.
-    rounded = FLOAT32_ROUNDING if evidence.median_log_ratio <= LARGE_LOG_RATIO else 0.0
-    if evidence.mean <= max(evidence.floor or 0.0, rounded):
+    if evidence.median_log_ratio <= LARGE_LOG_RATIO:
+        agreement = max(agreement, FLOAT32_ROUNDING)
+    if evidence.mean <= agreement:
         return [_agreeing(evidence)]
 
     candidates = list(_explained(evidence, _EXPLAINED_ALONE))
@@ -191,8 +196,10 @@ def _causes(evidence: Evidence) -> list[Finding]:
         if not candidates:
             candidates = list(rule(evidence))
     if not candidates:
-        level = f"Mean |dp| {evidence.mean:.2g}, median |log-ratio| "
-        level += f"{evidence.median_log_ratio:.2g} nats."
+        level = (
+            f"Mean |dp| {evidence.mean:.2g}, median |log-ratio| {evidence.median_log_ratio:.2g} "
+            "nats."
+        )
         candidates = [_say("undetermined", level, *_temperature(evidence)[1])]
 
     by_cause: dict[str, Finding] = {}
@@ -200,10 +207,13 @@ def _causes(evidence: Evidence) -> list[Finding]:
         by_cause.setdefault(finding.cause, finding)
     findings = list(by_cause.values())
     if not any(CAUSES[cause].defect for cause in by_cause):
+        note = ""
+        if np.isnan(evidence.surprise.mean):
+            note = "; sampling not checked"
         findings[-1] = dataclasses.replace(
             findings[-1],
             evidence=(*findings[-1].evidence, *_power_of_tests(evidence)),
-            note="; sampling not checked" if np.isnan(evidence.surprise.mean) else "",
+            note=note,
         )
     return findings
 
@@ -230,10 +240,15 @@ def _agreeing(evidence: Evidence) -> Finding:
 
 def _sampled_elsewhere(evidence: Evidence) -> str:
     surprise = evidence.surprise
-    less, shape = ("less", "sharper or narrower") if surprise.mean < 0 else ("more", "flatter")
+    comparison = "more"
+    shape = "flatter"
+    if surprise.mean < 0:
+        comparison = "less"
+        shape = "sharper or narrower"
     return (
-        f"The tokens are {abs(surprise.mean):.3f} +- {surprise.error:.3f} nats {less} surprising "
-        f"than the training stack's entropy: they were sampled from a {shape} distribution."
+        f"The tokens are {abs(surprise.mean):.3f} +- {surprise.error:.3f} nats {comparison} "
+        f"surprising than the training stack's entropy: they were sampled from a {shape} "
+        "distribution."
     )
 
 
@@ -285,7 +300,10 @@ def _which_temperature(evidence: Evidence, expected: float = np.inf) -> tuple[st
 
 
 def _by_columns(evidence: Evidence) -> Iterator[Finding]:
-    """What the columns show alone; only that, if nearly all are shifted or unrelated."""
+    """Findings from the columns alone.
+
+    No others are looked for where nearly all completions are shifted or unrelated.
+    """
     columns = evidence.columns
     completions = evidence.completions
     if evidence.course:
@@ -363,14 +381,17 @@ def _stale(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _shifted(evidence: Evidence) -> Finding:
-    """Which completions are shifted, and where to."""
+    """Name the completions that are shifted, and where to."""
     shifts = evidence.columns.shifts
     shifted = sum(shifts.values())
     places = []
     for by, count in shifts.items():
         plural = "s" if abs(by) > 1 else ""
-        shift = f"{abs(by)} place{plural} {'earlier' if by > 0 else 'later'}"
-        places.append(shift if len(shifts) == 1 else f"{shift} in {count}")
+        direction = "earlier" if by > 0 else "later"
+        shift = f"{abs(by)} place{plural} {direction}"
+        if len(shifts) > 1:
+            shift += f" in {count}"
+        places.append(shift)
     where = ""
     if shifted <= ALL_SHIFTED * evidence.completions:
         share = shifted / evidence.completions
@@ -395,9 +416,15 @@ def _unsampled(evidence: Evidence) -> Iterator[Finding]:
     else:
         fits = not evidence.surprise.differs(0)
         line = f"Surprise less entropy: {evidence.surprise} nats"
-    line += ", as for tokens sampled from p." if fits else ": they were not sampled from p either."
+    if fits:
+        line += ", as for tokens sampled from p."
+    else:
+        line += ": they were not sampled from p either."
+    cause = "unsampled"
+    if fits and evidence.correlation > RELATED:
+        cause = "raw_logprobs"
     yield _say(
-        "raw_logprobs" if fits and evidence.correlation > RELATED else "unsampled",
+        cause,
         f"Mean p / q = {evidence.ratio}. It is at most 1 for tokens sampled from q, whatever the "
         "weights of p: these were not sampled from the engine's column.",
         line,
@@ -517,7 +544,7 @@ def _least_spread(evidence: Evidence) -> float:
 
 
 def _others_tokens(evidence: Evidence) -> Iterator[Finding]:
-    """Tokens that neither column's distribution would give; tokens that are too unsurprising."""
+    """Find tokens that neither column's distribution gives, and tokens that surprise too little."""
     surprise = evidence.surprise
     if np.isnan(surprise.mean):
         return
@@ -713,8 +740,11 @@ def _decoding(evidence: Evidence) -> Iterator[Finding]:
     if decoding is None or (evidence.rounding is None and one_pass <= FLOAT32_ROUNDING):
         return
     if decoding.share >= _EXPLAINED_ALONE and decoding.mean > FLOAT32_ROUNDING:
+        cause = "decoding"
+        if evidence.recurrent:
+            cause = "recurrent"
         yield _say(
-            "recurrent" if evidence.recurrent else "decoding",
+            cause,
             f"{decoding.share:.0%} of the gap lies between its decoding and its own scores: mean "
             f"|dp| {decoding.mean:.2g}.",
         )

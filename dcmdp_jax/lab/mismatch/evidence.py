@@ -162,7 +162,9 @@ class OperatorDifference:
     relative: float
 
     def __str__(self) -> str:
-        return self.operator if self.layer is None else f"{self.operator} of layer {self.layer}"
+        if self.layer is None:
+            return self.operator
+        return f"{self.operator} of layer {self.layer}"
 
 
 _FORWARD_ORDER = ("norm", "attention", "cache", "mlp", "head")
@@ -184,7 +186,9 @@ def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference
     median = float(np.median([operator.relative for operator in operators]))
     threshold = max(_TIMES_MEDIAN * median, _LEAST_RELATIVE)
     far_off = [operator for operator in operators if operator.relative > threshold]
-    return far_off if 2 * len(far_off) < len(operators) else []
+    if 2 * len(far_off) >= len(operators):
+        return []
+    return far_off
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -517,7 +521,10 @@ def _surprise(deviation: np.ndarray, log_ratio: np.ndarray, rows: np.ndarray) ->
 
 
 def _spread(log_p: np.ndarray, log_q: np.ndarray, rows: np.ndarray) -> TokenMean:
-    """Log of the standard deviation of log q over that of log p; its error to first order."""
+    """Estimate the log of the standard deviation of log q over that of log p.
+
+    Its error is exact to first order.
+    """
     if not (log_p.std() and log_q.std()):
         return TokenMean(mean=0.0, error=np.inf)
     change_q = (((log_q - log_q.mean()) / log_q.std()) ** 2 - 1) / 2
@@ -527,7 +534,10 @@ def _spread(log_p: np.ndarray, log_q: np.ndarray, rows: np.ndarray) -> TokenMean
 
 
 def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
-    """Least-squares slope of y over x, its error clustered by completion; 0 for a constant x."""
+    """Least-squares slope of y over x, its error clustered by completion.
+
+    0 with an infinite error for a constant x.
+    """
     x = x - x.mean()
     y = y - y.mean()
     square = float(np.mean(x**2))
@@ -552,12 +562,15 @@ def _less_group_means(values: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 
 def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
-    """Values that are not measured, such as 0 or -9999 at the end of completions; all other tokens.
+    """Find values that are not measured, such as 0 or -9999 at the end of completions.
 
     Where a column is far from the other one, its values are spread out; even rounded ones have
     neighbors as frequent. A value that 8 tokens of 4 completions there share, five times as many as
     there are within 5% of it, was filled in. Near temperature 0 most values are zeros; where a cut
     leaves one token, so is that token's, see `_left_by_a_cut`.
+
+    Returns:
+        The filled values, None without any; all other tokens.
     """
     far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
     if not far.any():
@@ -614,7 +627,11 @@ def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, column: np.ndarray) -> 
 
 
 def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
-    """Completions whose columns are not of the same tokens, [N] bool; how columns are aligned."""
+    """Find how the two columns are aligned.
+
+    Returns:
+        [N] bool, completions whose columns are not of the same tokens; and the alignment.
+    """
     shifts = _shifts(pairs)
     shifted = shifts != 0
     places, counts = np.unique(shifts[shifted], return_counts=True)
@@ -647,7 +664,9 @@ def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
 
 
 def _lagged(pairs: TokenPairs, mask: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the masked tokens that have one `by` places later in their completion; of these.
+    """Indices of masked tokens, and of the tokens `by` places later in the same completions.
+
+    A token without a later one in its completion is left out.
 
     Args:
         pairs: the tokens.
@@ -756,7 +775,9 @@ def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray)
     later_sum = np.bincount(rows[later], size[later], len(low))
     later_mean = later_sum / np.maximum(pairs.lengths - _FIRST_TOKENS, 1)
     from_the_start = (first_mean > later_mean / 2)[unrelated].mean() >= 0.5
-    return unrelated if from_the_start and not _related(pairs, unrelated[rows]) else none
+    if not from_the_start or _related(pairs, unrelated[rows]):
+        return none
+    return unrelated
 
 
 def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
@@ -768,11 +789,8 @@ def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     """
     log_q = np.split(pairs.rollout_logprobs, pairs.starts[1:])
     means = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths
-    suspects = [
-        row
-        for row in np.flatnonzero(~shifted & (means > LARGE_LOG_RATIO))
-        if _correlation_at(pairs, pairs.span(row)) < _UNRELATED
-    ]
+    candidates = np.flatnonzero(~shifted & (means > LARGE_LOG_RATIO))
+    suspects = [row for row in candidates if _correlation_at(pairs, pairs.span(row)) < _UNRELATED]
 
     exchanged = np.zeros_like(shifted)
     for row in suspects[:_MOST_SUSPECTS]:
@@ -780,7 +798,10 @@ def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
         exchanged[row] = _fits_another(log_p, log_q)
     # Where most are, so are the others.
     exchanged[suspects[_MOST_SUSPECTS:]] = 2 * exchanged.sum() > _MOST_SUSPECTS
-    return exchanged if exchanged.sum() > 1 else np.zeros_like(shifted)
+    # An exchange takes two.
+    if exchanged.sum() < 2:
+        return np.zeros_like(shifted)
+    return exchanged
 
 
 def _fits_another(log_p: np.ndarray, log_q: Ragged) -> bool:
@@ -816,7 +837,9 @@ def break_at(log_ratio: np.ndarray) -> int | None:
     best = int(splits[np.argmax(splits * (n - splits) * (after - before) ** 2)])
     low = np.median(size[:best])
     high = np.median(size[best:])
-    return best if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low else None
+    if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low:
+        return best
+    return None
 
 
 def fisher_z(correlation: float | np.ndarray) -> float | np.ndarray:
@@ -830,11 +853,14 @@ def least_unrelated(correlation: float) -> int:
 
 
 def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
-    """[N] bool, broken completions; the columns' correlation after their breaks and elsewhere.
+    """Find completions that are broken: from some token on the engines do not agree.
 
     A copied beginning followed by free text looks like a break where weights differ: there the
     columns go on to agree about which tokens are likely. After a real break they have nothing to do
     with each other.
+
+    Returns:
+        [N] bool, broken completions; and the columns' correlation after their breaks and elsewhere.
     """
     size = np.abs(pairs.log_ratio)
     # A break needs a token above the level; most recordings are done here.

@@ -28,14 +28,14 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 
 @dataclasses.dataclass(frozen=True)
 class StepRank:
-    """Where in a run a row was recorded; None where it is not known."""
+    """Step and rank at which a row was recorded; None where it is not known."""
 
     step: int | None = None
     rank: int | None = None
 
     @property
     def order(self) -> tuple[int, int]:
-        """What places are sorted by."""
+        """Key to sort by: step, then rank; unknown ones first."""
         return (-1 if self.step is None else self.step, -1 if self.rank is None else self.rank)
 
 
@@ -68,7 +68,7 @@ class Format:
     prepare: Callable[[Cells], None] = lambda row: None
 
     def step_rank(self, path: Path, row: Mapping[str, Any]) -> StepRank:
-        """Where in a run a row of a file was recorded."""
+        """Step and rank at which a row of a file was recorded."""
         match = re.search(self.named, path.as_posix())
         if match:
             return StepRank(*map(int, match.groups()))
@@ -104,7 +104,9 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
             row = next(_file_rows(path, candidate, left_out), None)
             if row is None:
                 return None
-            framework = str(row.get("framework") or "columns") if name == "recorder" else name
+            framework = name
+            if name == "recorder":
+                framework = str(row.get("framework") or "columns")
             return RecordedFile(
                 path=path,
                 framework=framework,
@@ -158,7 +160,9 @@ def _as_numbers(cell: Any) -> np.ndarray | None:
         return None
     values = [value for value in cell if value is not None]
     numbers = {int, float, np.float32, np.float64, np.int32, np.int64}
-    return np.array(values) if values and {type(value) for value in values} <= numbers else None
+    if not values or not numbers.issuperset(map(type, values)):
+        return None
+    return np.array(values)
 
 
 def format_of(framework: str) -> Format:
@@ -210,7 +214,9 @@ def _source_name(source: Any) -> str | None:
         source = source[0]
     if isinstance(source, Mapping):
         source = source.get("name", dict(source))
-    return None if source is None else str(source)
+    if source is None:
+        return None
+    return str(source)
 
 
 def _keys(path: Path, left_out: LeftOut) -> list[str]:

@@ -54,10 +54,9 @@ def write(
     completions = []
     for pair, analysis in zip(measured, analyses, strict=True):
         slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
-        figures = (
-            (f"{slug}-{stem}", caption, draw(pair.pairs, analysis))
-            for stem, (caption, draw) in _FIGURES.items()
-        )
+        figures = []
+        for stem, (caption, draw) in _FIGURES.items():
+            figures.append((f"{slug}-{stem}", caption, draw(pair.pairs, analysis)))
         sections.append((analysis, page_kit.page_figures(figures, out_dir / PLOTS_DIRECTORY)))
         completions += _completions(pair)
 
@@ -211,7 +210,10 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     c = "no c"
     if math.isfinite(over.tolerance):
         c = f"c = {over.tolerance:.3g}, {over.tolerance_from}"
-    lines.append(f"alarms over the steps ({c}):" + ("" if over.alarms else " none"))
+    heading = f"alarms over the steps ({c}):"
+    if not over.alarms:
+        heading += " none"
+    lines.append(heading)
     return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
 
 
@@ -281,13 +283,16 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     for name in dict.fromkeys(operator.operator for operator in operators):
         # Before the first layer, or after the last.
         outside = -1 if name == "embedding" else layers
-        places = []
+        layer_numbers = []
         values = []
         for operator in operators:
             if operator.operator == name:
-                places.append(outside if operator.layer is None else operator.layer)
+                layer = operator.layer
+                if layer is None:
+                    layer = outside
+                layer_numbers.append(layer)
                 values.append(max(operator.relative, _LEAST_DRAWN))
-        axes.plot(places, values, "o-", color=next(colors), markersize=3, label=name)
+        axes.plot(layer_numbers, values, "o-", color=next(colors), markersize=3, label=name)
     axes.set_yscale("log")
     style_axes(axes, x="layer", y="relative difference", legend=True)
     return figure

@@ -163,7 +163,9 @@ class Statistics:
 
 def mean_of(values: np.ndarray) -> float:
     """The mean; NaN of nothing."""
-    return float(values.mean()) if len(values) else np.nan
+    if len(values):
+        return float(values.mean())
+    return np.nan
 
 
 def means_by_completion(pairs: TokenPairs) -> np.ndarray:

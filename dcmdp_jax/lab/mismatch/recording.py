@@ -199,7 +199,10 @@ _VALUES = {
 def _top_tokens(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[np.ndarray, ...]:
     """The lists of the sampled tokens, in the order of `LISTS`."""
     try:
-        lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
+        packed = cell
+        if isinstance(cell, str):
+            packed = json.loads(cell)
+        lists = unpacked_top(packed)
     except (ValueError, KeyError, TypeError, zlib.error):
         raise UserError(
             f"{where} is {shorten(cell)}, must be lists as dcmdp_jax.record.packed_top packs them"
@@ -213,9 +216,11 @@ def _top_tokens(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[n
             f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 "
             "is possible"
         )
-    # A run with precision=exact has the trainer's values in the engine's place, whose order may be
-    # another.
-    tolerance = math.inf if np.array_equal(row["train"], row["rollout"]) else _HALF_PRECISION
+    tolerance = _HALF_PRECISION
+    if np.array_equal(row["train"], row["rollout"]):
+        # A run with precision=exact has the trainer's values in the engine's place, whose order
+        # may be another.
+        tolerance = math.inf
     for problem, tokens in list_problems(
         ids,
         rollout,
@@ -251,7 +256,14 @@ def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.nd
 
 
 def _listed_numbers(cell: Any, refused: set[type]) -> np.ndarray | None:
-    """None if a value is no number; NumPy would take "1" and true for some."""
+    """A list of numbers as float64, null as NaN; None if a value is of another type.
+
+    NumPy alone would take "1" and true for numbers.
+
+    Args:
+        cell: the list.
+        refused: types that are no numbers.
+    """
     try:
         if not refused.isdisjoint(map(type, cell)):
             return None

@@ -51,7 +51,10 @@ class LeftOut:
 
     def after(self, words: str) -> str:
         """These words and what was left out, or nothing if nothing was."""
-        return f"{words}{self}" if str(self) else ""
+        description = str(self)
+        if not description:
+            return ""
+        return words + description
 
 
 def require(where: str | Path, options: Mapping[str, str], names: list[str]) -> None:
@@ -71,7 +74,9 @@ def require(where: str | Path, options: Mapping[str, str], names: list[str]) -> 
 
 def suffix_of(path: Path) -> str:
     """ ".jsonl", ".jsonl.gz", ".parquet", ...: with the kind of what is compressed."""
-    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if path.suffix == ".gz":
+        return "".join(path.suffixes[-2:])
+    return path.suffix
 
 
 def read_rows(

@@ -170,14 +170,17 @@ def compare(
         logger.warning("the engine's operators are not looked into: %s", error)
         operators = []
 
+    # Until it is measured: `explained`.
+    rounding = None
+    if setup.compute == "float32":
+        rounding = FLOAT32_ROUNDING
     return Measured(
         name=name,
         source=source,
         pairs=make_pairs(completions, train, sampled.logprobs, entropies=entropies, states=states),
         text=setup.text,
         floors=floors,
-        # Until it is measured: `explained`.
-        rounding=FLOAT32_ROUNDING if setup.compute == "float32" else None,
+        rounding=rounding,
         settings=setup.settings,
         operators=operators,
         scored=None if scored is None else np.concatenate(scored),
@@ -247,7 +250,9 @@ def sampling_floor(
     short = dataclasses.replace(sampling, max_completion_tokens=length)
     first = dict(enumerate(episodes[:_SAMPLED_AGAIN]))
     together, alone = sample_alone(engine, first, short, seed=seed, step=0)
-    return float(probability_difference(together, alone).mean()) if together.size else None
+    if together.size:
+        return float(probability_difference(together, alone).mean())
+    return None
 
 
 def noise_floor(
@@ -552,7 +557,9 @@ def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Param
         return params | _quantized(params, config=config, precision=precision)
 
     def leaf(x: jax.Array, is_quantized: bool) -> jax.Array | QuantizedKernel:
-        return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if is_quantized else x
+        if not is_quantized:
+            return x
+        return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:]))
 
     return params | {
         "layers": with_rounded_inputs(jax.tree.map(leaf, layers, quantized), precision),
@@ -572,15 +579,19 @@ def _in_blocks(params: Params, config: ModelConfig) -> Params:
     """The matrices that engines quantize, as vLLM rounds them by blocks of 128 x 128."""
 
     def leaf(x: jax.Array, is_quantized: bool) -> jax.Array:
+        if not is_quantized:
+            return x
         # One after another: the temporary memory of each is several times its own.
-        return jax.block_until_ready(_block_rounded(x)) if is_quantized else x
+        return jax.block_until_ready(_block_rounded(x))
 
     return jax.tree.map(leaf, params, quantized_leaves(config))
 
 
 @jax.jit
 def _block_rounded(x: jax.Array) -> jax.Array:
-    return jax.lax.map(_block_rounded, x) if x.ndim > 2 else rounded_in_blocks(x)
+    if x.ndim > 2:
+        return jax.lax.map(_block_rounded, x)
+    return rounded_in_blocks(x)
 
 
 def _values(params: Params, tensor: HFTensor) -> np.ndarray:

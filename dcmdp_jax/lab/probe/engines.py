@@ -117,7 +117,10 @@ def parse_spec(text: str) -> ProbeSpec:
     else:
         _check("engine", kind, built_in, text)
         record = ENGINES.get(kind)
-    precisions = SCORERS[kind] if record is None else record.precisions or _DTYPES
+    if record is None:
+        precisions = SCORERS[kind]
+    else:
+        precisions = record.precisions or _DTYPES
     precision = precision or precisions[0]
     _check("precision", precision, precisions, text)
 
@@ -144,12 +147,11 @@ def _repeated_engines() -> tuple[str, ...]:
     """KIND:PRECISION of the engines whose roundings the trainer repeats."""
     names = []
     for record in TRAINABLE.values():
-        if record.emulated:
-            names += [
-                f"{record.name}:{precision}"
-                for precision in record.precisions
-                if precision != "exact"
-            ]
+        if not record.emulated:
+            continue
+        for precision in record.precisions:
+            if precision != "exact":
+                names.append(f"{record.name}:{precision}")
     return tuple(names)
 
 
@@ -256,7 +258,9 @@ def _program(
 
     def scored(params: Params, rows: Rows) -> jax.Array:
         scores = row_logprobs(params, rows)
-        return scores.top_logprobs[None] if listed else jnp.stack(scores[:2])
+        if listed:
+            return scores.top_logprobs[None]
+        return jnp.stack(scores[:2])
 
     return jax.jit(scored)
 
@@ -425,13 +429,14 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
 
 def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
     """The settings of an engine that samples, `engine_args` for one by path alone."""
+    engine_args = "" if spec.kind in TRAINABLE else rollout.engine_args
     return dataclasses.replace(
         rollout,
         engine=spec.kind,
         precision=spec.precision,
         compute_dtype=spec.compute,
         kv_cache_dtype=spec.cache,
-        engine_args="" if spec.kind in TRAINABLE else rollout.engine_args,
+        engine_args=engine_args,
     )
 
 
@@ -488,11 +493,10 @@ def check_same_tokens(
         return
     first_texts = {number: text for text, number in first.items()}
     second_texts = {number: text for text, number in second.items()}
-    differing = [
-        number
-        for number in first_texts | second_texts
-        if first_texts.get(number) != second_texts.get(number)
-    ]
+    differing = []
+    for number in first_texts | second_texts:
+        if first_texts.get(number) != second_texts.get(number):
+            differing.append(number)
 
     number = min(differing)
     raise UserError(

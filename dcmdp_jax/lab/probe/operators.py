@@ -149,7 +149,9 @@ def _observed(engine: Any, tokens: OnePass) -> Observed | None:
         return _of_vllm(engine, tokens)
     if not isinstance(engine, LocalEngine) or engine.weights is None:
         return None
-    return _of_embedded(engine, tokens) if engine.program.mesh.size == 1 else None
+    if engine.program.mesh.size > 1:
+        return None
+    return _of_embedded(engine, tokens)
 
 
 def _mixer(
@@ -160,7 +162,7 @@ def _mixer(
     platform: str,
     cached: Cached,
 ) -> Attend | gated_delta.Recur:
-    """What mixes the tokens of packed rows in a layer.
+    """The function that mixes the tokens of packed rows in a layer: attention or recurrence.
 
     Args:
         layer, config: the layer's parameters, and the model.
