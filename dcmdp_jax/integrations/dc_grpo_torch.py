@@ -163,7 +163,8 @@ def discrepancy_statistics(
     """Mean and maximum of |p - q|, k1, k3, Pearson's correlation and effective sample size.
 
     Definitions as in `dcmdp_jax.algorithm.discrepancy.mismatch_statistics`; all 0 if no token was
-    sampled. Not sums: they are of the tokens given, and do not add over processes.
+    sampled. The effective sample size is a share of the tokens, in (0, 1]. Not sums: they are of
+    the tokens given, and do not add over processes.
 
     Args:
         train_logprobs, rollout_logprobs: same shape, nats.
@@ -426,7 +427,9 @@ def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _state_file(path: str | Path) -> Path:
     path = Path(path)
-    return path / STATE_FILE if path.is_dir() else path
+    if path.is_dir():
+        return path / STATE_FILE
+    return path
 
 
 def _log_odds(logprobs: Tensor) -> Tensor:

@@ -176,8 +176,12 @@ def policy_loss(
             "dc_grpo: importance weights on top of the penalty; set "
             "algorithm.rollout_correction=null"
         )
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    low = config.clip_ratio_low
+    if low is None:
+        low = config.clip_ratio
+    high = config.clip_ratio_high
+    if high is None:
+        high = config.clip_ratio
     require_same_shape(log_prob=log_prob, response_mask=response_mask)
     losses = clipped_surrogate(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high)
     losses = torch.where(response_mask.bool(), losses, torch.zeros_like(losses))

@@ -83,9 +83,14 @@ def program_directory() -> Path:
 
 def processor_features() -> frozenset[str]:
     """Instruction sets of this processor, by Linux's names; empty where unknown."""
-    lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(features.partition(":")[2].split())
+    if not CPU_INFO.exists():
+        return frozenset()
+    for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
+        name, _, features = line.partition(":")
+        # "flags" on x86, "Features" on Arm; the first processor's.
+        if name.startswith(("flags", "Features")):
+            return frozenset(features.split())
+    return frozenset()
 
 
 def cpu_is_split() -> bool:
@@ -95,7 +100,9 @@ def cpu_is_split() -> bool:
 
 def usable_cores() -> int:
     """Number of cores that this process may run on; all cores where the system doesn't tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def compile_beside(program: Callable[[], object], name: str) -> Callable[[], None]:
@@ -132,7 +139,8 @@ def compiler_options(platform: str) -> dict[str, str] | None:
 
 def present_gpus() -> list[str]:
     """Numbers of this machine's NVIDIA GPUs, as CUDA counts them. Does not start JAX."""
-    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return list(map(str, range(count)))
 
 
 def has_cuda_plugin() -> bool:

@@ -341,7 +341,10 @@ class SeveralHosts(Hosts):
         if _is_of_a_collective(error):
             # It fails first where the connection to a process that died was open.
             self._monitor.wait_for_verdict()
-        self._monitor.leave(None if error is None else one_line(error) or type(error).__name__)
+        reason = None
+        if error is not None:
+            reason = one_line(error) or type(error).__name__
+        self._monitor.leave(reason)
         try:
             jax.distributed.shutdown()
         finally:
@@ -350,8 +353,9 @@ class SeveralHosts(Hosts):
             self._monitor.close()
 
     def _exchange(self, values: np.ndarray) -> np.ndarray:
-        """Bytes of an array of one shape in every process, [processes, bytes] uint8, on every
-        process.
+        """Gather an array's bytes from every process: [processes, bytes] uint8.
+
+        The array has one shape in all of them.
         """
         return multihost_utils.process_allgather(values.view(np.uint8))
 
@@ -372,11 +376,14 @@ def _encode(value: Any) -> np.ndarray:
     """[bytes] uint8, msgpack."""
 
     def encode(item: Any) -> Any:
-        """What msgpack has no type for, as a dict of what it has."""
+        """Turn what msgpack has no type for into what it has."""
         if dataclasses.is_dataclass(item):
             return {_TYPE: type(item).__name__} | vars(item)
         if isinstance(item, np.ndarray):
-            content = item.reshape(-1).tolist() if item.dtype == object else item.tobytes()
+            if item.dtype == object:
+                content = item.reshape(-1).tolist()  # its bytes are addresses
+            else:
+                content = item.tobytes()
             return {_ARRAY: content, "dtype": item.dtype.name, "shape": item.shape}
         if isinstance(item, Mapping):
             return dict(item)
@@ -394,7 +401,9 @@ def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
             content = item[_ARRAY]
             dtype = np.dtype(item["dtype"])
             array = np.empty(math.prod(item["shape"]), dtype)
-            array[:] = np.frombuffer(content, dtype) if isinstance(content, bytes) else content
+            if isinstance(content, bytes):
+                content = np.frombuffer(content, dtype)
+            array[:] = content
             return array.reshape(item["shape"])
         if _TYPE in item:
             return types_by_name[item.pop(_TYPE)](**item)
@@ -416,7 +425,10 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
-    """All GPUs of the node for its one task, where JAX (0.10) gives one; None: JAX's choice."""
+    """GPUs of a task that is alone on its node: all, where JAX (0.10) gives one.
+
+    None leaves the choice to JAX.
+    """
     tasks = environment.get("SLURM_NTASKS")
     nodes = environment.get("SLURM_STEP_NUM_NODES")
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")

@@ -12,7 +12,8 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from dcmdp_jax.errors import ArgumentError, UserError
 
@@ -62,8 +63,8 @@ def _wait_for_all(
     processes: int,
     timeout_s: float,
 ) -> None:
-    """Process 0: answer each who came when all have, or when somebody has not."""
-    here: dict[int, tuple[str, socket.socket]] = {}
+    """Process 0: wait until all processes have come; tell each to go, or why not."""
+    callers: dict[int, tuple[str, socket.socket]] = {}  # number -> host and connection
     failure = ""
     began = time.monotonic()
     end = began + timeout_s
@@ -72,9 +73,12 @@ def _wait_for_all(
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
-            while len(here) < processes - 1:
-                numbers = [number for number in range(1, processes) if number not in here]
-                missing = f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            while len(callers) < processes - 1:
+                numbers = sorted(set(range(1, processes)) - set(callers))
+                noun = "process"
+                if len(numbers) > 1:
+                    noun = "processes"
+                missing = f"{noun} {', '.join(map(str, numbers))}"
                 now = time.monotonic()
                 if now >= end:
                     raise ArgumentError(
@@ -87,32 +91,38 @@ def _wait_for_all(
                     next_line = now + _SAY_EVERY_S
                     line = f"waiting for {missing} of {processes} at {coordinator}"
                     logger.warning(line)
-                    _send(here, say=line)
+                    _send(callers, say=line)
                 for key, _ in selector.select(min(end, next_line) - now):
-                    if key.data:
-                        # Nobody speaks twice: its connection has ended, and it is missing again.
+                    if key.fileobj is not listener:
+                        # A process that has greeted sends nothing more: its connection has ended,
+                        # and it is missing again.
                         selector.unregister(key.fileobj)
-                        here.pop(key.data)[1].close()
+                        _, caller = callers.pop(key.data)
+                        caller.close()
                         continue
-                    number = _greet(listener, here, processes)
+                    number = _greet(listener, callers, processes)
                     if number:
-                        selector.register(here[number][1], selectors.EVENT_READ, number)
+                        _, caller = callers[number]
+                        selector.register(caller, selectors.EVENT_READ, number)
         except UserError as error:
             failure = str(error)
             raise
         finally:
             if failure:
-                _send(here, error=failure)
+                _send(callers, error=failure)
             else:
-                _send(here, go=True)
-            for _, caller in here.values():
+                _send(callers, go=True)
+            for _, caller in callers.values():
                 caller.close()
 
 
 def _greet(
-    listener: socket.socket, here: dict[int, tuple[str, socket.socket]], processes: int
+    listener: socket.socket, callers: dict[int, tuple[str, socket.socket]], processes: int
 ) -> int:
-    """Accept a caller and add it to `here`; its number, or 0 if it is no process of a run.
+    """Accept a caller and add it to `callers`.
+
+    Returns:
+        Its number; 0 if it is no process of a run.
 
     Raises:
         ArgumentError: sent to the caller too, if it was started differently.
@@ -132,10 +142,11 @@ def _greet(
         caller.close()
         return 0
 
-    if number in here:
+    if number in callers:
+        other_name, _ = callers[number]
         problem = ArgumentError(
             "process",
-            f"{number} on both {here[number][0]} and {name}; each process has a number of its own",
+            f"{number} on both {other_name} and {name}; each process has a number of its own",
         )
     elif count != processes or not 0 < number < processes:
         problem = ArgumentError(
@@ -144,8 +155,8 @@ def _greet(
             "with the same command",
         )
     else:
-        here[number] = name, caller
-        _send({number: here[number]}, heard=True)
+        callers[number] = name, caller
+        _send({number: callers[number]}, heard=True)
         return number
     _send({number: (name, caller)}, error=str(problem))
     caller.close()
@@ -207,25 +218,19 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
             with socket.create_connection(
                 _split(coordinator), timeout=min(seconds_left, _SAY_EVERY_S)
             ) as connection:
+                # The reason if the connection ends from here on.
                 reason = "process 0 left before all were here, or another program has this address"
                 connection.sendall(json.dumps(greeting).encode() + b"\n")
-                with (
-                    contextlib.suppress(ValueError, AttributeError, TimeoutError),
-                    connection.makefile("rb") as lines,
-                ):
-                    # Process 0 answers at once and every ten seconds, and knows better than this
-                    # one how long to wait.
-                    while line := lines.readline(_LONGEST_LINE):
-                        answer = json.loads(line)
-                        refused = answer.get("error")
-                        if refused:
-                            break
-                        if answer.get("go") is True:
-                            return
-                        if answer.get("say"):
-                            warned_at = time.monotonic()
-                            logger.warning(str(answer["say"]))
-                        connection.settimeout(1.5 * _SAY_EVERY_S)
+                # However long it takes: process 0 knows better than this one how long to wait.
+                for answer in _answers(connection):
+                    refused = answer.get("error")
+                    if refused:
+                        break
+                    if answer.get("go") is True:
+                        return
+                    if answer.get("say"):
+                        warned_at = time.monotonic()
+                        logger.warning(str(answer["say"]))
         except OSError as error:
             reason = error.strerror or str(error)
         if refused:
@@ -245,3 +250,15 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
         f"process {process} did not find process 0 at {coordinator} in {timeout_s:g} s "
         f"({reason}); give host:port of process 0, start it, or raise `timeout_s`",
     )
+
+
+def _answers(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Receive what process 0 says, until the connection ends or another program answers."""
+    # No JSON, or silence: not process 0, which answers at once and every ten seconds.
+    with contextlib.suppress(ValueError, TimeoutError), connection.makefile("rb") as lines:
+        while line := lines.readline(_LONGEST_LINE):
+            answer = json.loads(line)
+            if not isinstance(answer, dict):
+                return
+            yield answer
+            connection.settimeout(1.5 * _SAY_EVERY_S)

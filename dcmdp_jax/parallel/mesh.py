@@ -39,7 +39,8 @@ def make_mesh(
         ValueError: naming the settings, when a size is neither positive nor -1, more than one is
             -1, or the sizes don't multiply to the number of devices.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    if devices is None:
+        devices = jax.devices()
     shape = tuple(axis_sizes(len(devices), data, fsdp, tensor, expert).values())
     # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding
     # rule.
@@ -62,10 +63,9 @@ def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> 
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if devices % fixed:
-            allowed = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
             raise ArgumentError(
                 "mesh",
-                f"{fixed} does not divide the {devices} devices; that do {allowed}",
+                f"{fixed} does not divide the {devices} devices; that do {_divisors(devices)}",
                 settings,
             )
         sizes[open_axes[0]] = devices // fixed
@@ -76,6 +76,11 @@ def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> 
             settings,
         )
     return sizes
+
+
+def _divisors(count: int) -> str:
+    """The divisors of a number, for a message."""
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
 
 
 def one_device_mesh() -> Mesh:
@@ -171,10 +176,10 @@ def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, complet
     ):
         axis_size = mesh.shape[axis]
         if count and count % axis_size:
-            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ArgumentError(
                 axis,
-                f"got {axis_size}, must divide the model's {count} {counted}; that do {allowed}",
+                f"got {axis_size}, must divide the model's {count} {counted}; that do "
+                f"{_divisors(count)}",
             )
     if not num_experts and mesh.shape["expert"] > 1:
         raise ArgumentError(

@@ -197,7 +197,9 @@ def shard_rows(mesh: Mesh) -> NamedSharding:
 
 def data_axis(mesh: Mesh | None) -> str | None:
     """The mesh axis that `shard_map_over_data` maps over; None if it has one device."""
-    return DATA if mesh is not None and mesh.shape[DATA] > 1 else None
+    if mesh is None or mesh.shape[DATA] == 1:
+        return None
+    return DATA
 
 
 def data_parallel_only(mesh: Mesh | None) -> bool:
@@ -362,7 +364,9 @@ def bytes_per_device(tree: Any) -> int:
 def _axis_names(entry: MeshAxes) -> tuple[str, ...]:
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
-    return (entry,) if isinstance(entry, str) else entry
+    if isinstance(entry, str):
+        return (entry,)
+    return entry
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
