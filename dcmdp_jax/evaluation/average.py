@@ -128,9 +128,7 @@ def describe(
         problem, sample = np.argwhere(mask)[0].tolist()
         text = result.texts[problem, sample]
         answer = result.answers[problem, sample]
-        read_as = ""
-        if answer is not None:
-            read_as = f"; read as {shorten(answer)}"
+        read_as = "" if answer is None else f"; read as {shorten(answer)}"
         lines.append(
             f"  {kind}: {shorten(prompts[problem][-_SHOWN:])} -> "
             f"{shorten(text[-_SHOWN:])}{read_as}; reference {shorten(answers[problem])}"

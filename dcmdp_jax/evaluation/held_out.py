@@ -122,15 +122,16 @@ def held_out_samples(
     """
     records = []
     for index in range(min(_SAMPLES, len(result.scores))):
-        record = {
-            "task": result.task.removeprefix("eval/"),
-            "place": index,
-            "prompt": tokenizer.decode(prompts.token_ids[index]),
-            "completion": result.texts[index, 0],
-            "answer": prompts.problems[index].answer,
-            "reward": float(result.scores[index, 0]),
-        }
-        records.append(record)
+        records.append(
+            {
+                "task": result.task.removeprefix("eval/"),
+                "place": index,
+                "prompt": tokenizer.decode(prompts.token_ids[index]),
+                "completion": result.texts[index, 0],
+                "answer": prompts.problems[index].answer,
+                "reward": float(result.scores[index, 0]),
+            }
+        )
     return records
 
 
@@ -178,10 +179,7 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
         for piece in (*_runs(prompt), text):
             shared_runs.update(problems_with.get(piece, ()))
         for index, count in shared_runs.items():
-            if index in same_text:
-                share = 1.0
-            else:
-                share = count / len(runs[index])
+            share = 1.0 if index in same_text else count / len(runs[index])
             if share >= _SHARE:
                 overlaps.append(Overlap(problem=index, train_problem=train_index, share=share))
     return sorted(overlaps)
@@ -208,10 +206,11 @@ def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]
     overlaps = {}
     for task, prompts in held_out:
         texts = [problem.prompt for problem in prompts.problems]
-        overlaps[task.name] = []
-        for overlap in find_overlap(texts, train_texts):
-            row = train_problems[overlap.train_problem].index
-            overlaps[task.name].append(dataclasses.replace(overlap, train_problem=row))
+        pairs = []
+        for pair in find_overlap(texts, train_texts):
+            row = train_problems[pair.train_problem].index
+            pairs.append(dataclasses.replace(pair, train_problem=row))
+        overlaps[task.name] = pairs
     return overlaps
 
 

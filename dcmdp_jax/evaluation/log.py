@@ -154,9 +154,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(record, dict):
-        return None
-    return record
+    return record if isinstance(record, dict) else None
 
 
 def _check_header(path: Path, file_header: Mapping[str, Any], header: Mapping[str, Any]) -> None:

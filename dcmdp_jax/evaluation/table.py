@@ -73,10 +73,7 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
             "95% to": shown_score(result, high),
         }
         for k in powers:
-            cell = "-"
-            if k <= result.samples:
-                cell = _percent(result.pass_at[k - 1])
-            column[f"pass@{k}"] = cell
+            column[f"pass@{k}"] = _percent(result.pass_at[k - 1]) if k <= result.samples else "-"
         column |= {
             "pass@K": _percent(result.pass_at[-1]),
             "truncated %": _percent(result.truncated.mean()),
@@ -87,13 +84,10 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
             column[name.replace("_", " ")] = str(count)
         columns.append(column)
 
-    show = number
-    if all(map(_is_share, ordered)):
-        show = _percent
     scores = (shown_score(result, result.average) for result in ordered)
     rows = [
         ["Method", *(column_name(result.task) for result in ordered), "Avg"],
-        [method, *scores, show(plain_average(ordered))],
+        [method, *scores, _shown(plain_average(ordered), all(map(_is_share, ordered)))],
     ]
     for name in columns[0]:
         rows.append([name, *(column[name] for column in columns), ""])
@@ -200,17 +194,15 @@ def format_comparison(runs: Sequence[Scores]) -> str:
     rows = [["Method", *map(column_name, tasks), "Avg"]]
     for method, scores in scores_of.items():
         count = len(scores)
-        cells = [method]
+        label = method
         if count > 1:
-            cells = [f"{method} ({count} runs)"]
+            label += f" ({count} runs)"
+        cells = [label]
         for column, mean in enumerate(means[method]):
-            show = number
-            if shares[column]:
-                show = _percent
-            cell = show(mean)
+            cell = _shown(mean, shares[column])
             if count > 1:
                 column_scores = [run_scores[column] for run_scores in scores]
-                cell += f" ±{show(t_half_width(column_scores))}"
+                cell += f" ±{_shown(t_half_width(column_scores), shares[column])}"
             if len(scores_of) > 1 and mean == best[column]:
                 cell += "*"
             cells.append(cell)
@@ -246,7 +238,11 @@ def _is_share(result: EvaluationResult) -> bool:
 
 def shown_score(result: EvaluationResult, value: float) -> str:
     """An average of a task's scores: in percent if each is in [0, 1], else as the number it is."""
-    return _percent(value) if _is_share(result) else number(value)
+    return _shown(value, _is_share(result))
+
+
+def _shown(value: float, is_share: bool) -> str:
+    return _percent(value) if is_share else number(value)
 
 
 def _percent(share: float) -> str:

@@ -78,6 +78,7 @@ def _heading(plan: CompiledRun) -> list[str]:
         strict=True,
     ):
         buckets.append(f"{rows} x {length} tokens, {count} of them at most")
+    micro_batches = ", ".join(buckets)
 
     if plan.engine is not None:
         engine = (
@@ -95,8 +96,8 @@ def _heading(plan: CompiledRun) -> list[str]:
         f"devices      {mesh.size} x {plan.topology.chip.name} ({plan.topology.name}), mesh {axes}",
         f"step         {packing.mini_batches} mini-batches of {packing.completions} completions, "
         "in micro-batches of",
-        f"             {', '.join(buckets)}; training.micro_batch_tokens={config.training.micro_batch_tokens}, "
-        "on each device",
+        f"             {micro_batches}; training.micro_batch_tokens="
+        f"{config.training.micro_batch_tokens}, on each device",
         f"engine       {engine}",
     ]
 

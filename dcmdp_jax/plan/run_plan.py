@@ -529,14 +529,15 @@ def search_record(candidates: Sequence[Candidate]) -> dict[str, Any]:
     """The table as a tree for JSON."""
     records = []
     for candidate in candidates:
-        record = {
-            "mesh": dataclasses.asdict(candidate.mesh),
-            "micro_batch_tokens": candidate.micro_batch_tokens,
-            "refused": candidate.refused,
-            "fits": candidate.fits,
-            "peak_bytes": candidate.peak,
-        }
-        records.append(record)
+        records.append(
+            {
+                "mesh": dataclasses.asdict(candidate.mesh),
+                "micro_batch_tokens": candidate.micro_batch_tokens,
+                "refused": candidate.refused,
+                "fits": candidate.fits,
+                "peak_bytes": candidate.peak,
+            }
+        )
     return {"candidates": records}
 
 
@@ -598,9 +599,7 @@ def _rank(candidate: Candidate) -> tuple[bool, int, int]:
 
 def candidate_meshes(devices: int, experts: bool) -> Iterator[MeshSettings]:
     """Meshes to try, the ones without a tensor axis first."""
-    expert_ways = (1,)
-    if experts:
-        expert_ways = _WAYS
+    expert_ways = _WAYS if experts else (1,)
     for expert in expert_ways:
         for tensor in _WAYS:
             if devices % (expert * tensor) == 0:

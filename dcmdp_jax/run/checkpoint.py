@@ -427,18 +427,16 @@ def saved_steps(directory: Path) -> list[int]:
     Raises:
         CheckpointError: in one line, if there are such, and no step.
     """
-    numbered = []
     steps = []
+    unusable_paths = []
     for path in sorted(directory.glob("[0-9]*")):
         if path.name.isascii() and path.name.isdigit():
-            numbered.append(path)
             if path.is_dir() and path.name == str(int(path.name)):
                 steps.append(int(path.name))
+            else:
+                unusable_paths.append(path)
     steps.sort()
-    for path in numbered:
-        is_named = path.name == str(int(path.name))
-        if path.is_dir() and is_named:
-            continue
+    for path in unusable_paths:
         reason = "it is no directory"
         if path.is_dir():
             reason = f"its name is not {int(path.name)}"

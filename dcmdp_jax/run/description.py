@@ -27,16 +27,21 @@ def describe(run: Run, *, full: bool = True) -> str:
     hosts = placement.hosts
     device = placement.mesh.devices.flat[0].device_kind
     mesh = ", ".join(f"{name} {count}" for name, count in placement.mesh.shape.items())
-    resumes = (Path(config.run_dir) / "checkpoints").is_dir()
-    described = _described_data if config.supervised else _described_sampling
+    steps = f"{config.training.steps} steps"
+    if (Path(config.run_dir) / "checkpoints").is_dir():
+        steps += ", resumes if it has a checkpoint"
+    if config.supervised:
+        described = _described_data(run)
+    else:
+        described = _described_sampling(run)
+
     lines = {
-        "run": f"{config.run_dir}, {config.training.steps} steps"
-        f"{', resumes if it has a checkpoint' if resumes else ''}",
+        "run": f"{config.run_dir}, {steps}",
         "model": f"{model.model_type}, {num_params(model):,} parameters in "
         f"{config.model.param_dtype}, {config.model.path or 'fresh'}",
         "devices": f"{placement.mesh.size} x {device} ({mesh})",
         "hosts": ", ".join(hosts.names) if hosts.count > 1 else "",
-        **described(run),
+        **described,
         "lag": _lag(run),
         "memory": ("\n" + " " * 13).join(placement.engine.memory.lines(full=full)),
     }
@@ -83,6 +88,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
             f"{config.turn_tokens} tokens"
         )
     completions = packing.mini_batches * packing.completions
+    warm_up = f"{config.warmup.steps} supervised steps" if config.warmup.steps else "none"
 
     return {
         "method": _method(config.algorithm),
@@ -96,7 +102,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
         f"{completions} completions of at most {limit} tokens, {packing.mini_batches} update(s)",
         "rows": f"{_rows(packing, lengths, limit)} of completions with a median of "
         f"{max(1, limit // 4)} tokens",
-        "warm-up": f"{config.warmup.steps} supervised steps" if config.warmup.steps else "none",
+        "warm-up": warm_up,
     }
 
 

@@ -175,12 +175,13 @@ def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
     """
     run_dir = Path(config.run_dir)
     with contextlib.ExitStack() as stack:
-        token = secrets.token_hex(8).encode() if hosts.is_writer else b""
+        token = ""
         if hosts.is_writer:
-            stack.enter_context(_locked(run_dir, token))
-        token = hosts.gather(token.decode())[0].encode()
+            token = secrets.token_hex(8)
+            stack.enter_context(_locked(run_dir, token.encode()))
+        token = hosts.gather(token)[0]
         lock = run_dir / _LOCK_FILE
-        same = lock.exists() and lock.read_bytes() == token
+        same = lock.exists() and lock.read_bytes() == token.encode()
         [other_host] = hosts.largest(0 if same else hosts.index)
         if other_host:
             raise UserError(

@@ -106,9 +106,7 @@ class MemoryUse:
     def shortages(self, *, certain: bool = False) -> list[str]:
         """A sentence for each location with too little memory: its largest part, what to lower."""
         sentences = []
-        at_least = ""
-        if certain:
-            at_least = "at least "
+        at_least = "at least " if certain else ""
         for location, label, capacity, phase, needed in self._peaks(certain=certain):
             if capacity is None or needed <= capacity:
                 continue
@@ -154,9 +152,7 @@ class MemoryUse:
             if needed < _GIB:
                 unit = 2**20
                 unit_name = "MiB"
-            available = ""
-            if capacity is not None:
-                available = f" of {capacity / unit:,.2f}"
+            available = "" if capacity is None else f" of {capacity / unit:,.2f}"
             lines.append(
                 f"{label}: {needed / unit:,.2f}{available} {unit_name}, in the phase {phase!r}"
             )
@@ -164,9 +160,7 @@ class MemoryUse:
             for component in self.parts:
                 size = component.on(location)
                 if phase in component.phases and size:
-                    mark = ""
-                    if size != component.on(location, certain=True):
-                        mark = "~"
+                    mark = "" if size == component.on(location, certain=True) else "~"
                     rows.append((f"  {mark}{component.name}", f"{size / unit:,.2f}"))
             lines += text_table(rows)
         lines += [f"does not fit: {shortage}" for shortage in self.shortages()]
@@ -223,9 +217,8 @@ def fit_engine(
         with as_settings(names):
             engine_components = kind.memory(arguments, workload, machine, rows)
         components = [*others]
-        for component in engine_components:
-            lower = in_settings(component.lower, names)
-            components.append(dataclasses.replace(component, lower=lower))
+        for item in engine_components:
+            components.append(dataclasses.replace(item, lower=in_settings(item.lower, names)))
         note = in_settings(kind.memory_note(arguments), names)
         return MemoryUse(tuple(components), machine, note, rows)
 
@@ -404,9 +397,7 @@ def _state_parts(
     # devices copy it each, a replicated state once.
     copies = max(1, machine.devices // mesh.shape[DATA])
     if on_cpu:
-        copies = mesh.size
-        if data_parallel_only(mesh):
-            copies = 1
+        copies = 1 if data_parallel_only(mesh) else mesh.size
     saved = (3 + lag) * size * copies
     components = [
         make("parameters", size, remedy, sure=size),
@@ -438,9 +429,7 @@ def _state_parts(
     int8_values = 0
     if config.model.lora_base == "int8":
         int8_values = _values([matrix for matrix in declared if matrix.quantized], mesh)
-    width = 2
-    if config.model.lora_base == "float32":
-        width = 4
+    width = 4 if config.model.lora_base == "float32" else 2
     base = width * (base_values - int8_values) + int8_values
     product = machine.product_item(config.model.compute_dtype)
     cast = 0
@@ -523,9 +512,7 @@ def _step_parts(
         # Without a loop a GPU casts all matrices before the first layer, and has all their
         # gradients before it stacks them.
         cast = 2 * item * model.num_layers * matrices // model_shards
-    copied = 0
-    if item != jnp.dtype(compute.dtype).itemsize:
-        copied = 2 * 4 * output
+    copied = 0 if item == jnp.dtype(compute.dtype).itemsize else 2 * 4 * output
     remedy = "training.micro_batch_tokens"
     if compute.remat != "full":
         remedy += ", or model.remat=full"

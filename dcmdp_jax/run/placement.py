@@ -133,7 +133,6 @@ def place(
     if hosts.count > 1:
         connect_devices(mesh)
 
-    engine = dataclasses.replace(engine, first_calls=planned_calls(task, hosts))
     prompt_lengths, completions = task.requests
     shapes = TrainingShapes(
         config=config,
@@ -147,7 +146,7 @@ def place(
     return fit(
         shapes,
         kind,
-        engine,
+        dataclasses.replace(engine, first_calls=planned_calls(task, hosts)),
         mesh=mesh,
         scheme=scheme,
         hosts=hosts,
@@ -220,9 +219,7 @@ def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) ->
     """
     scheme = forward_scheme(config, platform, model=engine.model)
     if scheme != FULL and engine.platform and (engine.platform == "cpu") != (platform == "cpu"):
-        name = "forward_cache"
-        if config.model.forward_precision != "full":
-            name = "forward_precision"
+        name = "forward_precision" if config.model.forward_precision != "full" else "forward_cache"
         raise UserError(
             f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on "
             f"{engine.platform}, the trainer on {platform}, and its build for {platform} rounds "
@@ -389,14 +386,15 @@ def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> deco
     dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
     kernel = attention.choose_kernel(config.model.attention, dtype, platform, longest)
+    segments = segments_of(config, kernel)
     return decoder.Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
         scan_unroll=config.model.scan_unroll or _layers_at_once(config.model.remat, mesh, layers),
         attention=kernel,
         logprob_chunk=config.model.logprob_chunk,
-        one_segment=segments_of(config, kernel) == 1,
-        segments=segments_of(config, kernel),
+        one_segment=segments == 1,
+        segments=segments,
     )
 
 

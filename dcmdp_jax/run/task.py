@@ -136,9 +136,7 @@ def read_task(config: Config, started: datetime) -> Task:
         # Raises if the rank does not fit a layer.
         with as_settings(LORA):
             trained(model, lora)
-        directory = None
-        if config.model.path:
-            directory = path_of_model(config)
+        directory = path_of_model(config) if config.model.path else None
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
         load = functools.partial(
@@ -433,7 +431,8 @@ def _check_environment(
             activity("importing the environment"),
         ):
             tools = pool.check()
-        answer = {"role": "tool" if tools else "user", "name": "unknown", "content": "1"}
+        role = "tool" if tools else "user"
+        answer = {"role": role, "name": "unknown", "content": "1"}
         variables = chat.template_variables(config.task.chat_template_kwargs, tokenizer)
         answer_text(tokenizer, [answer], variables, tools)
     except UserError as error:
@@ -496,22 +495,29 @@ def _load_prompts(
     Prompts are rewarded: they have answers if a reward needs them, each where no other reward is
     there. The warm-up's and those of a supervised run have completions to learn from.
     """
-    needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
+    need_answers = [reward in NEED_ANSWERS for reward in config.rewards.names]
     learned = setting == "warmup.task" or config.supervised
     if learned:
         answers = "learned"
-    elif any(needed):
-        answers = "required" if all(needed) else "optional"
+    elif any(need_answers):
+        answers = "required" if all(need_answers) else "optional"
     else:
         answers = "unused"
 
-    held_out = setting == "evaluation.task"
+    max_prompt_tokens = config.task.max_prompt_tokens
+    if learned:
+        max_prompt_tokens = config.max_total_tokens
+    split = "train"
+    limit = None
+    if setting == "evaluation.task":
+        split = "test"
+        limit = config.evaluation.max_problems or None
     try:
         problems = []
         for problem in load_problems(
             location,
-            split="test" if held_out else "train",
-            limit=(config.evaluation.max_problems or None) if held_out else None,
+            split=split,
+            limit=limit,
             on_bad_row=config.task.on_bad_row,
             keep_columns=not learned and needs_columns(config),
             answers=answers,
@@ -523,7 +529,7 @@ def _load_prompts(
             problems,
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
-            max_prompt_tokens=config.max_total_tokens if learned else config.task.max_prompt_tokens,
+            max_prompt_tokens=max_prompt_tokens,
             chat_template_kwargs=config.task.chat_template_kwargs,
             learned=learned,
             stop_token_ids=stop_token_ids,

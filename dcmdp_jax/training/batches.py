@@ -212,7 +212,8 @@ class Batches:
             batch, rows, metrics = self._pack(rollout, step)
         if step in NOISE_FLOOR_STEPS:
             # c must be moved by the same number on all hosts.
-            [floor] = self._hosts.largest(-1.0 if sampled.floor is None else sampled.floor)
+            own_floor = -1.0 if sampled.floor is None else sampled.floor
+            [floor] = self._hosts.largest(own_floor)
             if floor >= 0:
                 metrics["mismatch/noise_floor"] = floor
         if self._lag:
@@ -226,12 +227,15 @@ class Batches:
             batch = self._score(params, batch, metrics)
         if self._lag:
             self._keep(state.params, step)
+        scored_again = {}
+        if self.programs.rescore is None:
+            scored_again = sampled.scored
         return StepBatch(
             rollout=rollout,
             batch=batch,
             rows=rows,
             metrics=metrics,
-            scored=sampled.scored if self.programs.rescore is None else {},
+            scored=scored_again,
         )
 
     @contextlib.contextmanager
@@ -265,7 +269,7 @@ class Batches:
             self._position += rollout.prompts_taken
             if self._lag:
                 check_versions(rollout.episodes, version)
-            first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
+            first_group = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
             sampling = self.task.sampling
             with timer.phase("noise_floor"):
                 floor, scored = noise_floor(
@@ -275,7 +279,7 @@ class Batches:
                     self._distance,
                     seed=self._config.training.seed,
                     step=step,
-                    first=first * sampling.group_size,
+                    first=first_group * sampling.group_size,
                     drop=self._config.rollout.on_non_finite == "drop",
                 )
             return Sampled(rollout=rollout, timer=timer, floor=floor, scored=scored)
@@ -288,7 +292,9 @@ class Batches:
         """The discrepancy of log-probs, by the statistic that c bounds."""
         values = self._discrepancy(again, sampled)
         quantile = dual.QUANTILES.get(self._config.algorithm.budget)
-        return float(np.mean(values) if quantile is None else np.quantile(values, quantile))
+        if quantile is None:
+            return float(np.mean(values))
+        return float(np.quantile(values, quantile))
 
     def _pack(
         self, rollout: StepRollout, step: int
@@ -338,7 +344,9 @@ class Batches:
             batch = programs.teacher(batch)
         if programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = programs.rescore(params, batch)
-        return programs.old_logprobs(params, batch) if self._lag else batch
+        if self._lag:
+            batch = programs.old_logprobs(params, batch)
+        return batch
 
     def _keep(self, params: Params, step: int) -> None:
         """Copy this step's parameters; drop copies no in-flight batch needs."""

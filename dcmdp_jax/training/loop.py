@@ -254,8 +254,10 @@ class Trainer:
     def _is_evaluated(self, step: int) -> bool:
         """Whether the record has the evaluation of the policy after `step` steps."""
         run_dir = self.config.run_dir
-        names = [f"eval/{task.name}/" for task, _ in self.task.held_out]
-        [evaluated] = self.hosts.largest(all(has_record(run_dir, step, name) for name in names))
+        in_record = all(
+            has_record(run_dir, step, f"eval/{task.name}/") for task, _ in self.task.held_out
+        )
+        [evaluated] = self.hosts.largest(in_record)
         return bool(evaluated)
 
     def _with_measured_tolerance(self, state: TrainState) -> TrainState:

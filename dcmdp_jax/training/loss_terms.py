@@ -65,6 +65,9 @@ def signals_of(
     weights: Array,
 ) -> Signals:
     """Compute the tokens' advantages, weights and the ratio's denominator by the settings."""
+    completion_corrections = ()
+    if remedies.centered:
+        _, completion_corrections = remedies.centered
     signals = row_signals(
         tokens,
         weights,
@@ -72,7 +75,7 @@ def signals_of(
         level=settings.level,
         penalty=remedies.penalty,
         corrections=remedies.corrections,
-        of_completions=remedies.centered[1] if remedies.centered else (),
+        of_completions=completion_corrections,
         count_dropped=settings.correction_denominator == "all",
     )
     anchor = getattr(signals.tokens, _anchor(settings))

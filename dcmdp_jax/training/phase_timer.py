@@ -50,7 +50,8 @@ class PhaseTimer:
         began = time.monotonic()
         with activity(label):
             yield
-        release_freed_memory(above=KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS)
+        kept_bytes = KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS
+        release_freed_memory(above=kept_bytes)
         ended = time.monotonic()
         self.spans.append((began, ended))
         self.seconds[metric] = self.seconds.get(metric, 0.0) + ended - began

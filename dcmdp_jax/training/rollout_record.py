@@ -166,11 +166,9 @@ def rollout_metrics(
         refills: add the cost of dynamic sampling, and rewards over all that was sampled: over the
             batch they would be selected.
     """
-    metrics = {
-        **length_metrics(rollout.episodes, rollout.scores.grades),
-        **reward_metrics(rollout.scores),
-        **identical_metrics(rollout.episodes),
-    }
+    metrics = length_metrics(rollout.episodes, rollout.scores.grades)
+    metrics |= reward_metrics(rollout.scores)
+    metrics |= identical_metrics(rollout.episodes)
 
     usable = ~rollout.dropped
     if rollout.scores.sources is not None:

@@ -108,7 +108,7 @@ class _Constants(NamedTuple):
         advantages, weights: [N] float32, of each completion.
         unpenalized: [N] float32, advantages without a penalty inside the reward.
         dual: lambda_k and c.
-        first: [] bool, the update starts from the weights at the start of the step.
+        starts_step: [] bool, the update starts from the weights at the start of the step.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         frozen: the reference policy of the KL term, the base of the adapters; None without both.
         terms: constants of the further terms of the loss; None for the surrogate alone.
@@ -118,14 +118,30 @@ class _Constants(NamedTuple):
     weights: Array
     unpenalized: Array
     dual: DualState
-    first: Array
+    starts_step: Array
     loss_scale: Array | None
     frozen: Params | None
     terms: loss_terms.Terms | None = None
 
 
 _Inputs = tuple[Params, _Constants]
-_MiniBatch = tuple[Batch, Array, Array | None, Array]
+
+
+class _MiniBatch(NamedTuple):
+    """What an update is made from.
+
+    Attributes:
+        batch: with p^Train at the start of the step unless this update's own pass gives it.
+        rewards: [N] float32, less the punishment of long completions.
+        penalized_rewards: the same less the penalty for the discrepancy; None unless `level` is
+            "reward".
+        starts_step: [] bool, the update starts from the weights at the start of the step.
+    """
+
+    batch: Batch
+    rewards: Array
+    penalized_rewards: Array | None
+    starts_step: Array
 
 
 class _Sums(NamedTuple):
@@ -202,7 +218,7 @@ def _train_step(
     batch: Batch,
     frozen: Params | None,
 ) -> StepResult:
-    """Algorithm 1, after sampling and rewards."""
+    """Do the optimizer updates of one step and update the multiplier (Algorithm 1)."""
     settings = setup.settings
     dual = state.dual
     with jax.named_scope(RECOMPUTE):
@@ -210,15 +226,20 @@ def _train_step(
 
     rewards = loss_terms.punished_rewards(settings, batch, setup.max_completion_tokens)
     penalized = loss_terms.penalized_rewards(settings, setup.remedies, dual, rewards, batch.rows)
-    mini_batches = batch, rewards, penalized, jnp.arange(len(rewards)) == 0
-    after, updates = lax.scan(functools.partial(_update, setup, frozen), state, mini_batches)
+    mini_batches = _MiniBatch(
+        batch=batch,
+        rewards=rewards,
+        penalized_rewards=penalized,
+        starts_step=jnp.arange(len(rewards)) == 0,
+    )
+    next_state, updates = lax.scan(functools.partial(_update, setup, frozen), state, mini_batches)
 
     totals = stats.merge_stacked(updates.statistics)
     metrics = stats.values(totals) | step_metrics(
         settings,
         setup.schedule,
         state,
-        after,
+        next_state,
         batch,
         updates,
     )
@@ -234,8 +255,11 @@ def _train_step(
         variance = metrics.pop("distribution/discrepancy_variance")
         metrics["distribution/sampling_noise"] = jnp.sqrt(variance / jnp.maximum(tokens, 1.0))
 
-    after = after._replace(step=state.step + 1, dual=next_dual)
-    return after, metrics, recorded_tokens(updates) if setup.record_tokens else None
+    next_state = next_state._replace(step=state.step + 1, dual=next_dual)
+    recorded = None
+    if setup.record_tokens:
+        recorded = recorded_tokens(updates)
+    return next_state, metrics, recorded
 
 
 def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
@@ -256,14 +280,14 @@ def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
             return batch
         micro_batches = jnp.asarray(micro_batches).at[0].set(0)
 
-    scored = with_logprobs(
+    rescored_batch = with_logprobs(
         params,
         batch._replace(micro_batches=micro_batches),
         setup.row_logprobs,
         mesh=setup.mesh,
         names=(START_LOGPROBS, START_TOP_LOGPROBS),
     )
-    return scored._replace(micro_batches=batch.micro_batches)
+    return rescored_batch._replace(micro_batches=batch.micro_batches)
 
 
 def _update(
@@ -277,17 +301,14 @@ def _update(
     Args:
         setup, frozen: of the step.
         state: before the update.
-        mini_batch: the batch, with p^Train at the start of the step unless this update's own pass
-            gives it; [N] rewards, less the punishment of long completions; the same less the
-            penalty for the discrepancy, None unless `level` is "reward"; and whether the update
-            starts from the weights at the start of the step.
+        mini_batch: its completions and rewards.
     """
     settings = setup.settings
-    batch, rewards, penalized_rewards, first = mini_batch
-    unpenalized_advantages = _advantages(settings, batch, rewards)
+    batch = mini_batch.batch
+    unpenalized_advantages = _advantages(settings, batch, mini_batch.rewards)
     advantages = unpenalized_advantages
-    if penalized_rewards is not None:
-        advantages = _advantages(settings, batch, penalized_rewards)
+    if mini_batch.penalized_rewards is not None:
+        advantages = _advantages(settings, batch, mini_batch.penalized_rewards)
     weights, _ = setup.loss_weights(batch)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     constants = _Constants(
@@ -295,7 +316,7 @@ def _update(
         weights=weights,
         unpenalized=unpenalized_advantages,
         dual=state.dual,
-        first=first,
+        starts_step=mini_batch.starts_step,
         loss_scale=scale,
         frozen=frozen,
     )
@@ -318,8 +339,8 @@ def _update(
     if scale is not None:
         divisor *= scale
 
-    in_loss = jnp.where(weights > 0, advantages, 0.0)
-    finite = jnp.isfinite(sums.loss) & jnp.all(jnp.isfinite(in_loss))
+    advantages_in_loss = jnp.where(weights > 0, advantages, 0.0)
+    finite = jnp.isfinite(sums.loss) & jnp.all(jnp.isfinite(advantages_in_loss))
     state, grad_norm, updated = apply_update(
         setup.optimizer,
         state,
@@ -466,11 +487,17 @@ def _objective(
         penalty_in_loss,
     )
 
+    start_logprobs = None
+    if lags(rows):
+        start_logprobs = signals.tokens.start_logprobs
+    top_logprobs = None
+    if head is not None and setup.record_tokens:
+        top_logprobs = head.old_logprobs
     values = TokenValues(
         old_logprobs=old_logprobs,
         discrepancy=signals.discrepancy,
-        start_logprobs=signals.tokens.start_logprobs if lags(rows) else None,
-        top_logprobs=head.old_logprobs if head is not None and setup.record_tokens else None,
+        start_logprobs=start_logprobs,
+        top_logprobs=top_logprobs,
     )
     sums = _Sums(
         surrogate=surrogate,
@@ -492,10 +519,12 @@ def _forward(
     outputs = setup.row_logprobs(setup.policy(params, constants.frozen), rows)
 
     def at_start(now: Array, name: str) -> Array:
-        """Log-probs at the start of the step; those of now in the update that starts there."""
-        if name in columns and not setup.always_recompute:
-            return jnp.where(constants.first, now, columns[name])
-        return columns.get(name, now)
+        """Log-probs at the start of the step; no column means that they are those of now."""
+        if name not in columns:
+            return now
+        if setup.always_recompute:
+            return columns[name]
+        return jnp.where(constants.starts_step, now, columns[name])
 
     start_logprobs = at_start(outputs.logprobs, START_LOGPROBS)
     old_logprobs = columns.get(OLD_LOGPROBS, start_logprobs)
