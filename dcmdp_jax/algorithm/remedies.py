@@ -166,9 +166,8 @@ class OwnRemedy:
 
     def __call__(self, tokens: Tokens) -> tuple[Any, dict[str, Any]]:
         terms, statistics = split(self.function(tokens, **self.parameters))
-        metrics = {}
-        for name, statistic in statistics.items():
-            metrics[f"remedy/{self.name}/{name}"] = statistic
+        prefix = f"remedy/{self.name}"
+        metrics = {f"{prefix}/{name}": value for name, value in statistics.items()}
         return terms, metrics
 
 

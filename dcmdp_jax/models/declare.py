@@ -68,7 +68,7 @@ class Declaration:
         init: makes the initial values.
         hf_name: the Hugging Face tensor; of a stacked leaf, which holds one tensor for each layer,
             with "{layers}" where the number of the layer belongs, and so for each stacked axis.
-            None for a layout that only engines use.
+            Not used of a fused matrix, which only engines have.
         transposed: Hugging Face stores the matrix as [out, in], we as [in, out].
         quantized: engines that quantize weights quantize this one.
         stacks: the stacked axes, outermost first.
@@ -79,7 +79,7 @@ class Declaration:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Initializer
-    hf_name: str | None
+    hf_name: str
     transposed: bool
     quantized: bool
     stacks: tuple[Stack, ...]
@@ -91,7 +91,7 @@ def parameter(
     axes: tuple[str, ...],
     *,
     init: Initializer,
-    hf_name: str | None,
+    hf_name: str,
     stacks: tuple[Stack, ...] = (),
     transposed: bool = False,
     quantized: bool = False,

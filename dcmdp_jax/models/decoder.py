@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Integer
 
@@ -119,15 +120,12 @@ class Attention(nnx.Module):
             query_width *= 2
         embed = config.hidden_size
 
-        def linear(name: str | None, sizes: tuple[int, int], axes: tuple[str, str]) -> Linear:
-            full_name = None
-            if name is not None:
-                full_name = f"{hf_name}.{name}"
+        def linear(name: str, sizes: tuple[int, int], axes: tuple[str, str]) -> Linear:
             return Linear(
                 sizes,
                 axes,
                 std=config.initializer_range,
-                hf_name=full_name,
+                hf_name=f"{hf_name}.{name}",
                 bias=config.attention_bias and not (name == "o_proj" and config.family.qkv_bias),
                 stacks=stacks,
             )
@@ -146,7 +144,7 @@ class Attention(nnx.Module):
             )
 
         if fused:
-            self.qkv = linear(None, (embed, query_width + 2 * kv_width), ("embed", "heads"))
+            self.qkv = linear("qkv", (embed, query_width + 2 * kv_width), ("embed", "heads"))
         else:
             self.q = linear("q_proj", (embed, query_width), ("embed", "heads"))
             self.k = linear("k_proj", (embed, kv_width), ("embed", "kv_heads"))
@@ -388,7 +386,9 @@ def _block_graph(
 
 _LayerInputs = tuple[Params, jax.Array | None, dict[str, jax.Array]]
 """A layer's parameters, its replayed experts, and what else differs by layer."""
-_Layer = Callable[[jax.Array, _LayerInputs], tuple[jax.Array, Aux]]
+_LayerOutputs = tuple[jax.Array, Aux]
+"""The residual stream after a layer, and what the layer reports."""
+_Layer = Callable[[jax.Array, _LayerInputs], _LayerOutputs]
 
 
 def platform_of(mesh: Mesh | None) -> str:
@@ -457,7 +457,7 @@ def hidden_states_and_aux(
     fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1) and not has_adapters(params)
     axes = ("rows", "length", "hidden")
 
-    def layer(x: jax.Array, xs: _LayerInputs) -> tuple[jax.Array, Aux]:
+    def layer(x: jax.Array, xs: _LayerInputs) -> _LayerOutputs:
         layer_params, replayed, by_layer = xs
         rotary = tables[ropes[0]]
         if "rope" in by_layer:
@@ -502,7 +502,7 @@ def hidden_states_and_aux(
     if replayed is not None:
         replayed = jnp.moveaxis(replayed, 2, 0)
     layer = _rematerialized(layer, compute.remat, platform)
-    scan = jax.lax.scan
+    scan = lax.scan
     if config.recurrent_layers:
         scan = functools.partial(_scan_periods, config)
     x, aux = scan(layer, x, (params["layers"], replayed, by_layer), unroll=compute.scan_unroll)
@@ -529,12 +529,12 @@ def _scan_periods(
     xs: _LayerInputs,
     *,
     unroll: int,
-) -> tuple[jax.Array, Aux]:
+) -> _LayerOutputs:
     """`jax.lax.scan` whose iteration is a period of the layers' kinds."""
     layers, replayed, by_layer = xs
     count = config.num_layers // config.period
 
-    def period(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
+    def period(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> _LayerOutputs:
         layers, replayed = xs
         reports = []
         for index in range(config.period):
@@ -549,7 +549,7 @@ def _scan_periods(
     periods = jax.tree.map(
         lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), (layers, replayed)
     )
-    x, aux = jax.lax.scan(period, x, periods, unroll=max(1, unroll // config.period))
+    x, aux = lax.scan(period, x, periods, unroll=max(1, unroll // config.period))
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
 
 
@@ -588,16 +588,16 @@ def look_up_split(
         In `dtype`; the same numbers as a lookup in the whole table, on every device of
         `axes.vocab`.
     """
-    ids = jax.lax.all_gather(input_ids, axes.embed, axis=0, tiled=True)
+    ids = lax.all_gather(input_ids, axes.embed, axis=0, tiled=True)
     if axes.vocab is None:
         x = table[ids].astype(dtype)
     else:
-        own_ids = ids - table.shape[0] * jax.lax.axis_index(axes.vocab)
+        own_ids = ids - table.shape[0] * lax.axis_index(axes.vocab)
         inside = (own_ids >= 0) & (own_ids < table.shape[0])
         own_rows = table[jnp.where(inside, own_ids, 0)].astype(dtype)
         # One device has the row, the others add 0: exact in any dtype.
-        x = jax.lax.psum(jnp.where(inside[..., None], own_rows, 0), axes.vocab)
-    return jax.lax.all_to_all(x, axes.embed, split_axis=0, concat_axis=2, tiled=True)
+        x = lax.psum(jnp.where(inside[..., None], own_rows, 0), axes.vocab)
+    return lax.all_to_all(x, axes.embed, split_axis=0, concat_axis=2, tiled=True)
 
 
 def hidden_states(*arguments: Any, **options: Any) -> Float[jax.Array, "R L D"]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.nn import initializers
 
 from dcmdp_jax.models import families, scheme_products
 from dcmdp_jax.models.config import ModelConfig
@@ -23,8 +24,6 @@ from dcmdp_jax.models.quantize import (
 )
 from dcmdp_jax.models.rope import RopeScaling
 
-_zeros = jax.nn.initializers.zeros
-_ones = jax.nn.initializers.ones
 _ONE = np.float32(1)
 
 
@@ -78,7 +77,7 @@ class Linear(nnx.Module):
         axes: tuple[str, str],
         *,
         std: float,
-        hf_name: str | None,
+        hf_name: str,
         bias: bool = False,
         stacks: tuple[Stack, ...] = (),
         quantized: bool = True,
@@ -88,22 +87,16 @@ class Linear(nnx.Module):
         Args:
             sizes, axes: in and out, and their logical names.
             std: standard deviation of a fresh W.
-            hf_name: the Hugging Face module, without ".weight"; None for a layout that only engines
-                use.
+            hf_name: the Hugging Face module, without ".weight"; not used of a fused matrix.
             bias: whether there is a b, initially 0.
             stacks: see `declare.parameter`.
             quantized: engines that quantize weights quantize W.
         """
-        weight_name = None
-        bias_name = None
-        if hf_name is not None:
-            weight_name = f"{hf_name}.weight"
-            bias_name = f"{hf_name}.bias"
         self.kernel = parameter(
             sizes,
             axes,
-            init=jax.nn.initializers.normal(std),
-            hf_name=weight_name,
+            init=initializers.normal(std),
+            hf_name=f"{hf_name}.weight",
             stacks=stacks,
             transposed=True,
             quantized=quantized,
@@ -112,8 +105,8 @@ class Linear(nnx.Module):
             self.bias = parameter(
                 sizes[1:],
                 axes[1:],
-                init=_zeros,
-                hf_name=bias_name,
+                init=initializers.zeros,
+                hf_name=f"{hf_name}.bias",
                 stacks=stacks,
             )
         else:
@@ -142,9 +135,9 @@ class RMSNorm(nnx.Module):
         stacks: tuple[Stack, ...] = (),
         family: families.Family = families.FAMILIES["llama"],
     ) -> None:
-        init = _ones
+        init = initializers.ones
         if family.unit_offset:
-            init = _zeros
+            init = initializers.zeros
         self.scale = parameter(
             (size,),
             (axis,),
@@ -196,21 +189,18 @@ class MLP(nnx.Module):
         embed = config.hidden_size
 
         def linear(
-            name: str | None, sizes: tuple[int, int], axes: tuple[str, str] = ("embed", "mlp")
+            name: str, sizes: tuple[int, int], axes: tuple[str, str] = ("embed", "mlp")
         ) -> Linear:
-            full_name = None
-            if name is not None:
-                full_name = f"{hf_name}.{name}"
             return Linear(
                 sizes,
                 axes,
                 std=config.initializer_range,
-                hf_name=full_name,
+                hf_name=f"{hf_name}.{name}",
                 stacks=stacks,
             )
 
         if fused:
-            self.gate_up = linear(None, (embed, 2 * self.width))
+            self.gate_up = linear("gate_up", (embed, 2 * self.width))
         else:
             self.gate = linear("gate_proj", (embed, self.width))
             self.up = linear("up_proj", (embed, self.width))

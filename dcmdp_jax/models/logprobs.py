@@ -225,6 +225,10 @@ class _Options:
     listed_gradient: bool
 
 
+_Outputs = tuple[jax.Array, ...]
+"""Arrays in blocks: log-probs, entropy, and log-probs of further ids if there are any."""
+
+
 class _Residuals(NamedTuple):
     """What a forward pass keeps for the backward pass.
 
@@ -271,7 +275,7 @@ def _block(
     targets: jax.Array,
     listed: jax.Array | None,
     options: _Options,
-) -> tuple[jax.Array, ...]:
+) -> _Outputs:
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
     axes = options.axes
     size = logits.shape[-1]
@@ -302,14 +306,12 @@ def _block(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _blocked_logprobs(inputs: _Inputs, options: _Options) -> tuple[jax.Array, ...]:
+def _blocked_logprobs(inputs: _Inputs, options: _Options) -> _Outputs:
     """Log-probs and entropy [C, T], and log-probs [C, T, k] of `listed` where it is there."""
     return _blocked_forward(inputs, options)[0]
 
 
-def _blocked_forward(
-    inputs: _Inputs, options: _Options
-) -> tuple[tuple[jax.Array, ...], _Residuals]:
+def _blocked_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Residuals]:
     hidden, targets, kernel, count, listed = inputs
     kernel = kernel.astype(hidden.dtype)
     if len(hidden) == 1:
@@ -318,7 +320,7 @@ def _blocked_forward(
         normalizer, *outputs = _block(logits, targets, listed, options)
         return tuple(outputs), _Residuals(inputs, normalizer, outputs[1], logits)
 
-    def body(i: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def body(i: jax.Array, outputs: _Outputs) -> _Outputs:
         block_listed = None
         if listed is not None:
             block_listed = listed[i]
@@ -385,7 +387,7 @@ def _blocked_backward(
     bars = _token_bars(saved, cotangents, options)
     precision = precision_of(hidden.dtype)
 
-    def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def pulled(i: jax.Array | int, logits: jax.Array) -> _Grads:
         """The gradients of block i's hidden states and, from it, of the kernel."""
         block = hidden[i]
         logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars))
@@ -486,12 +488,12 @@ def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pieced_logprobs(inputs: _Inputs, options: _Options) -> tuple[jax.Array, ...]:
+def _pieced_logprobs(inputs: _Inputs, options: _Options) -> _Outputs:
     """`_blocked_logprobs` of a kernel whose width is split over devices, a piece at a time."""
     return _pieced_forward(inputs, options)[0]
 
 
-def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[tuple[jax.Array, ...], _Residuals]:
+def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Residuals]:
     hidden, targets, kernel, count, listed = inputs
     axes = options.axes
     vocab = kernel.shape[-1]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -47,11 +48,10 @@ class ExpertLinear(nnx.Module):
         std: float,
         **options: Any,
     ) -> None:
-        normal = jax.nn.initializers.normal(std)
         self.kernel = parameter(
             sizes,
             axes,
-            init=normal,
+            init=jax.nn.initializers.normal(std),
             transposed=True,
             quantized=True,
             **options,
@@ -74,25 +74,22 @@ class Experts(nnx.Module):
         stacks = (*stacks, Stack(axis="experts", size=config.num_experts))
 
         def linear(
-            name: str | None,
+            name: str,
             sizes: tuple[int, int],
             fused: Fused | None,
             axes: tuple[str, str] = ("embed", "expert_mlp"),
         ) -> ExpertLinear:
-            full_name = None
-            if name is not None:
-                full_name = f"{hf_name}.{{experts}}.{name}.weight"
             return ExpertLinear(
                 sizes,
                 axes,
                 std=config.initializer_range,
-                hf_name=full_name,
+                hf_name=f"{hf_name}.{{experts}}.{name}.weight",
                 stacks=stacks,
                 fused=fused,
             )
 
         if fused:
-            self.gate_up = linear(None, (embed, 2 * width), None)
+            self.gate_up = linear("gate_up", (embed, 2 * width), None)
         else:
             gate_up = f"{hf_name}.gate_up_proj"
             self.gate = linear(
@@ -176,7 +173,7 @@ class MoE(nnx.Module):
         """
         config = self.config
         probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, experts = jax.lax.top_k(probabilities, config.num_experts_per_tok)
+        weights, experts = lax.top_k(probabilities, config.num_experts_per_tok)
         aux = {"router_probabilities": probabilities}
         if replayed is not None:
             aux["own_experts"] = experts
@@ -230,7 +227,7 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
     sent = _sent(aux["routed_experts"], probabilities.shape[-1])
     mask = counted[..., None].astype(jnp.float32)
     entropy = jnp.sum(jax.scipy.special.entr(probabilities), axis=-1, keepdims=True)
-    entropy = jax.lax.stop_gradient(entropy)
+    entropy = lax.stop_gradient(entropy)
     sums = {
         "router_load": jnp.sum(sent * mask, axis=(0, 1)),
         "router_probability": jnp.sum(probabilities * mask, axis=(0, 1)),
@@ -296,7 +293,7 @@ def load_balancing_loss(sums: Aux) -> jax.Array:
     tokens = jnp.maximum(jnp.sum(sums["router_tokens"]), 1.0)
     load = jnp.sum(sums["router_load"], axis=0) / tokens
     probability = jnp.sum(sums["router_probability"], axis=0) / tokens
-    return load.size * jnp.sum(jax.lax.stop_gradient(load) * probability)
+    return load.size * jnp.sum(lax.stop_gradient(load) * probability)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -416,16 +413,16 @@ def _expert_parallel(
         kernels: tuple[jax.Array, ...],
     ) -> jax.Array:
         if ways > 1:
-            gather = functools.partial(jax.lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)
+            gather = functools.partial(lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)
             x = gather(x)
-            experts = gather(experts) - count * jax.lax.axis_index(EXPERT)
+            experts = gather(experts) - count * lax.axis_index(EXPERT)
             weights = gather(weights)
             experts = jnp.where((experts >= 0) & (experts < count), experts, count)
         y = _compute(x, experts, weights, kernels, num_experts=count, ops=ops, elsewhere=ways > 1)
         if width is not None:
-            y = jax.lax.psum(y, width)
+            y = lax.psum(y, width)
         if ways > 1:
-            y = jax.lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True)
+            y = lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True)
         return y
 
     if not free:

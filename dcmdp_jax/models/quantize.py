@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dcmdp_jax.models.scheme import GROUPED, Grouped
 from dcmdp_jax.types import Params
@@ -152,7 +153,7 @@ def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKer
         # depends on shapes.
         largest = jnp.max(jnp.abs(kernel), axis=(-2, -1), keepdims=True)
         if axis:
-            largest = jax.lax.pmax(largest, axis)
+            largest = lax.pmax(largest, axis)
         matrix_scale = largest * (1 / _NVFP4_MAX)
         small = matrix_scale < jnp.finfo(jnp.float32).tiny
         matrix_scale = jnp.where(small, 1.0, matrix_scale)
@@ -179,7 +180,7 @@ def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
         axis: see `RoundsInputs`: nvfp4's scale of a token is that of all its inputs, on whichever
             device.
     """
-    exact = jax.lax.stop_gradient(x)
+    exact = lax.stop_gradient(x)
     columns = exact[..., None].astype(jnp.float32)
     quantized = _in_groups(columns, GROUPED[precision], axis)
     rounded = in_float32(quantized)[..., 0].astype(x.dtype)
@@ -220,7 +221,7 @@ def stored(w: jax.Array, precision: str) -> Kernel:
             dtype = name
     # XLA removes a cast there and back.
     info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(w, info.nexp, info.nmant)
+    return lax.reduce_precision(w, info.nexp, info.nmant)
 
 
 def in_float32(x: Kernel) -> jax.Array:
@@ -265,7 +266,7 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
     def leaf(x: jax.Array, marked: bool) -> jax.Array:
         if not marked:
             return x
-        exact = jax.lax.stop_gradient(x)
+        exact = lax.stop_gradient(x)
         rounded = in_float32(quantize_kernel(exact, precision)).astype(x.dtype)
         return rounded + (x - exact)  # the difference is exactly 0
 

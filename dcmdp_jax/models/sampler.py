@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 MODES = ("sample", "nucleus", "greedy")
 _BLOCK = 128
@@ -97,7 +98,7 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     """
     largest = jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled - largest)
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    bits = lax.bitcast_convert_type(weights, jnp.int32)
     needed_mass = top_p * jnp.sum(weights, axis=-1)
 
     def halve(i: int, threshold: jax.Array) -> jax.Array:
@@ -106,10 +107,10 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
         mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)
         return jnp.where(mass >= needed_mass, higher, threshold)
 
-    threshold = jax.lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
+    threshold = lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
     # The most likely token has weight exp(0) = 1 and stays in, even if rounding leaves the sum
     # below `needed_mass`.
-    one_bits = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
+    one_bits = lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
     return bits >= jnp.minimum(threshold, one_bits)[:, None]
 
 
@@ -159,7 +160,7 @@ def choose_tokens(
 
     scaled = logits * inverse_temperature
     if count:
-        most_probable, _ = jax.lax.top_k(scaled, int(count))
+        most_probable, _ = lax.top_k(scaled, int(count))
         least = most_probable[:, -1:]
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if kind == "nucleus":
@@ -172,9 +173,7 @@ def choose_tokens(
     blocks = padded.reshape(rows, padded.shape[1] // width, width)
     masses = jnp.sum(jnp.exp(blocks), axis=-1)
     # Else a GPU's compiler adds the normalizer up from the logits, and reads them once more.
-    masses = jax.lax.platform_dependent(
-        masses, cuda=jax.lax.optimization_barrier, default=lambda x: x
-    )
+    masses = lax.platform_dependent(masses, cuda=lax.optimization_barrier, default=lambda x: x)
 
     block_index = _invert(masses, words[:, 0])
     block = jnp.take_along_axis(blocks, block_index[:, None, None], axis=1)[:, 0]
@@ -186,7 +185,7 @@ def choose_tokens(
     if not top:
         return tokens, logprobs
 
-    values, ids = jax.lax.top_k(scaled, top)
+    values, ids = lax.top_k(scaled, top)
     possible = values != -jnp.inf
     top_logprobs = jnp.where(possible, values - normalizer[:, None], 0.0)
     top_ids = jnp.where(possible, ids, -1)
@@ -202,7 +201,7 @@ def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
     # Rounding can make the sum step at an entry of mass 0: exclude those. (jnp.cumsum is quadratic
     # on CPU.)
     possible = masses > 0
-    sums = jax.lax.associative_scan(jnp.add, masses, axis=-1)
+    sums = lax.associative_scan(jnp.add, masses, axis=-1)
     cumulative = jnp.where(possible, sums, 0.0)
     target = uniform * jnp.max(cumulative, axis=-1)
     exceeds = cumulative > target[:, None]

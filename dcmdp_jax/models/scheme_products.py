@@ -22,6 +22,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dcmdp_jax.models.products import PRECISE
 from dcmdp_jax.models.quantize import FP8_MAX, quantize_kernel, with_rounded_inputs
@@ -170,7 +171,7 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
     if cache.removesuffix("_truncated") == "fp8":
         dtype = jnp.float8_e4m3fn
         limit = FP8_MAX
-    exact = jax.lax.stop_gradient(x)
+    exact = lax.stop_gradient(x)
     rounded = jnp.clip(exact.astype(jnp.float32), -limit, limit)
     if cache.endswith("_truncated"):
         rounded = _truncate(rounded, jnp.finfo(dtype))
@@ -181,16 +182,16 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
 
 def _truncate(x: jax.Array, info: jnp.finfo) -> jax.Array:
     """Finite float32 towards zero, to the mantissa of a dtype or the steps of its subnormals."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
     mask = (0xFFFFFFFF << (23 - info.nmant)) & 0xFFFFFFFF
-    normal = jax.lax.bitcast_convert_type(bits & jnp.uint32(mask), jnp.float32)
+    normal = lax.bitcast_convert_type(bits & jnp.uint32(mask), jnp.float32)
     steps = 2.0 ** (info.nmant - info.minexp)
     return jnp.where(jnp.abs(x) < 2.0**info.minexp, jnp.trunc(x * steps) / steps, normal)
 
 
 def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
     """[G, out] float32 scales of matrices that the engine holds as one, side by side."""
-    kernels = [jax.lax.stop_gradient(kernel) for kernel in kernels]
+    kernels = [lax.stop_gradient(kernel) for kernel in kernels]
     if products == "int8":
         # As the bridge quantizes the trainer's parameters: in float32, whatever the engine's dtype.
         return [quantize_kernel(kernel, "int8").scale[None] for kernel in kernels]
@@ -297,7 +298,7 @@ def _scaled_tokens(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _over_448(largest: jax.Array) -> jax.Array:
     """XLA multiplies by the inverse of a constant, and a last digit decides many ties."""
-    return largest / jax.lax.optimization_barrier(jnp.full_like(largest, FP8_MAX))
+    return largest / lax.optimization_barrier(jnp.full_like(largest, FP8_MAX))
 
 
 def _to_e4m3(x: jax.Array) -> jax.Array:

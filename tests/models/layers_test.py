@@ -16,7 +16,7 @@ CONFIG = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, rope_theta=1e4)
 
 
 def test_linear_by_hand():
-    layer = Linear((2, 3), ("embed", "mlp"), std=0.02, hf_name=None, bias=True)
+    layer = Linear((2, 3), ("embed", "mlp"), std=0.02, hf_name="linear", bias=True)
     layer.kernel.set_value(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     layer.bias.set_value(jnp.array([10.0, 20.0, 30.0]))
     # [1, -1] W + b = [1-4, 2-5, 3-6] + b
