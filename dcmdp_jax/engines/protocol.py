@@ -331,6 +331,7 @@ def checked_sequences(
     """
     if not len(sequences):
         raise ValueError(f"{name}s: got none, at least one is needed")
+
     checked = []
     vocab_size = engine.config.vocab_size
     limit = engine.max_total_tokens
@@ -347,7 +348,9 @@ def checked_sequences(
             token = ids[outside][0]
             raise ValueError(f"{name} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
         if ids.size + reserve > limit:
-            extra = f" and max_completion_tokens={reserve}" if reserve else ""
+            extra = ""
+            if reserve:
+                extra = f" and max_completion_tokens={reserve}"
             raise ValueError(
                 f"{name} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}"
             )

@@ -27,15 +27,19 @@ def installed() -> dict[str, str]:
 def unsupported_version(version: str) -> str:
     """The versions that the bridge knows, if this is none of them; else ""."""
     number = ".".join(re.findall(r"\d+", version)[:2])
-    return "" if number in _SUPPORTED else ", ".join(_SUPPORTED)
+    if number in _SUPPORTED:
+        return ""
+    return ", ".join(_SUPPORTED)
 
 
 def cache_rounding(cache: str, platform: str) -> str:
     """Rounding of a cache, of `scheme.CACHES`, "" for none."""
     if cache not in FP8_CACHES:
         return ""
-    # The CPU build rounds FP8 towards zero.
-    return f"{cache}_truncated" if platform == "cpu" else cache
+    if platform == "cpu":
+        # This build rounds FP8 towards zero.
+        return f"{cache}_truncated"
+    return cache
 
 
 def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:

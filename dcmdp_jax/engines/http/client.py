@@ -107,7 +107,10 @@ class VllmHttpClient:
         calls = Calls([lambda calls: asyncio.run(self._complete(kind, payloads, read, calls))])
         with contextlib.closing(calls.values()) as values:
             for answer in values:
-                yield [] if answer is None else [answer]
+                if answer is None:
+                    yield []
+                else:
+                    yield [answer]
 
     def complete_all(
         self,
@@ -225,7 +228,9 @@ class VllmHttpClient:
     ) -> httpx.Response:
         """GET, or POST of a body; retried with growing pauses after errors that may pass."""
         trouble = ""
-        method = "GET" if body is None else "POST"
+        method = "POST"
+        if body is None:
+            method = "GET"
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
@@ -249,7 +254,9 @@ class VllmHttpClient:
                         f"{name}: {self.address} refused the request, {trouble}{hint}"
                     )
 
-        times = f"{self._retries + 1} attempts" if self._retries else "1 attempt"
+        times = "1 attempt"
+        if self._retries:
+            times = f"{self._retries + 1} attempts"
         raise EngineError(
             f"{name}: {trouble}, after {times}; is the vLLM server at {self.address} up and well?"
         )
@@ -293,7 +300,9 @@ def _authorization(key: str) -> dict[str, str]:
         raise UserError(
             f"{_KEY_VARIABLE}: holds a character that is not printable ASCII; set the key alone"
         )
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    if not key:
+        return {}
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _json(response: httpx.Response, name: str) -> Any:

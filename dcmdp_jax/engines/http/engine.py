@@ -193,10 +193,15 @@ class RemoteEngine:
                     f"leave one of the server's max_model_len={context} free; start it with "
                     f"--max-model-len {row.size + 1} or more"
                 )
-        payloads = [
-            {"prompt": row.tolist(), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            for row in rows
-        ]
+        payloads = []
+        for row in rows:
+            payload = {
+                "prompt": row.tolist(),
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+            }
+            payloads.append(payload)
 
         def read(index: int, choice: dict[str, Any]) -> np.ndarray:
             entries = choice["prompt_logprobs"]
@@ -204,10 +209,9 @@ class RemoteEngine:
             tokens = rows[index][prompt_length:].tolist()
             if len(entries) != rows[index].size:
                 raise ValueError(f"{len(entries)} prompt_logprobs for {rows[index].size} tokens")
-            logprobs = [
-                entry[str(token)]["logprob"]
-                for entry, token in zip(entries[prompt_length:], tokens, strict=True)
-            ]
+            logprobs = []
+            for entry, token in zip(entries[prompt_length:], tokens, strict=True):
+                logprobs.append(entry[str(token)]["logprob"])
             return _logprobs(logprobs, len(tokens))
 
         return self.server.complete_all("score: completion", payloads, read)
@@ -324,9 +328,9 @@ def _top_tokens(
     ids = np.full((tokens.size, top), -1, np.int32)
     logprobs = np.zeros((tokens.size, top), np.float32)
     for index, (entries, token) in enumerate(zip(listed, tokens.tolist(), strict=True)):
-        listed_logprobs = {
-            int(name.removeprefix("token_id:")): float(value) for name, value in entries.items()
-        }
+        listed_logprobs = {}
+        for name, value in entries.items():
+            listed_logprobs[int(name.removeprefix("token_id:"))] = float(value)
         if token not in listed_logprobs:
             raise ValueError(f"the top_logprobs of token {index} lack the sampled token {token}")
         likely = sorted(listed_logprobs.items(), key=lambda entry: -entry[1])[:top]

@@ -53,12 +53,20 @@ def abstract(
     def by_row(dtype: str, dims: Iterable[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
-    stored = "uint8" if dtype == FLOAT8 else dtype
+    stored = dtype
+    if dtype == FLOAT8:
+        stored = "uint8"
     values = (config.num_kv_heads, slots, config.head_dim)
     keys = values if platform == "gpu" else (config.num_kv_heads, config.head_dim, slots)
     layer = (by_row(stored, keys), by_row(stored, values))
     state = gated_delta.State(*(by_row("float32", dims) for dims in config.state_sizes))
-    return tuple(state if kind == "recurrent" else layer for kind, _ in config.layer_kinds)
+    layers = []
+    for kind, _ in config.layer_kinds:
+        if kind == "recurrent":
+            layers.append(state)
+        else:
+            layers.append(layer)
+    return tuple(layers)
 
 
 def slots_of(cache: Cache) -> int:
@@ -133,10 +141,12 @@ def _take_of_layer(
         if isinstance(layer, gated_delta.State):
             # A copy: the old cache may be freed.
             return jax.tree.map(jnp.copy, layer)
-        return tuple(
-            jnp.pad(x, [(0, extra if axis == slots else 0) for axis in range(4)])
-            for x, slots in zip(layer, _slot_axes(sharding), strict=True)
-        )
+        arrays = []
+        for x, slot_axis in zip(layer, _slot_axes(sharding), strict=True):
+            padding = [(0, 0)] * 4
+            padding[slot_axis] = (0, extra)
+            arrays.append(jnp.pad(x, padding))
+        return tuple(arrays)
 
     if local:
         longer = jax.shard_map(
@@ -174,10 +184,11 @@ def insert(
             return jax.tree.map(
                 lambda x, y: x.at[places].set(y[rows], mode="drop"), layer, source_layer
             )
-        return tuple(
-            x.at[(places, *[slice(None)] * (slots - 1), filled)].set(y[rows], mode="drop")
-            for x, y, slots in zip(layer, source_layer, _slot_axes(sharding), strict=True)
-        )
+        arrays = []
+        for x, y, slot_axis in zip(layer, source_layer, _slot_axes(sharding), strict=True):
+            all_before = [slice(None)] * (slot_axis - 1)
+            arrays.append(x.at[(places, *all_before, filled)].set(y[rows], mode="drop"))
+        return tuple(arrays)
 
     layers = tuple(map(copied, cache, source))
     return jax.lax.with_sharding_constraint(layers, sharding)

@@ -173,6 +173,9 @@ class LocalEngine:
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         group = sampling.group_size
         plan = self._plan(prompts, sampling)
+        routed_shape = None
+        if self.program.routed_experts:
+            routed_shape = self.config.routing[:2]
         completions = Completions(
             prompts,
             group,
@@ -180,7 +183,7 @@ class LocalEngine:
             seed,
             step,
             first_row=first_prompt * group,
-            routed_shape=self.config.routing[:2] if self.program.routed_experts else None,
+            routed_shape=routed_shape,
             top=self.program.listed(plan.mode),
         )
         weights = self.weights
@@ -188,7 +191,9 @@ class LocalEngine:
 
         def episode(row: int) -> Episode:
             tokens = completions.tokens[row, : completions.sampled[row]]
-            stopped = int(tokens[-1]) in sampling.stop_token_ids
+            finish_reason = "length"
+            if int(tokens[-1]) in sampling.stop_token_ids:
+                finish_reason = "stop"
             return single_turn(
                 prompts[row // group],
                 tokens,
@@ -196,7 +201,7 @@ class LocalEngine:
                 policy_version=version,
                 group=row // group,
                 member=row % group,
-                finish_reason="stop" if stopped else "length",
+                finish_reason=finish_reason,
                 **completions.columns_of(row),
             )
 
@@ -229,9 +234,9 @@ class LocalEngine:
         return CallPlan(
             mode=_mode(sampling, self.config.vocab_size),
             draw=Draw(
-                np.float32(1 / sampling.temperature if sampling.temperature else 1),
-                np.float32(sampling.top_p),
-                np.asarray(sampling.stop_token_ids, np.int32),
+                inverse_temperature=_inverse_temperature(sampling.temperature),
+                top_p=np.float32(sampling.top_p),
+                stop_ids=np.asarray(sampling.stop_token_ids, np.int32),
             ),
             sizes=BatchSizes(
                 rows=round_up(rows, self.program.mesh.size),
@@ -292,7 +297,7 @@ class LocalEngine:
         if self.weights is None:
             raise EngineError("no weights: sync_weights must come before score")
         prompts, rows = scored_rows(self, prompts, completions, temperature)
-        inverse = np.float32(1 / temperature if temperature else 1)
+        inverse = _inverse_temperature(temperature)
         buckets = [length_bucket(row.size) for row in rows]
         shapes = [
             self._scoring_shape(length, buckets.count(length)) for length in sorted(set(buckets))
@@ -301,7 +306,7 @@ class LocalEngine:
 
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         for shape in shapes:
-            members = [index for index, bucket in enumerate(buckets) if bucket == shape.length]
+            members = np.flatnonzero(np.equal(buckets, shape.length)).tolist()
             for start in range(0, len(members), shape.rows):
                 batch = members[start : start + shape.rows]
                 padded = padded_rows([rows[index] for index in batch], shape.rows, shape.length)
@@ -325,12 +330,23 @@ class LocalEngine:
         self.preparation.stop()
 
 
+def _inverse_temperature(temperature: float) -> np.float32:
+    """1 / temperature; 1 at temperature 0, whose log-probs are those of temperature 1."""
+    if temperature == 0:
+        return np.float32(1)
+    return np.float32(1 / temperature)
+
+
 def _mode(sampling: SamplingParams, vocab_size: int) -> str:
     """The mode of `sampler.choose_tokens` for a distribution."""
     if not sampling.temperature:
         return "greedy"
-    mode = "sample" if sampling.top_p == 1 else "nucleus"
-    return f"{mode}:{min(sampling.top_k, vocab_size)}" if sampling.top_k else mode
+    mode = "nucleus"
+    if sampling.top_p == 1:
+        mode = "sample"
+    if sampling.top_k:
+        mode = f"{mode}:{min(sampling.top_k, vocab_size)}"
+    return mode
 
 
 def _sampling_shapes(

@@ -239,7 +239,10 @@ class Scheduler:
     def sample(self) -> Iterator[None]:
         """Sample all rows of the prompts. Pauses whenever rows may have finished."""
         while levels := [level for level in range(len(self._queues)) if self._has(level)]:
-            yield from self._run(levels[-1] if self._blocked(levels[0]) else levels[0])
+            level = levels[0]
+            if self._blocked(level):
+                level = levels[-1]
+            yield from self._run(level)
 
     def _has(self, level: int) -> bool:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
@@ -465,13 +468,15 @@ class Scheduler:
         completions.slot_tokens[rows[:, None], written] = sampled[live][:, None] - 1 + steps
         batch.clock += steps.size
         taken_steps = (slice(steps.size), live)
-        routed = decoded.routed_experts
+        routed = None
+        if decoded.routed_experts is not None:
+            routed = decoded.routed_experts[taken_steps]
         completions.add(
             rows,
             decoded.tokens[taken_steps],
             decoded.logprobs[taken_steps],
             decoded.sampled[live],
-            None if routed is None else routed[taken_steps],
+            routed,
             [values[taken_steps] for values in decoded.top],
         )
         ended = decoded.done[live] | (completions.sampled[rows] == self._sizes.limit)
@@ -483,7 +488,9 @@ class Scheduler:
         if refills:
             return batch.rows.size - self._unit
         half = self._sizes.half(batch.rows.size)
-        return half if self._sizes.min_rows <= half < batch.live.size else 0
+        if self._sizes.min_rows <= half < batch.live.size:
+            return half
+        return 0
 
     def _keeps_together(self, level: int, count: int, refills: bool) -> bool:
         """Whether a batch of full rows moves up whole.
@@ -524,7 +531,9 @@ class Scheduler:
         queue = self._queues[batch.level + 1]
         size = self._sizes.rows
         while full.size:
-            target = queue[-1].source if queue else None
+            target = None
+            if queue:
+                target = queue[-1].source
             if target is None or target.used == size:
                 places = full[:size]
                 repeated = np.resize(places.astype(np.int32), size)

@@ -150,7 +150,9 @@ class EngineProcess:
         except (wire.WireError, TimeoutError) as error:
             broken = self._broken(f"{op}: {error}")
             if op == "start":
-                last = self.last_lines[-1] if self.last_lines else "nothing"
+                last = "nothing"
+                if self.last_lines:
+                    last = self.last_lines[-1]
                 broken = SidecarBroken(f"{broken}; its log, {self.log}, ends with: {last}")
             raise broken from error
         finally:

@@ -71,7 +71,9 @@ class Replica:
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
         self._sync(sidecar, calls, publication)
-        difference = None if publication.probe is None else self._probe(sidecar, calls, publication)
+        difference = None
+        if publication.probe is not None:
+            difference = self._probe(sidecar, calls, publication)
         sidecar.serial = publication.serial
         return difference
 
@@ -250,11 +252,15 @@ class Replica:
 
 def _sampling_fields(sampling: SamplingParams) -> Fields:
     """The distribution, as the request "generate" takes it."""
-    greedy = not sampling.temperature
+    top_p = sampling.top_p
+    top_k = sampling.top_k
+    if sampling.temperature == 0:
+        top_p = 1.0
+        top_k = 0
     return {
         "temperature": sampling.temperature,
-        "top_p": 1.0 if greedy else sampling.top_p,
-        "top_k": 0 if greedy else sampling.top_k,
+        "top_p": top_p,
+        "top_k": top_k,
         "max_tokens": sampling.max_completion_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
     }
@@ -301,8 +307,9 @@ class _SampleRequest:
         def receive(frame: Message) -> None:
             """Put the groups that the completions of a frame complete."""
             completions = self._checked(frame, rows)
-            sidecar.work["tokens"] += sum(completion.token_ids.size for completion in completions)
-            rows.update(completion.row for completion in completions)
+            for completion in completions:
+                sidecar.work["tokens"] += completion.token_ids.size
+                rows.add(completion.row)
             groups = open_groups.add(self._episodes(frame, completions))
             fresh = [episode for episode in groups if episode.group not in self._delivered]
             self._delivered.update(episode.group for episode in fresh)
@@ -337,9 +344,9 @@ class _SampleRequest:
         if version != self.policy_version:
             raise SidecarBroken(f"generate: sampled with version {version}")
         self._trust.check([completion.logprobs for completion in completions])
-        repeated = [completion.row for completion in completions if completion.row in rows]
-        if repeated:
-            raise SidecarBroken(f"generate: completion {repeated[0]} arrived twice")
+        for completion in completions:
+            if completion.row in rows:
+                raise SidecarBroken(f"generate: completion {completion.row} arrived twice")
         return completions
 
     def _episodes(self, frame: Message, completions: "Sequence[SampledRow]") -> Iterator[Episode]:
@@ -399,9 +406,12 @@ class _Trust:
 
     def check(self, values: Sequence[np.ndarray]) -> None:
         """Raise SidecarBroken if a value is not finite, unless one was not finite before."""
-        if not self._doubted and not all(np.isfinite(array).all() for array in values):
-            self._doubted = True
-            raise SidecarBroken("log-probs that are not finite")
+        if self._doubted:
+            return
+        for array in values:
+            if not np.isfinite(array).all():
+                self._doubted = True
+                raise SidecarBroken("log-probs that are not finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -475,9 +485,11 @@ def checked_completions(
         return []
 
     try:
-        rows, tokens, logprobs, lengths, stopped = (
-            arrays[name] for name in ("rows", "token_ids", "logprobs", "lengths", "stopped")
-        )
+        rows = arrays["rows"]
+        tokens = arrays["token_ids"]
+        logprobs = arrays["logprobs"]
+        lengths = arrays["lengths"]
+        stopped = arrays["stopped"]
     except KeyError as error:
         raise SidecarBroken(f"generate: no {error} in the answer") from None
 
@@ -512,11 +524,14 @@ def checked_completions(
     completions = []
     for row, end, length, is_stop in zip(rows.tolist(), ends, lengths, stopped, strict=True):
         tokens_of_row = slice(end - length, end)
+        finish_reason = "length"
+        if is_stop:
+            finish_reason = "stop"
         completion = SampledRow(
             row=row,
             token_ids=tokens[tokens_of_row],
             logprobs=logprobs[tokens_of_row],
-            finish_reason="stop" if is_stop else "length",
+            finish_reason=finish_reason,
         )
         completions.append(completion)
     return completions

@@ -161,6 +161,8 @@ def available_bytes() -> int:
         # Pages of files that were read count as used and are given up when memory is wanted.
         stat = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
         used -= sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
-        return free if limit == "max" else max(0, min(free, int(limit) - used))
+        if limit != "max":
+            free = max(0, min(free, int(limit) - used))
+        return free
     except (OSError, ValueError):
         return free

@@ -352,10 +352,9 @@ class WeightBridge:
                         blocks = [(_WHOLE, stack[order])]
                     transposed = hf_tensor.transposed and not on_device
                     _store(segment, tensors[0], blocks, transposed=transposed)
-                sums[number] = []
-                for tensor in tensors:
-                    written = segment.bytes[tensor.byte_range]
-                    sums[number].append(checksum(written, policy_version))
+                sums[number] = [
+                    checksum(segment.bytes[tensor.byte_range], policy_version) for tensor in tensors
+                ]
 
         # Parts on other processes' devices are fetched by all processes in one order.
         any_order = True

@@ -49,7 +49,9 @@ class VllmKind(EngineKind):
                 "can't sample then, set `sleep`=0 or `lag`=0",
             )
 
-        unused = "visible_devices" if settings.placement == "ray" else "address"
+        unused = "address"
+        if settings.placement == "ray":
+            unused = "visible_devices"
         value = getattr(settings, unused)
         if value:
             raise ArgumentError(

@@ -94,7 +94,10 @@ class VllmEngine:
             arguments, directory=arguments.directory.resolve(), settings=settings
         )
 
-        put = launch.ray_modules()[0].ray.put if self._by_ray else None
+        put = None
+        if self._by_ray:
+            cluster, _, _ = launch.ray_modules()
+            put = cluster.ray.put
         self.weights = weights.SharedWeights(arguments, put)
         start_fields = {
             "protocol": wire.PROTOCOL,
@@ -152,7 +155,9 @@ class VllmEngine:
         """What each replica is started from; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
         engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
-        python = settings.python if self._by_ray else launch.interpreter(settings.python)
+        python = settings.python
+        if not self._by_ray:
+            python = launch.interpreter(python)
         for number, device_names in enumerate(replica_devices):
             name = "vLLM"
             directory = arguments.directory
@@ -182,7 +187,9 @@ class VllmEngine:
         resource, amount = launch.resource(settings, arguments.platform)
         cluster, ray_actors, actor = launch.ray_modules()
         store_bytes = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
-        resources = {} if resource == "GPU" else {resource: amount * settings.replicas}
+        resources = {}
+        if resource != "GPU":
+            resources[resource] = amount * settings.replicas
         cluster.connect(settings.address, resources=resources, object_store_memory=store_bytes)
         self._open.callback(cluster.disconnect)
         ray_actors.check_room(settings.replicas, resource, amount, store_bytes)
@@ -320,16 +327,16 @@ class VllmEngine:
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         starts = [prompt.size for prompt in prompts]
         num_replicas = len(self.replicas)
-        scores = [
-            functools.partial(
+        scores = []
+        for first, replica in enumerate(self.replicas[: len(rows)]):
+            score = functools.partial(
                 replica.score,
                 publication=publication,
                 rows=rows[first::num_replicas],
                 starts=starts[first::num_replicas],
                 temperature=temperature or 1.0,
             )
-            for first, replica in enumerate(self.replicas[: len(rows)])
-        ]
+            scores.append(score)
         by_replica = self._begin(scores).results()
         logprobs = [by_replica[row % num_replicas][row // num_replicas] for row in range(len(rows))]
         check_finite(logprobs)

@@ -179,9 +179,7 @@ def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
         version, _ = build
         return list(map(int, re.findall(r"\d+", version)))
 
-    builds = []
-    for label, packages in nodes.items():
-        builds.append(vllm_of(packages, label))
+    builds = [vllm_of(packages, label) for label, packages in nodes.items()]
     return min(builds, key=release)
 
 

@@ -316,7 +316,9 @@ def one_line(error: BaseException) -> str:
     """Class and message of an error, its lines joined and cut at 600 characters."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(filter(None, lines))
-    return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text[:600]}"
 
 
 def clear_names() -> None:
