@@ -251,7 +251,7 @@ class EngineKind:
         return weights_alone(precision or "full", cache or "full")
 
     def device_share(self, arguments: EngineArguments) -> DeviceShare | None:
-        """How it shares the trainer's devices; None where it does not compute on them."""
+        """Share of the trainer's devices; None where the engine does not compute on them."""
         return None
 
     def reserve_device_share(self, settings: Any, engines: int) -> None:
@@ -272,11 +272,11 @@ class EngineKind:
         return ""
 
     def programs(self, arguments: EngineArguments, load: Workload) -> EnginePlan | None:
-        """Programs for `dcmdp plan`; None: they are not ours."""
+        """Plan of the programs, for `dcmdp plan`; None: they are not ours."""
         return None
 
     def describe(self, settings: Any) -> str:
-        """How it is split, for the plan's line; "" for nothing to say."""
+        """Split of the engine, for the plan's line; "" for nothing to say."""
         return ""
 
     def start(self, arguments: EngineArguments) -> Engine:

@@ -79,7 +79,7 @@ class RemoteEngine:
         self._warned = False
 
     def sync_weights(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Always refused.
+        """Refuse new weights.
 
         Raises:
             EngineError: the server holds its own weights.
@@ -220,7 +220,7 @@ class RemoteEngine:
         """Do nothing: the server keeps its weights."""
 
     def close(self) -> None:
-        """Nothing is held between calls; safe to call any number of times."""
+        """Do nothing: no resource is held between calls."""
 
     def _reports_processed(self, prompt: np.ndarray) -> bool:
         """Whether the server's log-probs follow the temperature; measured until it is clear."""

@@ -181,7 +181,7 @@ _State = tuple[Cache, jax.Array, Decoded]
 
 
 class Limits(NamedTuple):
-    """When a call of `decode` ends.
+    """Limits at which a call of `decode` ends.
 
     Attributes:
         clock: [] int32, steps that earlier calls took in this window.

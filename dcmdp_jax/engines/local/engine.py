@@ -228,7 +228,7 @@ class LocalEngine:
         return groups()
 
     def _plan(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> CallPlan:
-        """How `generate` samples the completions of these prompts."""
+        """Plan how `generate` samples the completions of these prompts."""
         group = sampling.group_size
         rows = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         return CallPlan(

@@ -193,7 +193,7 @@ class Compilation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingShapes:
-    """What the shapes of the programs depend on that sample a bucket of a call's prompts.
+    """Sizes that fix the shapes of the programs that sample a bucket of a call's prompts.
 
     Attributes:
         batches: rows, cache slots and prefix slots of each `decode`, see `BatchSizes.batches`.

@@ -32,7 +32,7 @@ the next one, which halves the rows as well, it saves nothing.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallPlan:
-    """How the rows of a call are sampled.
+    """Plan for sampling the rows of a call.
 
     Attributes:
         mode, draw: the distribution, see `sampler.choose_tokens`.

@@ -288,7 +288,7 @@ class Sidecar(EngineProcess):
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _keep_log(self) -> None:
-        """Copy its output to the log; a full disk costs the log, not the run."""
+        """Copy the process's output to the log; a full disk costs the log, not the run."""
         path: Path | None = self._launch.directory / _LOG
         for line in self._process.stdout:
             self.last_lines.append(line.decode("utf-8", "replace").rstrip()[:2000])

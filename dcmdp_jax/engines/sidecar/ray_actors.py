@@ -115,7 +115,10 @@ def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) ->
 
 
 def ask_nodes(call: Callable[[], Any], python: str, resources: set[str]) -> dict[str, Any]:
-    """What a function returns under an interpreter on each node that has one of these resources.
+    """Run a function under an interpreter on each node that has one of these resources.
+
+    Returns:
+        What it returns, by node.
 
     Raises:
         UserError: if it does not answer on each.

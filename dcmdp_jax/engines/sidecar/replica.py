@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False)
 class Replica:
-    """Its calls block, each in a thread of `supervisor.Calls`: replicas work at the same time.
+    """A supervised sidecar, with the calls of an engine.
+
+    Calls block, each in a thread of `supervisor.Calls`: replicas work at the same time.
 
     A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of
     shared memory, and is asked again; log-probs that are not finite are asked for once more of a
@@ -396,7 +398,7 @@ def _score(
 
 
 class _Trust:
-    """Doubts the first log-probs of a call that are not finite, once.
+    """Check that rejects the first log-probs of a call that are not finite, once.
 
     A process gone wrong gives other numbers when it is started again. The weights' own NaN come
     back, and what becomes of those is the trainer's to decide (`protocol.unusable_completions`).

@@ -86,7 +86,7 @@ class Calls:
             self.stop()
 
     def results(self) -> list[Any]:
-        """Wait for all calls; what they return, in their order."""
+        """Wait for all calls, and return their results in order."""
         for _ in self.values():
             pass
         return [self._results[number] for number in range(len(self._threads))]
@@ -202,7 +202,7 @@ class Supervisor:
         self._not_before = time.monotonic() + pause
 
     def take_work(self) -> dict[str, float]:
-        """What the sidecars did since the last such call, broken ones too, and the restarts."""
+        """Return the work since the last such call, broken sidecars' included, and the restarts."""
         done = self.work
         self.work = collections.Counter()
         if self.sidecar is not None:
@@ -286,7 +286,7 @@ class Fleet:
 
 
 class Member(Supervisor):
-    """One of a fleet, whose sidecars start while the others work.
+    """Supervisor in a fleet, whose sidecar starts while the others work.
 
     A call whose own sidecar is not there goes to the first one that is free, whole: log-probs
     depend on what is sampled together, not on where.

@@ -152,7 +152,7 @@ class VllmEngine:
         replica_devices: Sequence[str],
         script: Path,
     ) -> Iterator[Launch]:
-        """What each replica is started from; `replica_devices` are the devices that it sees."""
+        """Yield the launch of each replica; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
         engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
         python = settings.python

@@ -199,7 +199,7 @@ class EngineHost:
         return outputs
 
     def observe(self, fields: Fields, arrays: Arrays) -> _Frames:
-        """What `modules` read and give while each row is scored.
+        """Record what `modules` read and give while each row is scored.
 
         One row at a time, so that tokens come in the order of the rows. "NAME read" and "NAME
         gave", [tokens, width] float32, of the modules that the forward pass calls: none in a

@@ -436,7 +436,7 @@ class RoutingRecorder:
 
 
 def _joined(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """One array of all passes; tokens keep what they were sampled with.
+    """Join all passes in one array; tokens keep what they were sampled with.
 
     A preempted request is computed again, and the earlier pass stays.
     """
