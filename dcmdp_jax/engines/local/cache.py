@@ -186,8 +186,8 @@ def insert(
             )
         arrays = []
         for x, y, slot_axis in zip(layer, source_layer, _slot_axes(sharding), strict=True):
-            all_before = [slice(None)] * (slot_axis - 1)
-            arrays.append(x.at[(places, *all_before, filled)].set(y[rows], mode="drop"))
+            axes_between = [slice(None)] * (slot_axis - 1)
+            arrays.append(x.at[(places, *axes_between, filled)].set(y[rows], mode="drop"))
         return tuple(arrays)
 
     layers = tuple(map(copied, cache, source))
