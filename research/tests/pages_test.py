@@ -665,13 +665,10 @@ def test_the_first_page_is_that_of_the_kept_metrics():
         digits = 0 if gain.half_width > 10 else 1
         assert paired == f"{gain.mean:+.{digits}f} ± {gain.half_width:.{digits}f}", name
         assert f"{np.mean(_exactly(plain[name]['grpo'])):.1f}" == grpo, name
-    cheap = "; ".join(
-        f"{gains[name].mean:.1f} ± {gains[name].half_width:.1f}" for name in ("fp8_cache", "int4")
-    )
-    assert (
-        f"| {cheap} |" in readme
-        and f"; {gains['int3'].mean:.0f} ± {gains['int3'].half_width:.0f} |" in readme
-    )
+    cost = f"{gains['int3'].mean:.0f} ± {gains['int3'].half_width:.0f} points with 3-bit weights"
+    assert f"no loss seen with an FP8 cache; {cost}" in readme
+    cache = gains["fp8_cache"]
+    assert cache.mean - cache.half_width < 0 < cache.mean + cache.half_width
     int3 = parted(kept, "int3", long["exact"])
     for arm, before in (
         ("tis", "TIS has"),
@@ -839,13 +836,11 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     )
     assert f"{said}{-own - own_half:.0f} to {-own + own_half:.0f}; post hoc)" in page
     readme = " ".join((_ROOT / "README.md").read_text().split())
-    over = {
-        arm: f"{len(ended(long)[arm])} of {len(long[arm])}"
-        for arm in ("token_1", "token_0.1", "token_0.03")
-    }
-    said = "ended in {} runs at lambda 1, {} at 0.1, {} at 0.03, 0 of 25 without."
-    assert said.format(*over.values()) in readme
-    assert not ended(long)["grpo"] and not ended(long)["grpo_shaken"]
+    collapsed = ended(long)
+    said = f"at lambda 1, {len(collapsed['token_1'])} of {len(long['token_1'])} runs of 200 tokens"
+    assert f"{said} collapsed; no harm seen at 0.03" in readme
+    for arm in ("token_0.03", "grpo", "grpo_shaken"):
+        assert not collapsed[arm], arm
     # Fisher's p of four tests: Holm's 0.3 is 3 x 0.023, 1 is 4 x 0.00018.
     p = [fisher_exact([[ends, 5 - ends], [0, 25]]).pvalue for ends in (2, 4)]
     assert f"1 harms ({4 * p[1]:.1g}), 0.3 likely does ({3 * p[0]:.2g})" in page
@@ -878,22 +873,11 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
         and ours.low < -paper_regime.SMALLEST
         and ours.high < 17
     )
-    for arm, before in (
-        ("dc_grpo", "the paper's constants |"),
-        ("dc_grpo_1.25", "c from this engine |"),
-        ("token_0.1", "lambda 0.1 |"),
-        ("tis", "(`tis`) |"),
-    ):
-        by_both = " | ".join(
-            f"{one[arm].mean:+.0f} ({one[arm].low:.0f} to {one[arm].high:.0f})"
-            for one in (exact, own)
-        )
-        assert f"{before} {by_both} |" in readme, by_both
-    costs = " | ".join(
-        f"{one['exact'].mean:.0f} ({one['exact'].low:.0f} to {one['exact'].high:.0f})"
+    exact_text, own_text = (
+        f"{one['dc_grpo'].mean:+.0f} ({one['dc_grpo'].low:.0f} to {one['dc_grpo'].high:.0f})"
         for one in (exact, own)
     )
-    assert f"| {costs.replace(') |', '); 34 ± 14 |')} |" in readme
+    assert f"not shown: {exact_text} by an exact engine, {own_text} by its own |" in readme
     tens = ("dc_grpo_1.25", "token_0.1", "centered", "tis", "dc_grpo_centered")
     assert {arm for arm in tens if exact[arm].held} == {"token_0.1", "tis", "dc_grpo_centered"}
     assert {arm for arm in tens if own[arm].held} == set(tens)
@@ -968,7 +952,8 @@ def test_what_could_have_been_seen_is_what_the_spread_of_the_kept_runs_gives():
     )
     page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
     assert f"differ by {calm:.0f} to {collapsing:.0f} points" in page
-    assert f"differ by {calm:.0f} to {collapsing:.0f} points" in readme
+    assert "A gain of the paper's size is too small to be seen in our runs." in readme
+    assert min(seen) > 3.7
     said = (
         "80% power begins at {:.0f} where GRPO is calm, {:.0f} in late collapse, {:.0f} "
         "against 3-bit"
@@ -977,7 +962,7 @@ def test_what_could_have_been_seen_is_what_the_spread_of_the_kept_runs_gives():
 
 
 def test_what_the_pages_say_is_harmless_is_what_the_kept_runs_did():
-    page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
+    page = " ".join(_PAGE.read_text().split())
     demo = read_kept_metrics(_KEPT / "methods.jsonl.gz", None)
     paired = {}
     for arm in ("dc_grpo", "dual_grpo"):
@@ -990,7 +975,6 @@ def test_what_the_pages_say_is_harmless_is_what_the_kept_runs_did():
         f"the demo's task ({paired['dc_grpo']} points, five seeds; at lambda 1 "
         f"{paired['dual_grpo']})" in page
     )
-    assert f"the demo's task ({paired['dc_grpo']})" in readme
     short = measure_doses(
         {arm: runs for arm, runs in _kept("dose_response").items() if runs}, "grpo"
     )
@@ -1045,18 +1029,13 @@ def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
             each = [batch[f"{mean} penalty"] / batch[f"{mean} advantages"] for batch in batches]
             ratios[engine, mean] = 100 * math.exp(np.mean(np.log(each)))
     bf16, cache, int8 = (ratios[engine, MEANS[0]] for engine in ENGINES)
-    page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
+    page = " ".join(_PAGE.read_text().split())
     assert (
         f"{bf16:.2g}% of the advantages' (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% "
         "(INT8)" in page
     )
     norms = json.loads((_KEPT / "penalty_gradients.json").read_text())["token_1"][0]
     toy = 100 * 0.1 * norms["penalty"] / norms["advantage"]
-    both = f"{toy:.0f}% of the advantages' in the small policy, "
-    assert (
-        f"gradient is {both}{min(ratios.values()):.1f} to {max(ratios.values()):.1f}% in SmolLM2"
-        in readme
-    )
     assert (
         f"{toy:.0f}% of the advantages' in our policy's first step; in untrained SmolLM2-135M "
         f"{bf16:.2g}%" in page

@@ -23,6 +23,21 @@ def test_snippet_prints_what_the_page_says(capsys):
     assert shown == pytest.approx(numbers, rel=1e-6)
 
 
+def test_the_first_example_prints_what_the_readme_says(capsys):
+    page = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    exec(compile(code, "README.md", "exec"), {})
+    shown = [float(word) for word in capsys.readouterr().out.split()]
+    # By hand: d = |e^-0.7 - e^-0.9| = 0.0900156 and |e^-1.6 - e^-1.2| = 0.0992977, their mean over
+    # four tokens 0.0473283. A = ±0.7071058; -mean over completions of the mean of A - 0.1 d
+    # = (0.00900156 + 0.00992977) / 2 / 2 = 0.0047328. lambda = 0.1 + 0.0473283 - 0.0037 = 0.1436283.
+    assert shown == pytest.approx([0.0047328, 0.0473283, 0.1436283], abs=1e-7)
+    written = re.findall(r"# ([\d. ]+)$", code, re.MULTILINE)
+    assert [float(word) for line in written for word in line.split()] == pytest.approx(
+        shown, abs=2e-7
+    )
+
+
 def test_every_number_of_the_losses_page_is_computed(capsys):
     """Beside a print stands what it prints; a number of the text with six decimals or more is a
     value of the page.
