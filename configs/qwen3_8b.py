@@ -1,10 +1,10 @@
 """DC-GRPO on Qwen3-8B with DAPO-Math-17K: the 8B rows of the paper's Tables 1 and 2 (section 6).
 
-    dcmdp train --config=configs/qwen3_8b.py           BF16 training, BF16 rollout
-    dcmdp train --config=configs/qwen3_8b.py:grpo      the baseline
-    dcmdp train --config=configs/qwen3_8b.py:fp8       FP8 rollout
-    dcmdp train --config=configs/qwen3_8b.py:fp8,grpo  its baseline
-    dcmdp train --config=configs/qwen3_8b.py:local     the embedded engine samples
+    dcmdp train --config=configs/qwen3_8b.py         # BF16 training, BF16 rollout
+    dcmdp train --config=configs/qwen3_8b.py:grpo    # the baseline
+    dcmdp train --config=configs/qwen3_8b.py:fp8     # FP8 rollout
+    dcmdp train --config=configs/qwen3_8b.py:fp8,grpo  # its baseline
+    dcmdp train --config=configs/qwen3_8b.py:local   # the embedded engine samples
 
 `models/Qwen3-8B` is the model's Hugging Face directory: `hf download Qwen/Qwen3-8B --local-dir
 models/Qwen3-8B`. The dataset needs the extra `hub`. The paper used 8 GPUs and vLLM. It reports, as

@@ -1,10 +1,10 @@
 """The demo with a remedy for engine mismatch other than DC-GRPO's multiplier, or beside it.
 
-    dcmdp train --config=configs/remedies.py:grpo,tis        GRPO with TIS
-    dcmdp train --config=configs/remedies.py:tis             DC-GRPO with TIS
+    dcmdp train --config=configs/remedies.py:grpo,tis      # GRPO with TIS
+    dcmdp train --config=configs/remedies.py:tis           # DC-GRPO with TIS
     dcmdp train --config=configs/remedies.py:grpo,dppo
-    dcmdp train --config=configs/remedies.py:grpo,tis,veto   two corrections
-    dcmdp train --config=configs/remedies.py:grpo,tis,debug  a minute
+    dcmdp train --config=configs/remedies.py:grpo,tis,veto # two corrections
+    dcmdp train --config=configs/remedies.py:grpo,tis,debug  # a minute
 
 Task, model, engine and steps are those of configs/demo.py. Thresholds are those of the papers and
 peers that docs/remedies.md names, and ours for geometric_rejection, k1, k2, k3 and dppo_kl; none is

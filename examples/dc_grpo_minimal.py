@@ -5,7 +5,7 @@
 The policy learns to repeat three symbols and then to stop. One engine trains, in float32. Another
 samples, with the same weights rounded to 4 bits, so that the probabilities of the two differ on
 every token: the discrepancy that DC-GRPO (Liu et al., "Reformulate LLM Reinforcement Learning for
-Efficient Training under Black-box Discrepancy") penalties. It takes less than a minute on a CPU.
+Efficient Training under Black-box Discrepancy") penalizes. It takes less than a minute on a CPU.
 The reward goes from about 0.2 to 1 in 50 steps. lambda rises while the mean of |p - q| is above c,
 and falls after. That mean falls as the policy becomes sure of its tokens, with or without a
 penalty: where p and q are near 1 there is little to differ in.

@@ -1,6 +1,6 @@
 """Does the probe name the right cause? Recordings with known causes, and what it calls each.
 
-    python -m research.causes            two minutes; prints the tables and writes kept/causes.txt
+    python -m research.causes          # two minutes; prints the tables and writes kept/causes.txt
 
 Three kinds of model: a recurrent net of random weights (made here from seeds: 8 to 10,000
 completions, with and without entropies), the policy that the demo trains, and SmolLM2-135M-Instruct

@@ -1,6 +1,6 @@
 """Certificates of models, kept in docs/certificates/*.json and shown in docs/certificates.md.
 
-    python -m research.certificates --model=DIR [--name=NAME] [--task=FILE]  a checkpoint
+    python -m research.certificates --model=DIR [--name=NAME] [--task=FILE]  # a checkpoint
     python -m research.certificates --random [FAMILY ...]
         # families at toy size, random weights
     python -m research.certificates
@@ -356,8 +356,8 @@ def _markdown(rows: list[tuple[str, ...]]) -> str:
 
 _TEXT = """# Certificates: is my family computed alike, and what mismatch is usual?
 
-    python -m research.certificates --model=DIR         ENGINES, and against transformers
-    python -m research.certificates --random            every family at toy size
+    python -m research.certificates --model=DIR       # ENGINES, and against transformers
+    python -m research.certificates --random          # every family at toy size
 
 An engine samples, the training stack in float32 scores. The engines' columns are mean \\|p - q\\|: p is the trainer's
 probability of a sampled token, q the engine's. KL is the estimate k3 of KL(q || p), the mean of e^d - 1 - d with

@@ -4,9 +4,9 @@ All arms of a seed run one after another on one machine, then those of the next 
 was cut is run again from its first arm. `python -m research doses` makes the table and the figure,
 once every seed is there.
 
-    python -m research.doses --seeds=20,21  these seeds alone
-    python -m research.doses --keep=FILE    copy the whole seeds of another checkout's FILE into the
-                                            kept metrics
+    python -m research.doses --seeds=20,21  # these seeds only
+    python -m research.doses --keep=FILE  # copy the whole seeds of another checkout's FILE into the
+                                          # kept metrics
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ trains?
 
     python -m research.penalty_in_a_real_model --samples=DIR --engine=vllm:bfloat16
         # samples, then gradients
-    python -m research.penalty_in_a_real_model --samples=DIR --table                 the kept table
+    python -m research.penalty_in_a_real_model --samples=DIR --table               # the kept table
 
 SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py:
 real groups (8 prompts of 8 completions a batch), normalized advantages. The first gradient of a

@@ -128,3 +128,22 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
         said == "no checkout around this notebook: upload it whole, or run %pip install "
         "PATH_OF_A_CHECKOUT\n"
     )
+
+
+_PROGRAMS = "dcmdp|python|make|pip|hf"
+
+
+def _uncommented(text):
+    """Command lines whose remark is not behind a #, so that pasting it hands the shell its words."""
+    pattern = rf"^    (?:{_PROGRAMS}) (?:(?!  )[^\n#])*   *(?![#\s\\])[^\n]+"
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+def test_a_remark_behind_a_command_is_a_comment():
+    said = "    dcmdp train --config=configs/demo.py:grpo      the baseline\n"
+    assert _uncommented(said) == [said.rstrip()]
+    assert _uncommented(said.replace("the", "# the")) == []
+    programs = [*_ROOT.glob("configs/**/*.py"), *_ROOT.glob("examples/**/*.py")]
+    programs += [*_ROOT.glob("dcmdp_jax/commands/*.py"), *_ROOT.glob("research/**/*.py")]
+    texts = {**_TEXTS, **{path: path.read_text(encoding="utf-8") for path in programs}}
+    assert {path: _uncommented(text) for path, text in texts.items() if _uncommented(text)} == {}

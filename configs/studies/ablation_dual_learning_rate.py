@@ -1,7 +1,7 @@
 """Ablation of eta, the dual learning rate: table 4, Qwen3-8B.
 
     python -m research.studies --study=configs/studies/ablation_dual_learning_rate.py
-    python -m research.studies --study=configs/studies/ablation_dual_learning_rate.py:paper  8 GPUs
+    python -m research.studies --study=configs/studies/ablation_dual_learning_rate.py:paper  # 8 GPUs
     with vLLM
 
 The default is 1.0. At demo size an arm has fifty times what its label says.

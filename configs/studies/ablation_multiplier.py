@@ -1,7 +1,7 @@
 """Ablation of lambda_0, the first multiplier: table 3, Qwen3-8B.
 
     python -m research.studies --study=configs/studies/ablation_multiplier.py
-    python -m research.studies --study=configs/studies/ablation_multiplier.py:paper  8 GPUs
+    python -m research.studies --study=configs/studies/ablation_multiplier.py:paper  # 8 GPUs
     with vLLM
 
 The default is 0.1.

@@ -1,7 +1,7 @@
 """Ablation of c, the budget: table 5, Qwen3-8B.
 
     python -m research.studies --study=configs/studies/ablation_tolerance.py
-    python -m research.studies --study=configs/studies/ablation_tolerance.py:paper  8 GPUs
+    python -m research.studies --study=configs/studies/ablation_tolerance.py:paper  # 8 GPUs
     with vLLM
 
 The default is 0.0037; the demo's is 0.0012, and its values have the paper's proportions.

@@ -1,6 +1,6 @@
 """The runs behind docs/evidence.md: the paper's methods, TIS, IcePop, DPPO, matched precision.
 
-    python -m research.studies --study=configs/studies/evidence.py  embedded engine: FP8
+    python -m research.studies --study=configs/studies/evidence.py  # embedded engine: FP8
     weights and FP8 cache python -m research.studies --study=configs/studies/evidence.py:int4
     embedded engine: int4 weights, fewer arms python -m research.studies
     --study=configs/studies/evidence.py:vllm  vLLM: BF16, FP8 cache

@@ -1,7 +1,7 @@
 """Sampling 0, 1, 2 and 4 steps ahead: reward, mismatch, staleness, and each remedy under lag.
 
-    python -m research.studies --study=configs/studies/lag.py              vLLM: BF16, FP8 cache
-    python -m research.studies --study=configs/studies/lag.py:corrections  vLLM, corrections only,
+    python -m research.studies --study=configs/studies/lag.py            # vLLM: BF16, FP8 cache
+    python -m research.studies --study=configs/studies/lag.py:corrections  # vLLM, corrections only,
     and a GRPO python -m research.studies --study=configs/studies/lag.py:local        embedded
     engine: FP8 weights, no overlap
 

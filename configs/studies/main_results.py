@@ -1,7 +1,7 @@
 """GRPO and DC-GRPO with a BF16 and with an FP8 engine: tables 1 and 2.
 
     python -m research.studies --study=configs/studies/main_results.py
-    python -m research.studies --study=configs/studies/main_results.py:paper  Qwen3-8B, 8 GPUs
+    python -m research.studies --study=configs/studies/main_results.py:paper  # Qwen3-8B, 8 GPUs
     with vLLM python -m research.studies --study=configs/studies/main_results.py:paper_30b
     Qwen3-30B-A3B, 32 GPUs with vLLM
 

@@ -1,6 +1,6 @@
 """The paper's methods, TIS, IcePop, DPPO, matched precision, and no mismatch, side by side.
 
-    python -m research.studies --study=configs/studies/remedies.py  embedded engine, FP8
+    python -m research.studies --study=configs/studies/remedies.py  # embedded engine, FP8
     weights python -m research.studies --study=configs/studies/remedies.py:vllm   vLLM, FP8
     key-value cache python -m research.studies --study=configs/studies/remedies.py:paper  Qwen3-8B,
     8 GPUs, vLLM with FP8 in blocks

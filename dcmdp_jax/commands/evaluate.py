@@ -14,7 +14,7 @@ amc23, math500, minerva, olympiadbench.
 
 The same command continues a killed evaluation; it ends with the same files as an uninterrupted one.
 
-    dcmdp evaluate --table evaluation-*.json                       one table over methods and runs
+    dcmdp evaluate --table evaluation-*.json                     # one table over methods and runs
     dcmdp evaluate RUN --overlap=report [--config.task.train=dapo.jsonl]
 """
 

@@ -1,9 +1,10 @@
 """Look at completions, their tokens colored by mismatch, on one self-contained page.
 
     dcmdp view RUNDIR [RUNDIR ...] [--out DIR]
-    dcmdp view RECORDING [...] [--tokenizer DIR]  what any framework recorded, as for `dcmdp probe`
-    dcmdp view evaluation-NAME.problems.jsonl     the completions of an evaluation, or of those in a
-                                                  DIR
+    # What any framework recorded, as for `dcmdp probe`:
+    dcmdp view RECORDING [...] [--tokenizer DIR]
+    # The completions of an evaluation, or of those in a DIR:
+    dcmdp view evaluation-NAME.problems.jsonl
 
 A run shows every recorded token (rollouts/) or, without a recording, its sample completions.
 """

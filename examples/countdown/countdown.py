@@ -3,7 +3,7 @@
     python examples/countdown/task.py && hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
     dcmdp plan --config=examples/countdown/countdown.py:0.6b --topology=h100:1
     python -m research.studies --study=examples/countdown/countdown.py:0.6b --dry_run
-    python -m research.studies --study=examples/countdown/countdown.py:0.6b,int8            one kind
+    python -m research.studies --study=examples/countdown/countdown.py:0.6b,int8          # one kind
     of mismatch
 
 `small` in place of `0.6b` is a task of three numbers for a fresh model of 0.3M parameters on a CPU,

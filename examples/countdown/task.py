@@ -1,8 +1,8 @@
 """Countdown, an equation that uses each number once and equals a target: problems and reward.
 
-    python examples/countdown/task.py        writes runs/countdown/*.jsonl: 20,000 and 64 problems
+    python examples/countdown/task.py      # writes runs/countdown/*.jsonl: 20,000 and 64 problems
                                              as published
-    python examples/countdown/task.py small  and those of the small size, with answers to start from
+    python examples/countdown/task.py small  # and those of the small size, with answers to start from
 
 The prompt is TinyZero's, as Marek and Ryabinin (2026) have it; research/countdown.md compares the
 two tasks. Plain Python: nothing of this project is imported.

@@ -1,6 +1,6 @@
 """An engine that is wrong on known states, a task that can avoid them, and a study of both.
 
-    dcmdp train --config=examples/planted/planted.py           GRPO
+    dcmdp train --config=examples/planted/planted.py         # GRPO
     dcmdp train --config=examples/planted/planted.py:reward,3
         # a penalty inside the reward, lambda = 3
 

@@ -1,6 +1,6 @@
 r"""An environment of your own: arithmetic with a calculator, in turns, on a laptop CPU.
 
-    dcmdp train --config=examples/plugins/calculator.py  a minute to a few
+    dcmdp train --config=examples/plugins/calculator.py  # a minute to a few
 
     prompt     4*6-7+9=?
     turn 1     calc(4*6-7+9)

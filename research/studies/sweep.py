@@ -1,10 +1,10 @@
 """Run a study: a grid of configs and seeds, one after another, and compares them.
 
-    python -m research.studies --study=methods                   demo size, on a CPU
-    python -m research.studies --study=methods:paper             the paper's constants
+    python -m research.studies --study=methods                 # demo size, on a CPU
+    python -m research.studies --study=methods:paper           # the paper's constants
     python -m research.studies --study=... --seeds=0,1,2 --config.training.steps=20
-    python -m research.studies --study=... --arms=grpo,exact     some arms
-    python -m research.studies --study=... --dry_run             list runs and resolved arms
+    python -m research.studies --study=... --arms=grpo,exact   # some arms
+    python -m research.studies --study=... --dry_run           # list runs and resolved arms
     python -m research.studies --study=... --redraw=research/kept/embedded.jsonl.gz
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command
