@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import dcmdp_jax
@@ -45,16 +46,33 @@ def console(name: str = "") -> NoReturn:
         if name not in COMMANDS:
             run_main(_without_command)
         sys.argv = [f"dcmdp {name}", *words]
-    run_main(importlib.import_module(f"dcmdp_jax.commands.{name}").main)
+    run_main(_command(name))
+
+
+def _command(name: str) -> Callable:
+    """Import a command. Where its imports are missing, return what says so in one line."""
+    try:
+        return importlib.import_module(f"dcmdp_jax.commands.{name}").main
+    except ModuleNotFoundError as error:
+        message = (
+            f"dcmdp {name}: the module {error.name} is not installed. Run it in an environment of "
+            "its own, with this package installed without --no-deps; a trainer's environment needs "
+            "only the recorder and the hooks"
+        )
+
+    def refuse(_: list[str]) -> None:
+        raise UserError(message)
+
+    return refuse
 
 
 def _without_command(argv: list[str]) -> None:
     word = argv[1] if len(argv) > 1 else ""
-    if word in ("-h", "--help"):
+    if word in ("-h", "--help", "help"):
         print("usage: dcmdp COMMAND ...\n")
         for name, about in COMMANDS.items():
             print(f"  {name:10} {about}")
-        print("\ndcmdp COMMAND --help lists its arguments.")
+        print("\ndcmdp COMMAND --help lists its arguments, dcmdp --version prints the version.")
     elif word == "--version":
         print(f"dcmdp_jax {dcmdp_jax.__version__}")
     else:

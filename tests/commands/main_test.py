@@ -317,3 +317,27 @@ def test_train_takes_a_config_dict_and_refuses_what_is_none(tmp_path):
         dcmdp_jax.train(3)
     with pytest.raises(UserError, match="config.rollout.group_size: got 1, must be at least 2"):
         dcmdp_jax.train({"rollout": {"group_size": 1}, "run_dir": str(tmp_path / "run")})
+
+
+def test_a_command_without_its_dependencies_says_so_in_one_line():
+    """As in a trainer's environment, where the package was installed without dependencies."""
+    program = (
+        "import sys; sys.modules['ml_collections'] = None; sys.argv = ['dcmdp', 'probe', 'x']; "
+        "from dcmdp_jax.commands.main import console; console()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=_ROOT, timeout=HANGS_S
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: dcmdp probe: the module ml_collections is not installed. Run it in an "
+        "environment of its own, with this package installed without --no-deps; a trainer's "
+        "environment needs only the recorder and the hooks"
+    ]
+
+
+@pytest.mark.parametrize("word", ["help", "--help", "-h"])
+def test_help_is_a_command_too(word, capsys):
+    main_module._without_command(["dcmdp", word])
+    shown = capsys.readouterr().out
+    assert [name for name in main_module.COMMANDS if f"\n  {name} " not in shown] == []

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -285,3 +286,22 @@ def test_the_fused_loss_of_liger_is_refused(tmp_path):
         ValueError, match="DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage"
     ):
         DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], args=args)
+
+
+def test_the_example_learns_with_and_without_the_penalty_and_records_both(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    example = Path(__file__).resolve().parents[2] / "examples" / "trl_dc_grpo.py"
+    runpy.run_path(str(example), run_name="__main__")
+    *_, grpo, dc_grpo, last = capsys.readouterr().out.splitlines()
+    tolerance = float(last.removeprefix("c = "))
+    for line, name in ((grpo, "grpo"), (dc_grpo, "dc_grpo")):
+        said, before, after, discrepancy, multiplier = line.split()
+        assert said == name
+        # One of 18 tokens is the letter; the policy ends sure of it.
+        assert float(before) < 0.3 and float(after) > 0.9
+        assert float(discrepancy) > 0
+        assert (float(multiplier) == 0) == (name == "grpo")
+        assert len(list((tmp_path / "runs/trl" / f"{name}_recordings").iterdir())) == 60
+    assert tolerance > 0
