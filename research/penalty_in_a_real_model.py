@@ -309,7 +309,7 @@ def main() -> None:
     add("--engine", action="append", choices=ENGINES, help="default: all")
     add("--batches", type=int, default=16)
     add("--rows", type=int, default=8, help="completions computed at a time (default: %(default)s)")
-    add("--only_samples", action="store_true")
+    add("--only-samples", action="store_true")
     add("--table", action="store_true", help="print the kept table alone")
     arguments = parser.parse_args()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}

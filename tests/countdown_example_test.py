@@ -146,7 +146,7 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch, tmp_path, task):
     monkeypatch.chdir(tmp_path)
     assert task["main"](["small"]) == 0
     for size in ("0.6b", "small"):
-        assert sweep(["sweep", f"--study={_STUDY}:{size}", "--seeds=0", "--dry_run"]) == 0
+        assert sweep(["sweep", f"--study={_STUDY}:{size}", "--seeds=0", "--dry-run"]) == 0
         runs = [line for line in capsys.readouterr().out.splitlines() if ": dcmdp train " in line]
         # Eight mismatches of seven arms, exact engines with three lags, and in small a control for
         # each mismatch.
@@ -154,14 +154,14 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch, tmp_path, task):
         assert any(
             line.startswith("stale64_dc_grpo, ") and '{"every": 65}' in line for line in runs
         )
-    assert sweep(["sweep", f"--study={_STUDY}:small,noise2", "--seeds=0", "--dry_run"]) == 0
+    assert sweep(["sweep", f"--study={_STUDY}:small,noise2", "--seeds=0", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("dcmdp train") == 8
     Path("runs/countdown/small_held_out.jsonl").unlink()
     with pytest.raises(
         UserError,
         match=r"^study: evaluation of int8_grpo, seed 0: config.evaluation.task: data .*no such",
     ):
-        sweep(["sweep", f"--study={_STUDY}:small", "--seeds=0", "--dry_run"])
+        sweep(["sweep", f"--study={_STUDY}:small", "--seeds=0", "--dry-run"])
 
 
 def _samplers(**settings):

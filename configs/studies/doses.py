@@ -3,7 +3,7 @@
     python -m research.doses
         # runs what is not kept, all arms of a
                                                             seed before the next seed
-    python -m research.studies --study=configs/studies/doses.py --dry_run  # every arm's resolved
+    python -m research.studies --study=configs/studies/doses.py --dry-run  # every arm's resolved
     settings
 
 3-bit weights, one update of each weight sync, completions of 200 tokens, 32 steps

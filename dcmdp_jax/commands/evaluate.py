@@ -307,7 +307,7 @@ def _parser() -> cli.Parser:
         help="which checkpoint of a run (default: the newest)",
     )
     add(
-        "--top_p",
+        "--top-p",
         type=cli.real(0, 1),
         help="nucleus mass (default: the run's, else the paper's, 1)",
     )

@@ -39,7 +39,7 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
 
     Args:
         argv: list like `sys.argv`: the program's name, then `--config=FILE[:ARGUMENT]`, overrides
-            `--config.section.name=value`, `--dry_run` and `--print_config`.
+            `--config.section.name=value`, `--dry-run` and `--print-config`.
         command: the command, "train" or "sft".
 
     Returns:
@@ -59,10 +59,10 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
         "--config.section.name=value.",
     )
     parser.add_argument(
-        "--dry_run", action="store_true", help="check everything, print the plan, and stop"
+        "--dry-run", action="store_true", help="check everything, print the plan, and stop"
     )
     parser.add_argument(
-        "--print_config",
+        "--print-config",
         action="store_true",
         help="print every setting, mark what differs, and stop",
     )

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
         words = [*COMMANDS]
         words += [f"--config={name}" for name in preset_names()]
         words += [f"--config.{name}=" for name in setting_names()]
-        words += ["--dry_run", "--print_config"]
+        words += ["--dry-run", "--print-config"]
         print(_COMPLETION % " ".join(words), end="")
     elif arguments.word or sys.stdout.isatty():
         print(settings_text(arguments.word), end="")

@@ -1,4 +1,4 @@
-"""Train a policy: dcmdp train --config=demo [--config.section.name=value ...] [--dry_run]."""
+"""Train a policy: dcmdp train --config=demo [--config.section.name=value ...] [--dry-run]."""
 
 import contextlib
 import dataclasses

@@ -16,7 +16,7 @@ Written by `dcmdp settings > docs/settings.md` from the declarations in \
 `dcmdp_jax/config/settings.py`,
 `dcmdp_jax/config/algorithm.py` and `dcmdp_jax/config/rollout.py`; change those.
 
-`--config.section.name=value` overrides a setting of a config file; `--print_config` prints all \
+`--config.section.name=value` overrides a setting of a config file; `--print-config` prints all \
 of them and marks what
 differs from the defaults below. "paper" is the DC-GRPO paper with its section in brackets, \
 "ours" a reading or a choice

@@ -49,7 +49,7 @@ class PlannedRun:
         config: the settings.
         model: the model's shape.
         placement: devices, shapes and memory; its memory is by arithmetic, as `dcmdp train
-            --dry_run` has it.
+            --dry-run` has it.
     """
 
     config: Config

@@ -141,7 +141,7 @@ class MemoryUse:
             if full or capacity is None or 2 * needed > capacity:
                 return self.table()
             uses.append(f"{needed / _GIB:.1f} of {capacity / _GIB:.1f} GiB of {label}")
-        return [f"{', '.join(uses)} (--dry_run lists the parts)", *filter(None, [self.note])]
+        return [f"{', '.join(uses)} (--dry-run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
         """The largest phase of each location, its parts (~ if estimated), what does not fit."""

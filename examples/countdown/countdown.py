@@ -2,7 +2,7 @@
 
     python examples/countdown/task.py && hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
     dcmdp plan --config=examples/countdown/countdown.py:0.6b --topology=h100:1
-    python -m research.studies --study=examples/countdown/countdown.py:0.6b --dry_run
+    python -m research.studies --study=examples/countdown/countdown.py:0.6b --dry-run
     python -m research.studies --study=examples/countdown/countdown.py:0.6b,int8          # one kind
     of mismatch
 

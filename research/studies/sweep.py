@@ -4,7 +4,7 @@
     python -m research.studies --study=methods:paper           # the paper's constants
     python -m research.studies --study=... --seeds=0,1,2 --config.training.steps=20
     python -m research.studies --study=... --arms=grpo,exact   # some arms
-    python -m research.studies --study=... --dry_run           # list runs and resolved arms
+    python -m research.studies --study=... --dry-run           # list runs and resolved arms
     python -m research.studies --study=... --redraw=research/kept/embedded.jsonl.gz
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         "--config.section.name=value overrides a setting in every run; the same command continues."
     )
     parser.add_argument(
-        "--dry_run", action="store_true", help="list the runs, check all settings, and stop"
+        "--dry-run", action="store_true", help="list the runs, check all settings, and stop"
     )
     parser.add_argument(
         "--redraw", type=Path, metavar="FILE", help="draw a study's metrics.jsonl.gz; run nothing"
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     if arguments.redraw is not None:
         if overrides or arguments.seeds is not None or arguments.dry_run:
             raise UserError(
-                "--redraw: the metrics are kept already; leave out --seeds, --dry_run and "
+                "--redraw: the metrics are kept already; leave out --seeds, --dry-run and "
                 "--config.*"
             )
         print(write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), out))

@@ -194,7 +194,7 @@ def test_every_study_file_has_runs_that_can_be_made(tmp_path, capsys):
     def check(name, argument):
         study = f"configs/studies/{name}.py{argument}"
         try:
-            main(["sweep", f"--study={study}", f"--out={tmp_path}", "--dry_run"])
+            main(["sweep", f"--study={study}", f"--out={tmp_path}", "--dry-run"])
             evaluated = False
         except UserError as error:  # once all runs are listed: the paper's models are not here
             assert re.match(
@@ -399,7 +399,7 @@ def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(
         body = body.replace(name, str(path))
         message = message.replace(name, str(path))
     file.write_text(_HEAD + body)
-    for arguments in ((), ("--dry_run",)):
+    for arguments in ((), ("--dry-run",)):
         assert _fails(capsys, f"--study={file}", f"--out={tmp_path}/out", *arguments).startswith(
             message
         )
@@ -466,7 +466,7 @@ def test_a_dry_run_shows_what_each_arm_resolves_to(capsys, tmp_path):
             study,
             "--arms=0.5",
             f"--out={tmp_path}",
-            "--dry_run",
+            "--dry-run",
             "--config.algorithm.multiplier=0.25",
         ]
     )
@@ -507,7 +507,7 @@ def test_a_wrong_study_is_one_line(given, line, tmp_path, monkeypatch):
 
 def test_a_study_by_name_lists_its_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["sweep", "--study=methods", "--seeds=0", "--dry_run"]) == 0
+    assert main(["sweep", "--study=methods", "--seeds=0", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == (
         "grpo, seed 0: dcmdp train --config=demo --config.algorithm.tolerance_steps=0 "
         "--config.optimizer.learning_rate=0.0001 --config.training.prompts_per_step=48 "

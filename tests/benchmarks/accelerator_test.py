@@ -258,7 +258,7 @@ def test_the_command_writes_one_json_and_names_what_it_left_out(tmp_path, monkey
     }
     monkeypatch.setattr(accelerator, "PARTS", parts)
     assert (
-        accelerator.main(["--parts", "device,engine_int8", "--budget_s", "900", f"--json={file}"])
+        accelerator.main(["--parts", "device,engine_int8", "--budget-s", "900", f"--json={file}"])
         == 0
     )
     record = json.loads(file.read_text())

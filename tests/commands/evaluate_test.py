@@ -189,7 +189,7 @@ def test_a_run_gives_its_newest_checkpoint_its_task_suffix_and_precision(run_dir
             "at most 4 tokens, temperature 0.5, top_p 0.9, top_k 2: the run's where",
         ),
         (
-            (TEMPERATURE, 0, "--top_p", 1),
+            (TEMPERATURE, 0, "--top-p", 1),
             (4, 0, 1, 2, (3,), 1, 30),
             "at most 4 tokens, temperature 0, top_p 1, top_k",
         ),
@@ -419,8 +419,8 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
             "config.evaluation.temperature: got 1e-30, must be 0 (greedy) or at least 0.01",
         ),
         ((TEMPERATURE, "1e30"), "config.evaluation.temperature: got 1e+30, must be"),
-        (("--top_p", "0"), "argument --top_p: got 0, must be in (0, 1]"),
-        (("--top_p", "nan"), "argument --top_p: got nan, must be in (0, 1]"),
+        (("--top-p", "0"), "argument --top-p: got 0, must be in (0, 1]"),
+        (("--top-p", "nan"), "argument --top-p: got nan, must be in (0, 1]"),
         (
             ("--config.rollout.precision=fp9",),
             "config.rollout.precision: got 'fp9', allowed with rollout.engine=local",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.load import OTHER_NAMES
 from dcmdp_jax.config.settings import setting_names
+from dcmdp_jax.errors import UserError
 from tests.support.commands import failed_command
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -203,11 +204,14 @@ def test_a_config_file_that_leaves_the_process_ends_the_command_with_code_2(tmp_
     assert said == f"--config: {tmp_path}/leaving.py: it called exit(0); let get_config return"
 
 
-@pytest.mark.parametrize("flag", ["dry_run", "print_config"])
+@pytest.mark.parametrize("flag", ["dry-run", "print-config"])
 def test_dry_run_and_print_config_are_flags(flag):
-    assert getattr(parse(["train", _DEMO, f"--{flag}"]), flag) and not getattr(
-        parse(["train", _DEMO]), flag
-    )
+    name = flag.replace("-", "_")
+    assert getattr(parse(["train", _DEMO, f"--{flag}"]), name)
+    assert not getattr(parse(["train", _DEMO]), name)
+    with pytest.raises(UserError) as refused:
+        parse(["train", _DEMO, f"--{name}"])
+    assert str(refused.value) == f"--{name}: no such argument; did you mean --{flag}?"
 
 
 _SETTINGS = {

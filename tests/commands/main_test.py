@@ -105,7 +105,7 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     assert read_metrics(run)["reward/mean"][0].tolist() == [1, 2]
     shutil.copy(_ROOT / "configs" / "demo.py", tmp_path / "work" / "mine.py")
     ours, theirs = (
-        dcmdp("train", f"--config={name}:debug", "--print_config") for name in ("mine.py", "demo")
+        dcmdp("train", f"--config={name}:debug", "--print-config") for name in ("mine.py", "demo")
     )
     assert (
         ours.returncode == 0
@@ -182,7 +182,7 @@ def test_modules_of_the_working_directory_can_be_named(dcmdp, tmp_path):
     (tmp_path / "work" / "beside.py").write_text(
         "def longer(config):\n    config.training.steps = 7\n    return config\n"
     )
-    done = dcmdp("train", "--config=mine.py:debug", "--print_config")
+    done = dcmdp("train", "--config=mine.py:debug", "--print-config")
     assert "* training.steps = 7 " in done.stdout, done.stderr
 
 
@@ -201,7 +201,7 @@ def test_the_command_prepares_its_process(dcmdp, tmp_path):
     not installed.
     """
     (tmp_path / "work" / "look.py").write_text(_LOOK)
-    assert dcmdp("train", "--config=look.py", "--print_config").stdout.splitlines()[:2] == [
+    assert dcmdp("train", "--config=look.py", "--print-config").stdout.splitlines()[:2] == [
         "True",
         "False None",
     ]

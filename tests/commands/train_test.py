@@ -1,4 +1,4 @@
-"""`python -m bin.train`: bad input is one line and a code within seconds, --dry_run plans and
+"""`python -m bin.train`: bad input is one line and a code within seconds, --dry-run plans and
 leaves nothing.
 
 Importing JAX, Orbax and transformers takes seconds, so one process imports them and forks for each
@@ -112,7 +112,7 @@ def _commands(base):
         ),
         "misspelled_own_flag": (
             [*debug, "--dry_rum"],
-            "--dry_rum: no such argument; did you mean --dry_run?",
+            "--dry_rum: no such argument; did you mean --dry-run?",
         ),
         "ill_typed_flag": (
             [*debug, "--config.training.steps=many"],
@@ -251,7 +251,7 @@ def outcomes(tmp_path_factory):
         "--config.mesh.cpu_devices=1",
         "--config.algorithm.tolerance_steps=4",
         "--config.algorithm.multiplier_max=0.1",
-        "--dry_run",
+        "--dry-run",
     ]
     given["dry_run"] = whole
     given["dry_run_of_a_model"] = [*whole, f"--config.model.path={base}/whole"]

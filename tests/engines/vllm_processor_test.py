@@ -81,7 +81,7 @@ def test_the_rule_is_what_torch_finds_on_this_processor():
     assert says == found
 
 
-@pytest.mark.parametrize("dry_run", [("--dry_run",), ()], ids=["plan", "run"])
+@pytest.mark.parametrize("dry_run", [("--dry-run",), ()], ids=["plan", "run"])
 def test_a_run_with_a_cache_in_fp8_is_refused_before_anything_starts(
     dry_run, tmp_path, monkeypatch, capsys
 ):

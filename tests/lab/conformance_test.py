@@ -83,7 +83,7 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
         "--config.training.steps=2",
         "--config.warmup.steps=0",
     ]
-    planned = _run(train.main, capsys, *command, "--dry_run")
+    planned = _run(train.main, capsys, *command, "--dry-run")
     [line] = [line for line in planned.splitlines() if "stub's buffer" in line]
     assert line.split()[-2:] == ["buffer", "0.50"] and not run.exists() and not server.asked
     trained = _run(train.main, capsys, *command)

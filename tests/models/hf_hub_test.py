@@ -176,7 +176,7 @@ def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(
         "bin.train",
         "--config=demo:debug",
         "--config.mesh.cpu_devices=1",
-        "--dry_run",
+        "--dry-run",
         "--config.rollout.max_rows=8",
         f"--config.run_dir={tmp_path / 'run'}",
     )

@@ -212,7 +212,7 @@ def _train(address, *flags):
 def test_a_run_whose_other_host_is_missing_ends_with_one_line(address, tmp_path, process):
     started = _train(
         address,
-        "--dry_run",
+        "--dry-run",
         f"--config.run_dir={tmp_path}",
         "--config.hosts.timeout_s=2",
         f"--config.hosts.process={process}",

@@ -232,7 +232,7 @@ def test_memory_is_one_line_where_half_of_it_stays_free():
     free = MemoryUse(
         parts, Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=8 * _GIB)
     )
-    assert free.lines(full=False) == ["3.0 of 8.0 GiB of this machine (--dry_run lists the parts)"]
+    assert free.lines(full=False) == ["3.0 of 8.0 GiB of this machine (--dry-run lists the parts)"]
     assert free.lines(full=True) == free.table() and len(free.table()) == 2
     for limit in (5 * _GIB, None):  # above half, and unknown
         use = MemoryUse(

@@ -159,7 +159,7 @@ def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_bas
 
     tensors = load_file(base / "model.safetensors")
     for name, place, more in (
-        ("model.norm.weight", 3, ("--dry_run",)),
+        ("model.norm.weight", 3, ("--dry-run",)),
         ("model.embed_tokens.weight", (-1, -1), ()),
     ):
         changed = {**tensors, name: tensors[name].at[place].add(0.5)}
