@@ -1,5 +1,8 @@
 """DC-GRPO in SkyRL: a trainer whose advantages are penalized, once in a step, on the driver.
 
+A trainer that only records for `dcmdp probe` is `make_recording_trainer(RayPPOTrainer)`, with
+`recorder=Recorder("recordings", "skyrl")` in place of `dc_grpo`. With DC-GRPO:
+
     class Experiment(BasePPOExp):
         def get_trainer(self, *args, **options):
             return make_trainer(RayPPOTrainer)(*args, dc_grpo=DcGrpo(tolerance=0.0037), **options)
@@ -13,6 +16,7 @@ import os
 from typing import Any
 
 from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo, prefixed, require_columns
+from dcmdp_jax.record import Recorder, record_skyrl
 
 
 def make_trainer(base: type) -> type:
@@ -45,6 +49,25 @@ def make_trainer(base: type) -> type:
             return step, folder
 
     return DcGrpoTrainer
+
+
+def make_recording_trainer(base: type) -> type:
+    """A subclass of `RayPPOTrainer`, or of another trainer of SkyRL, that takes `recorder`."""
+
+    class RecordingTrainer(base):
+        """SkyRL's trainer; it records each batch, and trains as before."""
+
+        def __init__(self, *args: Any, recorder: Recorder, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.recorder = recorder
+
+        def compute_advantages_and_returns(self, data: Any) -> Any:
+            """Record what SkyRL's estimator was given and gives."""
+            data = super().compute_advantages_and_returns(data)
+            record_skyrl(self.recorder, self.global_step, data)
+            return data
+
+    return RecordingTrainer
 
 
 def penalize(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:

@@ -1,7 +1,13 @@
-"""DC-GRPO in verl: a registered advantage estimator and a registered policy loss.
+"""DC-GRPO in verl: a registered advantage estimator and a registered policy loss. And a recorder.
 
-Put into a module of your own, named in VERL_USE_EXTERNAL_MODULES so that verl imports it in every
-process:
+To record for `dcmdp probe`, without a change to training, put into a module of your own, named in
+VERL_USE_EXTERNAL_MODULES so that verl imports it in every process:
+
+    from dcmdp_jax.integrations.verl_hooks import register_recorder
+    from dcmdp_jax.record import Recorder
+    register_recorder(Recorder("recordings", "verl"))
+
+and set `actor_rollout_ref.rollout.calculate_log_probs=True`. To train with DC-GRPO:
 
     from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
     from dcmdp_jax.integrations.verl_hooks import register
@@ -17,6 +23,7 @@ in its group, by its last output, as under verl's own grpo; every output's token
 """
 
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -32,6 +39,7 @@ from dcmdp_jax.integrations.dc_grpo_torch import (
     require_columns,
     require_same_shape,
 )
+from dcmdp_jax.record import Recorder, record_verl
 
 NAME = "dc_grpo"
 _LOG = logging.getLogger(__name__)
@@ -107,6 +115,43 @@ def register(
         return penalized(of_sessions(data, batch_keys, grpo, *args, **options))
 
     _replace(of_sessions, compute_advantage_of_sessions)
+
+
+def register_recorder(recorder: Recorder, *, first_step: int = 1) -> None:
+    """Record each batch on the driver once verl has its advantages, with any estimator.
+
+    Args:
+        recorder: writes a file for each step.
+        first_step: number of the first batch; a resumed run gives its step, so that files of before
+            stay.
+    """
+    from verl.trainer.ppo import ray_trainer
+
+    steps = itertools.count(first_step)
+    calls = 0  # the function for sessions calls the other, with some of the rows
+
+    def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compute(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            try:
+                data = original(*args, **options)
+            finally:
+                calls -= 1
+            if calls == 0:
+                record_verl(recorder, next(steps), data.batch, data.non_tensor_batch)
+            return data
+
+        return compute
+
+    _replace(ray_trainer.compute_advantage, recorded(ray_trainer.compute_advantage))
+    try:
+        from verl.trainer.ppo.v1 import utils
+    except ImportError:  # before 0.9, or without what that trainer needs
+        return
+    of_sessions = utils.compute_advantage_for_multi_trajectories
+    _replace(of_sessions, recorded(of_sessions))
 
 
 def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:

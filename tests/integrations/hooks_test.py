@@ -24,6 +24,7 @@ from dcmdp_jax.integrations import (  # noqa: E402
     verl_hooks,
 )  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo  # noqa: E402
+from dcmdp_jax.record import Recorder  # noqa: E402
 from tests.support.penalized_tokens import MASK, MOVED, PENALIZED, A, P, Q  # noqa: E402
 
 
@@ -378,6 +379,70 @@ def test_a_session_of_several_outputs_counts_once_in_its_group_and_every_output_
         _Data(batch, np.array(["a"] * 4)), adv_estimator="dc_grpo"
     )
     assert len(dc_grpo.history) == 2
+
+
+def _recorded(directory):
+    """Rows of each recorded step, by step."""
+    files = sorted(directory.glob("step_*/rank_0.jsonl"))
+    return {
+        int(file.parent.name.removeprefix("step_")): [
+            json.loads(line) for line in file.read_text().splitlines()
+        ]
+        for file in files
+    }
+
+
+def test_verls_recorder_writes_each_batch_once_and_changes_no_advantage(monkeypatch, tmp_path):
+    def data():
+        batch = {
+            "token_level_rewards": torch.tensor([[1.0, 0, 0]] * 3 + [[0.0, 0, 0]]),
+            "response_mask": torch.ones(4, 3),
+            "responses": torch.arange(12).reshape(4, 3),
+            "old_log_probs": P[0].expand(4, 3),
+            "rollout_log_probs": Q[0].expand(4, 3),
+        }
+        return _Data(batch, np.array(["a"] * 4))
+
+    keys = ["a_0_0", "a_0_1", "a_0_2", "a_1_0"]
+    modules = _verl(monkeypatch)
+
+    def advantages():
+        simple = modules["ray_trainer"].compute_advantage(data(), adv_estimator="grpo")
+        sessions = modules["v1.trainer_base"].compute_advantage_for_multi_trajectories(
+            data(), batch_keys=keys, adv_estimator="grpo"
+        )
+        return [each.batch["advantages"] for each in (simple, sessions)]
+
+    before = advantages()
+    verl_hooks.register_recorder(Recorder(tmp_path, "verl"), first_step=7)
+    for plain, recorded in zip(before, advantages(), strict=True):
+        torch.testing.assert_close(recorded, plain, rtol=0, atol=0)
+    rows = _recorded(tmp_path)
+    # All four outputs of each batch; the call within the function of sessions writes nothing.
+    assert {step: len(each) for step, each in rows.items()} == {7: 4, 8: 4}
+    assert rows[8][2]["token_ids"] == [6, 7, 8] and rows[8][2]["group"] == "a"
+    np.testing.assert_allclose(rows[7][0]["train_logprobs"], P[0], rtol=1e-6)
+    np.testing.assert_allclose(rows[7][0]["rollout_logprobs"], Q[0], rtol=1e-6)
+
+
+def test_skyrls_recording_trainer_writes_the_batch_and_changes_nothing(tmp_path):
+    class Base:
+        global_step = 5
+
+        def compute_advantages_and_returns(self, data):
+            data["advantages"] = A[:, None] * MASK
+            return data
+
+    trainer = skyrl_trainer.make_recording_trainer(Base)(recorder=Recorder(tmp_path, "skyrl"))
+    ids = torch.arange(8).reshape(2, 4)  # a prompt of one token
+    batch = {"sequences": ids, "action_log_probs": P, "rollout_logprobs": Q, "loss_mask": MASK}
+    assert trainer.compute_advantages_and_returns(batch) is batch
+    torch.testing.assert_close(batch["advantages"], A[:, None] * MASK, rtol=0, atol=0)
+    rows = _recorded(tmp_path)
+    assert list(rows) == [5]
+    assert [row["token_ids"] for row in rows[5]] == [
+        ids[row, 1:][MASK[row].bool()].tolist() for row in range(len(ids))
+    ]
 
 
 def test_our_own_gradient_is_the_one_that_prime_rl_gets():
