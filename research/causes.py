@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.causes import CAUSES
-from dcmdp_jax.lab.mismatch.diagnosis import diagnose
-from dcmdp_jax.lab.mismatch.evidence import collect
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.probe.columns.causes import CAUSES
+from dcmdp_jax.probe.columns.diagnosis import diagnose
+from dcmdp_jax.probe.columns.evidence import collect
+from dcmdp_jax.probe.columns.pairs import TokenPairs, make_pairs
 from research.causes_record import read_kept
 from research.causes_recurrent import Fault, recording
 

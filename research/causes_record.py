@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.probe.columns.pairs import TokenPairs, make_pairs
 
 Columns = dict[str, list[np.ndarray]]
 KINDS = {"ids": np.uint16, "train": np.float32, "rollout": np.float32, "entropy": np.float16}
@@ -74,8 +74,8 @@ def record_demo(run: Path) -> dict[str, Columns]:
     from dcmdp_jax.engines.engine_kind import EngineArguments
     from dcmdp_jax.engines.local.engine import LocalEngine
     from dcmdp_jax.engines.protocol import SamplingParams
-    from dcmdp_jax.lab.probe.engines import TrainingStack, sample
     from dcmdp_jax.models.decoder import Compute
+    from dcmdp_jax.probe.live.engines import TrainingStack, sample
     from dcmdp_jax.run.saved_model import Policy, find_model
 
     saved = find_model(run)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.probe.columns.pairs import TokenPairs, make_pairs
 
 VOCABULARY = 64
 HIDDEN = 32

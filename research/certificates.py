@@ -30,7 +30,7 @@ import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.lab.mismatch.page import JSON_FILE
+from dcmdp_jax.probe.columns.page import JSON_FILE
 from dcmdp_jax.version import __version__
 
 ENGINES = ("local:float32", "local:bfloat16", "local:int8", "vllm:bfloat16", "vllm:float32")
@@ -176,9 +176,9 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.data.prompts import encode_prompts
     from dcmdp_jax.engines.protocol import SamplingParams
-    from dcmdp_jax.lab.probe import engines
-    from dcmdp_jax.lab.probe.engines import parse_spec
     from dcmdp_jax.models.hf_weights import save_params
+    from dcmdp_jax.probe.live import engines
+    from dcmdp_jax.probe.live.engines import parse_spec
     from dcmdp_jax.run.saved_model import Policy, find_model
 
     run = Policy.of(find_model(model), for_sampling(Config(), {"task.train": task}))

@@ -281,9 +281,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     """
     from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
     from dcmdp_jax.data.packing import one_a_row
-    from dcmdp_jax.lab.probe import engines
-    from dcmdp_jax.lab.probe.engines import TrainingStack
     from dcmdp_jax.models.decoder import Compute
+    from dcmdp_jax.probe.live import engines
+    from dcmdp_jax.probe.live.engines import TrainingStack
 
     began = time.monotonic()
     session, spec = _session(name, arguments)
@@ -386,10 +386,10 @@ def score(run: Any, rows: Any) -> list[np.ndarray]:
     """
     import jax
 
-    from dcmdp_jax.lab.probe.engines import LOGPROB_CHUNK
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.models.row_logprobs import make_row_logprobs
     from dcmdp_jax.parallel.mesh import one_device_mesh
+    from dcmdp_jax.probe.live.engines import LOGPROB_CHUNK
 
     compute = Compute(dtype="float32", logprob_chunk=LOGPROB_CHUNK)
     row_logprobs = make_row_logprobs(run.model, compute, temperature=1.0, mesh=one_device_mesh())
@@ -450,8 +450,8 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The probe's session of one engine that also gives its top-k tokens, and the engine."""
     from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.data.problems import load_problems
-    from dcmdp_jax.lab.probe.engines import parse_spec
-    from dcmdp_jax.lab.probe.session import Session
+    from dcmdp_jax.probe.live.engines import parse_spec
+    from dcmdp_jax.probe.live.session import Session
     from dcmdp_jax.run.saved_model import Policy, find_model
 
     spec = parse_spec(name)

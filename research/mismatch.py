@@ -27,13 +27,13 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams, sample_alone
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.probe.engines import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.probe.live.engines import TrainingStack
 from dcmdp_jax.types import Params
 
 PROMPTS = 64

@@ -57,9 +57,9 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.data.episode import collect
     from dcmdp_jax.data.problems import load_problems
-    from dcmdp_jax.lab.probe import engines
-    from dcmdp_jax.lab.probe.engines import parse_spec
-    from dcmdp_jax.lab.probe.session import Session
+    from dcmdp_jax.probe.live import engines
+    from dcmdp_jax.probe.live.engines import parse_spec
+    from dcmdp_jax.probe.live.session import Session
     from dcmdp_jax.run.saved_model import Policy, find_model
     from examples.one_sentence import one_sentence
 

@@ -153,7 +153,7 @@ def test_all_recipes_of_code_together(tmp_path):
 
 
 def test_the_recipe_of_an_engine():
-    """Its file is the one that tests/lab/conformance_test.py trains with; its commands parse."""
+    """Its file is the one that tests/engines/conformance_test.py trains with; its commands parse."""
     assert f"```python\n{(_ROOT / 'tests/engines/stub_engine.py').read_text()}```" in _RECIPES
     [line] = re.findall(r"^ {4}dcmdp train (.*my_engine.*)$", _RECIPES, re.MULTILINE)
     words = shlex.split(line.replace("my_engine.py", "tests/engines/stub_engine.py"))

@@ -27,8 +27,8 @@ _MAY_IMPORT = {
     "training": "algorithm config data engines evaluation models observe parallel rewards run",
     "integrations": "",
     "plan": "config data engines models parallel run training",
-    "lab": "algorithm config data engines models observe parallel rewards run",
-    "commands": "config data engines evaluation lab models observe parallel plan run training",
+    "probe": "algorithm config data engines models observe parallel rewards run",
+    "commands": "config data engines evaluation models observe parallel plan probe run training",
 }
 _BESIDE = "modules beside the rooms"
 
@@ -51,7 +51,7 @@ _LIBRARIES = {
     "math_verify": ("dcmdp_jax.rewards.math",),
     "yaml": ("dcmdp_jax.commands.flags",),
     "jinja2": ("dcmdp_jax.observe.page_kit",),
-    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
+    "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.probe"),
     "scipy": ("dcmdp_jax.evaluation.estimators",),
     "tensorboardX": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.data",),
@@ -59,8 +59,8 @@ _LIBRARIES = {
     "verifiers": (),
     "torch": (
         "dcmdp_jax.integrations",
-        "dcmdp_jax.lab.mismatch.formats",
-        "dcmdp_jax.lab.probe.engines",
+        "dcmdp_jax.probe.columns.formats",
+        "dcmdp_jax.probe.live.engines",
         "dcmdp_jax.engines.vllm.start_checks",
         "dcmdp_jax.engines.vllm.worker",
     ),
@@ -302,7 +302,7 @@ def test_what_runs_in_other_peoples_trainers_needs_no_jax_and_no_room():
 
 def test_a_recording_is_read_and_explained_without_an_accelerator():
     for module in ("analysis", "formats", "over_training", "page", "recording"):
-        assert not _roots(f"lab.mismatch.{module}") & {*_JAX, "torch", "matplotlib"}, module
+        assert not _roots(f"probe.columns.{module}") & {*_JAX, "torch", "matplotlib"}, module
 
 
 def test_what_moves_numpy_arrays_knows_no_model():

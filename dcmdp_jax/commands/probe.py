@@ -33,22 +33,22 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch import page
-from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured, analyze
-from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
-from dcmdp_jax.lab.mismatch.over_training import (
+from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
+from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
+from dcmdp_jax.probe.columns import page
+from dcmdp_jax.probe.columns.analysis import Analysis, Measured, analyze
+from dcmdp_jax.probe.columns.formats import FORMATS, format_of
+from dcmdp_jax.probe.columns.over_training import (
     RecordedFile,
     Recording,
     find_files,
     read_recording,
     read_run,
 )
-from dcmdp_jax.lab.mismatch.recording import Columns
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut
-from dcmdp_jax.lab.probe.engines import ProbeSpec, parse_spec, settings_for
-from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
-from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
-from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
+from dcmdp_jax.probe.columns.recording import Columns
+from dcmdp_jax.probe.columns.recording_files import LeftOut
+from dcmdp_jax.probe.live.engines import ProbeSpec, parse_spec, settings_for
+from dcmdp_jax.probe.live.session import Session, check_specs, probe_pairs
 from dcmdp_jax.run.directory import read_config
 from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model
 

@@ -20,9 +20,9 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, output_directory, whole
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch import formats, over_training, recording, recording_files
 from dcmdp_jax.observe import jsonl, report
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
+from dcmdp_jax.probe.columns import formats, over_training, recording, recording_files
 
 # Completions on a page, which a browser still scrolls through. Ours.
 _MOST = 2000

@@ -1,4 +1,4 @@
-"""Alarms over the metrics of a run: they name its kind of mismatch, as `lab.mismatch.diagnosis`."""
+"""Alarms over the metrics of a run: they name its kind of mismatch, as `probe.columns.diagnosis`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping

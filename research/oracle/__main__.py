@@ -29,7 +29,7 @@ from dcmdp_jax.commands.probe import add_engines, open_session
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.probe.engines import parse_spec
+from dcmdp_jax.probe.live.engines import parse_spec
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer

@@ -31,16 +31,16 @@ from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
-from dcmdp_jax.lab.mismatch.analysis import StateMeasure, compare_states
-from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure_states
-from dcmdp_jax.lab.probe import engines
-from dcmdp_jax.lab.probe.engines import ProbeSpec, in_places
-from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.named_functions import Call
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.probe.columns.analysis import StateMeasure, compare_states
+from dcmdp_jax.probe.columns.pairs import make_pairs, measure_states
+from dcmdp_jax.probe.live import engines
+from dcmdp_jax.probe.live.engines import ProbeSpec, in_places
+from dcmdp_jax.probe.live.session import Session
 from dcmdp_jax.rewards.protocol import NEED_ANSWERS, Problem
 from dcmdp_jax.types import Rows
 from research.oracle.gradients import (

@@ -13,10 +13,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.mismatch.page import state_lines
 from dcmdp_jax.number_format import number, text_table
 from dcmdp_jax.observe.jsonl import json_values
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes
+from dcmdp_jax.probe.columns.page import state_lines
 from research.oracle.gradients import ZERO, Quality
 from research.oracle.oracle import Verdict, Verdicts, summary
 

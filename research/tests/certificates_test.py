@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dcmdp_jax
-from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure
+from dcmdp_jax.probe.columns.pairs import make_pairs, measure
 from research import certificates
 
 KEPT = [json.loads(path.read_text()) for path in sorted(certificates.KEPT.glob("*.json"))]

@@ -12,7 +12,7 @@ from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.lab.probe.session import Session
+from dcmdp_jax.probe.live.session import Session
 from dcmdp_jax.run.saved_model import Policy, SavedModel
 from dcmdp_jax.types import Rows
 from research.oracle.gradients import JudgedBatch, Moments, quality, token_slopes

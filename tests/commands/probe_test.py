@@ -14,11 +14,11 @@ from dcmdp_jax.commands import probe
 from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.recording import Columns
-from dcmdp_jax.lab.probe import engines
-from dcmdp_jax.lab.probe.compare import Rescoring
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.probe.columns.recording import Columns
+from dcmdp_jax.probe.live import engines
+from dcmdp_jax.probe.live.compare import Rescoring
 from dcmdp_jax.run.saved_model import find_model
 from tests.support.browser import CHROMIUM, look_at
 from tests.support.commands import run_command

@@ -10,12 +10,12 @@ import pytest
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import launch
-from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import from_hf, layer_pattern
 from dcmdp_jax.plan.published import PUBLISHED
+from dcmdp_jax.probe.live.operators import operator_differences
 from tests.support.refusals import refused
 from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model, vllm_settings
 

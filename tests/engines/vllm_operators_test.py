@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.lab.mismatch.analysis import analyze
-from dcmdp_jax.lab.mismatch.evidence import outliers
-from dcmdp_jax.lab.mismatch.page import table
-from dcmdp_jax.lab.probe.compare import Setup, compare
-from dcmdp_jax.lab.probe.engines import TrainingStack, sample
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.probe.columns.analysis import analyze
+from dcmdp_jax.probe.columns.evidence import outliers
+from dcmdp_jax.probe.columns.page import table
+from dcmdp_jax.probe.live.compare import Setup, compare
+from dcmdp_jax.probe.live.engines import TrainingStack, sample
 from tests.support.processors import skip_unless_computed
 from tests.support.vllm_tools import STOP, prompts, random_params, small_model
 

@@ -11,8 +11,8 @@ import pytest
 from dcmdp_jax.commands import train
 from dcmdp_jax.engines.vllm import launch
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.probe.engines import parse_spec
 from dcmdp_jax.parallel import backend
+from dcmdp_jax.probe.live.engines import parse_spec
 from tests.support.commands import run_command
 from tests.support.processors import CACHES, PROCESSORS, REFUSED, WEIGHTS, pretend
 from tests.support.refusals import refused

@@ -257,8 +257,8 @@ def test_an_engine_without_logprobs_is_refused(tmp_path):
 
 
 def test_the_probe_reads_what_the_trainer_recorded(run):
-    from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
-    from dcmdp_jax.lab.mismatch.recording_files import LeftOut
+    from dcmdp_jax.probe.columns.over_training import find_files, read_run
+    from dcmdp_jax.probe.columns.recording_files import LeftOut
 
     path, _, batches = run
     files = find_files([str(path / "recordings")], LeftOut())

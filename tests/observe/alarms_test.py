@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.mismatch.pairs import measure
 from dcmdp_jax.observe.alarms import alarms
+from dcmdp_jax.probe.columns.pairs import measure
 from tests.support.sampled_columns import columns
 
 _RECORDED = Path(__file__).parent / "clean_run_of_50_steps.jsonl"

@@ -4,7 +4,7 @@ planted.
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.probe.columns.pairs import make_pairs
 
 VOCABULARY = 50
 COMPLETIONS = 40

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.commands import probe
-from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.probe.columns.over_training import find_files, read_run
+from dcmdp_jax.probe.columns.recording_files import LeftOut
 from dcmdp_jax.training.rollout_record import _by_completion, leg_metrics
 from dcmdp_jax.types import Rows
 from tests.support.commands import run_command

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.pairs import Ragged, TokenPairs, mean_of
 from dcmdp_jax.observe.legs import Leg
+from dcmdp_jax.probe.columns.pairs import Ragged, TokenPairs, mean_of
 
 # Sizes of the log-ratio and of the probabilities.
 

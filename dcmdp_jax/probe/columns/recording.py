@@ -11,8 +11,8 @@ import numpy as np
 
 from dcmdp_jax.data.top_logprobs import list_problems
 from dcmdp_jax.errors import UserError, shorten
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs, measure_states
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut
+from dcmdp_jax.probe.columns.pairs import TokenPairs, make_pairs, measure_states
+from dcmdp_jax.probe.columns.recording_files import LeftOut
 from dcmdp_jax.record import unpacked_top
 
 _ROUNDING = 1e-3

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
-from dcmdp_jax.lab.mismatch.formats import (
+from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
+from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
+from dcmdp_jax.probe.columns.formats import (
     RecordedFile,
     StepRank,
     files_below,
@@ -18,17 +20,15 @@ from dcmdp_jax.lab.mismatch.formats import (
     identify,
     rows_of,
 )
-from dcmdp_jax.lab.mismatch.pairs import (
+from dcmdp_jax.probe.columns.pairs import (
     Statistics,
     TokenPairs,
     measure,
     probability_difference,
     recommend,
 )
-from dcmdp_jax.lab.mismatch.recording import Columns, Row, RowSample, checked_row, pairs_of
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, read_rows
-from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
-from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
+from dcmdp_jax.probe.columns.recording import Columns, Row, RowSample, checked_row, pairs_of
+from dcmdp_jax.probe.columns.recording_files import LeftOut, UnreadableError, read_rows
 
 _SHOWN = 5
 """Missing steps or ranks named in a message."""

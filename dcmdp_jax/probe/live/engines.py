@@ -21,12 +21,12 @@ from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines import engine_kind, process_memory, protocol
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError, shorten, suggestion
-from dcmdp_jax.lab.mismatch.pairs import Ragged
 from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.row_logprobs import make_probe, make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.probe.columns.pairs import Ragged
 from dcmdp_jax.run.saved_model import Policy
 from dcmdp_jax.types import Params, Rows
 
@@ -68,7 +68,7 @@ class ProbeSpec:
 
     @property
     def costs(self) -> dict[str, str]:
-        """Cause of `mismatch.causes` -> the setting that has it as its price."""
+        """Cause of `columns.causes` -> the setting that has it as its price."""
         costs = {}
         if self.record is not None and self.precision in self.record.quantized:
             costs["quantized_weights"] = f"the engine's weights are {self.precision}"

@@ -13,8 +13,6 @@ from dcmdp_jax.engines.local import forward, layout
 from dcmdp_jax.engines.local.cache import load, store
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
-from dcmdp_jax.lab.mismatch.pairs import Ragged
 from dcmdp_jax.models import attention, gated_delta, products, scheme_products
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import (
@@ -28,6 +26,8 @@ from dcmdp_jax.models.decoder import (
 from dcmdp_jax.models.gated_delta import rows as recurrent_rows
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.ops import choose_ops
+from dcmdp_jax.probe.columns.evidence import OperatorDifference, in_order
+from dcmdp_jax.probe.columns.pairs import Ragged
 from dcmdp_jax.types import Params
 
 _TOKENS = 256

@@ -14,8 +14,8 @@ import numpy as np
 
 from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.errors import UserError, shorten_name
-from dcmdp_jax.lab.mismatch.recording import Cells, Columns
-from dcmdp_jax.lab.mismatch.recording_files import (
+from dcmdp_jax.probe.columns.recording import Cells, Columns
+from dcmdp_jax.probe.columns.recording_files import (
     LeftOut,
     UnreadableError,
     column_names,

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch import causes, diagnosis
-from dcmdp_jax.lab.mismatch.evidence import Evidence, Known, collect
-from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import (
+from dcmdp_jax.observe.jsonl import json_values
+from dcmdp_jax.observe.legs import legs_of
+from dcmdp_jax.probe.columns import causes, diagnosis
+from dcmdp_jax.probe.columns.evidence import Evidence, Known, collect
+from dcmdp_jax.probe.columns.over_training import OverTraining
+from dcmdp_jax.probe.columns.pairs import (
     STATE_MEASURES,
     Recommendation,
     Statistics,
@@ -19,8 +21,6 @@ from dcmdp_jax.lab.mismatch.pairs import (
     measure,
     recommend,
 )
-from dcmdp_jax.observe.jsonl import json_values
-from dcmdp_jax.observe.legs import legs_of
 
 TokenText = Callable[[int], str]
 """Token id -> its text."""

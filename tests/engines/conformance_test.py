@@ -16,10 +16,10 @@ from dcmdp_jax.commands import evaluate, probe, train
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.checks import find_trainable
 from dcmdp_jax.data.episode import COLUMNS, single_turn
+from dcmdp_jax.engines.conformance import check_engine
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import EngineError, UserError
-from dcmdp_jax.lab.conformance import check_engine
 from tests.support.commands import run_command
 
 ENGINE = "tests/engines/stub_engine.py:ENGINE"

@@ -14,9 +14,9 @@ import pytest
 
 from dcmdp_jax.commands import probe, view
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe.rollouts import RolloutWriter
+from dcmdp_jax.probe.columns.over_training import find_files, read_run
+from dcmdp_jax.probe.columns.recording_files import LeftOut
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
 from tests.support.commands import run_command
 from tests.support.sampled_columns import columns

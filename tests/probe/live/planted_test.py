@@ -9,16 +9,16 @@ import pytest
 
 from dcmdp_jax.engines.local import cache, decode
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.lab.mismatch.analysis import analyze
-from dcmdp_jax.lab.mismatch.evidence import outliers
-from dcmdp_jax.lab.probe.compare import Setup, compare, explained, sampling_floor
-from dcmdp_jax.lab.probe.engines import Sampled, TrainingStack, cache_rounding, parse_spec, sample
-from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import adapter_declarations, merged
 from dcmdp_jax.models.params import draw_params
 from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.probe.columns.analysis import analyze
+from dcmdp_jax.probe.columns.evidence import outliers
+from dcmdp_jax.probe.live.compare import Setup, compare, explained, sampling_floor
+from dcmdp_jax.probe.live.engines import Sampled, TrainingStack, cache_rounding, parse_spec, sample
+from dcmdp_jax.probe.live.session import lift
 from tests.support.sampling import local_engine
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
@@ -235,7 +235,7 @@ def test_weights_in_groups_are_named_by_their_own_format(precision):
 def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(
     engine, cause, said, monkeypatch
 ):
-    monkeypatch.setattr("dcmdp_jax.lab.probe.compare._EMULATED", ())
+    monkeypatch.setattr("dcmdp_jax.probe.live.compare._EMULATED", ())
     spec = parse_spec(engine)
 
     def build(spec):

@@ -3,8 +3,8 @@
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.probe.engines import ProbeSpec, check_same_tokens, parse_spec
-from dcmdp_jax.lab.probe.session import check_specs
+from dcmdp_jax.probe.live.engines import ProbeSpec, check_same_tokens, parse_spec
+from dcmdp_jax.probe.live.session import check_specs
 
 
 @pytest.mark.parametrize(

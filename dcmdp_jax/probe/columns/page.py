@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.mismatch import evidence, over_training
-from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured, StateMeasure
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
 from dcmdp_jax.number_format import number, percent, text_table
 from dcmdp_jax.observe import page_kit
 from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
+from dcmdp_jax.probe.columns import evidence, over_training
+from dcmdp_jax.probe.columns.analysis import Analysis, Measured, StateMeasure
+from dcmdp_jax.probe.columns.pairs import TokenPairs, means_by_completion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,12 +16,12 @@ from dcmdp_jax.data.tokenizer import encode_texts, token_text
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.analysis import Measured
-from dcmdp_jax.lab.mismatch.evidence import Lifted
-from dcmdp_jax.lab.mismatch.pairs import Ragged, TokenPairs, probability_difference
-from dcmdp_jax.lab.probe import engines
-from dcmdp_jax.lab.probe.compare import Setup, compare, explained, is_settled, sampling_floor
-from dcmdp_jax.lab.probe.engines import SAMPLING_KINDS, ProbeSpec
+from dcmdp_jax.probe.columns.analysis import Measured
+from dcmdp_jax.probe.columns.evidence import Lifted
+from dcmdp_jax.probe.columns.pairs import Ragged, TokenPairs, probability_difference
+from dcmdp_jax.probe.live import engines
+from dcmdp_jax.probe.live.compare import Setup, compare, explained, is_settled, sampling_floor
+from dcmdp_jax.probe.live.engines import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.run.saved_model import Policy, SavedModel
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm.discrepancy import displacement_statistics, mismatch_statistics
-from dcmdp_jax.lab.mismatch import analysis
-from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure, recommend
+from dcmdp_jax.probe.columns import analysis
+from dcmdp_jax.probe.columns.pairs import make_pairs, measure, recommend
 
 
 def _pairs(p, q, lengths, ids=None, **columns):

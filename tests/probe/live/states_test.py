@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.mismatch.page import table
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
-from tests.lab.probe.planted_test import PROMPTS, analysis, local, sampled
+from dcmdp_jax.probe.columns.page import table
+from tests.probe.live.planted_test import PROMPTS, analysis, local, sampled
 from tests.support.tiny_model import CONFIG, params
 
 V = CONFIG.vocab_size

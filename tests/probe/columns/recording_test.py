@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.over_training import read_recording
-from dcmdp_jax.lab.mismatch.recording import Columns
+from dcmdp_jax.probe.columns.over_training import read_recording
+from dcmdp_jax.probe.columns.recording import Columns
 
 _COLUMNS = Columns("ids", "train", "rollout")
 _ROW = {"ids": [5, 6, 7], "train": [-0.5, -1.0, -2.0], "rollout": [-0.4, -1.0, -2.5]}

@@ -16,18 +16,6 @@ import numpy as np
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, sample_alone
-from dcmdp_jax.lab.mismatch.analysis import Measured, TokenText
-from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
-from dcmdp_jax.lab.mismatch.evidence import Explanation
-from dcmdp_jax.lab.mismatch.pairs import (
-    Ragged,
-    TokenPairs,
-    make_pairs,
-    measure_states,
-    probability_difference,
-)
-from dcmdp_jax.lab.probe.engines import LOGPROB_CHUNK, Sampled, Scorer, TrainingStack, in_rows
-from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.logprobs import token_logprobs
@@ -42,6 +30,18 @@ from dcmdp_jax.models.quantize import (
 )
 from dcmdp_jax.models.scheme import GROUPED, Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
+from dcmdp_jax.probe.columns.analysis import Measured, TokenText
+from dcmdp_jax.probe.columns.diagnosis import FLOAT32_ROUNDING
+from dcmdp_jax.probe.columns.evidence import Explanation
+from dcmdp_jax.probe.columns.pairs import (
+    Ragged,
+    TokenPairs,
+    make_pairs,
+    measure_states,
+    probability_difference,
+)
+from dcmdp_jax.probe.live.engines import LOGPROB_CHUNK, Sampled, Scorer, TrainingStack, in_rows
+from dcmdp_jax.probe.live.operators import operator_differences
 from dcmdp_jax.types import Array, Params, Rows
 
 logger = logging.getLogger(__name__)

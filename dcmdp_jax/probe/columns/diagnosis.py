@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, setting_of
-from dcmdp_jax.lab.mismatch.evidence import (
+from dcmdp_jax.observe.legs import DECODING
+from dcmdp_jax.probe.columns.causes import CAUSES, Finding, setting_of
+from dcmdp_jax.probe.columns.evidence import (
     ALL_SHIFTED,
     CERTAIN,
     LARGE_LOG_RATIO,
@@ -18,7 +19,6 @@ from dcmdp_jax.lab.mismatch.evidence import (
     least_unrelated,
     outliers,
 )
-from dcmdp_jax.observe.legs import DECODING
 
 # The thresholds are ours, set as those of `evidence`. What a verdict needs:
 

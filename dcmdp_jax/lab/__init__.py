@@ -1,1 +1,0 @@
-"""The laboratory of engine mismatch: the probe and its analysis."""
