@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.arguments import at_least_one
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.engines.local import engine, programs
-from dcmdp_jax.training import build
+from dcmdp_jax.training import step_programs
 
 RECORDED = Path(__file__).with_name("results") / "compilations_h200.txt"
 _BESIDE = ("step", "rescore", "old_logprobs")
@@ -74,7 +74,7 @@ def seconds_until_compiled(names: Sequence[str], seconds: Sequence[float], cores
 
 def train_one_after_another() -> None:
     """`dcmdp train`, whose main thread compiles each program when it needs it."""
-    build.compile_beside = engine.compile_beside = lambda program, name: lambda: None
+    step_programs.compile_beside = engine.compile_beside = lambda program, name: lambda: None
     programs.Preparation.add = lambda self, program, name: lambda: None
     cli.run_main(train.main)
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from dcmdp_jax.commands.cli import each_once, run_main, whole
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.page_kit import LEGEND, make_figure, style_axes
-from dcmdp_jax.training.stopping import Interrupted
+from dcmdp_jax.training.exit import Interrupted
 from research.dose_tables import holm, t_p_value
 from research.kept_studies import KEPT
 from research.long_tables import BASELINE, CONTROLS, RESPONSES

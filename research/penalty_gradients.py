@@ -27,8 +27,8 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import each_once, whole
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.loop import train
+from dcmdp_jax.training.step_programs import make_step_programs
 from research.studies.sweep import load_study, resolve
 
 STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32)

@@ -29,9 +29,9 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services, start_services
-from dcmdp_jax.training.build import StepPrograms, make_step_programs
+from dcmdp_jax.training.exit import Interrupted
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.stopping import Interrupted
+from dcmdp_jax.training.step_programs import StepPrograms, make_step_programs
 from research.replay import check_replay
 from research.studies.results import read_kept_metrics, write_kept_metrics
 from research.studies.study import Study, StudyRun

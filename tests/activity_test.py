@@ -139,7 +139,7 @@ import time
 from contextlib import closing
 from dcmdp_jax.activity import activity
 from dcmdp_jax.observe.progress import Progress
-from dcmdp_jax.training.stopping import StopSignal
+from dcmdp_jax.training.exit import StopSignal
 with StopSignal().listening(), closing(Progress(10)) as progress, activity("training") as doing:
     doing.began -= 3
     progress.update(3, {"reward/mean": 0.5})

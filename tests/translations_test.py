@@ -14,7 +14,7 @@ import pytest
 from dcmdp_jax.algorithm.losses import policy_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.training.loss_terms import loss_weights, signals_of
+from dcmdp_jax.training.objective import loss_weights, signals_of
 from docs import translations
 
 _ROWS = translations.rows()

@@ -17,9 +17,10 @@ from dcmdp_jax.commands import cli, flags
 from dcmdp_jax.config import checks, load, settings, text
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.parallel.hosts import join_hosts
+from dcmdp_jax.run import facts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training import loop, stopping
+from dcmdp_jax.training import exit, loop
 
 
 def main(argv: list[str], *, supervised: bool = False) -> int:
@@ -35,7 +36,7 @@ def main(argv: list[str], *, supervised: bool = False) -> int:
     cli.keep_tracebacks_in(config.run_dir)
     try:
         _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
-    except stopping.Interrupted as stopped:
+    except exit.Interrupted as stopped:
         code = 128 + stopped.signal_number
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             sys.stdout.flush()
@@ -95,7 +96,7 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
         if not hosts.is_writer:
             show = _silent
         hosts.check_same(
-            lambda: stopping.settings_and_code(config),
+            lambda: facts.settings_and_code(config),
             "start all hosts with the same command and package version",
         )
         run = Run.check(config, hosts)
@@ -105,7 +106,7 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
 
         try:
             loop.train(run, show=show)
-        except stopping.Interrupted as error:
+        except exit.Interrupted as error:
             show(f"{error}; the same command resumes")
             stopped = error
         if hosts.is_writer and stopped is None:

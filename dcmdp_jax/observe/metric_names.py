@@ -29,7 +29,7 @@ class Metric:
 
 
 _TABLE = """
-@training/loss_terms.py:batch_metrics
+@training/step_metrics.py:batch_metrics
 reward/mean | reward | mean over the step's completions of the weighted sum of all rewards
 reward/std | reward | standard deviation of the reward over the step's completions
 reward/all_equal_groups | fraction | prompts whose completions all received the same reward (zero
@@ -96,7 +96,7 @@ policy/teacher_kl | nats | mean of log p^Train - log p of the teacher: about KL(
 @config/algorithm.py:AlgorithmSettings.bounded_metric
 discrepancy/spent | discrepancy | quantile that algorithm.budget names, compared with the tolerance;
     absent for "mean"
-@training/loss_terms.py:batch_metrics
+@training/step_metrics.py:batch_metrics
 discrepancy/p50 | discrepancy | median over sampled tokens
 discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
 discrepancy/max | discrepancy | largest over sampled tokens
@@ -116,7 +116,7 @@ mismatch/k3 | nats | the same KL by the non-negative low-variance estimator
 mismatch/pearson | correlation | Pearson correlation of train and rollout token probabilities
 mismatch/effective_sample_size | fraction | effective share of tokens under train / rollout weights;
     1 is best
-@training/stopping.py:AlarmWatch.record
+@training/giving_up.py:AlarmWatch.record
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the
     median completion's
 @algorithm/distribution.py:distribution_statistics
@@ -137,7 +137,7 @@ distribution/head_mass | probability | mean mass of the top-k tokens, by the eng
 @training/step.py:_train_step
 distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that
     expectation, by sampling
-@training/loss_terms.py:head_statistics
+@training/objective.py:head_statistics
 distribution/kept_mass | probability | with top_p or top_k: mean S, the trainer's mass of the tokens
     kept by the engine
 @training/batches.py:Batches
@@ -163,7 +163,7 @@ mismatch/sync_changed | fraction | weights of the engine's matrices that the ste
     not with adapters
 mismatch/sync_rounding | 1 | norm of what rounding adds to or takes from the update, over the
     update's; 1: none arrives
-@training/loss_terms.py:gap_metrics
+@training/step_metrics.py:gap_metrics
 staleness/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_train of the
     weights that sampled
 staleness/log_ratio_abs_mean | nats | mean of its absolute value
@@ -176,7 +176,7 @@ gap/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_en
     staleness and mismatch
 gap/log_ratio_abs_mean | nats | mean of its absolute value
 gap/log_ratio_max | nats | its largest absolute value
-@training/loss_terms.py:step_metrics
+@training/step_metrics.py:step_metrics
 dual/multiplier | advantage / discrepancy | lambda, the price of a unit of discrepancy, as this step
     used it
 dual/tolerance | discrepancy | c, the budget for the mean discrepancy, or for the quantile of
@@ -208,7 +208,7 @@ optimizer/grad_norm | norm | global gradient norm before clipping
 optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
 @training/loop.py:SupervisedTrainer._evaluate
 eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of held-out {task}
-@training/loss_terms.py:SURROGATE
+@training/objective.py:SURROGATE
 policy/surrogate | advantage | its first term, recorded where the loss has others too
 policy/kl | nats | its divergence from the initial policy, before algorithm.kl_coefficient
 policy/router_loss | 1 | its load-balancing loss, before algorithm.router_aux_loss
@@ -221,7 +221,7 @@ moe/router_entropy | nats | mean entropy of the router's distribution for a toke
 moe/balance_loss | 1 | load-balancing loss before its weight; the experts of a token if all is even
 moe/routing_agreement | fraction | replayed experts that the trainer's router would have chosen for
     the token
-@training/stopping.py:SkippedUpdates.record
+@training/giving_up.py:SkippedUpdates.record
 optimizer/skipped_share | fraction | share of the updates of the last 20 steps that was skipped
 @training/phase_timer.py:PHASES
 time/weight_sync | seconds | weights to the inference engine

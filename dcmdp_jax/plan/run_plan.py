@@ -31,7 +31,7 @@ from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run import memory_use, task, weights
 from dcmdp_jax.run.placement import Placement, fit, platform_kernel
-from dcmdp_jax.training.build import make_step_programs
+from dcmdp_jax.training.step_programs import make_step_programs
 
 GIB = 2**30
 _ENGINE_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}

@@ -29,7 +29,7 @@ from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training import build, loss_terms, rescore, stopping
+from dcmdp_jax.training import exit, objective, rescore, step_programs
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
@@ -95,8 +95,8 @@ class Batches:
     services: Services | None
     placement: Placement
     task: Task
-    programs: build.StepPrograms
-    leave: stopping.CollectiveExit
+    programs: step_programs.StepPrograms
+    leave: exit.CollectiveExit
     frozen: Params | None = None
     compiled: Callable[[], None] = lambda: None
 
@@ -111,10 +111,10 @@ class Batches:
         self._in_flight: dict[int, Future[Sampled]] = {}
         self._sampled_until: float | None = None
         self._padding_told = False
-        self._thread: stopping.ThreadExit | None = None
+        self._thread: exit.ThreadExit | None = None
         self._pool: ThreadPoolExecutor | None = None
         if self._lag and self.placement.samples_while_training:
-            self._thread = stopping.ThreadExit(self.leave)
+            self._thread = exit.ThreadExit(self.leave)
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling")
         # The sampler's thread calls nothing collective: the trainer's exchanges what it leaves.
         self._exchanges = self._thread is not None and self._hosts.count > 1
@@ -135,7 +135,7 @@ class Batches:
             lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self.programs.shardings.params
         )
         # Compiled as one: each operation alone would be a program of its own.
-        measure = loss_terms.measure_of(self._config.algorithm)
+        measure = objective.measure_of(self._config.algorithm)
         self._discrepancy = jax.jit(functools.partial(discrepancy.token_discrepancy, **measure))
 
     def close(self) -> None:

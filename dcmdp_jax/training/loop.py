@@ -22,26 +22,15 @@ from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, re
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run import checkpoint, directory
+from dcmdp_jax.run.facts import data_facts
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services
-from dcmdp_jax.training import batches, loss_terms, phase_timer, rollout_record, rollout_sampler
-from dcmdp_jax.training.build import (
-    Start,
-    StepPrograms,
-    frozen_params,
-    make_step_programs,
-    make_teacher,
-    start,
-)
+from dcmdp_jax.training import batches, phase_timer, rollout_record, rollout_sampler, step_metrics
+from dcmdp_jax.training.exit import ENDS_A_RUN, CollectiveExit, StopSignal
+from dcmdp_jax.training.giving_up import AlarmWatch, SkippedUpdates
+from dcmdp_jax.training.start import Start, frozen_params, start
 from dcmdp_jax.training.state import measure_tolerance
-from dcmdp_jax.training.stopping import (
-    ENDS_A_RUN,
-    AlarmWatch,
-    CollectiveExit,
-    SkippedUpdates,
-    StopSignal,
-    data_facts,
-)
+from dcmdp_jax.training.step_programs import StepPrograms, make_step_programs, make_teacher
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
@@ -72,7 +61,7 @@ class Trainer:
         programs: the step's programs.
         checkpoints: the run's checkpoints.
         stop: says when to leave.
-        frozen: see `build.frozen_params`.
+        frozen: see `start.frozen_params`.
         compiled: see `Batches`.
     """
 
@@ -241,7 +230,7 @@ class Trainer:
         )
 
     def _recorded_completions(
-        self, step_batch: batches.StepBatch, recorded: loss_terms.RecordedTokens
+        self, step_batch: batches.StepBatch, recorded: step_metrics.RecordedTokens
     ) -> list[dict[str, Any]]:
         return rollout_record.recorded_completions(
             step_batch.rollout,

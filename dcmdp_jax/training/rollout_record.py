@@ -14,8 +14,8 @@ from dcmdp_jax.record import packed_top
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.scoring import reward_metrics
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training.loss_terms import RecordedTokens
 from dcmdp_jax.training.rollout_sampler import StepRollout
+from dcmdp_jax.training.step_metrics import RecordedTokens
 from dcmdp_jax.types import Rows
 
 

@@ -20,7 +20,7 @@ from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, merge_scores
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training import phase_timer, stopping
+from dcmdp_jax.training import exit, phase_timer
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class StepRollouts:
     services: Services
     task: Task
     hosts: Hosts
-    leave: stopping.CollectiveExit
+    leave: exit.CollectiveExit
     collective: bool = True
 
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:

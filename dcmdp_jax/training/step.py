@@ -24,16 +24,9 @@ from dcmdp_jax.models.lora import adapted
 from dcmdp_jax.models.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.training import loss_terms
+from dcmdp_jax.training import objective
 from dcmdp_jax.training.accumulate import accumulate
-from dcmdp_jax.training.loss_terms import (
-    Metrics,
-    RecordedTokens,
-    TokenValues,
-    Updates,
-    recorded_tokens,
-    step_metrics,
-)
+from dcmdp_jax.training.objective import Metrics
 from dcmdp_jax.training.rescore import (
     OLD_LOGPROBS,
     START_LOGPROBS,
@@ -42,6 +35,14 @@ from dcmdp_jax.training.rescore import (
     with_logprobs,
 )
 from dcmdp_jax.training.state import apply_update, update_dual
+from dcmdp_jax.training.step_metrics import (
+    RecordedTokens,
+    TokenValues,
+    Updates,
+    recorded_tokens,
+    step_metrics,
+    term_metrics,
+)
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState
 
 RECOMPUTE = "old_logprobs"
@@ -89,7 +90,7 @@ class StepSetup:
         """The weight of each completion in the loss, [N], and the divisor of the loss's sum."""
         return losses.aggregation_weights(
             batch.completion_lengths,
-            loss_terms.loss_mask(self.settings, batch),
+            objective.loss_mask(self.settings, batch),
             mode=self.settings.aggregation,
             max_completion_tokens=self.max_completion_tokens,
             dropped_tokens=dropped_tokens,
@@ -121,7 +122,7 @@ class _Constants(NamedTuple):
     starts_step: Array
     loss_scale: Array | None
     frozen: Params | None
-    terms: loss_terms.Terms | None = None
+    terms: objective.Terms | None = None
 
 
 _Inputs = tuple[Params, _Constants]
@@ -224,8 +225,8 @@ def _train_step(
     with jax.named_scope(RECOMPUTE):
         batch = _recompute(setup, setup.policy(state.params, frozen), batch)
 
-    rewards = loss_terms.punished_rewards(settings, batch, setup.max_completion_tokens)
-    penalized = loss_terms.penalized_rewards(settings, setup.remedies, dual, rewards, batch.rows)
+    rewards = objective.punished_rewards(settings, batch, setup.max_completion_tokens)
+    penalized = objective.penalized_rewards(settings, setup.remedies, dual, rewards, batch.rows)
     mini_batches = _MiniBatch(
         batch=batch,
         rewards=rewards,
@@ -351,7 +352,7 @@ def _update(
 
     values = {"policy/loss": Mean(sums.loss, divisor).value(), "optimizer/grad_norm": grad_norm}
     if terms is not None:
-        values |= loss_terms.term_metrics(settings, terms, sums.surrogate, sums.kl)
+        values |= term_metrics(settings, terms, sums.surrogate, sums.kl)
     statistics |= {name: masked_sum(value, updated) for name, value in values.items()}
     statistics["optimizer/skipped_updates"] = Sum((~updated).astype(jnp.int32))
     return state, Updates(statistics, sums.router, tokens=tokens, advantages=advantages)
@@ -368,7 +369,7 @@ def _advantages(settings: AlgorithmSettings, batch: Batch, rewards: Array) -> ja
     )
 
 
-def _terms(setup: StepSetup, inputs: _Inputs, batch: Batch) -> loss_terms.Terms | None:
+def _terms(setup: StepSetup, inputs: _Inputs, batch: Batch) -> objective.Terms | None:
     """Compute the constants of the further terms, in a forward pass of its own where they need one.
 
     The load-balancing loss is a product of two means over the mini-batch (Qiu et al. 2025,
@@ -399,7 +400,7 @@ def _terms(setup: StepSetup, inputs: _Inputs, batch: Batch) -> loss_terms.Terms 
         if settings.drops_tokens:
             _, remaining = setup.loss_weights(batch, sums["dropped"].value())
     divisor = jnp.where(remaining > 0, remaining, 1.0)
-    return loss_terms.Terms(divisor, kl_weight=planned, router=router)
+    return objective.Terms(divisor, kl_weight=planned, router=router)
 
 
 def _gradient(
@@ -427,7 +428,7 @@ def _objective(
     mask = rows.completion_mask
     outputs, signals, head = _forward(setup, params, constants, rows)
     tokens = signals.tokens._replace(train_logprobs=outputs.logprobs)
-    weights = loss_terms.loss_weights(settings, signals)
+    weights = objective.loss_weights(settings, signals)
     loss, loss_statistics = losses.policy_loss(
         tokens,
         weights,
@@ -437,7 +438,7 @@ def _objective(
     surrogate = loss.total
     kl = jnp.zeros(())
     if settings.differentiates_head:
-        surrogate += loss_terms.head_loss(
+        surrogate += objective.head_loss(
             settings,
             remedies,
             tokens,
@@ -456,7 +457,7 @@ def _objective(
         )
         kl = weighted_sum(divergence, signals.planned_weights).total
     if constants.terms is not None:
-        total += loss_terms.scaled_terms(settings, constants.terms, kl, outputs.router)
+        total += objective.scaled_terms(settings, constants.terms, kl, outputs.router)
     if constants.loss_scale is not None:
         total *= constants.loss_scale
 
@@ -464,7 +465,7 @@ def _objective(
     statistics = {
         **signals.statistics,
         **loss_statistics,
-        **loss_terms.head_statistics(settings, head, outputs.kept_mass, mask),
+        **objective.head_statistics(settings, head, outputs.kept_mass, mask),
         "policy/entropy": masked_sum(lax.stop_gradient(outputs.entropy), mask),
         "discrepancy/mean": signals.mean_discrepancy,
     }
@@ -474,7 +475,7 @@ def _objective(
     penalty_in_loss = None
     if settings.state_penalty is not None:
         penalty_in_loss = penalties.penalty_length(head, mask, settings.state_penalty)
-    unpenalized = loss_terms.token_advantages(
+    unpenalized = objective.token_advantages(
         constants.unpenalized,
         rows,
         old_logprobs,
@@ -544,7 +545,7 @@ def _forward(
         old_logprobs=old_logprobs,
         start_logprobs=start_logprobs,
         rollout_logprobs=rows.rollout_logprobs,
-        advantages=loss_terms.token_advantages(
+        advantages=objective.token_advantages(
             constants.advantages,
             rows,
             old_logprobs,
@@ -556,5 +557,5 @@ def _forward(
         multiplier=constants.dual.multiplier,
         tolerance=constants.dual.tolerance,
     )
-    signals = loss_terms.signals_of(setup.settings, setup.remedies, tokens, constants.weights)
+    signals = objective.signals_of(setup.settings, setup.remedies, tokens, constants.weights)
     return outputs, signals, head

@@ -19,7 +19,7 @@ from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.evaluation.estimators import t_half_width
-from dcmdp_jax.training.loss_terms import head_loss, loss_weights, penalized_rewards, signals_of
+from dcmdp_jax.training.objective import head_loss, loss_weights, penalized_rewards, signals_of
 from dcmdp_jax.types import Array, DualState, Params, Rows
 
 

@@ -110,8 +110,8 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
     out = tmp_path / "out"
     study.write_text(_HEAD + _LIKE)
     program = (
-        "import sys; from dcmdp_jax.training import build\nmade, make = [], "
-        "build.make_train_step\nbuild.make_train_step = lambda *parts: made.append(1) or "
+        "import sys; from dcmdp_jax.training import step_programs\nmade, make = [], "
+        "step_programs.make_train_step\nstep_programs.make_train_step = lambda *parts: made.append(1) or "
         "make(*parts)\nfrom research import sweep; code = sweep.main(sys.argv); print('made', "
         "len(made)); sys.exit(code)"
     )

@@ -24,7 +24,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import metrics_io
 from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record, read_metrics
-from dcmdp_jax.training.stopping import AlarmWatch, SkippedUpdates
+from dcmdp_jax.training.giving_up import AlarmWatch, SkippedUpdates
 from tests.support.our_log import our_log
 from tests.support.waiting import HANGS_S
 

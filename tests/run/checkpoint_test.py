@@ -463,7 +463,7 @@ def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two
 
 
 def test_a_checkpoint_without_a_field_that_has_a_default_is_read(opened):
-    """What an earlier version, or a run without float16, saved: `training.build` gives the field
+    """What an earlier version, or a run without float16, saved: `training.start` gives the field
     its first value.
     """
     _saved(opened, 3)

@@ -11,8 +11,9 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.errors import TrainingStopped
 from dcmdp_jax.observe.alarms import ALARMS, broken_completions
-from dcmdp_jax.training.stopping import AlarmWatch, TrainingStopped
+from dcmdp_jax.training.giving_up import AlarmWatch
 from tests.support.our_log import our_log
 from tests.support.processes import finished
 from tests.support.waiting import HANGS_S

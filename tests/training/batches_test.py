@@ -19,8 +19,8 @@ from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.training import batches as module
 from dcmdp_jax.training import rollout_sampler
 from dcmdp_jax.training.batches import Batches
+from dcmdp_jax.training.exit import CollectiveExit, StopSignal
 from dcmdp_jax.training.phase_timer import PhaseTimer
-from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
 from tests.support.small_task import (
     EchoEngine,
     ParityScoring,

@@ -13,7 +13,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, SeveralHosts
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.run_plan import planned_run
-from dcmdp_jax.training.build import make_step_programs
+from dcmdp_jax.training.step_programs import make_step_programs
 from tests.support.processes import demo
 
 # bin.train, which prints what is compiled, and in which thread.

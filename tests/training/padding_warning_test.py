@@ -10,7 +10,7 @@ from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.training.batches import Batches
-from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from dcmdp_jax.training.exit import CollectiveExit, StopSignal
 from tests.support.our_log import our_log
 from tests.support.small_task import EchoEngine, small_placement, small_services, small_task
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from dcmdp_jax.commands import convert
 from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.errors import TrainingStopped
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train
-from dcmdp_jax.training.stopping import TrainingStopped
 
 STEPS = 50
 STUCK_AFTER = 20

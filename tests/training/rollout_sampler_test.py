@@ -11,10 +11,10 @@ from dcmdp_jax.engines.noise_floor import noise_floor
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.training import rollout_sampler
+from dcmdp_jax.training.exit import CollectiveExit, StopSignal
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_record import rollout_metrics
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
-from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
 from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
 
 

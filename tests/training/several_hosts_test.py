@@ -76,9 +76,9 @@ cli.run_main(train.main)
 # bin.train; the first compilation in a thread fails.
 _FAILS_TO_COMPILE_AHEAD = """
 from dcmdp_jax.commands import cli, train
-from dcmdp_jax.training import build
+from dcmdp_jax.training import step_programs
 
-compile_beside, tries = build.compile_beside, []
+compile_beside, tries = step_programs.compile_beside, []
 
 def failing_once(program, name):
     def run():
@@ -87,7 +87,7 @@ def failing_once(program, name):
         program() if len(tries) > 1 else 1 / 0
     return compile_beside(run, name)
 
-build.compile_beside = failing_once
+step_programs.compile_beside = failing_once
 cli.run_main(train.main)
 """
 
@@ -496,7 +496,7 @@ import numpy as np
 from dcmdp_jax.commands import cli, train
 from dcmdp_jax.data.episode import COLUMNS, Column
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.training import build
+from dcmdp_jax.training import step_programs
 
 COLUMNS["marks"] = Column("a number of each sampled token", np.float32, 0.0)
 
@@ -510,7 +510,7 @@ def reporting(*arguments, **options):
     return lambda params, rows: row_logprobs(params, rows)._replace(entropy=rows.columns["marks"])
 
 generate, LocalEngine.generate = LocalEngine.generate, marked
-make_row_logprobs, build.make_row_logprobs = build.make_row_logprobs, reporting
+make_row_logprobs, step_programs.make_row_logprobs = step_programs.make_row_logprobs, reporting
 cli.run_main(train.main)
 """
 

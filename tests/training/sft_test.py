@@ -15,9 +15,9 @@ from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.batches import ConversationBatches
-from dcmdp_jax.training.build import make_step_programs
+from dcmdp_jax.training.exit import CollectiveExit, StopSignal
 from dcmdp_jax.training.state import initial_dual
-from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from dcmdp_jax.training.step_programs import make_step_programs
 from tests.support.runs import finish, read_digests, read_records, start
 
 _TALK = [

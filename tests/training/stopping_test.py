@@ -14,8 +14,10 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.training import stopping
-from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
+from dcmdp_jax.errors import TrainingStopped
+from dcmdp_jax.training import exit as leaving
+from dcmdp_jax.training.exit import Interrupted, StopSignal
+from dcmdp_jax.training.giving_up import SkippedUpdates
 from tests.support.our_log import our_log
 from tests.support.processes import demo
 from tests.support.waiting import HANGS_S
@@ -150,7 +152,7 @@ _BLOCKED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import ctypes
-from dcmdp_jax.training.stopping import StopSignal
+from dcmdp_jax.training.exit import StopSignal
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 libc.pthread_mutex_lock(mutex)
 with StopSignal().listening() as stop:
@@ -207,7 +209,7 @@ def test_a_signal_while_it_compiles_leaves_if_nothing_is_lost(state):
 
 
 def test_a_run_that_looks_for_the_signal_leaves_in_its_own_time(monkeypatch):
-    monkeypatch.setattr(stopping, "_UNSEEN_S", 0.1)
+    monkeypatch.setattr(leaving, "_UNSEEN_S", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"left with {code}"))
     with StopSignal().listening() as stop:
         stop.all_saved = lambda: True

@@ -20,11 +20,11 @@ from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, reward_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training import rollout_sampler
-from dcmdp_jax.training.build import make_teacher
-from dcmdp_jax.training.loss_terms import token_advantages
+from dcmdp_jax.training.exit import CollectiveExit, StopSignal
+from dcmdp_jax.training.objective import token_advantages
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollouts
-from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from dcmdp_jax.training.step_programs import make_teacher
 from dcmdp_jax.types import Rows
 from tests.support.runs import finish, read_digests, read_records, start
 from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
@@ -105,8 +105,8 @@ def _checked(tmp_path, functions, changes=()):
 def rows_of(monkeypatch):
     """A step of a run up to its scores: (task, placement, state), the batch and its rows."""
     from dcmdp_jax.training.batches import Batches
-    from dcmdp_jax.training.build import make_step_programs
     from dcmdp_jax.training.state import initial_dual
+    from dcmdp_jax.training.step_programs import make_step_programs
 
     def made(run):
         task = run.task

@@ -1,4 +1,4 @@
-"""The configured loss: surrogate, reference KL, load balancing; metrics of a step on the device.
+"""The configured loss: surrogate, reference KL, load balancing; from rewards to its terms.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
@@ -14,38 +14,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
 from dcmdp_jax.algorithm.discrepancy import (
-    completions_over_tolerance,
-    displacement_statistics,
-    mismatch_statistics,
     token_discrepancy,
 )
 from dcmdp_jax.algorithm.distribution import Head, centering_loss, distribution_statistics
-from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.algorithm.masked import (
     CompletionIndex,
     completion_means,
     gather_to_tokens,
-    group_statistics,
-    masked_max,
-    masked_mean,
-    masked_quantile,
     masked_sum,
 )
 from dcmdp_jax.algorithm.penalties import penalty_loss
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
-from dcmdp_jax.algorithm.stats import Mean, Statistic, clamped_log_ratio
+from dcmdp_jax.algorithm.stats import Mean, clamped_log_ratio
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import TEACHER_LOGPROBS
-from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
-from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, lags
-from dcmdp_jax.training.state import updates_made
-from dcmdp_jax.types import Array, Batch, DualState, Rows, TrainState
+from dcmdp_jax.models.moe import Aux, load_balancing_loss
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS
+from dcmdp_jax.types import Array, Batch, DualState, Rows
 
 SURROGATE = "policy/surrogate"
 KL = "policy/kl"
@@ -205,21 +195,6 @@ def scaled_terms(
     return total
 
 
-def term_metrics(
-    settings: AlgorithmSettings,
-    terms: Terms,
-    surrogate: jax.Array,
-    kl: jax.Array,
-) -> dict[str, jax.Array]:
-    """The terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
-    metrics = {SURROGATE: surrogate / terms.divisor}
-    if settings.kl_coefficient:
-        metrics[KL] = Mean(kl, terms.kl_weight).value()
-    if terms.router is not None:
-        metrics[ROUTER] = load_balancing_loss(terms.router)
-    return metrics
-
-
 def punished_rewards(
     settings: AlgorithmSettings, batch: Batch, max_completion_tokens: int
 ) -> Array:
@@ -350,201 +325,3 @@ def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
 
 
 Metrics = dict[str, jax.Array]
-
-
-class TokenValues(NamedTuple):
-    """Values of the tokens of rows, float32.
-
-    Attributes:
-        old_logprobs: nats, training stack, weights that sampled.
-        discrepancy: delta.
-        start_logprobs: nats, training stack, weights at the start of the step; None unless the rows
-            lag.
-        top_logprobs: `old_logprobs` of the engine's top-k tokens; None unless they are
-            recorded.
-    """
-
-    old_logprobs: Array
-    discrepancy: Array
-    start_logprobs: Array | None
-    top_logprobs: Array | None = None
-
-
-class Updates(NamedTuple):
-    """Results of the updates, [M, ...], from which the metrics of a step are made."""
-
-    statistics: dict[str, Statistic]
-    router: Aux
-    tokens: tuple[TokenValues, ...]
-    advantages: Array
-
-
-class RecordedTokens(NamedTuple):
-    """What a step returns for a recording of its tokens; log-probs [M, A, R, L] for each bucket.
-
-    Attributes:
-        train_logprobs: `TokenValues.old_logprobs`.
-        start_logprobs: that of `TokenValues`; None unless the batch lags.
-        top_logprobs: [M, A, R, L, k], that of `TokenValues`; None without the top-k tokens.
-        advantages: [M * N] float32.
-    """
-
-    train_logprobs: tuple[Array, ...]
-    start_logprobs: tuple[Array, ...] | None
-    top_logprobs: tuple[Array, ...] | None
-    advantages: Array
-
-
-def step_metrics(
-    settings: AlgorithmSettings,
-    schedule: optax.Schedule,
-    state: TrainState,
-    after: TrainState,
-    batch: Batch,
-    updates: Updates,
-) -> Metrics:
-    """Metrics of the batch, the optimizer's counters, and the multiplier as this step used it.
-
-    Args:
-        settings: the statistics of groups.
-        schedule: learning rate by update.
-        state, after: at the start of the step, and after the updates.
-        batch: the batch that was trained on.
-        updates: results of the updates.
-    """
-    metrics = batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
-    metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), updates.router))
-
-    rate = schedule(jnp.maximum(updates_made(after.opt_state) - 1, 0))
-    metrics["optimizer/learning_rate"] = jnp.asarray(rate, jnp.float32)
-    metrics["optimizer/skipped_in_row"] = after.skipped_in_row
-    metrics |= {"dual/multiplier": state.dual.multiplier, "dual/tolerance": state.dual.tolerance}
-    if state.loss_scale is not None:
-        metrics["optimizer/loss_scale"] = state.loss_scale.scale
-    if lags(batch.rows[0]):
-        metrics |= gap_metrics(batch.rows, updates.tokens)
-    return metrics
-
-
-def recorded_tokens(updates: Updates) -> RecordedTokens:
-    """What is recorded of the tokens of a step."""
-
-    def buckets(field: str) -> tuple[Array, ...] | None:
-        arrays = tuple(getattr(bucket, field) for bucket in updates.tokens)
-        return None if arrays[0] is None else arrays
-
-    return RecordedTokens(
-        train_logprobs=buckets("old_logprobs"),
-        start_logprobs=buckets("start_logprobs"),
-        top_logprobs=buckets("top_logprobs"),
-        advantages=updates.advantages.reshape(-1),
-    )
-
-
-def batch_metrics(
-    batch: Batch,
-    rows: tuple[TokenValues, ...],
-    settings: AlgorithmSettings,
-    tolerance: float | jax.Array,
-) -> Metrics:
-    """Rewards, discrepancy and mismatch of a batch.
-
-    Args:
-        batch: the batch that was trained on.
-        rows: values of the tokens, [M, A, R, L] float32 for each bucket.
-        settings: the statistic that c bounds.
-        tolerance: c of this step.
-
-    Returns:
-        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy`,
-        [M * N].
-    """
-    mini_batches, completions = batch.rewards.shape
-
-    def flat(buckets: tuple[Any, ...], name: str) -> jax.Array:
-        """A field of all buckets, [M, tokens]."""
-        arrays = [getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets]
-        return jnp.concatenate(arrays, axis=1)
-
-    mask = flat(batch.rows, "completion_mask")
-    rollout = flat(batch.rows, "rollout_logprobs")
-    train = flat(rows, "old_logprobs")
-    delta = flat(rows, "discrepancy")
-    offsets = jnp.arange(mini_batches)[:, None] * completions
-    index = flat(batch.rows, "completion_index") + offsets
-    where = CompletionIndex(mask, index, mini_batches * completions)
-
-    over = completions_over_tolerance(delta, where, tolerance=tolerance)
-    displacement = displacement_statistics(train, rollout, mask)
-    engine_share = Mean(
-        jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)),
-        jnp.sum(jnp.where(mask, delta, 0.0)),
-    )
-
-    rewards = batch.rewards.reshape(-1)
-    valid = batch.valid.reshape(-1)
-    group_ids = (batch.group_ids + offsets).reshape(-1)
-    groups = group_statistics(rewards, group_ids, valid, ddof=1)
-    least = -masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
-    mean_above = masked_mean(rewards - least, valid)
-
-    metrics = mismatch_statistics(train, rollout, mask)
-    if settings.budget in QUANTILES:
-        quantile = masked_quantile(delta, mask, QUANTILES[settings.budget])
-        metrics[settings.bounded_metric] = quantile
-    return metrics | {
-        "reward/mean": least + mean_above,
-        "reward/std": jnp.sqrt(masked_mean((rewards - least - mean_above) ** 2, valid)),
-        "reward/all_equal_groups": masked_mean(groups.all_equal, groups.size > 0),
-        "discrepancy/p50": masked_quantile(delta, mask, 0.5),
-        "discrepancy/p99": masked_quantile(delta, mask, 0.99),
-        "discrepancy/max": masked_max(delta, mask),
-        "discrepancy/engine_share": engine_share.value(),
-        "discrepancy/completions_over_tolerance": over.value(),
-        "displacement/mean": displacement["mean"],
-        "displacement/abs_mean": displacement["abs_mean"],
-        "displacement/abs_p50": displacement["abs_p50"],
-        "displacement/abs_p95": displacement["abs_p95"],
-        "displacement/abs_p99": displacement["abs_p99"],
-        "completions/discrepancy": completion_means(delta, where),
-    }
-
-
-def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Metrics:
-    """Staleness and mismatch of a lagging batch, which add up to the gap to the engine.
-
-        log p_now - log p^Inf = (log p_now - log p_v) + (log p_v - log p^Inf) = staleness + mismatch
-
-    token by token: p_now is the training stack at the start of the step, p_v the same under the
-    weights v that sampled the token. lambda is moved by the mismatch alone.
-
-    Args:
-        rows: the batch's, [M, A, R, L] for each bucket.
-        logprobs: values of its tokens, like `rows`.
-
-    Returns:
-        [] float32: mean, mean of the absolute value and largest absolute value of each, over
-        sampled tokens.
-    """
-
-    def flat(values: Iterable[Array]) -> jax.Array:
-        return jnp.concatenate([x.reshape(-1) for x in values])
-
-    mask = flat(bucket.completion_mask for bucket in rows)
-    rollout = flat(bucket.rollout_logprobs for bucket in rows)
-    old = flat(bucket.old_logprobs for bucket in logprobs)
-    start = flat(bucket.start_logprobs for bucket in logprobs)
-    staleness = start - old
-    mismatch = old - rollout
-    gap = start - rollout
-    return {
-        "staleness/log_ratio_mean": masked_mean(staleness, mask),
-        "staleness/log_ratio_abs_mean": masked_mean(jnp.abs(staleness), mask),
-        "staleness/log_ratio_max": masked_max(jnp.abs(staleness), mask),
-        "mismatch/log_ratio_mean": masked_mean(mismatch, mask),
-        "mismatch/log_ratio_abs_mean": masked_mean(jnp.abs(mismatch), mask),
-        "mismatch/log_ratio_max": masked_max(jnp.abs(mismatch), mask),
-        "gap/log_ratio_mean": masked_mean(gap, mask),
-        "gap/log_ratio_abs_mean": masked_mean(jnp.abs(gap), mask),
-        "gap/log_ratio_max": masked_max(jnp.abs(gap), mask),
-    }
