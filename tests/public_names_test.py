@@ -1,7 +1,9 @@
 """The names of the package: what is tried first leads to them, and help begins with them."""
 
+import inspect
 import os
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +147,13 @@ def test_a_user_s_lists_are_taken_as_arrays():
 def test_a_column_of_rewards_is_refused_by_its_own_name():
     with pytest.raises(ValueError, match=r"^rewards has shape \(4, 1\); must have 1 axes, not 2$"):
         dcmdp_jax.group_advantages(np.ones((4, 1)), np.array([0, 0, 1, 1]))
+
+
+def test_the_page_of_names_has_each_with_the_first_sentence_of_its_help():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| \[`(\w+)`\]\([^)]+\) \| (.+) \|$", page, re.MULTILINE))
+    names = set(dcmdp_jax.__all__) - {"__version__"}
+    assert set(rows) == names
+    for name in names:
+        first, *_ = inspect.getdoc(getattr(dcmdp_jax, name)).split("\n\n")
+        assert rows[name] == " ".join(first.split()), name
