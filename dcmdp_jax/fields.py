@@ -180,9 +180,10 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is float and _is_number(value, int):
-        if abs(value) > sys.float_info.max:
-            value = math.copysign(math.inf, value)
-        value = float(value)
+        if abs(value) <= sys.float_info.max:
+            value = float(value)
+        else:
+            value = math.inf if value > 0 else -math.inf
     if hint is float and isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"config.{dotted}: got {shorten(value)}, must be a finite number")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):

@@ -319,6 +319,9 @@ def test_a_number_is_finite():
     for name in [name for name, hint in _TYPES.items() if hint is float]:
         for value in (float("inf"), float("-inf"), float("nan")):
             assert _error(**_set(name, value)) == f"{name}: got {value!r}, must be a finite number"
+    for value, shown in ((10**400, "inf"), (-(10**400), "-inf")):
+        line = _error(algorithm__tolerance=value)
+        assert line == f"algorithm.tolerance: got {shown}, must be a finite number"
 
 
 def test_no_number_may_be_as_large_as_one_likes():
