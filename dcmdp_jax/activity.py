@@ -75,7 +75,14 @@ class Activity:
         """What a terminal of so many columns shows; nothing for the first three seconds."""
         if now - self.began < _SHOWN_AFTER_S:
             return []
-        return [_DIM + (self.text(now) + _compiling())[:columns] + _PLAIN]
+        return [colored((self.text(now) + _compiling())[:columns], _DIM)]
+
+
+def colored(text: str, color: str) -> str:
+    """Put a terminal's color around a text, unless NO_COLOR is set (no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return text
+    return color + text + _PLAIN
 
 
 def _compiling() -> str:

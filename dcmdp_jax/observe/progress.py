@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 
-from dcmdp_jax.activity import Activity, end, refresh, register, say, terminal_size
+from dcmdp_jax.activity import Activity, colored, end, refresh, register, say, terminal_size
 from dcmdp_jax.number_format import duration, number
 from dcmdp_jax.observe.alarms import bounded_metric
 from dcmdp_jax.observe.metric_names import form_of_score
@@ -15,7 +15,6 @@ _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
 _RED = "\x1b[31m"
 _GREEN = "\x1b[32m"
-_PLAIN = "\x1b[0m"
 _UPDATE = {
     "loss": "policy/loss",
     "engine KL": "mismatch/k3",
@@ -157,7 +156,7 @@ class Progress(Activity):
         if "(c " in fields[1]:
             is_over = self._values[bounded_metric(self._values)] > self._values["dual/tolerance"]
             color = _RED if is_over else _GREEN
-            text = text.replace(fields[1], f"{color}{fields[1]}{_PLAIN}")
+            text = text.replace(fields[1], colored(fields[1], color))
         return [
             f"{head}{bar:{room}}{tail}",
             *text.splitlines(),

@@ -107,6 +107,12 @@ def _described_sampling(run: Run) -> dict[str, str]:
 
 
 def _method(settings: AlgorithmSettings) -> str:
+    fixed = settings.fixed_multiplier
+    if fixed == 0:
+        return settings.method
+    if fixed is not None:
+        return f"{settings.method}, c = {settings.tolerance:g}, lambda = {fixed:g} throughout"
+
     measured = cap = ""
     if settings.measured_steps:
         measured = (

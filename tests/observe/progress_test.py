@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dcmdp_jax.activity import Activity
 from dcmdp_jax.observe.progress import Progress
 from tests.support.terminal import run_in_terminal
 
@@ -193,3 +194,15 @@ def test_a_supervised_run_shows_its_loss_and_no_rewards(said):
         "step 1/1  loss 1.25  gradient 2  40 tokens/s  left 0:00",
         "step 1/1  rows loss 0.511",
     ]
+
+
+def test_the_discrepancy_above_c_is_red_unless_no_color_is_asked_for(monkeypatch):
+    progress = Progress(10, clock=_Clock())
+    progress.update(1, _FULL)
+    [colored] = [line for line in progress.lines(300, 0.0) if "discrepancy" in line]
+    # 0.00421 is above c = 0.0037: red, 31.
+    assert "\x1b[31mdiscrepancy 0.00421 (c 0.00370)\x1b[0m" in colored
+    monkeypatch.setenv("NO_COLOR", "1")
+    [plain] = [line for line in progress.lines(300, 0.0) if "discrepancy" in line]
+    assert plain == colored.replace("\x1b[31m", "").replace("\x1b[0m", "")
+    assert "\x1b" not in Activity("sampling", began=100.0).lines(200, 104.0)[0]

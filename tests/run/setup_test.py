@@ -9,13 +9,14 @@ import jax
 import pytest
 
 from configs import demo, demo_moe, qwen3_8b
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.run import description, placement
 from dcmdp_jax.run import directory as run_directory
-from dcmdp_jax.run import placement
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
 
@@ -195,3 +196,9 @@ def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, mon
         assert started(free).placement.engine.memory.rows == rows
     # Another number of rows gets a new estimate.
     assert started(full, rows=128).placement.engine.memory.rows == 128
+
+
+def test_a_method_without_lambda_names_neither_c_nor_eta():
+    assert description._method(AlgorithmSettings(method="grpo")) == "grpo"
+    line = description._method(AlgorithmSettings(method="dual_grpo"))
+    assert line == "dual_grpo, c = 0.0037, lambda = 1 throughout"
