@@ -226,26 +226,28 @@ def check_values(kind: str, function: Function) -> None:
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         """Sum of the first term; all terms and the values of the statistics beside it."""
         constants = constants._replace(num_completions=tokens.num_completions)
-        terms, statistics = split(function(constants._replace(**variables)))
-        named = _named(kind, terms)
-        first_term = next(iter(named.values()))
-        return jnp.sum(jnp.where(mask, first_term, 0.0)), (named, values(statistics))
+        result, statistics = split(function(constants._replace(**variables)))
+        terms = _named(kind, result)
+        # The first is the one that is trained on.
+        first_term = next(iter(terms.values()))
+        return jnp.sum(jnp.where(mask, first_term, 0.0)), (terms, values(statistics))
 
     differentiate = jax.jit(jax.grad(first_term_sum, has_aux=True))
-    gradient, (named, statistics) = differentiate(
+    gradient, (terms, statistics) = differentiate(
         {"train_logprobs": tokens.train_logprobs, "ratio": tokens.ratio}, tokens
     )
 
+    checked = dict(terms)
     if kind in ("trust region", "loss"):
         if not any(np.any(value) for value in gradient.values()):
             raise ValueError(
-                f"returned {next(iter(named))} without any gradient, so that nothing is learned; "
+                f"returned {next(iter(terms))} without any gradient, so that nothing is learned; "
                 "compute them from tokens.train_logprobs or tokens.ratio, without stop_gradient"
             )
         for name, value in gradient.items():
-            named[f"the gradient of {name}"] = value
+            checked[f"the gradient of {name}"] = value
 
-    for name, value in named.items():
+    for name, value in checked.items():
         non_finite = np.sum(~np.isfinite(np.asarray(value, np.float32)) & mask)
         if non_finite:
             raise ValueError(

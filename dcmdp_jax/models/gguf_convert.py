@@ -250,11 +250,11 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     """
     fields = model.fields
     path = model.path
-    kind = model.field("tokenizer.ggml.model", str)
+    model_kind = model.field("tokenizer.ggml.model", str)
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
-    if kind != "gpt2" and (kind, prefix) != ("llama", False):
+    if model_kind != "gpt2" and (model_kind, prefix) != ("llama", False):
         raise UserError(
-            f"{path}: tokenizer.ggml.model is {shorten(kind)}, supported are gpt2 (byte-level BPE) "
+            f"{path}: tokenizer.ggml.model is {shorten(model_kind)}, supported are gpt2 (byte-level BPE) "
             "and llama without a first space (Gemma)"
         )
     tokens = model.field("tokenizer.ggml.tokens", list)
@@ -265,7 +265,7 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
                 f"{path}: tokenizer.ggml.{name}_token_id is {number}, which is no token"
             )
 
-    tokenizer, kind = _tokenizer(model)
+    tokenizer, pre_tokenizer = _tokenizer(model)
     types = fields["tokenizer.ggml.token_type"]
     added_tokens = []
     for token, token_type in zip(tokens, types, strict=False):
@@ -273,33 +273,37 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
             is_control = token_type == _CONTROL
             added_tokens.append(AddedToken(token, special=is_control, normalized=False))
     tokenizer.add_tokens(added_tokens)
-    tokenizer.post_processor = _post_processor(fields, tokens, kind)
+    tokenizer.post_processor = _post_processor(fields, tokens, pre_tokenizer)
     tokenizer.save(str(directory / "tokenizer.json"))
 
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    config = {}
-    ids = {}
-    for name, kind in special.items():
-        if kind in numbers:
-            config[f"{name}_token"] = tokens[numbers[kind]]
+    tokenizer_config = {}
+    special_ids = {}
+    for name, header_name in special.items():
+        if header_name in numbers:
+            tokenizer_config[f"{name}_token"] = tokens[numbers[header_name]]
+            # A config.json has no field for the unknown token.
             if name != "unk":
-                ids[f"{name}_token_id"] = numbers[kind]
+                special_ids[f"{name}_token_id"] = numbers[header_name]
     # Not the family's own class: some replace the pre-tokenizer of tokenizer.json.
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config["clean_up_tokenization_spaces"] = False
-    config["model_max_length"] = model.config.max_position_embeddings
-    _write(directory / "tokenizer_config.json", config)
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokenizer_config["clean_up_tokenization_spaces"] = False
+    tokenizer_config["model_max_length"] = model.config.max_position_embeddings
+    _write(directory / "tokenizer_config.json", tokenizer_config)
     template = fields.get("tokenizer.chat_template")
     if template:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _write(directory / "config.json", ids)
+    _write(directory / "config.json", special_ids)
 
-    ends = [numbers[kind] for kind in ("eos", "eot", "eom") if kind in numbers]
+    ends = [numbers[name] for name in ("eos", "eot", "eom") if name in numbers]
     for name in _ENDS:
         number = tokenizer.token_to_id(name)
         if number is not None and types[number] in (_CONTROL, _USER_DEFINED):
             ends.append(number)
-    _write(directory / "generation_config.json", ids | {"eos_token_id": list(dict.fromkeys(ends))})
+    _write(
+        directory / "generation_config.json",
+        special_ids | {"eos_token_id": list(dict.fromkeys(ends))},
+    )
 
 
 def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:

@@ -497,7 +497,7 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Resi
     hidden, targets, kernel, count, listed = inputs
     axes = options.axes
     vocab = kernel.shape[-1]
-    targets = _own_ids(targets, vocab, axes)
+    own_targets = _own_ids(targets, vocab, axes)
     own_listed = None
     if listed is not None:
         own_listed = _own_ids(listed, vocab, axes)
@@ -514,7 +514,7 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Resi
             exponentials = jnp.exp(logits - largest[..., None])
             mass = before.mass * shrink + jnp.sum(exponentials, axis=-1)
             weighted = before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1)
-            piece_targets = (targets[i] - first)[..., None]
+            piece_targets = (own_targets[i] - first)[..., None]
             target_logits = _logits_at(logits, piece_targets)[..., 0]
             after = _Running(
                 largest=largest,
@@ -531,15 +531,30 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Resi
             return lax.fori_loop(0, count, add_block, running)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    start = _Running(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
+    start = _Running(
+        largest=jnp.full_like(zeros, -jnp.inf),
+        mass=zeros,
+        weighted=zeros,
+        target=zeros,
+    )
     if listed is not None:
         start = start._replace(listed=jnp.zeros(listed.shape, jnp.float32))
     running = lax.fori_loop(0, _pieces(vocab), add_piece, start)
     if axes.vocab is not None:  # once, after the last piece
         largest = lax.pmax(running.largest, axes.vocab)
         shrink = jnp.exp(running.largest - largest)
-        sums = running.mass * shrink, running.weighted * shrink, running.target, running.listed
-        running = _Running(largest, *lax.psum(sums, axes.vocab))
+        # Targets and listed ids have logits on one device each, and 0 on the others.
+        mass, weighted, target, listed_logits = lax.psum(
+            (running.mass * shrink, running.weighted * shrink, running.target, running.listed),
+            axes.vocab,
+        )
+        running = _Running(
+            largest=largest,
+            mass=mass,
+            weighted=weighted,
+            target=target,
+            listed=listed_logits,
+        )
 
     computed = (jnp.arange(len(targets)) < count)[:, None]
     log_mass = running.largest + jnp.log(running.mass)

@@ -173,7 +173,7 @@ def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:
 def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]:
     """The Hugging Face tensors of declared parameters by name."""
 
-    def tensor(declared: Declaration, index: tuple[int, ...], names: dict[str, int]) -> HFTensor:
+    def tensor(declared: Declaration, index: tuple[int, ...], numbers: dict[str, int]) -> HFTensor:
         shape = declared.shape[len(index) :]
         if declared.transposed:
             shape = shape[::-1]
@@ -182,7 +182,7 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
             rows = shape[0]
             start = declared.fused.block * rows
             fused = FusedPart(
-                name=declared.fused.hf_name.format(**names),
+                name=declared.fused.hf_name.format(**numbers),
                 shape=(declared.stacks[-1].size, declared.fused.blocks * rows, *shape[1:]),
                 index=index[-1],
                 rows=slice(start, start + rows),
@@ -198,8 +198,11 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
 
     tensors: dict[str, HFTensor] = {}
 
-    def add(members: Iterable[Declaration], index: tuple[int, ...], names: dict[str, int]) -> None:
-        """The tensors of declarations whose first `len(index)` stacked axes are at `index`."""
+    def add(group: Iterable[Declaration], index: tuple[int, ...], numbers: dict[str, int]) -> None:
+        """Add the tensors of declarations whose first `len(index)` stacked axes are at `index`.
+
+        `numbers` has for each of these axes the number in Hugging Face's names.
+        """
         depth = len(index)
 
         def stacked_axis(declared: Declaration) -> str | None:
@@ -207,24 +210,25 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
                 return None
             return declared.axes[depth]
 
-        for axis, group in itertools.groupby(members, key=stacked_axis):
+        for axis, same_axis in itertools.groupby(group, key=stacked_axis):
             if axis is None:
-                for declared in group:
-                    tensors[declared.hf_name.format(**names)] = tensor(declared, index, names)
+                for declared in same_axis:
+                    name = declared.hf_name.format(**numbers)
+                    tensors[name] = tensor(declared, index, numbers)
                 continue
 
             by_stack: dict[Stack, list[Declaration]] = {}
-            for declared in group:
+            for declared in same_axis:
                 by_stack.setdefault(declared.stacks[depth], []).append(declared)
             # Layers of two kinds are in two stacks: each layer's tensors follow those of the layer
             # before it.
-            positions = {}
-            for stack, stacked in by_stack.items():
+            layers = []
+            for stack, declarations_of_stack in by_stack.items():
                 for position, number in enumerate(stack.members):
-                    positions[number] = position, stacked
-            for number in sorted(positions):
-                position, stacked = positions[number]
-                add(stacked, (*index, position), names | {axis: number})
+                    layers.append((number, position, declarations_of_stack))
+            layers.sort(key=lambda layer: layer[0])
+            for number, position, declarations_of_stack in layers:
+                add(declarations_of_stack, (*index, position), numbers | {axis: number})
 
     add(declarations, (), {})
     return tensors

@@ -148,13 +148,13 @@ def read_task(config: Config, started: datetime) -> Task:
         )
 
         train, stream = _train_prompts(config, load)
-        held_out_tasks = ()
+        evaluated_tasks = ()
         if config.evaluation.every_steps:
-            held_out_tasks = held_out(config, tokenizer, tools, stop_token_ids)
+            evaluated_tasks = held_out(config, tokenizer, tools, stop_token_ids)
         rewards = columns = ()
         if not config.supervised:
             problems = [*train.problems]
-            for _, prompts in held_out_tasks:
+            for _, prompts in evaluated_tasks:
                 problems += prompts.problems
             rewards, columns = checked_rewards(config, problems, tokenizer)
         worked_solutions = None
@@ -168,7 +168,7 @@ def read_task(config: Config, started: datetime) -> Task:
             model=model,
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids,
-            held_out=held_out_tasks,
+            held_out=evaluated_tasks,
             rewards=rewards,
             columns=columns,
             longest_prompt=config.task.max_prompt_tokens,

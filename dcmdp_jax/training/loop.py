@@ -161,23 +161,25 @@ class Trainer:
 
         while step < config.training.steps:
             timer = phase_timer.PhaseTimer(first=step == first_step)
-            synced = self.batches.sync_weights(state.params, step, timer)
+            sync_metrics = self.batches.sync_weights(state.params, step, timer)
             step_batch = self.batches.make(state, step, timer)
             with timer.phase("step"), jax.transfer_guard("disallow"):
-                watched = self.programs.watched(state.params)
+                # The step donates the state: what is compared with the new weights is kept.
+                weights_before = self.programs.watched(state.params)
                 state, metrics, recorded = self.programs.train_step(
                     state, step_batch.batch, self.frozen
                 )
-                metrics |= self.programs.arrival(watched, state.params)
+                metrics |= self.programs.arrival(weights_before, state.params)
                 metrics = jax.device_get(metrics)
             step += 1
             self._prompts_taken += step_batch.rollout.prompts_taken
 
             discrepancy = metrics.pop("completions/discrepancy")
-            metrics = self._step_metrics(metrics | synced, step_batch, timer, discrepancy)
+            metrics = self._step_metrics(metrics | sync_metrics, step_batch, timer, discrepancy)
             metrics |= skipped.record(step, metrics)
             if not config.supervised:
                 metrics |= alarms.record(step, metrics, discrepancy)
+            completions = None
             if writer.records(step):
                 completions = self._recorded_completions(step_batch, recorded)
                 metrics |= rollout_record.leg_metrics(
@@ -190,7 +192,7 @@ class Trainer:
             samples = rollout_record.shown_samples(self.task, step, step_batch.rollout, discrepancy)
             if samples:
                 writer.write_samples(step, samples)
-            if writer.records(step):
+            if completions is not None:
                 writer.write_rollouts(step, completions)
 
             skipped.check(metrics)

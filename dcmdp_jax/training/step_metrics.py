@@ -136,7 +136,7 @@ def recorded_tokens(updates: Updates) -> RecordedTokens:
 
 def batch_metrics(
     batch: Batch,
-    rows: tuple[TokenValues, ...],
+    token_values: tuple[TokenValues, ...],
     settings: AlgorithmSettings,
     tolerance: float | jax.Array,
 ) -> Metrics:
@@ -144,7 +144,7 @@ def batch_metrics(
 
     Args:
         batch: the batch that was trained on.
-        rows: values of the tokens, [M, A, R, L] float32 for each bucket.
+        token_values: values of the tokens, [M, A, R, L] float32 for each bucket.
         settings: the statistic that c bounds.
         tolerance: c of this step.
 
@@ -161,14 +161,15 @@ def batch_metrics(
 
     mask = flat(batch.rows, "completion_mask")
     rollout = flat(batch.rows, "rollout_logprobs")
-    train = flat(rows, "old_logprobs")
-    delta = flat(rows, "discrepancy")
+    train = flat(token_values, "old_logprobs")
+    delta = flat(token_values, "discrepancy")
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(batch.rows, "completion_index") + offsets
     where = CompletionIndex(mask, index, mini_batches * completions)
 
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
     displacement = displacement_statistics(train, rollout, mask)
+    # Share of the discrepancy in tokens that the engine finds likelier.
     engine_share = Mean(
         jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)),
         jnp.sum(jnp.where(mask, delta, 0.0)),

@@ -71,7 +71,9 @@ def warm_up(
         )
     ids = examples.token_ids
     length = -(-max(map(len, ids)) // length_multiple) * length_multiple
-    rows = packing.one_a_row(ids, [token_ids[:0] for token_ids in ids], length)
+    # Each conversation is laid out as a prompt; the mask is set below, for targets may be anywhere.
+    no_completions = [token_ids[:0] for token_ids in ids]
+    rows = packing.one_a_row(ids, no_completions, length)
     for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
         mask[: len(targets)] = targets
 
@@ -85,22 +87,25 @@ def warm_up(
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0)
     )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    counters = jax.tree.leaves(shardings)[0] if mesh is None else replicated(mesh)
+    param_shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    if mesh is None:
+        counter_sharding = jax.tree.leaves(param_shardings)[0]
+    else:
+        counter_sharding = replicated(mesh)
     # Moments are sharded like their parameters.
-    moments = optax.tree.map_params(
+    opt_shardings = optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
         jax.eval_shape(optimizer.init, params),
-        shardings,
-        transform_non_params=lambda _: counters,
+        param_shardings,
+        transform_non_params=lambda _: counter_sharding,
     )
-    opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
     step = jax.jit(
         functools.partial(_step, row_logprobs, optimizer, mesh),
         donate_argnums=(0, 1),
         # With the shardings of the input, or the second step would be another program.
-        out_shardings=(shardings, moments, None),
+        out_shardings=(param_shardings, opt_shardings, None),
         compiler_options=compiler_options(jax.default_backend()),
     )
 

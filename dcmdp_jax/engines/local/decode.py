@@ -295,18 +295,19 @@ def _decode_local(
     ) -> tuple[Cache, jax.Array, jax.Array | None]:
         slot = prefix_slots + now % window
         ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
-        entered = sampled - 1 - (prefix_slots - prompt_slots)
-        seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
+        tokens_in_ring = sampled - 1 - (prefix_slots - prompt_slots)  # without the last
+        seen = (slots < rows.prompt_lengths[:, None]) | (ages <= tokens_in_ring[:, None])
         biases = {0: jnp.where(seen, 0.0, HIDDEN)}
         position = (rows.prompt_lengths + sampled - 1)[:, None]
-        if max(spans):
+        # A model has one sliding window; 0 is a layer without.
+        sliding = max(spans)
+        if sliding:
             # How many tokens ago a row's slot was written.
-            of_prompt = position - slots[:prompt_slots]
-            of_window = jnp.broadcast_to(ages[prefix_slots:], (sampled.size, window))
-            distances = jnp.concatenate(
-                [of_prompt, (sampled - 1)[:, None] - rows.slot_tokens, of_window], axis=1
-            )
-            biases[max(spans)] = jnp.where(seen & (distances < max(spans)), 0.0, HIDDEN)
+            to_prompt = position - slots[:prompt_slots]
+            to_prefix = (sampled - 1)[:, None] - rows.slot_tokens
+            to_ring = jnp.broadcast_to(ages[prefix_slots:], (sampled.size, window))
+            distances = jnp.concatenate([to_prompt, to_prefix, to_ring], axis=1)
+            biases[sliding] = jnp.where(seen & (distances < sliding), 0.0, HIDDEN)
         rotary = jax.tree.map(lambda table: table[position], tables)
 
         x = embed(weights, last, program)[:, None]

@@ -234,26 +234,28 @@ def score(
         hidden, _, _ = forward_rows(weights, tokens, lengths, program)
         # The last position is computed too, against the first token, and dropped: rows without it
         # have an odd length, and the compiler for TPUs takes minutes over their reshape.
-        targets, ours = own_tokens(jnp.roll(tokens, -1, axis=1).reshape(-1), program)
+        targets, in_own_part = own_tokens(jnp.roll(tokens, -1, axis=1).reshape(-1), program)
         previous = hidden.reshape(targets.size, -1)
         chunks = -(-targets.size // _SCORE_CHUNK)
-        padding = chunks * -(-targets.size // chunks) - targets.size
+        chunk_size = -(-targets.size // chunks)
+        padding = chunks * chunk_size - targets.size
 
         def chunk_logprobs(chunk: tuple[jax.Array, ...]) -> jax.Array:
-            hidden, targets, *ours = chunk
+            # With a split vocabulary the third says which targets are in this device's part.
+            hidden, targets, *in_own_part = chunk
             scaled = logits(weights, hidden) * inverse_temperature
             target_logits = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
             if not program.splits_vocab:
                 return target_logits - jax.nn.logsumexp(scaled, axis=-1)
             largest = jax.lax.pmax(jnp.max(scaled, axis=-1), TENSOR)
             mass = jnp.sum(jnp.exp(scaled - largest[:, None]), axis=-1)
-            target_logits = jnp.where(ours[0], target_logits, 0.0)
+            target_logits = jnp.where(in_own_part[0], target_logits, 0.0)
             target_logits, mass = jax.lax.psum((target_logits, mass), TENSOR)
             return target_logits - largest - jnp.log(mass)
 
         columns = [jnp.pad(previous, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))]
         if program.splits_vocab:
-            columns.append(jnp.pad(ours, (0, padding)))
+            columns.append(jnp.pad(in_own_part, (0, padding)))
         chunked = tuple(x.reshape(chunks, -1, *x.shape[1:]) for x in columns)
         logprobs = jax.lax.map(chunk_logprobs, chunked)
         return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]

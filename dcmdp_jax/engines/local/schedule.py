@@ -432,6 +432,7 @@ class Scheduler:
         completions = self._completions
         live = batch.live
         rows = batch.rows[live]
+        # A free place is -1 and reads the last row; `done` keeps it out of everything.
         sampled = completions.sampled[batch.rows]
         slot_tokens = None
         if self._program.config.sliding_window:
@@ -464,8 +465,11 @@ class Scheduler:
         decoded = jax.device_get(decoded)
         steps = np.arange(int(decoded.steps))
         window = slots_of(batch.cache) - batch.prefix
-        written = batch.prefix - self._bucket + (batch.clock + steps) % window
-        completions.slot_tokens[rows[:, None], written] = sampled[live][:, None] - 1 + steps
+        # Step i read the token before the one it sampled, and wrote it into the circular window.
+        window_slots = (batch.clock + steps) % window
+        slots_after_prompt = batch.prefix - self._bucket + window_slots
+        tokens_read = sampled[live][:, None] - 1 + steps
+        completions.slot_tokens[rows[:, None], slots_after_prompt] = tokens_read
         batch.clock += steps.size
         taken_steps = (slice(steps.size), live)
         routed = None

@@ -322,19 +322,19 @@ class WeightBridge:
         sums = {}
 
         def write_group(group: tuple[int, list[int]]) -> None:
-            first, numbers = group
-            first_tensor, _ = self._jobs[numbers[0]]
-            leaf = first_tensor.leaf(params)
-            on_device = _transposed_on_device(leaf, first_tensor)
+            first_array, numbers = group
+            hf_tensor, _ = self._jobs[numbers[0]]
+            leaf = hf_tensor.leaf(params)
+            device_transposes = _transposed_on_device(leaf, hf_tensor)
             stack = None
             if len(numbers) > 1 and len(leaf.devices()) == 1:
                 stack = _converted_stack(
                     leaf,
-                    stacked=len(first_tensor.index),
-                    first=first,
+                    stacked=len(hf_tensor.index),
+                    first=first_array,
                     count=len(numbers),
                     dtype=self._dtype,
-                    transpose=on_device,
+                    transpose=device_transposes,
                 )
 
             for order, number in enumerate(numbers):
@@ -347,10 +347,10 @@ class WeightBridge:
                     _store(segment, tensors[1], scale, transposed=False)
                 else:
                     if stack is None:
-                        blocks = _blocks(leaf, hf_tensor.index, self._dtype, on_device)
+                        blocks = _blocks(leaf, hf_tensor.index, self._dtype, device_transposes)
                     else:
                         blocks = [(_WHOLE, stack[order])]
-                    transposed = hf_tensor.transposed and not on_device
+                    transposed = hf_tensor.transposed and not device_transposes
                     _store(segment, tensors[0], blocks, transposed=transposed)
                 sums[number] = [
                     checksum(segment.bytes[tensor.byte_range], policy_version) for tensor in tensors

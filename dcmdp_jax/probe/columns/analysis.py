@@ -336,12 +336,12 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     legs = []
     if measured.scored is not None:
         legs = legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
-    over = measured.over_training
-    defect = None
+    over_training = measured.over_training
+    settle_first = None  # before a c can be recommended
     alarms = {}
-    if over is not None:
-        defect = over.odd_rank or None
-        alarms = {alarm.name: alarm.text for alarm in over.alarms}
+    if over_training is not None:
+        settle_first = over_training.odd_rank or None
+        alarms = {alarm.name: alarm.text for alarm in over_training.alarms}
     evidence = collect(
         pairs,
         framework=measured.framework,
@@ -359,12 +359,13 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     findings = tuple(diagnosis.diagnose(evidence))
     verdict = findings[0]
     if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few":
-        defect = verdict.title
-    recommendation = recommend(evidence.mean, floor, defect)
-    if tolerance is None and not math.isnan(recommendation.tolerance):
+        settle_first = verdict.title
+    recommendation = recommend(evidence.mean, floor, settle_first)
+    is_recommended = not math.isnan(recommendation.tolerance)
+    if tolerance is None and is_recommended:
         tolerance = recommendation.tolerance
-    if over is not None and math.isnan(recommendation.tolerance):
-        over = over.without_recommendation()
+    if over_training is not None and not is_recommended:
+        over_training = over_training.without_recommendation()
 
     groups = {
         "probability under the engine": by_probability(pairs),
@@ -384,5 +385,5 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         groups={heading: tuple(listed) for heading, listed in groups.items() if listed},
         worst=tuple(worst_tokens(pairs, text)),
         evidence=evidence,
-        over_training=over,
+        over_training=over_training,
     )

@@ -471,32 +471,33 @@ def _sampling(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:
     log_p = pairs.train_logprobs[mask].astype(np.float64)
     log_q = pairs.rollout_logprobs[mask].astype(np.float64)
     log_ratio = pairs.log_ratio[mask]
-    weight = np.exp(log_ratio)
+    ratio = np.exp(log_ratio)
     square = float(np.mean(log_ratio**2))
 
-    size = np.abs(log_ratio)
-    inner_excess = np.where(size <= INNER_LOG_RATIO, weight - 1, 0)
-    uncertain = np.minimum(log_p, log_q) < np.log(_UNCERTAIN)
-    if uncertain.sum() >= _FEWEST_UNCERTAIN:
-        size = size[uncertain]
+    distance = np.abs(log_ratio)
+    inner_excess = np.where(distance <= INNER_LOG_RATIO, ratio - 1, 0)
+    one_is_uncertain = np.minimum(log_p, log_q) < np.log(_UNCERTAIN)
+    both_are_uncertain = np.maximum(log_p, log_q) < np.log(_UNCERTAIN)
+    if one_is_uncertain.sum() >= _FEWEST_UNCERTAIN:
+        distance = distance[one_is_uncertain]
 
     repeated = _less_group_means(_had_before(pairs)[mask].astype(np.float64), log_q)
     penalty = _slope(repeated, _less_group_means(log_ratio, log_q), rows)
     penalty_share = penalty.mean**2 * np.mean(repeated**2) / max(square, 1e-300)
 
     measurements = {
-        "median_log_ratio": float(np.median(size)),
+        "median_log_ratio": float(np.median(distance)),
         "square": square,
-        "ratio": _estimate(weight, rows),
+        "ratio": _estimate(ratio, rows),
         "inner_ratio": _estimate(1 + inner_excess, rows),
-        "capped_ratio": _estimate(np.minimum(weight, _RATIO_CAP), rows),
+        "capped_ratio": _estimate(np.minimum(ratio, _RATIO_CAP), rows),
         "inverse_ratio": _estimate(np.exp(-log_ratio), rows),
-        "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)),
+        "sample_size": float(ratio.sum() ** 2 / np.sum(ratio**2)),
         "ratio_tokens": len(log_ratio),
         "spread": _spread(log_p, log_q, rows),
         "correlation": _correlation(log_p, log_q),
         "lowered": float(np.mean(log_ratio > _LOWERED)),
-        "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
+        "uncertain": int(np.sum(both_are_uncertain)),
         "penalty": penalty,
         "penalty_share": float(penalty_share),
     }

@@ -490,8 +490,8 @@ class Rescoring:
 @functools.partial(jax.jit, static_argnames=("config", "compute", "cache"))
 def _logprobs_at(
     weights: Params,
-    inverse: Array,
-    fp8_cache: Array,
+    inverse_temperatures: Array,
+    caches_fp8: Array,
     rows: Rows,
     *,
     config: ModelConfig,
@@ -502,8 +502,8 @@ def _logprobs_at(
 
     Args:
         weights: tree of `_as_multiplied`.
-        inverse: [K] float32, inverse temperatures; from the first 0 on none is wanted.
-        fp8_cache: [] bool, see `_Change`.
+        inverse_temperatures: [K] float32; from the first 0 on none is wanted.
+        caches_fp8: [] bool, see `fp8_cache` of `_Change`.
         rows: [R, L], a completion each.
         config, compute: the model, and how it is computed.
         cache: see `Setup`.
@@ -511,7 +511,7 @@ def _logprobs_at(
     Returns:
         [K, R, L] float32 nats; 0 where none is wanted.
     """
-    hidden = functools.partial(
+    compute_states = functools.partial(
         hidden_states,
         weights,
         config,
@@ -521,8 +521,8 @@ def _logprobs_at(
         compute,
     )
 
-    def at(k: jax.Array, logprobs: jax.Array) -> jax.Array:
-        scaled = (states * inverse[k]).astype(states.dtype)
+    def add_temperature(k: jax.Array, logprobs: jax.Array) -> jax.Array:
+        scaled = (states * inverse_temperatures[k]).astype(states.dtype)
         row_logprobs = token_logprobs(
             scaled,
             weights["output"],
@@ -536,10 +536,13 @@ def _logprobs_at(
 
     with products_in(compute.dtype):
         states = jax.lax.cond(
-            fp8_cache, functools.partial(hidden, scheme=Scheme(cache=cache)), hidden
+            caches_fp8,
+            functools.partial(compute_states, scheme=Scheme(cache=cache)),
+            compute_states,
         )
-        zeros = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
-        return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, zeros)
+        wanted = jnp.sum(inverse_temperatures > 0)
+        zeros = jnp.zeros((len(inverse_temperatures), *rows.input_ids.shape), jnp.float32)
+        return jax.lax.fori_loop(0, wanted, add_temperature, zeros)
 
 
 def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Params:

@@ -107,14 +107,14 @@ def parse_spec(text: str) -> ProbeSpec:
         UserError: naming what is not known and what is allowed.
     """
     head, *options = text.split(",")
-    kind, _, precision = head.partition(":")
+    kind, _, after_kind = head.partition(":")
     built_in = (*SCORERS, *SAMPLING_KINDS)
-    by_path = precision and kind not in built_in
-    if by_path and ("." in kind or (kind and find_spec(kind))):
-        name, _, precision = precision.partition(":")
+    if after_kind and kind not in built_in and ("." in kind or (kind and find_spec(kind))):
+        name, _, precision = after_kind.partition(":")
         kind = f"{kind}:{name}"
         record = find_engine(kind)
     else:
+        precision = after_kind
         _check("engine", kind, built_in, text)
         record = ENGINES.get(kind)
     if record is None:
@@ -130,11 +130,14 @@ def parse_spec(text: str) -> ProbeSpec:
     if kind == "trainer":
         allowed["like"] = _repeated_engines()
 
-    spec = ProbeSpec(kind=kind, precision=precision, compute=_default_compute(kind, precision))
-    for option in options:
-        name, _, value = option.partition("=")
+    named_values = [option.partition("=") for option in options]
+    for name, _, value in named_values:
         if name == "like" and value in allowed.get("like", ()):
-            allowed["cache"] = ("auto", *TRAINABLE[value.partition(":")[0]].emulated_caches)
+            like_kind, _, _ = value.partition(":")
+            allowed["cache"] = ("auto", *TRAINABLE[like_kind].emulated_caches)
+
+    spec = ProbeSpec(kind=kind, precision=precision, compute=_default_compute(kind, precision))
+    for name, _, value in named_values:
         possible = [key for key in _OPTIONS if key == "model" or allowed.get(key)]
         _check("option", name, tuple(possible), text)
         if name != "model":

@@ -101,23 +101,26 @@ def operator_differences(
     Raises:
         EngineError: see `VllmEngine.observe`.
     """
-    tokens = _tokens_of(prompts, completions)
-    if getattr(engine, "config", config) != config:
+    one_pass = _tokens_of(prompts, completions)
+    # An engine without a config has the trainer's model.
+    engine_config = getattr(engine, "config", config)
+    if engine_config != config:
         return []
-    observed = _observed(engine, tokens)
+    observed = _observed(engine, one_pass)
     if observed is None:
         return []
 
-    rows = params["embedding"].astype(jnp.float32)[np.concatenate(tokens.rows)]
-    relative = float(_relative(observed.embedding, embedding_scale(config, rows)))
+    embedded = params["embedding"].astype(jnp.float32)[np.concatenate(one_pass.rows)]
+    relative = float(_relative(observed.embedding, embedding_scale(config, embedded)))
     differences = [OperatorDifference(operator="embedding", layer=None, relative=relative)]
-    kinds = zip(config.layer_ropes, config.layer_windows(tokens.positions.size), strict=True)
-    for index, (pairs, (rope, window)) in enumerate(zip(observed.layers, kinds, strict=True)):
+    windows = config.layer_windows(one_pass.positions.size)
+    layers = zip(observed.layers, config.layer_ropes, windows, strict=True)
+    for index, (pairs, rope, window) in enumerate(layers):
         sizes = _layer(
             layer_of(params["layers"], config, index),
             dict(pairs),
-            tokens.positions,
-            tokens.segment_ids,
+            one_pass.positions,
+            one_pass.segment_ids,
             config=config,
             rope=rope,
             window=window,

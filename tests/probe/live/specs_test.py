@@ -72,6 +72,13 @@ def test_what_is_no_engine_is_refused(text, said):
         parse_spec(text)
 
 
+def test_the_order_of_options_does_not_count():
+    # `cache` of the trainer is allowed by `like`, wherever that stands.
+    spec = parse_spec("trainer,like=vllm:int8,cache=fp8")
+    assert parse_spec("trainer,cache=fp8,like=vllm:int8") == spec
+    assert (spec.like, spec.cache) == ("vllm:int8", "fp8")
+
+
 def test_an_engine_that_only_scores_cannot_sample():
     with pytest.raises(
         UserError, match="--a: hf:float32 only scores; engines that sample are local, vllm"
