@@ -58,13 +58,16 @@ def test_the_record_of_the_h200():
 def test_a_run_for_the_log_compiles_nothing_beside(monkeypatch):
     ran = []
     compiled = []
-    for place, name in ((benchmark.build, "compile_beside"), (benchmark.engine, "compile_beside")):
+    for place, name in (
+        (benchmark.step_programs, "compile_beside"),
+        (benchmark.engine, "compile_beside"),
+    ):
         monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(benchmark.programs.Preparation, "add", benchmark.programs.Preparation.add)
     monkeypatch.setattr(benchmark.cli, "run_main", ran.append)
     benchmark.train_one_after_another()
     assert ran == [benchmark.train.main]
-    for module in (benchmark.build, benchmark.engine):
+    for module in (benchmark.step_programs, benchmark.engine):
         module.compile_beside(lambda: compiled.append(1), "a program")()
     benchmark.programs.Preparation().add(lambda: compiled.append(1), "a program")()
     assert not compiled
