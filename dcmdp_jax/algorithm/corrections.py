@@ -65,7 +65,12 @@ _Flags = Bool[Array, "R L"]
 # Importance weights: the loss becomes one under the training stack's distribution.
 
 
-def tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
+def tis(
+    tokens: Tokens,
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Corrected:
     """Truncated importance sampling of tokens (Yao et al. 2025): w_t = clip(r_t, low, high).
 
     Nothing is dropped. Ratio: training over rollout. Denominator: all tokens. verl
@@ -76,7 +81,12 @@ def tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     return _truncated(tokens, jnp.exp(_token_log_ratio(tokens)), low, high)
 
 
-def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected:
+def cis(
+    tokens: Tokens,
+    *,
+    slope: float = 2.3,
+    floor: float = 5e-3,
+) -> Corrected:
     """Confidence-aware truncation (CIS, arXiv:2609.32444).
 
         w_t = min(r_t, 1 + slope max(1 - p_t, floor))
@@ -92,7 +102,12 @@ def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected
     return _corrected(tokens, jnp.minimum(ratio, cap), truncated=ratio > cap)
 
 
-def sequence_tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
+def sequence_tis(
+    tokens: Tokens,
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Corrected:
     """Truncated importance sampling of completions: w = clip(prod_t r_t, low, high) on each token.
 
     Nothing is dropped. Unbiased but for the bounds, of large variance: the product's logarithm
@@ -103,7 +118,12 @@ def sequence_tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corr
     return _truncated(tokens, jnp.exp(_sequence_log_ratio(tokens)), low, high)
 
 
-def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
+def icepop(
+    tokens: Tokens,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> Corrected:
     """Masked importance sampling of tokens, IcePop (Ring-1T, 2025): w_t = r_t inside [low, high].
 
     Other tokens are dropped. Ratio: training over rollout. Denominator: kept tokens, as in AReaL
@@ -115,7 +135,11 @@ def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
 
 
-def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
+def kpop(
+    tokens: Tokens,
+    *,
+    high: float = 2.0,
+) -> Corrected:
     """KPop (Ling team, 2026): w_t = r_t where both binary KLs are at most `high`, else dropped.
 
         max(KL(p || q), KL(q || p)) with KL of (p, 1 - p) and (q, 1 - q), nats
@@ -132,7 +156,12 @@ def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
     return _kept(tokens, divergence, ~(divergence > high), weights=ratio)
 
 
-def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corrected:
+def sequence_mis(
+    tokens: Tokens,
+    *,
+    low: float = 0.0,
+    high: float = 3.0,
+) -> Corrected:
     """Masked importance sampling of completions: w = prod_t r_t on each token if in [low, high].
 
     Other completions are dropped. Ratio: training over rollout. Denominator: kept tokens. TRL's
@@ -146,7 +175,12 @@ def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corr
 # Weights by what came before the token: products, minima and means along a completion.
 
 
-def minpro(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
+def minpro(
+    tokens: Tokens,
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Corrected:
     """Minimum prefix ratio (MinPRO, arXiv:2601.22718): w_t = clip(r_t min_{j<t} r_j, low, high).
 
     w_1 = clip(r_1). The least ratio before the token stands for their product, which reweighs the
@@ -181,7 +215,12 @@ def ctpo(
     return _corrected(tokens, jnp.exp(log_ratio), truncated=total != log_ratio)
 
 
-def pnpo(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
+def pnpo(
+    tokens: Tokens,
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Corrected:
     """Geometric mean of the prefix (PNPO, arXiv:2608.01418).
 
         w_t = clip((prod_{j<=t} r_j)^(1 / t), low, high)
@@ -196,7 +235,12 @@ def pnpo(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
 # Filters: tokens are kept with weight 1 or left out.
 
 
-def sequence_rejection(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Corrected:
+def sequence_rejection(
+    tokens: Tokens,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Corrected:
     """Keep completions whose prod_t r_t is inside [low, high].
 
     Ratio: training over rollout. Denominator: kept tokens. verl's `seq_sum_k1` with `0.5_2.0`
@@ -207,7 +251,12 @@ def sequence_rejection(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
 
-def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.001) -> Corrected:
+def geometric_rejection(
+    tokens: Tokens,
+    *,
+    low: float = 0.999,
+    high: float = 1.001,
+) -> Corrected:
     """Keep completions whose geometric mean (prod_t r_t)^(1 / |o|) is inside [low, high].
 
     The length has no effect. Ratio: training over rollout. Denominator: kept tokens. verl's
@@ -220,7 +269,11 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
 
-def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
+def sequence_error(
+    tokens: Tokens,
+    *,
+    high: float = 1.5,
+) -> Corrected:
     """Keep completions whose mean_t e^|d_t| is at most `high`.
 
     Differences of either sign add, unlike in the mean of k1. Denominator: kept tokens. NeMo-RL
@@ -232,7 +285,12 @@ def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
     return _kept(tokens, mean, ~(mean > high))
 
 
-def probability_band(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Corrected:
+def probability_band(
+    tokens: Tokens,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> Corrected:
     """Keep tokens with -low <= p_t - q_t <= high: the paper's delta as a filter.
 
     Denominator: kept tokens. ROLL (`train_infer_correction`, a filter with `diff_low` and
@@ -245,7 +303,11 @@ def probability_band(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> 
     return _kept(tokens, shift, ~((shift < -low) | (shift > high)))
 
 
-def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
+def vaco(
+    tokens: Tokens,
+    *,
+    high: float = 0.05,
+) -> Corrected:
     """VACO (arXiv:2603.01365): drop tokens with A d_t > 0 where mean_t |r_t - 1| is above `high`.
 
     The mean is over the token's completion. |r - 1| of sampled tokens estimates twice the total
@@ -260,7 +322,11 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     return _kept(tokens, mean, ~(adds_to_it & (mean > high)))
 
 
-def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
+def m2po(
+    tokens: Tokens,
+    *,
+    high: float = 0.04,
+) -> Corrected:
     """M2PO (arXiv:2510.01161): drop the largest d^2 until the mean of the others is at most `high`.
 
     One token is kept in any case. The mean is over the tokens of one call, a micro-batch on one
@@ -281,7 +347,11 @@ def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     return _kept(tokens, squares, ~mask | (rank < num_kept))
 
 
-def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
+def veto(
+    tokens: Tokens,
+    *,
+    floor: float = 1e-4,
+) -> Corrected:
     """Drop a whole completion if one of its tokens has r_t below `floor`.
 
     Ratio: training over rollout. Denominator: kept tokens; in slime (`rs_veto_threshold`) dropped
@@ -292,7 +362,11 @@ def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
     return _kept(tokens, lowest, ~(lowest < math.log(floor)))
 
 
-def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
+def off_policy_mask(
+    tokens: Tokens,
+    *,
+    high: float = 0.5,
+) -> Corrected:
     """Drop completions with A < 0 and mean_t (log q_t - log pi_t) above `high` nats.
 
     DeepSeek-V3.2, Eq. 9. pi is the policy now, so that policy drift counts and engine mismatch too.
@@ -366,7 +440,10 @@ CORRECTIONS = TRUNCATIONS | MASKS | FILTERS
 """Name -> correction."""
 
 
-def of_single_tokens(name: str, parameters: Mapping[str, Any]) -> bool:
+def of_single_tokens(
+    name: str,
+    parameters: Mapping[str, Any],
+) -> bool:
     """Whether a correction with these parameters looks at each token alone."""
     if parameters.get("over") == "token":
         return True
@@ -379,7 +456,10 @@ weight, or look at single tokens.
 """
 
 
-def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected, Statistics]:
+def chain(
+    tokens: Tokens,
+    corrections: Sequence[Correction],
+) -> tuple[Corrected, Statistics]:
     """Join corrections, at least one: weights multiply, keep-masks intersect."""
     results = []
     all_statistics = {}
@@ -394,7 +474,10 @@ def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected,
     return joined, all_statistics | statistics(joined, tokens.completion_mask)
 
 
-def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dict[str, Mean]:
+def statistics(
+    corrected: Corrected,
+    completion_mask: Bool[Array, "R L"],
+) -> dict[str, Mean]:
     """Statistics of corrected tokens under the mask, left unreduced.
 
     Returns:
@@ -439,14 +522,21 @@ def _sequence_log_ratio(tokens: Tokens) -> _Values:
     return clamp(_gathered(tokens, completion_sums, _token_difference(tokens)), MAX_LOG_RATIO)
 
 
-def _inside_mask(tokens: Tokens, values: _Values) -> _Values:
+def _inside_mask(
+    tokens: Tokens,
+    values: _Values,
+) -> _Values:
     require_tokens(tokens)
     return jnp.where(
         jnp.asarray(tokens.completion_mask, bool), jnp.asarray(values, jnp.float32), 0.0
     )
 
 
-def _gathered(tokens: Tokens, reduce: Callable[..., Any], values: _Values) -> _Values:
+def _gathered(
+    tokens: Tokens,
+    reduce: Callable[..., Any],
+    values: _Values,
+) -> _Values:
     """A reduction over each completion's sampled tokens, given to them; 0 outside the mask."""
     reduced = reduce(values, tokens.where)
     return _inside_mask(tokens, gather_to_tokens(reduced, tokens.completion_index))
@@ -486,7 +576,10 @@ def _scanned(
     num_before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
     begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=-1)))
 
-    def join(a: Any, b: Any) -> Any:
+    def join(
+        a: Any,
+        b: Any,
+    ) -> Any:
         """Join pairs of (whether a completion begins, value): what begins in b forgets a."""
         return a[0] | b[0], jnp.where(b[0], b[1], combine(a[1], b[1]))
 
@@ -496,25 +589,42 @@ def _scanned(
     return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=-1))
 
 
-def _require_band(low: float, high: float) -> None:
+def _require_band(
+    low: float,
+    high: float,
+) -> None:
     require_number("low", low, minimum=0)
     require_number("high", high, minimum=0, open_minimum=True)
     if low >= high:
         raise ValueError(f"the band from low={low:g} to high={high:g} is empty")
 
 
-def _inside(values: _Values, low: float, high: float) -> _Flags:
+def _inside(
+    values: _Values,
+    low: float,
+    high: float,
+) -> _Flags:
     """Whether low <= value <= high; true for NaN, which must not be dropped unseen."""
     _require_band(low, high)
     return ~((values < low) | (values > high))
 
 
-def _truncated(tokens: Tokens, ratio: _Values, low: float, high: float) -> Corrected:
+def _truncated(
+    tokens: Tokens,
+    ratio: _Values,
+    low: float,
+    high: float,
+) -> Corrected:
     outside = ~_inside(ratio, low, high)
     return _corrected(tokens, jnp.clip(ratio, low, high), truncated=outside)
 
 
-def _kept(tokens: Tokens, value: _Values, keep: _Flags, weights: Any = 1.0) -> Corrected:
+def _kept(
+    tokens: Tokens,
+    value: _Values,
+    keep: _Flags,
+    weights: Any = 1.0,
+) -> Corrected:
     """Weights where `keep` is true; NaN where the value that decided is NaN."""
     return _corrected(tokens, jnp.where(jnp.isnan(value), value, weights), keep=keep)
 

@@ -30,7 +30,10 @@ terms in one run end 2.4e-4 off; in blocks of 256 the error stays near 1e-6.
 """
 
 
-def masked_sum(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Mean:
+def masked_sum(
+    values: Shaped[Array, "*s"],
+    mask: Shaped[Array, "*s"],
+) -> Mean:
     """Sum of `values` where `mask` is true, with their count, left unreduced.
 
     Args:
@@ -49,7 +52,10 @@ def masked_sum(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Mean:
     return Mean(total, jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32))
 
 
-def weighted_sum(values: Shaped[Array, "*s"], weights: Float[Array, "*s"]) -> Mean:
+def weighted_sum(
+    values: Shaped[Array, "*s"],
+    weights: Float[Array, "*s"],
+) -> Mean:
     """Sum of `weights * values` with the sum of the weights, left unreduced.
 
     Args:
@@ -68,7 +74,10 @@ def weighted_sum(values: Shaped[Array, "*s"], weights: Float[Array, "*s"]) -> Me
     return Mean(jnp.sum(weights * values), jnp.sum(weights))
 
 
-def masked_mean(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[jax.Array, ""]:
+def masked_mean(
+    values: Shaped[Array, "*s"],
+    mask: Shaped[Array, "*s"],
+) -> Float[jax.Array, ""]:
     """Mean of `values` where `mask` is true, 0 on an empty mask.
 
     Never average two of these: merge two `masked_sum`s and take their value.
@@ -83,7 +92,10 @@ def masked_mean(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float
     return masked_sum(values, mask).value()
 
 
-def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[jax.Array, ""]:
+def masked_max(
+    values: Shaped[Array, "*s"],
+    mask: Shaped[Array, "*s"],
+) -> Float[jax.Array, ""]:
     """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if one of them is NaN.
 
     Args:
@@ -94,14 +106,24 @@ def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[
         ValueError: if the shapes differ.
     """
     require_same_shape(values=values, mask=mask)
-    values = jnp.where(jnp.asarray(mask, bool), jnp.asarray(values, jnp.float32), -jnp.inf)
+    values = jnp.where(
+        jnp.asarray(mask, bool),
+        jnp.asarray(values, jnp.float32),
+        -jnp.inf,
+    )
     # XLA's reduction on a CPU loses a NaN among 4,096 values and more (jaxlib 0.10 and 0.12).
-    largest = jnp.where(jnp.any(jnp.isnan(values)), jnp.nan, jnp.max(values, initial=-jnp.inf))
+    largest = jnp.where(
+        jnp.any(jnp.isnan(values)),
+        jnp.nan,
+        jnp.max(values, initial=-jnp.inf),
+    )
     return Max(largest).value()
 
 
 def masked_quantile(
-    values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"], q: float
+    values: Shaped[Array, "*s"],
+    mask: Shaped[Array, "*s"],
+    q: float,
 ) -> Float[jax.Array, ""]:
     """The q-quantile of `values` where `mask` is true, by a full sort and linear interpolation.
 
@@ -143,7 +165,11 @@ def masked_quantile(
     # Else inf - inf or 0 * inf, which are NaN.
     between = (fraction > 0) & (low != high)
     quantile = jnp.where(between, low + fraction * jnp.where(between, high - low, 0.0), low)
-    quantile = jnp.where(jnp.any(mask & jnp.isnan(values)), jnp.nan, quantile)
+    quantile = jnp.where(
+        jnp.any(mask & jnp.isnan(values)),
+        jnp.nan,
+        quantile,
+    )
     return jnp.where(jnp.any(mask), quantile, 0.0)
 
 
@@ -162,7 +188,8 @@ class CompletionIndex(NamedTuple):
 
 
 def completion_sums(
-    token_values: Float[Array, "R L"], where: CompletionIndex
+    token_values: Float[Array, "R L"],
+    where: CompletionIndex,
 ) -> Float[jax.Array, " N"]:
     """Sum of the token values of each completion, wherever its tokens lie; 0 without tokens.
 
@@ -172,13 +199,25 @@ def completion_sums(
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
     mask, index = _checked(where, token_values=token_values)
-    values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), 0.0)
+    values = jnp.where(
+        mask,
+        jnp.asarray(token_values, jnp.float32),
+        0.0,
+    )
 
     count = where.num_completions
     length = index.shape[-1]
     blocks = max(1, -(-length // _SUM_BLOCK))
-    slot = jnp.where(index >= 0, index * blocks + jnp.arange(length) // _SUM_BLOCK, count * blocks)
-    sums = jax.ops.segment_sum(values.ravel(), slot.ravel(), num_segments=count * blocks)
+    slot = jnp.where(
+        index >= 0,
+        index * blocks + jnp.arange(length) // _SUM_BLOCK,
+        count * blocks,
+    )
+    sums = jax.ops.segment_sum(
+        values.ravel(),
+        slot.ravel(),
+        num_segments=count * blocks,
+    )
     return jnp.sum(sums.reshape(count, blocks), axis=1)
 
 
@@ -190,12 +229,15 @@ def completion_counts(where: CompletionIndex) -> Int[jax.Array, " N"]:
     """
     mask, index = _checked(where)
     return jax.ops.segment_sum(
-        mask.astype(jnp.int32).ravel(), index.ravel(), num_segments=where.num_completions
+        mask.astype(jnp.int32).ravel(),
+        index.ravel(),
+        num_segments=where.num_completions,
     )
 
 
 def completion_means(
-    token_values: Float[Array, "R L"], where: CompletionIndex
+    token_values: Float[Array, "R L"],
+    where: CompletionIndex,
 ) -> Float[jax.Array, " N"]:
     """Mean of the token values of each completion, 0 for a completion without tokens.
 
@@ -206,7 +248,8 @@ def completion_means(
 
 
 def completion_maxima(
-    token_values: Float[Array, "R L"], where: CompletionIndex
+    token_values: Float[Array, "R L"],
+    where: CompletionIndex,
 ) -> Float[jax.Array, " N"]:
     """Largest of the token values of each completion, 0 without tokens; NaN if one of them is NaN.
 
@@ -214,8 +257,16 @@ def completion_maxima(
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
     mask, index = _checked(where, token_values=token_values)
-    values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), -jnp.inf)
-    largest = jax.ops.segment_max(values.ravel(), index.ravel(), num_segments=where.num_completions)
+    values = jnp.where(
+        mask,
+        jnp.asarray(token_values, jnp.float32),
+        -jnp.inf,
+    )
+    largest = jax.ops.segment_max(
+        values.ravel(),
+        index.ravel(),
+        num_segments=where.num_completions,
+    )
     # A backend's maximum may skip a NaN; a sum never does.
     poison = completion_sums(jnp.where(jnp.isnan(values), jnp.nan, 0.0), where)
     return jnp.where(completion_counts(where) > 0, largest, 0.0) + poison
@@ -231,7 +282,8 @@ def _checked(
 
 
 def gather_to_tokens(
-    per_completion: Shaped[Array, " N"], completion_index: Int[Array, "*s"]
+    per_completion: Shaped[Array, " N"],
+    completion_index: Int[Array, "*s"],
 ) -> Float[jax.Array, "*s"]:
     """Give each token its completion's value: out[r, l] = per_completion[completion_index[r, l]].
 
@@ -246,7 +298,11 @@ def gather_to_tokens(
     """
     require_rank("per_completion", per_completion, 1)
     values = jnp.asarray(per_completion, jnp.float32)
-    return jnp.take(values, jnp.asarray(completion_index, jnp.int32), mode="fill")
+    return jnp.take(
+        values,
+        jnp.asarray(completion_index, jnp.int32),
+        mode="fill",
+    )
 
 
 class GroupStatistics(NamedTuple):
@@ -300,7 +356,10 @@ def group_statistics(
     group_ids = jnp.asarray(group_ids, jnp.int32)
     rewards = jnp.where(valid, as_float(rewards), 0.0)
 
-    def over_groups(reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
+    def over_groups(
+        reduce: Callable[..., jax.Array],
+        values: jax.Array,
+    ) -> jax.Array:
         return reduce(values, group_ids, num_segments=len(rewards))
 
     size = over_groups(jax.ops.segment_sum, valid.astype(jnp.int32))
@@ -310,7 +369,16 @@ def group_statistics(
     average = over_groups(jax.ops.segment_sum, above) / jnp.maximum(size, 1)
     # A minimum may skip a NaN on some backends; a sum never does.
     all_equal = (size > 0) & (smallest == largest) & ~jnp.isnan(average)
-    deviation = jnp.where(valid & ~all_equal[group_ids], above - average[group_ids], 0.0)
+    deviation = jnp.where(
+        valid & ~all_equal[group_ids],
+        above - average[group_ids],
+        0.0,
+    )
     squares = over_groups(jax.ops.segment_sum, deviation**2)
     std = jnp.sqrt(squares / jnp.maximum(size - ddof, 1))
-    return GroupStatistics(deviation=deviation, std=std, size=size, all_equal=all_equal)
+    return GroupStatistics(
+        deviation=deviation,
+        std=std,
+        size=size,
+        all_equal=all_equal,
+    )

@@ -31,7 +31,9 @@ from dcmdp_jax.types import Array, Scalar
 
 
 def penalized_advantages(
-    advantages: Float[Array, " *any"], discrepancy: Float[Array, "N T"], multiplier: Scalar
+    advantages: Float[Array, " *any"],
+    discrepancy: Float[Array, "N T"],
+    multiplier: Scalar,
 ) -> Float[jax.Array, "N T"]:
     """Penalize each token for its discrepancy (Eq. 8; Algorithm 1, "penalized advantage").
 
@@ -105,20 +107,25 @@ FIXED_MULTIPLIERS: Mapping[str, float] = {"grpo": 0.0, "dual_grpo": 1.0, "thresh
 
 
 def total_variation(
-    log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]
+    log_p: Float[Array, "*s k"],
+    log_q: Float[Array, "*s k"],
 ) -> Float[jax.Array, "*s"]:
     """1/2 sum_a |p_a - q_a|; dD / dp_a = sign(p_a - q_a) / 2."""
     require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1) / 2
 
 
-def kl_engine(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+def kl_engine(
+    log_p: Float[Array, "*s k"],
+    log_q: Float[Array, "*s k"],
+) -> Float[jax.Array, "*s"]:
     """KL(q || p) = sum_a q_a log(q_a / p_a), nats; dD / dp_a = -q_a / p_a: the engine is taught."""
     return -jnp.sum(jnp.exp(log_q) * stats.clamped_log_ratio(log_p, log_q), axis=-1)
 
 
 def expected_delta(
-    log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]
+    log_p: Float[Array, "*s k"],
+    log_q: Float[Array, "*s k"],
 ) -> Float[jax.Array, "*s"]:
     """E_q[delta] = sum_a q_a |p_a - q_a|; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
     require_same_shape(log_p=log_p, log_q=log_q)
@@ -135,7 +142,11 @@ tail.
 """
 
 
-def penalty_length(head: Head, mask: Bool[Array, "R L"], penalty: str) -> Float[jax.Array, "R L"]:
+def penalty_length(
+    head: Head,
+    mask: Bool[Array, "R L"],
+    penalty: str,
+) -> Float[jax.Array, "R L"]:
     """Length of a penalty's gradient in the logits.
 
     It is 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD / d log p_a. Over the head and the tail as

@@ -40,7 +40,10 @@ def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
+def clamp(
+    x: Float[Array, "*s"],
+    limit: float,
+) -> Float[jax.Array, "*s"]:
     """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
 
     At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the
@@ -55,7 +58,8 @@ def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
 
 
 def clamped_log_ratio(
-    numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
+    numerator_logprobs: Float[Array, "*s"],
+    denominator_logprobs: Float[Array, "*s"],
 ) -> Float[jax.Array, "*s"]:
     """log(p / q) from log-probabilities, per element, clamped to [-20, 20].
 
@@ -79,7 +83,8 @@ def clamped_log_ratio(
 
 
 def log_difference(
-    numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
+    numerator_logprobs: Float[Array, "*s"],
+    denominator_logprobs: Float[Array, "*s"],
 ) -> Float[jax.Array, "*s"]:
     """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not.
 
@@ -116,7 +121,10 @@ def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)
 
 
-def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[jax.Array, "*s"]:
+def kl_estimate(
+    log_ratio: Float[Array, "*s"],
+    estimator: KlEstimator,
+) -> Float[jax.Array, "*s"]:
     """Estimate KL(a || b), in nats, from x = log b - log a of each token that a sampled.
 
         k1 = -x            unbiased, either sign
@@ -136,7 +144,10 @@ def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[
     return exp_minus_linear(log_ratio)
 
 
-def binary_kl(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
+def binary_kl(
+    x: Float[Array, "*s"],
+    y: Float[Array, "*s"],
+) -> Float[jax.Array, "*s"]:
     """KL(Bernoulli(e^x) || Bernoulli(e^y)) of log-probabilities, per element, in nats.
 
         e^x (x - y) + (1 - e^x) log((1 - e^x) / (1 - e^y))
@@ -216,7 +227,10 @@ _EXTREME = {Max: jnp.max, Min: jnp.min}
 _EMPTY = {Max: -jnp.inf, Min: jnp.inf}
 
 
-def merge(a: Any, b: Any) -> Any:
+def merge(
+    a: Any,
+    b: Any,
+) -> Any:
     """Merge two trees of statistics, leaf by leaf, each by its type.
 
     In the dtype of `a`, so that a float32 sum of bfloat16 parts stays float32.
@@ -225,7 +239,11 @@ def merge(a: Any, b: Any) -> Any:
         ValueError: if the shapes differ.
     """
 
-    def join(kind: type, a: Array, b: Array) -> jax.Array:
+    def join(
+        kind: type,
+        a: Array,
+        b: Array,
+    ) -> jax.Array:
         require_same_shape(one=a, other=b)
         return _JOIN[kind](a, jnp.asarray(b).astype(jnp.result_type(a)))
 
@@ -241,7 +259,10 @@ def merge_stacked(tree: Any) -> Any:
     return functools.reduce(merge, map(entry, range(len(jax.tree.leaves(tree)[0]))))
 
 
-def across(tree: Any, axis_name: str | None) -> Any:
+def across(
+    tree: Any,
+    axis_name: str | None,
+) -> Any:
     """Merge a tree of statistics over a mesh axis; call it inside `jax.shard_map`.
 
     All sums and means travel in one `psum`. Extremes are gathered: a backend's own maximum may skip
@@ -280,7 +301,10 @@ def values(tree: Any) -> Any:
     return _map(lambda x: x.value(), tree)
 
 
-def _filled(start: float, leaf: Any) -> jax.Array:
+def _filled(
+    start: float,
+    leaf: Any,
+) -> jax.Array:
     dtype = leaf.dtype
     if start or jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.float32

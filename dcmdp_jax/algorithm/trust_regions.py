@@ -95,7 +95,12 @@ def clip(
     return region._replace(objective=objective), {"policy/dual_clip_fraction": capped_share}
 
 
-def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
+def dppo_tv(
+    tokens: Tokens,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> Region:
     """DPPO's binary total variation: gamma A while |pi - mu| is within bounds (arXiv:2602.04879).
 
         stopped:  A > 0 and pi - mu > high,  or  A < 0 and pi - mu < -low,  in probability, 0 to 1
@@ -112,7 +117,12 @@ def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     return _masked(tokens, falls, rises)
 
 
-def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
+def dppo_kl(
+    tokens: Tokens,
+    *,
+    low: float = 0.05,
+    high: float = 0.05,
+) -> Region:
     """DPPO's binary KL: gamma A while KL(Bernoulli(mu) || Bernoulli(pi)) is within bounds, in nats.
 
         D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
@@ -130,7 +140,12 @@ def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     return _masked(tokens, falls, rises)
 
 
-def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
+def drpo(
+    tokens: Tokens,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+) -> Region:
     """DRPO, the smooth form of `dppo_tv` (Yao et al. 2026, arXiv:2606.09821).
 
         gamma A - |A| / (2 c) mu (gamma - 1)^2,    c = high where A > 0, low where A < 0
@@ -147,7 +162,12 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic)
 
 
-def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
+def ipo(
+    tokens: Tokens,
+    *,
+    high: float = 0.3,
+    cap: float = 1e4,
+) -> Region:
     """IPO: min(gamma, cap) A while |pi - mu| <= high, whatever the sign of A.
 
     prime-rl's default since 2026-08-27. The cap takes nothing from the gradient's direction: above
@@ -163,7 +183,12 @@ def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
     return _masked(tokens._replace(ratio=tokens.ratio * scale), shift < -high, shift > high)
 
 
-def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
+def cispo(
+    tokens: Tokens,
+    *,
+    low: float = 0.0,
+    high: float = 5.0,
+) -> Region:
     """CISPO (MiniMax-M1, arXiv:2506.13585): sg(clip(gamma, low, high)) A log pi.
 
     No token loses its gradient. Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5
@@ -175,7 +200,12 @@ def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
     return _weighed(tokens, jnp.clip(tokens.ratio, low, high))
 
 
-def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Region:
+def sapo(
+    tokens: Tokens,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Region:
     """SAPO (Gao et al. 2025, arXiv:2511.20347): A 4 / tau sigmoid(tau (gamma - 1)).
 
     A smooth gate in place of the clip. tau is `tau_positive` where A > 0. Its slope in gamma is A
@@ -213,7 +243,13 @@ def vespo(
     return _weighed(tokens, jnp.exp(k * log_w + decay * (1.0 - jnp.exp(log_w))))
 
 
-def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0) -> Region:
+def acr(
+    tokens: Tokens,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float = 2.0,
+) -> Region:
     """QuRL's adaptive clipping range (arXiv:2602.13953): PPO's clip with another upper bound.
 
         min(gamma A, clip(gamma, 1 - low, (1 + high) / min(p / q, cap)) A)
@@ -236,7 +272,12 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
     return Region(clipped * advantages, falls, rises)
 
 
-def _require(tokens: Tokens, *, open_minimum: bool = False, **sizes: float) -> None:
+def _require(
+    tokens: Tokens,
+    *,
+    open_minimum: bool = False,
+    **sizes: float,
+) -> None:
     """Raise unless the arrays have one shape and the parameters are at least 0, or above it."""
     require_tokens(tokens)
     require_sizes(open_minimum=open_minimum, **sizes)
@@ -247,11 +288,18 @@ def _policy(tokens: Tokens) -> Float[jax.Array, "R L"]:
     return stop_gradient(tokens.train_logprobs)
 
 
-def _masked(tokens: Tokens, low: Bool[Array, "R L"], high: Bool[Array, "R L"]) -> Region:
+def _masked(
+    tokens: Tokens,
+    low: Bool[Array, "R L"],
+    high: Bool[Array, "R L"],
+) -> Region:
     return Region(jnp.where(low | high, 0.0, tokens.ratio * tokens.advantages), low, high)
 
 
-def _weighed(tokens: Tokens, weights: Float[Array, "R L"]) -> Region:
+def _weighed(
+    tokens: Tokens,
+    weights: Float[Array, "R L"],
+) -> Region:
     """sg(weight) A log pi: the policy gradient with these weights, which are constants."""
     return Region(stop_gradient(weights) * tokens.advantages * tokens.train_logprobs)
 

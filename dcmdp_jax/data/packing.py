@@ -104,7 +104,10 @@ def pack(
     return batch, (int(lengths[~dropped].sum()), tokens_to_run)
 
 
-def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
+def abstract_batch(
+    packing: RowShapes,
+    columns: Mapping[str, Shape],
+) -> Batch:
     """Shapes of the batch that `pack` makes.
 
     Args:
@@ -116,7 +119,9 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
 
 
 def _make_batch(
-    shapes: RowShapes, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]
+    shapes: RowShapes,
+    columns: Mapping[str, Shape],
+    make: Callable[[Shape, float, type], Any],
 ) -> Batch:
     """A batch of nothing but padding.
 
@@ -140,7 +145,9 @@ def _make_batch(
 
 
 def _make_rows(
-    shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]
+    shape: Shape,
+    columns: Mapping[str, Shape],
+    make: Callable[[Shape, float, type], Any],
 ) -> Rows:
     """Rows of padding; `shape` is the arrays' to the token axis. See `_make_batch`."""
     extra = {}
@@ -151,7 +158,14 @@ def _make_rows(
     return Rows(columns=extra, **layout)
 
 
-def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode: Episode) -> None:
+def _write(
+    rows: Rows,
+    row: Shape,
+    start: int,
+    segment: int,
+    index: int,
+    episode: Episode,
+) -> None:
     sampled = episode.sampled_mask
     span = slice(start, start + len(sampled))
     rows.input_ids[row][span] = episode.token_ids
@@ -184,7 +198,10 @@ def one_a_row(
     return rows._replace(completion_index=np.broadcast_to(index, shape))
 
 
-def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
+def staleness_metrics(
+    batch: Batch,
+    policy_version: int,
+) -> dict[str, float]:
     """Steps between the trained policy and those that sampled the batch's tokens.
 
     0 in a synchronous run.

@@ -143,7 +143,13 @@ class GatedDeltaNet(nnx.Module):
         self.rate = linear("in_proj_b", (embed, heads), quantized=False)
         self.decay = linear("in_proj_a", (embed, heads), quantized=False)
 
-    def __call__(self, x: jax.Array, rotary: Any, recur: Recur, ops: Ops) -> tuple[jax.Array, Any]:
+    def __call__(
+        self,
+        x: jax.Array,
+        rotary: Any,
+        recur: Recur,
+        ops: Ops,
+    ) -> tuple[jax.Array, Any]:
         speed = jnp.exp(at_least_float32(self.a_log.get_value()))
         wait = at_least_float32(self.decay(x)) + self.dt_bias.get_value()
         mixed = Mixed(
@@ -160,7 +166,11 @@ class GatedDeltaNet(nnx.Module):
         return self.o(gated.reshape(*x.shape[:2], -1)), state
 
 
-def _log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _log_uniform(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+) -> jax.Array:
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
 
 
@@ -170,7 +180,9 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def rows(
-    config: ModelConfig, segment_ids: Int[jax.Array, "R L"], mixed: Mixed
+    config: ModelConfig,
+    segment_ids: Int[jax.Array, "R L"],
+    mixed: Mixed,
 ) -> tuple[jax.Array, None]:
     """A `Recur` of packed rows: state and convolution begin anew with each segment."""
     tokens = heads(config, convolved(mixed, segment_ids), mixed)
@@ -179,7 +191,9 @@ def rows(
 
 
 def prefill(
-    config: ModelConfig, lengths: Int[jax.Array, " R"], mixed: Mixed
+    config: ModelConfig,
+    lengths: Int[jax.Array, " R"],
+    mixed: Mixed,
 ) -> tuple[jax.Array, State]:
     """A `Recur` of right-padded rows of one segment, with the state after each row's last token."""
     length = mixed.channels.shape[1]
@@ -199,7 +213,11 @@ def prefill(
     return y, State(memory, window.swapaxes(1, 2))
 
 
-def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, State]:
+def decode(
+    config: ModelConfig,
+    state: State,
+    mixed: Mixed,
+) -> tuple[jax.Array, State]:
     """A `Recur` of one token for each row, from the state before it."""
     window = jnp.concatenate([state.window, mixed.channels.swapaxes(1, 2)], axis=2)
     sums = jnp.sum(window * mixed.kernel, axis=2)[:, None]
@@ -209,7 +227,10 @@ def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, 
     return y[:, None], State(memory, window[:, :, 1:])
 
 
-def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Array, "R L C"]:
+def convolved(
+    mixed: Mixed,
+    segment_ids: Int[jax.Array, "R L"],
+) -> Float[jax.Array, "R L C"]:
     """silu(sum_i w_i x_(t-i)) over the tokens of t's own segment, for each channel by itself."""
     channels = mixed.channels
     size = mixed.kernel.shape[1]
@@ -223,7 +244,11 @@ def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Arr
     return jax.nn.silu(total).astype(channels.dtype)
 
 
-def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
+def heads(
+    config: ModelConfig,
+    channels: jax.Array,
+    mixed: Mixed,
+) -> Heads:
     """Split the convolved channels into heads; a key head serves several value heads."""
     key_heads = config.linear_num_key_heads
     value_heads = config.linear_num_value_heads
@@ -246,7 +271,10 @@ def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
     )
 
 
-def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, jax.Array]:
+def step(
+    memory: Float[jax.Array, "B H k v"],
+    token: Heads,
+) -> tuple[jax.Array, jax.Array]:
     """The recurrence for one token of each row; `token` without the axis of tokens.
 
     Returns:
@@ -260,7 +288,9 @@ def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, 
 
 
 def in_chunks(
-    tokens: Heads, segment_ids: Int[jax.Array, "B L"], chunk: int = CHUNK
+    tokens: Heads,
+    segment_ids: Int[jax.Array, "B L"],
+    chunk: int = CHUNK,
 ) -> tuple[Float[jax.Array, "B L H v"], Float[jax.Array, "B H k v"]]:
     """The recurrence over rows, `chunk` tokens at a time.
 
@@ -286,7 +316,10 @@ def in_chunks(
     batch, length = segment_ids.shape
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
-    def chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
+    def chunks(
+        x: jax.Array,
+        mode: str = "constant",
+    ) -> jax.Array:
         """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the
         state as it is.
         """
@@ -295,7 +328,10 @@ def in_chunks(
         in_parts = padded.reshape(batch, -1, chunk, *x.shape[2:])
         return jnp.moveaxis(in_parts, (1, 2), (0, 3))
 
-    def advance(memory: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def advance(
+        memory: jax.Array,
+        xs: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, jax.Array]:
         fresh, recalled, within, query, key, decay = xs
         change = fresh - recalled @ memory
         next_memory = memory * decay + jnp.swapaxes(key, -1, -2) @ change

@@ -30,7 +30,10 @@ def smallest_batch(platform: str) -> int:
     return 16 if platform == "cpu" else 32
 
 
-def cache_capacities(block: int, limit: int) -> list[int]:
+def cache_capacities(
+    block: int,
+    limit: int,
+) -> list[int]:
     """Completion tokens that the cache of each level holds, for completions of up to `limit`."""
     # One doubling is not worth a second program and the copy.
     capacities = [block if limit > 2 * block else limit]
@@ -40,18 +43,33 @@ def cache_capacities(block: int, limit: int) -> list[int]:
     return capacities
 
 
-def batch_rows(max_rows: int, group: int, completions: int, devices: int) -> int:
+def batch_rows(
+    max_rows: int,
+    group: int,
+    completions: int,
+    devices: int,
+) -> int:
     """Rows of a full batch: whole groups, if they fit, on every device."""
     return round_up(min(max_rows // group * group or max_rows, completions), devices)
 
 
-def prefill_shape(heads: int, prompts: int, bucket: int, devices: int) -> tuple[int, int]:
+def prefill_shape(
+    heads: int,
+    prompts: int,
+    bucket: int,
+    devices: int,
+) -> tuple[int, int]:
     """Padded prompts of a prefill, and the chunks that it runs them in, so that attention fits."""
     chunks = min(prompts, -(-prompts * heads * bucket**2 // ATTENTION_ELEMENTS))
     return round_up(prompts, chunks * devices), chunks
 
 
-def score_rows(heads: int, length: int, max_rows: int, devices: int) -> int:
+def score_rows(
+    heads: int,
+    length: int,
+    max_rows: int,
+    devices: int,
+) -> int:
     """Rows of `length` tokens that are scored at a time."""
     return round_up(max(1, min(max_rows, ATTENTION_ELEMENTS // (heads * length**2))), devices)
 
@@ -61,13 +79,18 @@ def length_bucket(tokens: int) -> int:
     return max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
 
 
-def round_up(value: int, multiple: int) -> int:
+def round_up(
+    value: int,
+    multiple: int,
+) -> int:
     """Round up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def padded_rows(
-    sequences: Sequence[np.ndarray], rows: int, length: int
+    sequences: Sequence[np.ndarray],
+    rows: int,
+    length: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Right-pad sequences to [rows, length] int32; also return their lengths, 1 for no sequence."""
     padded = np.zeros((rows, length), np.int32)
@@ -102,17 +125,27 @@ class BatchSizes:
         """Completion tokens that the cache of each level holds."""
         return cache_capacities(self.cache_block, self.limit)
 
-    def half(self, rows: int) -> int:
+    def half(
+        self,
+        rows: int,
+    ) -> int:
         """Half the rows, on every device."""
         return round_up(-(-rows // 2), self.devices)
 
-    def shrunk(self, rows: int, live: int) -> int:
+    def shrunk(
+        self,
+        rows: int,
+        live: int,
+    ) -> int:
         """Halve the row count while the live rows fit and it stays at or above `min_rows`."""
         while max(live, self.min_rows) <= self.half(rows) < rows:
             rows = self.half(rows)
         return rows
 
-    def batches(self, bucket: int) -> tuple[tuple[int, int, int], ...]:
+    def batches(
+        self,
+        bucket: int,
+    ) -> tuple[tuple[int, int, int], ...]:
         """Rows, cache slots and prefix slots of all batches that prompts of the bucket can reach.
 
         A call begins with the first.

@@ -24,7 +24,11 @@ from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
 
-def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
+def in_precision(
+    params: Params,
+    config: ModelConfig,
+    precision: str,
+) -> Params:
     """The trainer's parameters, or a part of them, in the engine's precision.
 
     Layers may be stacked or one. Scales are per output channel: fusing before or after quantization
@@ -41,7 +45,11 @@ def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
     return _cast(params, {name: marks[name] for name in params}, precision)
 
 
-def _cast(tree: Params, quantized: Params, precision: str) -> Params:
+def _cast(
+    tree: Params,
+    quantized: Params,
+    precision: str,
+) -> Params:
     if precision in quantize.PRECISIONS:
         return quantize.quantize_tree(tree, quantized, precision)
     if precision == "exact":
@@ -49,13 +57,20 @@ def _cast(tree: Params, quantized: Params, precision: str) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(precision), tree)
 
 
-def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
+def _one_layer(
+    config: ModelConfig,
+    dtype: str = "float32",
+) -> Params:
     """Shapes of one layer of each kind."""
     stacked = param_shapes(config, dtype)["layers"]
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
 
 
-def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float32") -> Params:
+def engine_shapes(
+    config: ModelConfig,
+    precision: str,
+    param_dtype: str = "float32",
+) -> Params:
     """Shapes of the engine's tree, as `Conversion` makes it."""
 
     def converted(params: Params) -> Params:
@@ -86,7 +101,12 @@ class Conversion:
         outside_checksums: checksums of the other leaves.
     """
 
-    def __init__(self, config: ModelConfig, precision: str, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: str,
+        mesh: Mesh,
+    ) -> None:
         """Declare the programs; each is compiled when it first runs.
 
         Args:
@@ -112,7 +132,9 @@ class Conversion:
             return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
         def on_parts(
-            function: Callable[[Params], Params], before: Any, after: Any
+            function: Callable[[Params], Params],
+            before: Any,
+            after: Any,
         ) -> Callable[[Params], Params]:
             # The fused matrix of a tensor group is not that of one device: each fuses its own
             # heads.
@@ -126,7 +148,11 @@ class Conversion:
                 check_vma=False,
             )
 
-        def layer(layers: Params, index: jax.Array, kind: str) -> Params:
+        def layer(
+            layers: Params,
+            index: jax.Array,
+            kind: str,
+        ) -> Params:
             separate = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
             if ways > 1:
                 separate = jax.lax.with_sharding_constraint(separate, shardings(unfused[kind]))
@@ -137,7 +163,10 @@ class Conversion:
             # A result that is an argument would be the trainer's own buffer.
             return jax.tree.map(jnp.copy, in_precision(params, config, precision))
 
-        def source_checksums(params: Params, one_device: bool) -> list[jax.Array]:
+        def source_checksums(
+            params: Params,
+            one_device: bool,
+        ) -> list[jax.Array]:
             converted = in_precision(params, config, precision)
             layers = config.by_kind(converted.pop("layers"))
             sums = [
@@ -146,7 +175,10 @@ class Conversion:
             ]
             return [*sums, _checksums(converted, flat=one_device)]
 
-        def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
+        def layer_checksums(
+            engine_layer: Params,
+            kind: str,
+        ) -> jax.Array:
             split = functools.partial(_separated, config=config, ways=ways)
             separate = on_parts(split, fused[kind], unfused[kind])(engine_layer)
             return _checksums(separate, flat=mesh.size == 1)
@@ -162,7 +194,10 @@ class Conversion:
         self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
         self.outside_checksums = jax.jit(functools.partial(_checksums, flat=mesh.size == 1))
 
-    def weights(self, params: Params) -> Params:
+    def weights(
+        self,
+        params: Params,
+    ) -> Params:
         """The engine's tree, new arrays, sharded by `layout.weight_specs`.
 
         `layers` is a list of one dict per layer with fused projections (see
@@ -183,11 +218,17 @@ class Conversion:
         specs = weight_specs(shapes, self._config, self._mesh)
         layer_specs = self._config.by_kind(specs["layers"])
 
-        def move(leaf: jax.Array, spec: P) -> jax.Array:
+        def move(
+            leaf: jax.Array,
+            spec: P,
+        ) -> jax.Array:
             sharding = NamedSharding(self._mesh, spec)
             return jax.device_put(to_local(leaf, sharding), sharding)
 
-        def layer(kind: str, index: int) -> Params:
+        def layer(
+            kind: str,
+            index: int,
+        ) -> Params:
             moved = jax.tree.map(
                 lambda leaf, spec: move(leaf[index][None], P(None, *spec)),
                 layers[kind],
@@ -199,7 +240,11 @@ class Conversion:
         converted = self.outside(moved)
         return {**converted, "layers": [layer(kind, index) for kind, index in kinds]}
 
-    def proof(self, params: Params, weights: Params) -> tuple[np.ndarray, np.ndarray]:
+    def proof(
+        self,
+        params: Params,
+        weights: Params,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The checksums that the engine's weights should have, and those they have.
 
         Both are [leaves] uint32, of `array_checksum`. Layers come first, by kind and in order.
@@ -220,7 +265,11 @@ class Conversion:
 conversion = functools.lru_cache(maxsize=32)(Conversion)
 
 
-def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
+def _separated(
+    layer: Params,
+    config: ModelConfig,
+    ways: int,
+) -> Params:
     """The inverse of `fuse_projections` on one of `ways` devices."""
     query = config.num_heads * config.head_dim // ways * (1 + config.family.output_gate)
     shared = config.num_kv_heads * config.head_dim // ways
@@ -235,7 +284,10 @@ def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     if not decoder.is_recurrent(layer):
         fused = attention.pop("qkv")
 
-        def columns(start: int, stop: int) -> Params:
+        def columns(
+            start: int,
+            stop: int,
+        ) -> Params:
             return jax.tree.map(lambda leaf: leaf[..., start:stop], fused)
 
         attention["q"] = columns(0, query)
@@ -252,7 +304,10 @@ def _devices(leaf: jax.Array) -> list[jax.Device]:
     return list(sharding.device_set)
 
 
-def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
+def conversion_mesh(
+    params: Params,
+    mesh: Mesh,
+) -> Mesh:
     """The engine's mesh, or its first device where the devices of a CPU will share its copy."""
     first = mesh.devices.reshape(-1)[:1]
     if (
@@ -264,7 +319,10 @@ def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
     return mesh
 
 
-def share_copies(weights: Params, mesh: Mesh) -> Params:
+def share_copies(
+    weights: Params,
+    mesh: Mesh,
+) -> Params:
     """Replicate `weights` from the devices of `conversion_mesh` to all of `mesh`.
 
     CPU devices with the same part of an array share one copy in memory.
@@ -291,7 +349,12 @@ def _bounds(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ..
     return tuple((axis.start, axis.stop) for axis in index)
 
 
-def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
+def _checksums(
+    tree: Params,
+    *,
+    flat: bool,
+    stacked: bool = False,
+) -> jax.Array:
     """`array_checksum` of each leaf, [leaves]; of each layer of stacked ones, [layers, leaves]."""
 
     def checksum(x: jax.Array) -> jax.Array:

@@ -35,7 +35,10 @@ class _Blocks:
         return f"{BLOCKS}_{self.owner.size}"
 
 
-def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
+def _blocks(
+    group_sizes: jax.Array,
+    rows: int,
+) -> _Blocks:
     groups = group_sizes.shape[0]
     size = min(_MOST_BLOCK_ROWS, max(8, 1 << (rows // groups).bit_length()))
 
@@ -54,7 +57,11 @@ def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
 
 
 @jax.custom_vjp
-def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
     """`reference.grouped_matmul` block by block.
 
     XLA computes `ragged_dot` on CPU as the product of every row with every matrix: 4 to 60 times as
@@ -75,7 +82,10 @@ def _by_blocks(
     # Blocks are written in order: what one writes beyond its group the next ones overwrite.
     padded = jnp.pad(x, ((0, blocks.size), (0, 0)))
 
-    def body(i: jax.Array, y: jax.Array) -> jax.Array:
+    def body(
+        i: jax.Array,
+        y: jax.Array,
+    ) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.owner[i], keepdims=False)
         product = jax.lax.dot_general(block, kernel, (((1,), (contracted,)), ((), ())))
@@ -87,13 +97,16 @@ def _by_blocks(
 
 
 def _grouped_forward(
-    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array
+    x: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     return grouped_matmul(x, kernels, group_sizes), (x, kernels, group_sizes)
 
 
 def _grouped_backward(
-    saved: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+    saved: tuple[jax.Array, jax.Array, jax.Array],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     x, kernels, group_sizes = saved
     blocks = _blocks(group_sizes, x.shape[0])
@@ -101,7 +114,10 @@ def _grouped_backward(
     padded = jnp.pad(x, padding)
     padded_bar = jnp.pad(cotangent, padding)
 
-    def body(i: jax.Array, grads: jax.Array) -> jax.Array:
+    def body(
+        i: jax.Array,
+        grads: jax.Array,
+    ) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         bar = jax.lax.dynamic_slice_in_dim(padded_bar, blocks.first[i], blocks.size)
         bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)

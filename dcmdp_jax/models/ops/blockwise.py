@@ -89,7 +89,11 @@ class _Segments(NamedTuple):
     real: jax.Array
 
 
-def _segments(segment_ids: jax.Array, size: int, window: int | jax.Array) -> _Segments:
+def _segments(
+    segment_ids: jax.Array,
+    size: int,
+    window: int | jax.Array,
+) -> _Segments:
     total = segment_ids.size
     ids = segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
@@ -131,7 +135,13 @@ class _Queries:
     following: jax.Array
 
     @classmethod
-    def of(cls, segments: _Segments, begin: jax.Array, size: int, group: int) -> "_Queries":
+    def of(
+        cls,
+        segments: _Segments,
+        begin: jax.Array,
+        size: int,
+        group: int,
+    ) -> "_Queries":
         """The block that begins at a token; the last one holds earlier tokens too, not valid."""
         total = segments.first.shape[0]
         at = jnp.minimum(begin, total - size)
@@ -154,7 +164,10 @@ class _Queries:
             following=segments.real[after],
         )
 
-    def keys(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys(
+        self,
+        block: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """First key of a block, and [B, n] bool: which a query sees. The queries' own come last."""
         size = self.valid.shape[0]
         at = jnp.minimum(self.begin + block * size, self.at)
@@ -162,7 +175,11 @@ class _Queries:
         key_index = at + jnp.arange(size, dtype=jnp.int32)[:, None]
         return at, (key_index >= self.first) & (key_index <= jnp.minimum(self.index, last))
 
-    def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
+    def write(
+        self,
+        target: jax.Array,
+        columns: jax.Array,
+    ) -> jax.Array:
         """`target` [T, K, G, ...] with the block's [K, ..., n] at its valid queries."""
         size = self.valid.shape[0]
         block = columns.reshape(*columns.shape[:-1], -1, size)
@@ -173,7 +190,11 @@ class _Queries:
         return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
 
 
-def _rows(x: jax.Array, at: jax.Array | int, size: int) -> jax.Array:
+def _rows(
+    x: jax.Array,
+    at: jax.Array | int,
+    size: int,
+) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, at, size)
 
 
@@ -187,12 +208,19 @@ def _as_columns(x: jax.Array) -> jax.Array:
     return x.transpose(1, 3, 2, 0).reshape(x.shape[1], x.shape[3], -1)
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(
+    x: jax.Array,
+    y: jax.Array,
+) -> jax.Array:
     """[K, a, b] [K, b, c] in float32: the order of axes that XLA's CPU products are fastest in."""
     return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
-def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
+def _scopes(
+    total: int,
+    length: int,
+    size: int,
+) -> tuple[str, str]:
     in_row = -(-length // size)
     return f"{QUERY_BLOCKS}_{total // length * in_row}", f"{KEY_BLOCKS}_{in_row}"
 
@@ -230,7 +258,10 @@ def _attended_forward(
         block = _Queries.of(segments, begin, size, group)
         columns = _as_columns(_rows(query, block.at, size))
 
-        def keys(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def keys(
+            index: jax.Array,
+            carry: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, ...]:
             maximum, weight, product = carry
             at, visible = block.keys(index)
             scores = _product(_rows(key, at, size).transpose(1, 0, 2), columns)
@@ -294,7 +325,10 @@ def _attended_backward(
             )
         )
 
-        def keys(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def keys(
+            index: jax.Array,
+            carry: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, ...]:
             block_bar, key_bar, value_bar = carry
             at, visible = block.keys(index)
             keys, values = (_rows(x, at, size).transpose(1, 0, 2) for x in (key, value))
@@ -302,7 +336,10 @@ def _attended_backward(
             scores_bar = (weights * (_product(values, bar_columns) - along)).astype(query.dtype)
             block_bar += _product(_rows(key, at, size).transpose(1, 2, 0), scores_bar)
 
-            def add(sums: jax.Array, product: jax.Array) -> jax.Array:
+            def add(
+                sums: jax.Array,
+                product: jax.Array,
+            ) -> jax.Array:
                 added = _rows(sums, at, size) + product.transpose(1, 0, 2)
                 return lax.dynamic_update_slice_in_dim(sums, added, at, 0)
 

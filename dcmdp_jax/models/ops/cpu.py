@@ -18,7 +18,10 @@ HIDDEN = -1e30
 
 
 @jax.custom_vjp
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu(
+    gate: jax.Array,
+    up: jax.Array,
+) -> jax.Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
     The backward pass computes the sigmoid again: kept from the forward pass it is one more array of
@@ -28,13 +31,15 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _swiglu_forward(
-    gate: jax.Array, up: jax.Array
+    gate: jax.Array,
+    up: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return swiglu(gate, up), (gate, up)
 
 
 def _swiglu_backward(
-    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    saved: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     # The barrier keeps XLA from finding the forward pass's sigmoid equal and keeping it.
     gate, up = jax.lax.optimization_barrier(saved)
@@ -50,7 +55,10 @@ def _swiglu_backward(
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
+def softmax_maximum(
+    x: jax.Array,
+    axis: int = -1,
+) -> jax.Array:
     """max(x) over an axis, kept as an axis of size 1.
 
     Not differentiable; the axis may not be split over devices.
@@ -59,7 +67,10 @@ def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
     exponentials.
     """
 
-    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    def larger(
+        a: jax.Array,
+        b: jax.Array,
+    ) -> jax.Array:
         return jax.lax.select(a > b, a, b)
 
     least = jnp.asarray(-jnp.inf, x.dtype)
@@ -67,7 +78,11 @@ def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
+def split(
+    x: jax.Array,
+    at: int,
+    axis: int,
+) -> tuple[jax.Array, jax.Array]:
     """The first `at` entries along an axis, and the rest. The backward pass copies whole rows.
 
     Inside a fusion XLA would compute its concatenation one element at a time.
@@ -75,7 +90,11 @@ def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.split(x, [at], axis=axis))
 
 
-def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, jax.Array], None]:
+def _split_forward(
+    x: jax.Array,
+    at: int,
+    axis: int,
+) -> tuple[tuple[jax.Array, jax.Array], None]:
     return split(x, at, axis), None
 
 
@@ -91,7 +110,10 @@ def _split_backward(
 split.defvjp(_split_forward, _split_backward)
 
 
-def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
+def rotate(
+    x: jax.Array,
+    rotary: Rotary,
+) -> jax.Array:
     """`reference.rotate` by a reversal: XLA computes a concatenation one element at a time."""
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -99,7 +121,12 @@ def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float) -> jax.Array:
+def norm_and_rotate(
+    x: jax.Array,
+    scale: jax.Array,
+    rotary: Rotary,
+    eps: float,
+) -> jax.Array:
     """`reference.norm_and_rotate` with a backward pass that reads its inputs once."""
     return _norm_and_rotate_forward(x, scale, rotary, eps)[0]
 
@@ -117,13 +144,19 @@ def _norm_and_rotate_forward(
 
 
 def _norm_and_rotate_backward(
-    eps: float, saved: tuple[Any, ...], cotangent: jax.Array
+    eps: float,
+    saved: tuple[Any, ...],
+    cotangent: jax.Array,
 ) -> tuple[Any, ...]:
     x, inverse, scale, rotary = saved
 
     # Turned back.
     cos, sin = (table[:, :, None] for table in rotary)
-    halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    halves = cotangent.astype(jnp.float32).reshape(
+        *x.shape[:-1],
+        2,
+        -1,
+    )
     turned = (halves * cos + jnp.flip(halves * sin, -2)).reshape(x.shape)
 
     normed = x.astype(jnp.float32) * inverse
@@ -137,7 +170,12 @@ def _norm_and_rotate_backward(
 norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+) -> jax.Array:
     """`reference.attention` in half its time, forward and backward.
 
     The query heads that share a key head are laid along the query axis, [R, K, (H / K) L, h], so
@@ -148,18 +186,40 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
 
     # A factor on the query costs less than one on the scores.
     query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
-    query = query.reshape(rows, length, -1, group, width).transpose(0, 2, 3, 1, 4)
+    query = query.reshape(rows, length, -1, group, width).transpose(
+        0,
+        2,
+        3,
+        1,
+        4,
+    )
     query = query.reshape(rows, -1, group * length, width)
     key = key.transpose(0, 2, 1, 3)
     value = value.transpose(0, 2, 1, 3)
     bias = jnp.tile(jnp.where(visible, 0.0, HIDDEN), (1, group, 1))[:, None]
 
-    attended = _attended(query, key, value, bias).reshape(rows, -1, group, length, width)
-    return attended.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)
+    attended = _attended(query, key, value, bias).reshape(
+        rows,
+        -1,
+        group,
+        length,
+        width,
+    )
+    return attended.transpose(0, 3, 1, 2, 4).reshape(
+        rows,
+        length,
+        heads,
+        width,
+    )
 
 
 @jax.custom_vjp
-def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
+def _attended(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array,
+) -> jax.Array:
     """softmax(q k^T + bias) v.
 
     For query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
@@ -181,14 +241,20 @@ def _attended_forward(
     exponentials = jnp.exp(scores - softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     exponentials = exponentials.astype(value.dtype)
-    product = jnp.einsum("rkqs,rksh->rkqh", exponentials, value, preferred_element_type=jnp.float32)
+    product = jnp.einsum(
+        "rkqs,rksh->rkqh",
+        exponentials,
+        value,
+        preferred_element_type=jnp.float32,
+    )
     attended = (product * inverse).astype(value.dtype)
     # The arguments, the weights before division, the result.
     return attended, (query, key, value, bias, exponentials, inverse, attended)
 
 
 def _attended_backward(
-    saved: tuple[jax.Array, ...], cotangent: jax.Array
+    saved: tuple[jax.Array, ...],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     query, key, value, bias, exponentials, inverse, attended = saved
     cotangent32 = cotangent.astype(jnp.float32)
@@ -196,7 +262,12 @@ def _attended_backward(
     divided = (cotangent32 * inverse).astype(value.dtype)
 
     value_bar = jnp.einsum("rkqs,rkqh->rksh", exponentials, divided)
-    pulled = jnp.einsum("rkqh,rksh->rkqs", divided, value, preferred_element_type=jnp.float32)
+    pulled = jnp.einsum(
+        "rkqh,rksh->rkqs",
+        divided,
+        value,
+        preferred_element_type=jnp.float32,
+    )
     scores_bar = (exponentials.astype(jnp.float32) * (pulled - along)).astype(query.dtype)
     query_bar = jnp.einsum("rkqs,rksh->rkqh", scores_bar, key)
     key_bar = jnp.einsum("rkqs,rkqh->rksh", scores_bar, query)

@@ -7,7 +7,11 @@ Rotary = tuple[jax.Array, jax.Array]
 """(cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no gradient."""
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    eps: float,
+) -> jax.Array:
     """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 as in Hugging Face's Qwen code.
 
     Args:
@@ -20,12 +24,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu(
+    gate: jax.Array,
+    up: jax.Array,
+) -> jax.Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x))."""
     return jax.nn.silu(gate) * up
 
 
-def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
+def rotate(
+    x: jax.Array,
+    rotary: Rotary,
+) -> jax.Array:
     """Rotate the halves (a, b) of each head to (a cos - b sin, b cos + a sin), computed in float32.
 
     Args:
@@ -38,7 +48,12 @@ def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     return (halves * cos + swapped * sin).reshape(x.shape).astype(x.dtype)
 
 
-def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float) -> jax.Array:
+def norm_and_rotate(
+    x: jax.Array,
+    scale: jax.Array,
+    rotary: Rotary,
+    eps: float,
+) -> jax.Array:
     """RMS norm of each head, then `rotate`, applied by Qwen3 to queries and keys.
 
     Args:
@@ -50,7 +65,12 @@ def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: Rotary, eps: float) 
     return rotate(rms_norm(x, scale, eps), rotary)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the visible keys, softmax in float32.
 
     Args:
@@ -70,7 +90,11 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
     )
 
 
-def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
+def split(
+    x: jax.Array,
+    at: int,
+    axis: int,
+) -> tuple[jax.Array, jax.Array]:
     """The first `at` entries along an axis, and the rest."""
     return tuple(jnp.split(x, [at], axis=axis))
 
@@ -80,7 +104,11 @@ def softmax_maximum(x: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
 
 
-def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array,
+    kernels: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
     """x_r W_g(r) for rows that lie group by group.
 
     Args:
@@ -97,18 +125,27 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def permute(
+    x: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
+) -> jax.Array:
     """x[order]; its transpose gathers by `inverse`, where autodiff would scatter row by row."""
     return x[order]
 
 
 def _permute_forward(
-    x: jax.Array, order: jax.Array, inverse: jax.Array
+    x: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     return x[order], inverse
 
 
-def _permute_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+def _permute_backward(
+    inverse: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, None, None]:
     return cotangent[inverse], None, None
 
 
