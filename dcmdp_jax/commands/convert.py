@@ -149,6 +149,10 @@ def _export(arguments: argparse.Namespace) -> None:
     out_dir = arguments.out_dir
     dtype = arguments.dtype
     if arguments.push:
+        if arguments.adapter:
+            raise UserError(
+                "--push: got with --adapter, and only whole models are pushed; give one of the two"
+            )
         check_push(arguments.push)
     checkpoint = find_params(arguments.run_dir, arguments.step)
     source = checkpoint.path.parent

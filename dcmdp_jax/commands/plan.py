@@ -48,6 +48,10 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "--lengths: got with --search, which compares worst cases; give one of the two"
         )
+    if arguments.programs and arguments.search:
+        raise UserError(
+            "--programs: got with --search, which compiles the step alone; give one of the two"
+        )
     lengths = lengths_asked(arguments.lengths, config)
     programs = tuple(name for name in arguments.programs.split(",") if name)
     for name in programs:

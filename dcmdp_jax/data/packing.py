@@ -73,22 +73,22 @@ def pack(
 
     batch = _make_batch(shapes, columns, np.full)
     tokens_to_run = 0
-    for m, is_used in enumerate(valid):
+    for m, used in enumerate(valid):
         first = m * shapes.completions
-        members = np.flatnonzero(is_used)
+        members = np.flatnonzero(used)
         layout = lay_out(lengths[first + members], shapes)
         batch.micro_batches[m] = layout.micro_batches
         tokens_to_run += computed_tokens(shapes, layout.micro_batches)
-        for index, i in enumerate(members):
-            kind = layout.shape[index]
-            micro, row = divmod(layout.row[index], shapes.rows_per_micro_batch[kind])
+        for place, completion in enumerate(members):
+            kind = layout.shape[place]
+            micro, row = divmod(layout.row[place], shapes.rows_per_micro_batch[kind])
             _write(
                 batch.rows[kind],
                 row=(m, micro, row),
-                start=layout.start[index],
-                segment=layout.segment[index],
-                index=i,
-                episode=episodes[first + i],
+                start=layout.start[place],
+                segment=layout.segment[place],
+                index=completion,
+                episode=episodes[first + completion],
             )
 
     groups = np.array([episode.group for episode in episodes]).reshape(shape)

@@ -207,6 +207,12 @@ def test_unknown_dtype_is_refused(tmp_path):
         main(["convert", "export", str(tmp_path), str(tmp_path / "out"), "--dtype", "float16"])
 
 
+def test_an_adapter_that_would_not_be_pushed_is_refused(tmp_path):
+    words = ["export", str(tmp_path), str(tmp_path / "out"), "--adapter", "--push=me/mine"]
+    with pytest.raises(ValueError, match="^--push: got with --adapter, and only whole models are"):
+        main(["convert", *words])
+
+
 def test_export_of_a_checkpoint(tmp_path, capsys):
     """The step asked for, its parameters to the last bit, and the run's tokenizer beside them."""
     run_dir = tmp_path / "run"
