@@ -182,6 +182,7 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
         UserError: in one line, for a newer version, a setting that is unknown or was removed with a
             value that had a meaning, or a value of a wrong type.
     """
+    # A fact of the first start, saved beside the settings.
     values = {name: value for name, value in saved.items() if name != "fitted_rows"}
     version = values.pop("config_version", 0)
     if not isinstance(version, int) or version > VERSION:

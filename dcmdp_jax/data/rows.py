@@ -92,7 +92,9 @@ def problem_from_row(
         try:
             answer, solution = _checked_answer(fields, prompt)
         except UserError as error:
-            if answers == "required" or (answers == "optional" and not isinstance(error, NoAnswer)):
+            is_absent = isinstance(error, NoAnswer)
+            may_lack = answers == "unused" or (answers == "optional" and is_absent)
+            if not may_lack:
                 raise
             solution = _solution(fields).strip()
 

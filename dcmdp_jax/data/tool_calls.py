@@ -98,7 +98,8 @@ def find_calls(
             call, end = _read_function(text, event)
         else:
             call, end = _read_object(text, event.start())
-        unclosed_objects += not end
+        if not end:  # the object never closes
+            unclosed_objects += 1
         if unclosed_objects > _MOST_UNCLOSED_OBJECTS:
             break
         if call is None:

@@ -420,7 +420,7 @@ class TurnSampler:
             consequence = "a space breaks it"
             message = {
                 **message,
-                "content": pattern.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text),
+                "content": pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text),
             }
 
         for token in sorted(set(pattern.findall(text))):

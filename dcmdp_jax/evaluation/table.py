@@ -187,7 +187,7 @@ def format_comparison(runs: Sequence[Scores]) -> str:
         scores = [run.averages[task] for task in tasks]
         scores_of.setdefault(run.method, []).append([*scores, math.fsum(scores) / len(scores)])
     all_scores = np.concatenate(list(scores_of.values()))
-    shares = ((all_scores >= 0) & (all_scores <= 1)).all(axis=0)
+    is_share = ((all_scores >= 0) & (all_scores <= 1)).all(axis=0)
     means = {method: np.mean(scores, axis=0) for method, scores in scores_of.items()}
     best = np.max(list(means.values()), axis=0)
 
@@ -199,10 +199,10 @@ def format_comparison(runs: Sequence[Scores]) -> str:
             label += f" ({count} runs)"
         cells = [label]
         for column, mean in enumerate(means[method]):
-            cell = _shown(mean, shares[column])
+            cell = _shown(mean, is_share[column])
             if count > 1:
                 column_scores = [run_scores[column] for run_scores in scores]
-                cell += f" ±{_shown(t_half_width(column_scores), shares[column])}"
+                cell += f" ±{_shown(t_half_width(column_scores), is_share[column])}"
             if len(scores_of) > 1 and mean == best[column]:
                 cell += "*"
             cells.append(cell)

@@ -40,7 +40,7 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         ValueError: in one line, if a setting or the log-probs are not there, or context parallelism
             splits samples.
     """
-    dc_grpo = _settings(args)
+    dc_grpo = _dc_grpo_of_process(args)
     advice = {
         "log_probs": f"--get-mismatch-metrics and --custom-tis-function-path {__name__}.no_weights",
         "rollout_log_probs": "an engine with log-probs",
@@ -99,7 +99,7 @@ def no_weights(
     return pg_loss, loss_masks, {}
 
 
-def _settings(args: Any) -> DcGrpo:
+def _dc_grpo_of_process(args: Any) -> DcGrpo:
     """The state of this process, made at the first call."""
     global _state
     if _state is None:

@@ -158,7 +158,7 @@ class MetricsWriter:
         self._run_dir = run_dir = Path(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            jsonl.truncate(run_dir / STARTS_FILE)
+            jsonl.truncate(run_dir / STARTS_FILE)  # all starts stay; a torn last line goes
             for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
             self._rollouts = rollouts.RolloutWriter(

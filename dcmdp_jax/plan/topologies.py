@@ -216,22 +216,24 @@ def load_topology(name: str) -> Topology:
         UserError: for an unknown topology, or if its compiler is not installed.
     """
     chip, count = chip_and_count(name)
-    gpu = _GPUS.get(name.partition(":")[0])
-    package = "jax-cuda12-plugin" if gpu else "libtpu"
+    kind, _, _ = name.partition(":")
+    gpu_target = _GPUS.get(kind)
+    package = "jax-cuda12-plugin" if gpu_target else "libtpu"
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(
             f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}"
         )
 
     try:
-        if gpu:
+        if gpu_target:
             _load_cudnn()
             near = min(count, chip.devices_near)
+            hosts = -(-count // near)
             description = topologies.get_topology_desc(
                 "gpu",
                 platform="cuda",
-                target_config=gpu,
-                topology=f"1x{-(-count // near)}x{near}",
+                target_config=gpu_target,
+                topology=f"1x{hosts}x{near}",
             )
         else:
             description = topologies.get_topology_desc(name, platform="tpu")

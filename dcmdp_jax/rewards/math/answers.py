@@ -179,23 +179,23 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
     predicted_measure, expected_measure = measures(predicted, expected)
     predicted_text = predicted_measure.text
     expected_text = expected_measure.text
-    scales = factors(predicted_measure, expected_measure)
-    same_scale = any(a == b for a, b in scales)
+    unit_factors = factors(predicted_measure, expected_measure)  # none: the units disagree
+    same_unit = any(a == b for a, b in unit_factors)
     verdict = _compare_series(predicted_text, expected_text)
     if verdict is not None:
-        return verdict and same_scale
+        return verdict and same_unit
     predicted_value = parse_number(predicted_text)
     expected_value = parse_number(expected_text)
     if predicted_value is not None and expected_value is not None:
         if tolerance is not None:
+            # The tolerance is in the reference's unit.
             return any(
-                abs(predicted_value * a - expected_value * b) <= tolerance * b for a, b in scales
+                abs(predicted_value * a - expected_value * b) <= tolerance * b
+                for a, b in unit_factors
             )
-        return any(same_number(predicted_value * a, expected_value * b) for a, b in scales)
+        return any(same_number(predicted_value * a, expected_value * b) for a, b in unit_factors)
     if _INTEGER.fullmatch(predicted_text) and _INTEGER.fullmatch(expected_text):
-        return same_scale and _canonical_integer(predicted_text) == _canonical_integer(
-            expected_text
-        )
+        return same_unit and _canonical_integer(predicted_text) == _canonical_integer(expected_text)
 
     verdict = _compare_based(predicted, expected)
     if verdict is not None:
