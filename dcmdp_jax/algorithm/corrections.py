@@ -65,12 +65,7 @@ _Flags = Bool[Array, "R L"]
 # Importance weights: the loss becomes one under the training stack's distribution.
 
 
-def tis(
-    tokens: Tokens,
-    *,
-    low: float = 0.0,
-    high: float = 2.0,
-) -> Corrected:
+def tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     """Truncated importance sampling of tokens (Yao et al. 2025): w_t = clip(r_t, low, high).
 
     Nothing is dropped. Ratio: training over rollout. Denominator: all tokens. verl
@@ -118,12 +113,7 @@ def sequence_tis(
     return _truncated(tokens, jnp.exp(_sequence_log_ratio(tokens)), low, high)
 
 
-def icepop(
-    tokens: Tokens,
-    *,
-    low: float = 0.5,
-    high: float = 5.0,
-) -> Corrected:
+def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
     """Masked importance sampling of tokens, IcePop (Ring-1T, 2025): w_t = r_t inside [low, high].
 
     Other tokens are dropped. Ratio: training over rollout. Denominator: kept tokens, as in AReaL
@@ -135,11 +125,7 @@ def icepop(
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
 
 
-def kpop(
-    tokens: Tokens,
-    *,
-    high: float = 2.0,
-) -> Corrected:
+def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
     """KPop (Ling team, 2026): w_t = r_t where both binary KLs are at most `high`, else dropped.
 
         max(KL(p || q), KL(q || p)) with KL of (p, 1 - p) and (q, 1 - q), nats
@@ -175,12 +161,7 @@ def sequence_mis(
 # Weights by what came before the token: products, minima and means along a completion.
 
 
-def minpro(
-    tokens: Tokens,
-    *,
-    low: float = 0.0,
-    high: float = 2.0,
-) -> Corrected:
+def minpro(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     """Minimum prefix ratio (MinPRO, arXiv:2601.22718): w_t = clip(r_t min_{j<t} r_j, low, high).
 
     w_1 = clip(r_1). The least ratio before the token stands for their product, which reweighs the
@@ -215,12 +196,7 @@ def ctpo(
     return _corrected(tokens, jnp.exp(log_ratio), truncated=total != log_ratio)
 
 
-def pnpo(
-    tokens: Tokens,
-    *,
-    low: float = 0.0,
-    high: float = 2.0,
-) -> Corrected:
+def pnpo(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     """Geometric mean of the prefix (PNPO, arXiv:2608.01418).
 
         w_t = clip((prod_{j<=t} r_j)^(1 / t), low, high)
@@ -269,11 +245,7 @@ def geometric_rejection(
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
 
-def sequence_error(
-    tokens: Tokens,
-    *,
-    high: float = 1.5,
-) -> Corrected:
+def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
     """Keep completions whose mean_t e^|d_t| is at most `high`.
 
     Differences of either sign add, unlike in the mean of k1. Denominator: kept tokens. NeMo-RL
@@ -303,11 +275,7 @@ def probability_band(
     return _kept(tokens, shift, ~((shift < -low) | (shift > high)))
 
 
-def vaco(
-    tokens: Tokens,
-    *,
-    high: float = 0.05,
-) -> Corrected:
+def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     """VACO (arXiv:2603.01365): drop tokens with A d_t > 0 where mean_t |r_t - 1| is above `high`.
 
     The mean is over the token's completion. |r - 1| of sampled tokens estimates twice the total
@@ -322,11 +290,7 @@ def vaco(
     return _kept(tokens, mean, ~(adds_to_it & (mean > high)))
 
 
-def m2po(
-    tokens: Tokens,
-    *,
-    high: float = 0.04,
-) -> Corrected:
+def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     """M2PO (arXiv:2510.01161): drop the largest d^2 until the mean of the others is at most `high`.
 
     One token is kept in any case. The mean is over the tokens of one call, a micro-batch on one
@@ -347,11 +311,7 @@ def m2po(
     return _kept(tokens, squares, ~mask | (rank < num_kept))
 
 
-def veto(
-    tokens: Tokens,
-    *,
-    floor: float = 1e-4,
-) -> Corrected:
+def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
     """Drop a whole completion if one of its tokens has r_t below `floor`.
 
     Ratio: training over rollout. Denominator: kept tokens; in slime (`rs_veto_threshold`) dropped
@@ -362,11 +322,7 @@ def veto(
     return _kept(tokens, lowest, ~(lowest < math.log(floor)))
 
 
-def off_policy_mask(
-    tokens: Tokens,
-    *,
-    high: float = 0.5,
-) -> Corrected:
+def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     """Drop completions with A < 0 and mean_t (log q_t - log pi_t) above `high` nats.
 
     DeepSeek-V3.2, Eq. 9. pi is the policy now, so that policy drift counts and engine mismatch too.
@@ -440,10 +396,7 @@ CORRECTIONS = TRUNCATIONS | MASKS | FILTERS
 """Name -> correction."""
 
 
-def of_single_tokens(
-    name: str,
-    parameters: Mapping[str, Any],
-) -> bool:
+def of_single_tokens(name: str, parameters: Mapping[str, Any]) -> bool:
     """Whether a correction with these parameters looks at each token alone."""
     if parameters.get("over") == "token":
         return True
@@ -522,10 +475,7 @@ def _sequence_log_ratio(tokens: Tokens) -> _Values:
     return clamp(_gathered(tokens, completion_sums, _token_difference(tokens)), MAX_LOG_RATIO)
 
 
-def _inside_mask(
-    tokens: Tokens,
-    values: _Values,
-) -> _Values:
+def _inside_mask(tokens: Tokens, values: _Values) -> _Values:
     require_tokens(tokens)
     return jnp.where(
         jnp.asarray(tokens.completion_mask, bool), jnp.asarray(values, jnp.float32), 0.0
@@ -576,10 +526,7 @@ def _scanned(
     num_before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
     begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=-1)))
 
-    def join(
-        a: Any,
-        b: Any,
-    ) -> Any:
+    def join(a: Any, b: Any) -> Any:
         """Join pairs of (whether a completion begins, value): what begins in b forgets a."""
         return a[0] | b[0], jnp.where(b[0], b[1], combine(a[1], b[1]))
 
@@ -589,21 +536,14 @@ def _scanned(
     return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=-1))
 
 
-def _require_band(
-    low: float,
-    high: float,
-) -> None:
+def _require_band(low: float, high: float) -> None:
     require_number("low", low, minimum=0)
     require_number("high", high, minimum=0, open_minimum=True)
     if low >= high:
         raise ValueError(f"the band from low={low:g} to high={high:g} is empty")
 
 
-def _inside(
-    values: _Values,
-    low: float,
-    high: float,
-) -> _Flags:
+def _inside(values: _Values, low: float, high: float) -> _Flags:
     """Whether low <= value <= high; true for NaN, which must not be dropped unseen."""
     _require_band(low, high)
     return ~((values < low) | (values > high))

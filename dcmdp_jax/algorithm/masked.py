@@ -30,10 +30,7 @@ terms in one run end 2.4e-4 off; in blocks of 256 the error stays near 1e-6.
 """
 
 
-def masked_sum(
-    values: Shaped[Array, "*s"],
-    mask: Shaped[Array, "*s"],
-) -> Mean:
+def masked_sum(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Mean:
     """Sum of `values` where `mask` is true, with their count, left unreduced.
 
     Args:
@@ -165,11 +162,7 @@ def masked_quantile(
     # Else inf - inf or 0 * inf, which are NaN.
     between = (fraction > 0) & (low != high)
     quantile = jnp.where(between, low + fraction * jnp.where(between, high - low, 0.0), low)
-    quantile = jnp.where(
-        jnp.any(mask & jnp.isnan(values)),
-        jnp.nan,
-        quantile,
-    )
+    quantile = jnp.where(jnp.any(mask & jnp.isnan(values)), jnp.nan, quantile)
     return jnp.where(jnp.any(mask), quantile, 0.0)
 
 
@@ -199,11 +192,7 @@ def completion_sums(
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
     mask, index = _checked(where, token_values=token_values)
-    values = jnp.where(
-        mask,
-        jnp.asarray(token_values, jnp.float32),
-        0.0,
-    )
+    values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), 0.0)
 
     count = where.num_completions
     length = index.shape[-1]
@@ -257,11 +246,7 @@ def completion_maxima(
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
     mask, index = _checked(where, token_values=token_values)
-    values = jnp.where(
-        mask,
-        jnp.asarray(token_values, jnp.float32),
-        -jnp.inf,
-    )
+    values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), -jnp.inf)
     largest = jax.ops.segment_max(
         values.ravel(),
         index.ravel(),

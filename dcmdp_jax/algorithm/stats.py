@@ -40,10 +40,7 @@ def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def clamp(
-    x: Float[Array, "*s"],
-    limit: float,
-) -> Float[jax.Array, "*s"]:
+def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
     """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
 
     At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the
@@ -227,10 +224,7 @@ _EXTREME = {Max: jnp.max, Min: jnp.min}
 _EMPTY = {Max: -jnp.inf, Min: jnp.inf}
 
 
-def merge(
-    a: Any,
-    b: Any,
-) -> Any:
+def merge(a: Any, b: Any) -> Any:
     """Merge two trees of statistics, leaf by leaf, each by its type.
 
     In the dtype of `a`, so that a float32 sum of bfloat16 parts stays float32.
@@ -239,11 +233,7 @@ def merge(
         ValueError: if the shapes differ.
     """
 
-    def join(
-        kind: type,
-        a: Array,
-        b: Array,
-    ) -> jax.Array:
+    def join(kind: type, a: Array, b: Array) -> jax.Array:
         require_same_shape(one=a, other=b)
         return _JOIN[kind](a, jnp.asarray(b).astype(jnp.result_type(a)))
 
@@ -259,10 +249,7 @@ def merge_stacked(tree: Any) -> Any:
     return functools.reduce(merge, map(entry, range(len(jax.tree.leaves(tree)[0]))))
 
 
-def across(
-    tree: Any,
-    axis_name: str | None,
-) -> Any:
+def across(tree: Any, axis_name: str | None) -> Any:
     """Merge a tree of statistics over a mesh axis; call it inside `jax.shard_map`.
 
     All sums and means travel in one `psum`. Extremes are gathered: a backend's own maximum may skip
@@ -301,10 +288,7 @@ def values(tree: Any) -> Any:
     return _map(lambda x: x.value(), tree)
 
 
-def _filled(
-    start: float,
-    leaf: Any,
-) -> jax.Array:
+def _filled(start: float, leaf: Any) -> jax.Array:
     dtype = leaf.dtype
     if start or jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.float32

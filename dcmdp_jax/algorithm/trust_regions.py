@@ -95,12 +95,7 @@ def clip(
     return region._replace(objective=objective), {"policy/dual_clip_fraction": capped_share}
 
 
-def dppo_tv(
-    tokens: Tokens,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-) -> Region:
+def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """DPPO's binary total variation: gamma A while |pi - mu| is within bounds (arXiv:2602.04879).
 
         stopped:  A > 0 and pi - mu > high,  or  A < 0 and pi - mu < -low,  in probability, 0 to 1
@@ -117,12 +112,7 @@ def dppo_tv(
     return _masked(tokens, falls, rises)
 
 
-def dppo_kl(
-    tokens: Tokens,
-    *,
-    low: float = 0.05,
-    high: float = 0.05,
-) -> Region:
+def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     """DPPO's binary KL: gamma A while KL(Bernoulli(mu) || Bernoulli(pi)) is within bounds, in nats.
 
         D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
@@ -140,12 +130,7 @@ def dppo_kl(
     return _masked(tokens, falls, rises)
 
 
-def drpo(
-    tokens: Tokens,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-) -> Region:
+def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     """DRPO, the smooth form of `dppo_tv` (Yao et al. 2026, arXiv:2606.09821).
 
         gamma A - |A| / (2 c) mu (gamma - 1)^2,    c = high where A > 0, low where A < 0
@@ -162,12 +147,7 @@ def drpo(
     return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic)
 
 
-def ipo(
-    tokens: Tokens,
-    *,
-    high: float = 0.3,
-    cap: float = 1e4,
-) -> Region:
+def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
     """IPO: min(gamma, cap) A while |pi - mu| <= high, whatever the sign of A.
 
     prime-rl's default since 2026-08-27. The cap takes nothing from the gradient's direction: above
@@ -183,12 +163,7 @@ def ipo(
     return _masked(tokens._replace(ratio=tokens.ratio * scale), shift < -high, shift > high)
 
 
-def cispo(
-    tokens: Tokens,
-    *,
-    low: float = 0.0,
-    high: float = 5.0,
-) -> Region:
+def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
     """CISPO (MiniMax-M1, arXiv:2506.13585): sg(clip(gamma, low, high)) A log pi.
 
     No token loses its gradient. Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5
@@ -296,10 +271,7 @@ def _masked(
     return Region(jnp.where(low | high, 0.0, tokens.ratio * tokens.advantages), low, high)
 
 
-def _weighed(
-    tokens: Tokens,
-    weights: Float[Array, "R L"],
-) -> Region:
+def _weighed(tokens: Tokens, weights: Float[Array, "R L"]) -> Region:
     """sg(weight) A log pi: the policy gradient with these weights, which are constants."""
     return Region(stop_gradient(weights) * tokens.advantages * tokens.train_logprobs)
 

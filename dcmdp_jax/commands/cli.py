@@ -202,7 +202,7 @@ def _fail(error: Exception, debug: bool) -> int:
 
 
 def _append_to_log(event: str, text: str) -> Path | None:
-    """Append to the run's error.log. Return its path, or None if no run has one that can be written."""
+    """Append to the run's error.log. Return its path; None if no run has one to write to."""
     if _run_dir is None:
         return None
     path = _run_dir / ERROR_LOG

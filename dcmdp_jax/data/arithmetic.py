@@ -133,10 +133,11 @@ class ArithmeticSpec:
             try:
                 if types[key] is bool:
                     values[key] = truth[value]
-                elif value.isascii():
-                    values[key] = types[key](value)
-                else:  # int() and float() would take the digits of other scripts too
-                    values[key] = types[key]("")
+                    continue
+                # int() and float() also take the digits of other scripts.
+                if not value.isascii():
+                    raise ValueError
+                values[key] = types[key](value)
             except (KeyError, ValueError):
                 raise UserError(
                     f"task {location}: {key} = {value!r} is not {types[key].__name__}"

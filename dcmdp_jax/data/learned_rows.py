@@ -152,14 +152,11 @@ def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{path} is {shorten(call)}, it needs a name and arguments")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # As OpenAI's files have them; a call without arguments has an empty text in some.
-        if arguments.strip():
-            arguments = _parsed(arguments, f"{path}.arguments")
-        else:
-            arguments = None
-    if arguments is None:
+    # A call without arguments has an empty text in some files.
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
+    elif isinstance(arguments, str):  # as OpenAI's files have them
+        arguments = _parsed(arguments, f"{path}.arguments")
     if not isinstance(arguments, Mapping):
         raise UserError(f"{path}.arguments is {shorten(arguments)}, must be a JSON object")
     function = {**function, "arguments": dict(arguments)}

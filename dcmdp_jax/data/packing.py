@@ -104,10 +104,7 @@ def pack(
     return batch, (int(lengths[~dropped].sum()), tokens_to_run)
 
 
-def abstract_batch(
-    packing: RowShapes,
-    columns: Mapping[str, Shape],
-) -> Batch:
+def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
     """Shapes of the batch that `pack` makes.
 
     Args:
@@ -198,10 +195,7 @@ def one_a_row(
     return rows._replace(completion_index=np.broadcast_to(index, shape))
 
 
-def staleness_metrics(
-    batch: Batch,
-    policy_version: int,
-) -> dict[str, float]:
+def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
     """Steps between the trained policy and those that sampled the batch's tokens.
 
     0 in a synchronous run.

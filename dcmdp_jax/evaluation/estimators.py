@@ -9,10 +9,7 @@ _RESAMPLES = 2000
 _LEVEL = 0.95
 
 
-def pass_at_every_k(
-    correct: np.ndarray,
-    samples: int,
-) -> np.ndarray:
+def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
     """Unbiased pass@k of each problem for every k from 1 to n (Chen et al. 2021, Eq. 1).
 
         pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{j < k} (n - c - j) / (n - j)
@@ -40,11 +37,7 @@ def pass_at_every_k(
     return 1 - np.cumprod(factors, axis=1)
 
 
-def bootstrap_interval(
-    values: np.ndarray,
-    *,
-    seed: int,
-) -> tuple[float, float]:
+def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
     """95% percentile interval of the mean over problems, from 2,000 resamples with replacement.
 
     The interval says how the mean depends on the choice of problems; a problem's own samples are
@@ -66,10 +59,7 @@ def bootstrap_interval(
     return tuple(np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]).tolist())
 
 
-def t_quantile(
-    count: int,
-    level: float = _LEVEL,
-) -> float:
+def t_quantile(count: int, level: float = _LEVEL) -> float:
     """Half width of an interval of a mean of `count` independent values, in standard errors."""
     return float(stdtrit(count - 1, (1 + level) / 2))
 

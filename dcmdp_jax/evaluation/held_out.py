@@ -91,7 +91,7 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
 
 
 def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of a task: avg@K, pass@K, interval, mean of each of several rewards, logged values."""
+    """Metrics of a task: avg@K, pass@K, interval, means of several rewards, logged values."""
     task = result.task.removeprefix("eval/")
     metrics = {
         f"eval/{task}/avg@{result.samples}": result.average,

@@ -92,12 +92,11 @@ def register(
             data = penalized(data)
         return data
 
+    # Imported first: the import copies `compute_advantage` by name.
+    utils = _session_utils()
     _replace(original, compute_advantage)
-    try:
-        from verl.trainer.ppo.v1 import utils
-    except ImportError:  # before 0.9, or without what that trainer needs
+    if utils is None:
         return
-    _replace(original, compute_advantage)
     of_sessions = utils.compute_advantage_for_multi_trajectories
 
     @functools.wraps(of_sessions)
@@ -145,13 +144,20 @@ def register_recorder(recorder: Recorder, *, first_step: int = 1) -> None:
 
         return compute
 
+    utils = _session_utils()
     _replace(ray_trainer.compute_advantage, recorded(ray_trainer.compute_advantage))
+    if utils is not None:
+        of_sessions = utils.compute_advantage_for_multi_trajectories
+        _replace(of_sessions, recorded(of_sessions))
+
+
+def _session_utils() -> Any:
+    """Import the module of verl's newer trainer that counts sessions; None where there is none."""
     try:
         from verl.trainer.ppo.v1 import utils
     except ImportError:  # before 0.9, or without what that trainer needs
-        return
-    of_sessions = utils.compute_advantage_for_multi_trajectories
-    _replace(of_sessions, recorded(of_sessions))
+        return None
+    return utils
 
 
 def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:

@@ -244,11 +244,7 @@ def convolved(
     return jax.nn.silu(total).astype(channels.dtype)
 
 
-def heads(
-    config: ModelConfig,
-    channels: jax.Array,
-    mixed: Mixed,
-) -> Heads:
+def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
     """Split the convolved channels into heads; a key head serves several value heads."""
     key_heads = config.linear_num_key_heads
     value_heads = config.linear_num_value_heads
@@ -316,10 +312,7 @@ def in_chunks(
     batch, length = segment_ids.shape
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
-    def chunks(
-        x: jax.Array,
-        mode: str = "constant",
-    ) -> jax.Array:
+    def chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
         """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the
         state as it is.
         """

@@ -30,11 +30,7 @@ class Draw(NamedTuple):
 
 
 @jax.jit
-def row_keys(
-    seed: jax.Array,
-    step: jax.Array,
-    rows: jax.Array,
-) -> jax.Array:
+def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
     """Make raw threefry keys, [R, 2] uint32: fold_in(fold_in(key(seed), step), row).
 
     Args:
@@ -47,10 +43,7 @@ def row_keys(
     return jax.random.key_data(keys)
 
 
-def token_words(
-    keys: jax.Array,
-    tokens: jax.Array,
-) -> jax.Array:
+def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
     """Make random words, [R, 2] uint32, for one token of each row.
 
     From fold_in(row key, token), for `tokens[r]` [R] int32.
@@ -93,10 +86,7 @@ def _threefry(
     return high, low
 
 
-def nucleus(
-    scaled: jax.Array,
-    top_p: jax.Array,
-) -> jax.Array:
+def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     """Mask the nucleus: the smallest set of most likely tokens whose mass reaches `top_p`.
 
     All tokens tied with the last one needed are included, so the result does not depend on the
@@ -115,10 +105,7 @@ def nucleus(
     bits = lax.bitcast_convert_type(weights, jnp.int32)
     needed_mass = top_p * jnp.sum(weights, axis=-1)
 
-    def halve(
-        i: int,
-        threshold: jax.Array,
-    ) -> jax.Array:
+    def halve(i: int, threshold: jax.Array) -> jax.Array:
         higher = threshold | (jnp.int32(1) << (30 - i))
         inside = bits >= higher[:, None]
         mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)
@@ -209,10 +196,7 @@ def choose_tokens(
     return tokens, logprobs, top_ids, top_logprobs
 
 
-def _invert(
-    masses: jax.Array,
-    words: jax.Array,
-) -> jax.Array:
+def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
     """Return the first index whose cumulative mass exceeds u * total.
 
     u < 1 is the word's upper 24 bits / 2^24.

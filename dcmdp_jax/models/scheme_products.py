@@ -58,10 +58,7 @@ class SchemeKernel:
     products: str
 
 
-def with_scheme(
-    layer_params: Params,
-    scheme: Scheme,
-) -> Params:
+def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     """One layer's parameters, its matrices as `SchemeKernel`s.
 
     Args:
@@ -91,10 +88,7 @@ def with_scheme(
     return {**layer_params, "attention": attention, "mlp": mlp}
 
 
-def scheme_matmul(
-    x: jax.Array,
-    kernel: SchemeKernel,
-) -> jax.Array:
+def scheme_matmul(x: jax.Array, kernel: SchemeKernel) -> jax.Array:
     """Q(x) Q(W) of `x` [T, in], in its dtype; see the module."""
     return _product(x, kernel.weights, kernel.scale, kernel.products)
 
@@ -167,10 +161,7 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-def round_cache(
-    x: jax.Array,
-    cache: str,
-) -> jax.Array:
+def round_cache(x: jax.Array, cache: str) -> jax.Array:
     """Keys or values as an engine with this cache reads them; the gradient passes straight through.
 
     e4m3 ("fp8") and e5m2, saturating, with scale 1. "_truncated": towards zero, as vLLM's CPU build
@@ -196,10 +187,7 @@ def round_cache(
     return rounded.astype(x.dtype) + (x - exact)  # the difference is exactly 0
 
 
-def _truncate(
-    x: jax.Array,
-    info: jnp.finfo,
-) -> jax.Array:
+def _truncate(x: jax.Array, info: jnp.finfo) -> jax.Array:
     """Finite float32 towards zero, to the mantissa of a dtype or the steps of its subnormals."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     mask = (0xFFFFFFFF << (23 - info.nmant)) & 0xFFFFFFFF
@@ -208,10 +196,7 @@ def _truncate(
     return jnp.where(jnp.abs(x) < 2.0**info.minexp, jnp.trunc(x * steps) / steps, normal)
 
 
-def _scales(
-    kernels: list[jax.Array],
-    products: str,
-) -> list[jax.Array]:
+def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
     """[G, out] float32 scales of matrices that the engine holds as one, side by side."""
     kernels = [lax.stop_gradient(kernel) for kernel in kernels]
     if products == "int8":
@@ -233,10 +218,7 @@ def _scales(
     return scales
 
 
-def _block_scales(
-    magnitudes: jax.Array,
-    widths: list[int],
-) -> list[jax.Array]:
+def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
     rows, columns = magnitudes.shape
     padded = jnp.pad(magnitudes, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -294,20 +276,14 @@ def _scaled_weights(
     return rounded
 
 
-def _by_input(
-    scale: jax.Array,
-    size: int,
-) -> jax.Array:
+def _by_input(scale: jax.Array, size: int) -> jax.Array:
     """[in or 1, out] of [G, out]."""
     if len(scale) == 1:
         return scale
     return jnp.repeat(scale, BLOCK, axis=0)[:size]
 
 
-def _round_tokens(
-    x: jax.Array,
-    products: str,
-) -> tuple[jax.Array, jax.Array]:
+def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
     """Values [T, in] float32, and their scales [T, groups]."""
     x = x.astype(jnp.float32)
     if products == "int8":
@@ -329,10 +305,7 @@ def _round_tokens(
     return x, jnp.ones((len(x), 1), jnp.float32)
 
 
-def _scaled_tokens(
-    values: jax.Array,
-    scale: jax.Array,
-) -> jax.Array:
+def _scaled_tokens(values: jax.Array, scale: jax.Array) -> jax.Array:
     if scale.shape[1] > 1:
         scale = jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]]
     return values * scale

@@ -30,10 +30,7 @@ def smallest_batch(platform: str) -> int:
     return 16 if platform == "cpu" else 32
 
 
-def cache_capacities(
-    block: int,
-    limit: int,
-) -> list[int]:
+def cache_capacities(block: int, limit: int) -> list[int]:
     """Completion tokens that the cache of each level holds, for completions of up to `limit`."""
     # One doubling is not worth a second program and the copy.
     capacities = [block if limit > 2 * block else limit]
@@ -79,10 +76,7 @@ def length_bucket(tokens: int) -> int:
     return max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
 
 
-def round_up(
-    value: int,
-    multiple: int,
-) -> int:
+def round_up(value: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-value // multiple) * multiple
 
@@ -125,27 +119,17 @@ class BatchSizes:
         """Completion tokens that the cache of each level holds."""
         return cache_capacities(self.cache_block, self.limit)
 
-    def half(
-        self,
-        rows: int,
-    ) -> int:
+    def half(self, rows: int) -> int:
         """Half the rows, on every device."""
         return round_up(-(-rows // 2), self.devices)
 
-    def shrunk(
-        self,
-        rows: int,
-        live: int,
-    ) -> int:
+    def shrunk(self, rows: int, live: int) -> int:
         """Halve the row count while the live rows fit and it stays at or above `min_rows`."""
         while max(live, self.min_rows) <= self.half(rows) < rows:
             rows = self.half(rows)
         return rows
 
-    def batches(
-        self,
-        bucket: int,
-    ) -> tuple[tuple[int, int, int], ...]:
+    def batches(self, bucket: int) -> tuple[tuple[int, int, int], ...]:
         """Rows, cache slots and prefix slots of all batches that prompts of the bucket can reach.
 
         A call begins with the first.

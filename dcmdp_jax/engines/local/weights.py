@@ -24,11 +24,7 @@ from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
 
-def in_precision(
-    params: Params,
-    config: ModelConfig,
-    precision: str,
-) -> Params:
+def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
     """The trainer's parameters, or a part of them, in the engine's precision.
 
     Layers may be stacked or one. Scales are per output channel: fusing before or after quantization
@@ -45,11 +41,7 @@ def in_precision(
     return _cast(params, {name: marks[name] for name in params}, precision)
 
 
-def _cast(
-    tree: Params,
-    quantized: Params,
-    precision: str,
-) -> Params:
+def _cast(tree: Params, quantized: Params, precision: str) -> Params:
     if precision in quantize.PRECISIONS:
         return quantize.quantize_tree(tree, quantized, precision)
     if precision == "exact":
@@ -57,10 +49,7 @@ def _cast(
     return jax.tree.map(lambda leaf: leaf.astype(precision), tree)
 
 
-def _one_layer(
-    config: ModelConfig,
-    dtype: str = "float32",
-) -> Params:
+def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
     """Shapes of one layer of each kind."""
     stacked = param_shapes(config, dtype)["layers"]
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
@@ -101,12 +90,7 @@ class Conversion:
         outside_checksums: checksums of the other leaves.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        precision: str,
-        mesh: Mesh,
-    ) -> None:
+    def __init__(self, config: ModelConfig, precision: str, mesh: Mesh) -> None:
         """Declare the programs; each is compiled when it first runs.
 
         Args:
@@ -148,11 +132,7 @@ class Conversion:
                 check_vma=False,
             )
 
-        def layer(
-            layers: Params,
-            index: jax.Array,
-            kind: str,
-        ) -> Params:
+        def layer(layers: Params, index: jax.Array, kind: str) -> Params:
             separate = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
             if ways > 1:
                 separate = jax.lax.with_sharding_constraint(separate, shardings(unfused[kind]))
@@ -175,10 +155,7 @@ class Conversion:
             ]
             return [*sums, _checksums(converted, flat=one_device)]
 
-        def layer_checksums(
-            engine_layer: Params,
-            kind: str,
-        ) -> jax.Array:
+        def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
             split = functools.partial(_separated, config=config, ways=ways)
             separate = on_parts(split, fused[kind], unfused[kind])(engine_layer)
             return _checksums(separate, flat=mesh.size == 1)
@@ -194,10 +171,7 @@ class Conversion:
         self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
         self.outside_checksums = jax.jit(functools.partial(_checksums, flat=mesh.size == 1))
 
-    def weights(
-        self,
-        params: Params,
-    ) -> Params:
+    def weights(self, params: Params) -> Params:
         """The engine's tree, new arrays, sharded by `layout.weight_specs`.
 
         `layers` is a list of one dict per layer with fused projections (see
@@ -218,17 +192,11 @@ class Conversion:
         specs = weight_specs(shapes, self._config, self._mesh)
         layer_specs = self._config.by_kind(specs["layers"])
 
-        def move(
-            leaf: jax.Array,
-            spec: P,
-        ) -> jax.Array:
+        def move(leaf: jax.Array, spec: P) -> jax.Array:
             sharding = NamedSharding(self._mesh, spec)
             return jax.device_put(to_local(leaf, sharding), sharding)
 
-        def layer(
-            kind: str,
-            index: int,
-        ) -> Params:
+        def layer(kind: str, index: int) -> Params:
             moved = jax.tree.map(
                 lambda leaf, spec: move(leaf[index][None], P(None, *spec)),
                 layers[kind],
@@ -265,11 +233,7 @@ class Conversion:
 conversion = functools.lru_cache(maxsize=32)(Conversion)
 
 
-def _separated(
-    layer: Params,
-    config: ModelConfig,
-    ways: int,
-) -> Params:
+def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     """The inverse of `fuse_projections` on one of `ways` devices."""
     query = config.num_heads * config.head_dim // ways * (1 + config.family.output_gate)
     shared = config.num_kv_heads * config.head_dim // ways
@@ -284,10 +248,7 @@ def _separated(
     if not decoder.is_recurrent(layer):
         fused = attention.pop("qkv")
 
-        def columns(
-            start: int,
-            stop: int,
-        ) -> Params:
+        def columns(start: int, stop: int) -> Params:
             return jax.tree.map(lambda leaf: leaf[..., start:stop], fused)
 
         attention["q"] = columns(0, query)
@@ -304,10 +265,7 @@ def _devices(leaf: jax.Array) -> list[jax.Device]:
     return list(sharding.device_set)
 
 
-def conversion_mesh(
-    params: Params,
-    mesh: Mesh,
-) -> Mesh:
+def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
     """The engine's mesh, or its first device where the devices of a CPU will share its copy."""
     first = mesh.devices.reshape(-1)[:1]
     if (
@@ -319,10 +277,7 @@ def conversion_mesh(
     return mesh
 
 
-def share_copies(
-    weights: Params,
-    mesh: Mesh,
-) -> Params:
+def share_copies(weights: Params, mesh: Mesh) -> Params:
     """Replicate `weights` from the devices of `conversion_mesh` to all of `mesh`.
 
     CPU devices with the same part of an array share one copy in memory.
@@ -349,12 +304,7 @@ def _bounds(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ..
     return tuple((axis.start, axis.stop) for axis in index)
 
 
-def _checksums(
-    tree: Params,
-    *,
-    flat: bool,
-    stacked: bool = False,
-) -> jax.Array:
+def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
     """`array_checksum` of each leaf, [leaves]; of each layer of stacked ones, [layers, leaves]."""
 
     def checksum(x: jax.Array) -> jax.Array:

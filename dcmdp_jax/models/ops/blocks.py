@@ -35,10 +35,7 @@ class _Blocks:
         return f"{BLOCKS}_{self.owner.size}"
 
 
-def _blocks(
-    group_sizes: jax.Array,
-    rows: int,
-) -> _Blocks:
+def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
     groups = group_sizes.shape[0]
     size = min(_MOST_BLOCK_ROWS, max(8, 1 << (rows // groups).bit_length()))
 
@@ -82,10 +79,7 @@ def _by_blocks(
     # Blocks are written in order: what one writes beyond its group the next ones overwrite.
     padded = jnp.pad(x, ((0, blocks.size), (0, 0)))
 
-    def body(
-        i: jax.Array,
-        y: jax.Array,
-    ) -> jax.Array:
+    def body(i: jax.Array, y: jax.Array) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.owner[i], keepdims=False)
         product = jax.lax.dot_general(block, kernel, (((1,), (contracted,)), ((), ())))
@@ -114,10 +108,7 @@ def _grouped_backward(
     padded = jnp.pad(x, padding)
     padded_bar = jnp.pad(cotangent, padding)
 
-    def body(
-        i: jax.Array,
-        grads: jax.Array,
-    ) -> jax.Array:
+    def body(i: jax.Array, grads: jax.Array) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         bar = jax.lax.dynamic_slice_in_dim(padded_bar, blocks.first[i], blocks.size)
         bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)

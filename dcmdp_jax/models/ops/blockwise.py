@@ -164,10 +164,7 @@ class _Queries:
             following=segments.real[after],
         )
 
-    def keys(
-        self,
-        block: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    def keys(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First key of a block, and [B, n] bool: which a query sees. The queries' own come last."""
         size = self.valid.shape[0]
         at = jnp.minimum(self.begin + block * size, self.at)
@@ -175,11 +172,7 @@ class _Queries:
         key_index = at + jnp.arange(size, dtype=jnp.int32)[:, None]
         return at, (key_index >= self.first) & (key_index <= jnp.minimum(self.index, last))
 
-    def write(
-        self,
-        target: jax.Array,
-        columns: jax.Array,
-    ) -> jax.Array:
+    def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
         """`target` [T, K, G, ...] with the block's [K, ..., n] at its valid queries."""
         size = self.valid.shape[0]
         block = columns.reshape(*columns.shape[:-1], -1, size)
@@ -190,11 +183,7 @@ class _Queries:
         return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
 
 
-def _rows(
-    x: jax.Array,
-    at: jax.Array | int,
-    size: int,
-) -> jax.Array:
+def _rows(x: jax.Array, at: jax.Array | int, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, at, size)
 
 
@@ -208,19 +197,12 @@ def _as_columns(x: jax.Array) -> jax.Array:
     return x.transpose(1, 3, 2, 0).reshape(x.shape[1], x.shape[3], -1)
 
 
-def _product(
-    x: jax.Array,
-    y: jax.Array,
-) -> jax.Array:
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     """[K, a, b] [K, b, c] in float32: the order of axes that XLA's CPU products are fastest in."""
     return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
-def _scopes(
-    total: int,
-    length: int,
-    size: int,
-) -> tuple[str, str]:
+def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
     in_row = -(-length // size)
     return f"{QUERY_BLOCKS}_{total // length * in_row}", f"{KEY_BLOCKS}_{in_row}"
 
@@ -336,10 +318,7 @@ def _attended_backward(
             scores_bar = (weights * (_product(values, bar_columns) - along)).astype(query.dtype)
             block_bar += _product(_rows(key, at, size).transpose(1, 2, 0), scores_bar)
 
-            def add(
-                sums: jax.Array,
-                product: jax.Array,
-            ) -> jax.Array:
+            def add(sums: jax.Array, product: jax.Array) -> jax.Array:
                 added = _rows(sums, at, size) + product.transpose(1, 0, 2)
                 return lax.dynamic_update_slice_in_dim(sums, added, at, 0)
 

@@ -18,10 +18,7 @@ HIDDEN = -1e30
 
 
 @jax.custom_vjp
-def swiglu(
-    gate: jax.Array,
-    up: jax.Array,
-) -> jax.Array:
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
     The backward pass computes the sigmoid again: kept from the forward pass it is one more array of
@@ -55,10 +52,7 @@ def _swiglu_backward(
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def softmax_maximum(
-    x: jax.Array,
-    axis: int = -1,
-) -> jax.Array:
+def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
     """max(x) over an axis, kept as an axis of size 1.
 
     Not differentiable; the axis may not be split over devices.
@@ -67,10 +61,7 @@ def softmax_maximum(
     exponentials.
     """
 
-    def larger(
-        a: jax.Array,
-        b: jax.Array,
-    ) -> jax.Array:
+    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.select(a > b, a, b)
 
     least = jnp.asarray(-jnp.inf, x.dtype)
@@ -78,11 +69,7 @@ def softmax_maximum(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split(
-    x: jax.Array,
-    at: int,
-    axis: int,
-) -> tuple[jax.Array, jax.Array]:
+def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The first `at` entries along an axis, and the rest. The backward pass copies whole rows.
 
     Inside a fusion XLA would compute its concatenation one element at a time.
@@ -110,10 +97,7 @@ def _split_backward(
 split.defvjp(_split_forward, _split_backward)
 
 
-def rotate(
-    x: jax.Array,
-    rotary: Rotary,
-) -> jax.Array:
+def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     """`reference.rotate` by a reversal: XLA computes a concatenation one element at a time."""
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -152,11 +136,7 @@ def _norm_and_rotate_backward(
 
     # Turned back.
     cos, sin = (table[:, :, None] for table in rotary)
-    halves = cotangent.astype(jnp.float32).reshape(
-        *x.shape[:-1],
-        2,
-        -1,
-    )
+    halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     turned = (halves * cos + jnp.flip(halves * sin, -2)).reshape(x.shape)
 
     normed = x.astype(jnp.float32) * inverse

@@ -7,11 +7,7 @@ Rotary = tuple[jax.Array, jax.Array]
 """(cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no gradient."""
 
 
-def rms_norm(
-    x: jax.Array,
-    scale: jax.Array,
-    eps: float,
-) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 as in Hugging Face's Qwen code.
 
     Args:
@@ -24,18 +20,12 @@ def rms_norm(
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def swiglu(
-    gate: jax.Array,
-    up: jax.Array,
-) -> jax.Array:
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x))."""
     return jax.nn.silu(gate) * up
 
 
-def rotate(
-    x: jax.Array,
-    rotary: Rotary,
-) -> jax.Array:
+def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotate the halves (a, b) of each head to (a cos - b sin, b cos + a sin), computed in float32.
 
     Args:
@@ -90,11 +80,7 @@ def attention(
     )
 
 
-def split(
-    x: jax.Array,
-    at: int,
-    axis: int,
-) -> tuple[jax.Array, jax.Array]:
+def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The first `at` entries along an axis, and the rest."""
     return tuple(jnp.split(x, [at], axis=axis))
 
@@ -125,11 +111,7 @@ def grouped_matmul(
 
 
 @jax.custom_vjp
-def permute(
-    x: jax.Array,
-    order: jax.Array,
-    inverse: jax.Array,
-) -> jax.Array:
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     """x[order]; its transpose gathers by `inverse`, where autodiff would scatter row by row."""
     return x[order]
 

@@ -540,9 +540,9 @@ def _logprobs_at(
             functools.partial(compute_states, scheme=Scheme(cache=cache)),
             compute_states,
         )
-        wanted = jnp.sum(inverse_temperatures > 0)
+        num_temperatures = jnp.sum(inverse_temperatures > 0)
         zeros = jnp.zeros((len(inverse_temperatures), *rows.input_ids.shape), jnp.float32)
-        return jax.lax.fori_loop(0, wanted, add_temperature, zeros)
+        return jax.lax.fori_loop(0, num_temperatures, add_temperature, zeros)
 
 
 def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Params:
