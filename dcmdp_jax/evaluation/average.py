@@ -184,7 +184,8 @@ class SampleKey:
 
 
 def sampled_episodes(
-    evaluator: Evaluator,
+    engine: Engine,
+    turns: TurnSampler | None,
     scoring: BatchScoring,
     prompts: EncodedPrompts,
     sampling: SamplingParams,
@@ -196,7 +197,8 @@ def sampled_episodes(
     """Sample completions in one turn or several, and start to score each group as it comes.
 
     Args:
-        evaluator: engine and environment.
+        engine: the engine, with weights synced.
+        turns: samples in turns with an environment; None for one turn.
         scoring: of these problems; once all episodes are taken, it can finish.
         prompts: the problems and their token ids.
         sampling: K, temperature, length limit.
@@ -206,8 +208,8 @@ def sampled_episodes(
     """
     prompt_ids = prompts.token_ids
     size = sampling.group_size
-    if evaluator.turns is None:
-        generated = evaluator.engine.generate(
+    if turns is None:
+        generated = engine.generate(
             prompt_ids,
             sampling,
             seed=sample_key.seed,
@@ -215,7 +217,7 @@ def sampled_episodes(
             first_prompt=sample_key.first_prompt,
         )
     else:
-        generated = evaluator.turns.generate(
+        generated = turns.generate(
             prompt_ids,
             prompts.problems,
             sampling,
@@ -240,8 +242,8 @@ def sampled_episodes(
             scoring.begin(rows, completion_ids)
             yield from group
 
-    if evaluator.turns is not None:
-        scoring.add_played(evaluator.turns.played)
+    if turns is not None:
+        scoring.add_played(turns.played)
 
 
 def evaluate(
@@ -287,7 +289,8 @@ def evaluate(
     truncated = np.zeros(shape, bool)
     if problems:
         for episode in sampled_episodes(
-            evaluator,
+            evaluator.engine,
+            evaluator.turns,
             scoring,
             prompts,
             sampling,

@@ -208,7 +208,8 @@ class StepRollouts:
     ) -> list[Episode]:
         """Sample problems, start their rewards, ask the teacher's server; return prompt order."""
         sampled = sampled_episodes(
-            self.services,
+            self.services.engine,
+            self.services.turns,
             scoring,
             self.task.train.select(rows),
             self.task.sampling,
