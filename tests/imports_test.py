@@ -24,7 +24,8 @@ _MAY_IMPORT = {
     "evaluation": "data engines environments rewards",
     "observe": "",
     "run": "config data engines environments evaluation models observe parallel rewards",
-    "training": "algorithm config data engines evaluation models observe parallel rewards run",
+    "training": "algorithm config data engines environments evaluation models observe parallel "
+    "rewards run",
     "integrations": "",
     "plan": "config data engines models parallel run training",
     "probe": "algorithm config data engines models observe parallel rewards run",

@@ -1,1 +1,1 @@
-"""Environments that a policy talks to in turns: the protocol, and their processes."""
+"""Episodes in one turn or several: the sampler, the environments' protocol and processes."""

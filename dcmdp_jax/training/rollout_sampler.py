@@ -13,7 +13,7 @@ from dcmdp_jax.engines.protocol import (
     check_top_logprobs,
     unusable_completions,
 )
-from dcmdp_jax.evaluation.average import SampleKey, sampled_episodes
+from dcmdp_jax.environments.episode_sampler import SampleKey, sampled_episodes
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import TrainerState
