@@ -6,7 +6,34 @@ accelerator.
 
 Compiles what `dcmdp plan` compiles and prints its lines, then reads the programs' text: what is
 communicated and computed, against what the model needs, the time that the data sheet allows, and
-checks; docs/plan.md explains them.
+checks.
+
+Its figures, beside those of `dcmdp plan` (docs/plan.md):
+
+    collectives: the HLO; a loop's body counts as often as the loop runs. Received bytes are those
+    of bandwidth-optimal algorithms.
+    operations: products in the HLO; attention kernels by their shapes, causal.
+    operations of the model: arithmetic: 2 for each weight that multiplies, causal attention;
+    three times that for a gradient, and one pass more for p^Train of all mini-batches but the
+    first.
+    least communication: arithmetic: each parameter gathered once a forward and once a backward
+    pass of a micro-batch in the compute dtype, its gradient reduced once in float32.
+    memory traffic: the HLO: operands and results of each fusion, without caches; copies, casts,
+    slices of stacks by line.
+    time: an estimate: the above over the chip's data sheet, at its peak.
+
+Its checks:
+
+    no [tokens, vocabulary] array: always with `model.logprob_chunk` below the tokens of a
+    micro-batch on a device.
+    no [length, length] attention matrix: splash on TPU, cuDNN on GPU with at most 32 sequences a
+    row. `xla`, for float32 on GPUs, has one for each head, as has `blockwise` on a CPU for rows
+    under 192 tokens. Rows as long as a parameter is wide are not checked.
+    no gather of a parameter of all layers: always: the layers' loop gathers those of one layer.
+    compiled / needed operations at most 1.45: `remat=full` costs 4/3 of a gradient.
+    received / least bytes at most 1.2: meshes of data and fsdp; along tensor and expert
+    activations travel too.
+    compilation at most 180 s.
 """
 
 from __future__ import annotations

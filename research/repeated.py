@@ -72,13 +72,3 @@ def text() -> str:
     for (study, arm, other_study, other_arm), count in counts.items():
         rows.append([f"`{study}`: {arm}", f"`{other_study}`: {other_arm}", str(count)])
     return "\n".join(markdown_table(["runs of", "are those of", "runs"], rows)) + "\n"
-
-
-def summary() -> str:
-    """How many runs each two studies have in common, in words."""
-    counts: dict[tuple[str, str], set[RunName]] = defaultdict(set)
-    for first, second in repeated_runs(kept_studies()):
-        counts[first.study, second.study].add(second)
-    return ", ".join(
-        f"`{first}` and `{second}` {len(runs)}" for (first, second), runs in counts.items()
-    )

@@ -1,5 +1,5 @@
-"""docs/algorithm.md: its snippet prints the numbers written beside it, and the code it names
-exists.
+"""examples/one_step_by_hand.py and docs/losses.md print the numbers written beside them, and the
+code that docs/algorithm.md names exists.
 """
 
 import re
@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "algorithm.md"
 
 
-def test_snippet_prints_what_the_page_says(capsys):
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
-    exec(compile(code, str(PAGE), "exec"), {})
+def test_one_step_by_hand_prints_what_it_says(capsys):
+    code = (ROOT / "examples" / "one_step_by_hand.py").read_text()
+    exec(compile(code, "one_step_by_hand.py", "exec"), {})
     printed = capsys.readouterr().out
     written = re.findall(r"^print\(.*\)\s+# (\[[^]]*\]|[\d.]+)", code, re.MULTILINE)
     numbers = [float(x) for line in written for x in re.findall(r"-?\d+\.\d+", line)]

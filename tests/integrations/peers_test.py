@@ -22,7 +22,7 @@ def _installed(name):
         return importlib.import_module(name)
     except ImportError as error:
         pytest.skip(
-            f"{name} can't be imported ({error}); docs/integrations.md has the command that runs "
+            f"{name} can't be imported ({error}); benchmarks/results/hooks.txt has the command that runs "
             "this"
         )
 

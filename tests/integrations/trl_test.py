@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip(
-    "trl", reason="TRL is not installed; docs/integrations.md has the command that runs this"
+    "trl",
+    reason="TRL is not installed; benchmarks/results/hooks.txt has the command that runs this",
 )
 pytest.importorskip("torch", reason="torch is not installed")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
