@@ -1,7 +1,7 @@
 """The package's rooms by their imports: `python -m docs.rooms` writes architecture.md's tables.
 
-It also writes the sizes of the rooms, and for the page's walks the line numbers, the lines to read
-and the minutes.
+It also writes the sizes of the rooms and of the heart's reading list, and for the page's walks the
+line numbers, the lines to read and the minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 LINES_A_MINUTE = 25
 """Lines of this code, docstrings included, that a newcomer reads in a minute."""
 _PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
+_HEART = re.compile(r"^\| `(\w+)` \| (all|`\w+\.py`(?:, `\w+\.py`)*) \| [\d,]+ \|$", re.MULTILINE)
+_HEART_TOTAL = re.compile(r"^\| in all \| \| ([\d,]+) \|$", re.MULTILINE)
 _WIDTH = 900
 _BOX = (118, 34)
 _FLOOR = 92
@@ -79,6 +81,33 @@ def size_of(room: str) -> int:
     return round(tokens / 500) * 500
 
 
+def with_heart(page: str) -> str:
+    """The page with the tokens of the heart's reading list anew, and their sum."""
+    total = 0
+
+    def row(match: re.Match[str]) -> str:
+        nonlocal total
+        room, names = match.groups()
+        tokens = sum(code_tokens(path.read_text(encoding="utf-8")) for path in _heart(room, names))
+        total += tokens
+        return f"| `{room}` | {names} | {round(tokens, -2):,} |"
+
+    page = _HEART.sub(row, page)
+    return _HEART_TOTAL.sub(f"| in all | | {round(total, -2):,} |", page)
+
+
+def heart_tokens(page: str) -> int:
+    """Tokens of the heart's reading list as the page has them."""
+    return int(_HEART_TOTAL.search(page)[1].replace(",", ""))
+
+
+def _heart(room: str, names: str) -> list[Path]:
+    """The files of a row of the reading list, `all` or named one by one."""
+    if names == "all":
+        return sorted((_PACKAGE / room).rglob("*.py"))
+    return [_PACKAGE / room / name for name in re.findall(r"`([\w.]+)`", names)]
+
+
 def without_sizes(page: str) -> str:
     """The page without the sizes of its rooms, which every change of code moves."""
     return _SIZE.sub(r"\1", page)
@@ -87,7 +116,8 @@ def without_sizes(page: str) -> str:
 def sizes(page: str) -> dict[str, int]:
     """Room -> the size that the page has."""
     return {
-        match[2]: int(match[0].split("|")[-2].replace(",", "")) for match in _SIZE.finditer(page)
+        match[2]: int(match[0].split("|")[-2].replace(",", ""))
+        for match in _SIZE.finditer(page.partition(_BEGIN)[2])
     }
 
 
@@ -235,5 +265,7 @@ def with_lines(page: str) -> str:
 
 if __name__ == "__main__":
     now = rooms()
-    PAGE.write_text(with_lines(with_rooms(PAGE.read_text(encoding="utf-8"), now)), encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    page = with_lines(with_heart(with_rooms(page, now)))
+    PAGE.write_text(page, encoding="utf-8")
     DRAWING.write_text(drawing(now), encoding="utf-8")

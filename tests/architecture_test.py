@@ -30,6 +30,21 @@ def test_table_and_drawing_are_those_of_the_imports():
     assert rooms.DRAWING.read_text() == rooms.drawing(table), "python -m docs.rooms"
 
 
+def test_the_reading_list_of_the_heart_counts_its_files():
+    said = rooms.heart_tokens(_PAGE)
+    now = rooms.heart_tokens(rooms.with_heart(_PAGE))
+    assert abs(said - now) <= now / 50, f"{said}, now {now}: python -m docs.rooms"
+
+
+def test_the_heart_by_hand():
+    # A row names its files, and no other file of the room is counted.
+    page = "| `algorithm` | `dual.py`, `stats.py` | 1 |\n| in all | | 1 |\n"
+    files = [_PACKAGE / "algorithm" / name for name in ("dual.py", "stats.py")]
+    tokens = [rooms.code_tokens(path.read_text()) for path in files]
+    assert tokens[0] > 300 and tokens[1] > 800
+    assert rooms.heart_tokens(rooms.with_heart(page)) == round(sum(tokens), -2)
+
+
 def test_floors_and_arrows_by_hand():
     # a imports b and c, b imports c: a's arrow to c has a longer way.
     table = {"a": frozenset("bc"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
