@@ -128,6 +128,7 @@ FRAGMENTS = (
     r"\frac{1}",
     r"\frac{1}{2}",
     r"\dfrac12",
+    r"{1\over ",
     r"\sqrt",
     r"\left(",
     r"\right)",

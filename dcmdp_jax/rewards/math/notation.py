@@ -100,6 +100,11 @@ _RULES = (
     (r"\\colon(?![a-zA-Z])", ":", r"2\colon3 => 2:3"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", r"\dfrac12 => \frac12"),
     (r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}", r"\frac12 => \frac{1}{2}"),
+    (
+        r"(?<!\\)\{([^{}\\]*+(?:\\(?!over(?![a-zA-Z]))[^{}\\]*+)*+)\\over(?![a-zA-Z])([^{}]*+)\}",
+        r"\\frac{\1}{\2}",
+        r"{3\over 5} => \frac{3}{ 5}",
+    ),
     (r"(?<![\\a-zA-Z])sqrt(?![a-zA-Z])", r"\\sqrt", r"2sqrt(3) => 2\sqrt(3)"),
     (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])|\\(?:uppi|textpi)(?![a-zA-Z])", r"\\pi ", r"2pi/3 => 2\pi /3"),
     (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty ", r"(0,inf) => (0,\infty )"),
