@@ -26,11 +26,11 @@ from benchmarks.arguments import at_least_one
 from benchmarks.timing import median_and_spread
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.ray_cluster import ray
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
-from dcmdp_jax.ray_cluster import ray
 
 _MODEL = ModelConfig("qwen3", 16384, 512, 1536, 8, 8, 4, 64, tie_word_embeddings=True)
 _TOTAL = 64

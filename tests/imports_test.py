@@ -67,7 +67,7 @@ _LIBRARIES = {
     ),
     "vllm": ("dcmdp_jax.engines.vllm.sidecar", "dcmdp_jax.engines.vllm.worker"),
     "ray": (
-        "dcmdp_jax.ray_cluster",
+        "dcmdp_jax.engines.ray_cluster",
         "dcmdp_jax.engines.sidecar.ray_actors",
         "dcmdp_jax.engines.vllm.actor",
     ),

@@ -71,8 +71,8 @@ def test_settings_that_do_not_fit_each_other():
 
 
 def test_without_ray(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dcmdp_jax.ray_cluster", None)
-    monkeypatch.delattr(dcmdp_jax, "ray_cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "dcmdp_jax.engines.ray_cluster", None)
+    monkeypatch.delattr(dcmdp_jax.engines, "ray_cluster", raising=False)
     monkeypatch.setattr(launch, "installed_vllm", lambda python: ("0.32.0", "cpu"))
     assert _refusal(address="").startswith("placement: got 'ray', which needs Ray (")
 
@@ -102,8 +102,8 @@ def test_more_replicas_than_the_cluster_has_room_for(nodes):
 
 @with_ray
 def test_resources_that_another_run_holds(nodes):
+    from dcmdp_jax.engines.ray_cluster import ray
     from dcmdp_jax.engines.sidecar import ray_actors
-    from dcmdp_jax.ray_cluster import ray
 
     class Other:
         pass
@@ -199,7 +199,7 @@ def test_what_starts_with_the_password_after_the_kill_ends_too():
     """An actor that was starting; the reaper itself has the password, and must outlive its first
     look.
     """
-    from dcmdp_jax.ray_cluster import _REAPER
+    from dcmdp_jax.engines.ray_cluster import _REAPER
 
     environment = dict(os.environ, RAY_AUTH_TOKEN=secrets.token_hex(32))
     reaper = subprocess.Popen(
@@ -218,7 +218,7 @@ def test_what_starts_with_the_password_after_the_kill_ends_too():
 def test_another_version_of_ray(nodes):
     """In a process of its own: this one is connected."""
     program = (
-        "from dcmdp_jax.ray_cluster import connect, ray\n"
+        "from dcmdp_jax.engines.ray_cluster import connect, ray\n"
         "ray.__version__ = '2.50.0'\n"
         f"try: connect({nodes.address!r})\n"
         "except ValueError as error: print(error)"
@@ -239,7 +239,7 @@ def test_sigterm_is_the_trainers_alone():
     """
     program = (
         "import os, signal, time\n"
-        "from dcmdp_jax.ray_cluster import connect\n"
+        "from dcmdp_jax.engines.ray_cluster import connect\n"
         "signal.signal(signal.SIGTERM, lambda *signal: print('saves', flush=True))\n"
         "connect('', resources={'vllm': 1}, object_store_memory=80 << 20)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -257,7 +257,7 @@ def test_an_address_where_something_else_answers():
     """Ray tries once, for 40 s; by default for a quarter of an hour."""
     program = (
         "import socket\n"
-        "from dcmdp_jax.ray_cluster import connect, ray\n"
+        "from dcmdp_jax.engines.ray_cluster import connect, ray\n"
         "other = socket.create_server(('', 0))\n"
         "address = f'{ray.util.get_node_ip_address()}:{other.getsockname()[1]}'\n"
         "try: connect(address)\n"

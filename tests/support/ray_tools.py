@@ -76,7 +76,7 @@ def ray_nodes(count: int) -> Iterator[RayNodes]:
     afterwards.
     """
     ray = importlib.import_module(
-        "dcmdp_jax.ray_cluster"
+        "dcmdp_jax.engines.ray_cluster"
     ).ray  # first: it sets what Ray reads when it is imported
     from ray.cluster_utils import Cluster
 

@@ -12,9 +12,9 @@ import ray
 from ray._private.state import available_resources_per_node as _free
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dcmdp_jax.engines.ray_cluster import reach
 from dcmdp_jax.engines.sidecar import process, wire
 from dcmdp_jax.errors import ArgumentError, EngineError
-from dcmdp_jax.ray_cluster import reach
 
 logger = logging.getLogger(__name__)
 

@@ -144,7 +144,7 @@ def ray_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
         UserError: without it.
     """
     try:
-        from dcmdp_jax import ray_cluster
+        from dcmdp_jax.engines import ray_cluster
         from dcmdp_jax.engines.sidecar import ray_actors
         from dcmdp_jax.engines.vllm import actor
     except ImportError as error:

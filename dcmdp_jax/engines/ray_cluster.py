@@ -91,7 +91,7 @@ def connect(address: str, **cluster_options: Any) -> None:
             ray.init(
                 address=address or "local",
                 # Every node gets this package, the trainer's own.
-                runtime_env={"py_modules": [str(Path(__file__).parent)]},
+                runtime_env={"py_modules": [str(Path(__file__).parents[1])]},
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 **options,
