@@ -1,9 +1,13 @@
-"""Errors that are for the user to correct, and short quotes of bad values for their messages."""
+"""Errors for the user to correct, short quotes of bad values, and the line of a user's failure."""
 
 import contextlib
 import difflib
+import re
 import reprlib
+import sys
+import traceback
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 _QUOTED = 80
 """Characters of a value in a message."""
@@ -92,3 +96,36 @@ def suggestion(name: str, allowed: Collection[str]) -> str:
     if not near:
         near = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"; did you mean {lowered[near[0]]!r}?" if near else ""
+
+
+def describe_error(error: BaseException, source: str) -> str:
+    """`KeyError: 'x' (length_reward.py, line 12)`, the last line of the user's file that ran.
+
+    Args:
+        error: the exception.
+        source: the file, or the module, of the function.
+    """
+    return f"{type(error).__name__}: {error}{error_place(error, source)}"
+
+
+def error_place(error: BaseException, source: str) -> str:
+    """` (length_reward.py, line 12)`, the last line of the user's file that ran, if one did."""
+    file = source
+    if not source.endswith(".py"):
+        file = getattr(sys.modules.get(source), "__file__", None)
+    if not file:
+        return ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).resolve() == Path(file).resolve():
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
+
+
+def callback_error(error: BaseException) -> str:
+    """`KeyError: 'x' (mine.py, line 3)` of an error within `jax.pure_callback`; else empty."""
+    # XLA gives the error's text alone.
+    frames = re.findall(r'^  File "(.+)", line (\d+)', str(error), re.MULTILINE)
+    if "callback: Traceback (most recent call last)" not in str(error) or not frames:
+        return ""
+    file, line = frames[-1]
+    return f"{one_line(str(error).splitlines()[-1])} ({Path(file).name}, line {line})"

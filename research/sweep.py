@@ -23,9 +23,9 @@ import numpy as np
 
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.table import read_scores
-from dcmdp_jax.fields import flatten
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services, start_services

@@ -21,10 +21,10 @@ from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from dcmdp_jax.fields import load_object
 from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.user_files import load_object
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S
 

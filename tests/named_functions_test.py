@@ -1,7 +1,6 @@
-"""The syntax of functions that settings name, and the import of a user's."""
+"""The syntax of functions that settings name."""
 
 import functools
-import sys
 
 import pytest
 
@@ -9,7 +8,6 @@ from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.remedies import check_terms
 from dcmdp_jax.config.algorithm import _REMEDIES, AlgorithmSettings
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import load_object
 from dcmdp_jax.named_functions import Call, check_call, parse_calls
 
 
@@ -62,23 +60,6 @@ def test_other_text_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="^got ") as raised:
         parse_calls(text)
     assert "\n" not in str(raised.value)
-
-
-def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("COUNT = []\ndef f(): return 1\n")
-    first = load_object(f"{file}:f")
-    assert load_object(f"{file}:f") is first and first() == 1
-    file.write_text("def f(): return 22\n")
-    assert load_object(f"{file}:f")() == 22
-
-
-def test_a_file_named_as_a_module_does_not_replace_it(tmp_path):
-    (tmp_path / "json.py").write_text("def dumps(): return 'mine'\n")
-    import json
-
-    assert load_object(f"{tmp_path / 'json.py'}:dumps")() == "mine"
-    assert sys.modules["json"] is json and json.dumps(1) == "1"
 
 
 _OURS = [(setting, name) for setting, (_, built_in) in _REMEDIES.items() for name in built_in]

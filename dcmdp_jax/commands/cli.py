@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from dcmdp_jax.activity import command_started, terminal_size
-from dcmdp_jax.errors import EngineError, TrainingStopped, UserError, one_line, shorten
-from dcmdp_jax.fields import callback_error
+from dcmdp_jax.errors import (
+    EngineError,
+    TrainingStopped,
+    UserError,
+    callback_error,
+    one_line,
+    shorten,
+)
 
 _MESSAGE_IS_ENOUGH = UserError, EngineError, MemoryError, TrainingStopped
 _EXPECTED = 2

@@ -32,6 +32,7 @@ from dcmdp_jax.commands import cli, flags
 from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
@@ -51,7 +52,6 @@ from dcmdp_jax.evaluation.log import (
     write_json,
 )
 from dcmdp_jax.evaluation.table import format_comparison, format_table, read_scores, shown_score
-from dcmdp_jax.fields import flatten
 from dcmdp_jax.run import evaluation_setup, memory_use, saved_model
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, held_out, read_tools

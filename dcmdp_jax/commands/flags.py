@@ -24,8 +24,8 @@ import dcmdp_jax
 from dcmdp_jax.commands.cli import Parser, nearest
 from dcmdp_jax.config.load import OTHER_NAMES, from_config_dict, parse_value
 from dcmdp_jax.config.settings import Config, setting_names
+from dcmdp_jax.dotted_names import flatten, replace_value
 from dcmdp_jax.errors import UserError, one_line, shorten
-from dcmdp_jax.fields import flatten, replace_value
 from dcmdp_jax.run.directory import name_suffix
 
 PRESETS = Path(dcmdp_jax.__file__).parent / "presets"

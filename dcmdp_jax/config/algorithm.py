@@ -17,9 +17,10 @@ from dcmdp_jax.algorithm.corrections import (
     of_single_tokens,
 )
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
-from dcmdp_jax.errors import UserError, naming
-from dcmdp_jax.fields import callback_error, error_place, load_object, setting
+from dcmdp_jax.errors import UserError, callback_error, error_place, naming
+from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, Functions, check_call, check_parameters, parse_calls
+from dcmdp_jax.user_files import load_object
 
 _TRACING = (
     jax.errors.ConcretizationTypeError,

@@ -14,21 +14,15 @@ from typing import Any
 from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import TEACHER, Config
+from dcmdp_jax.config.values import build, check_choice, check_range, nearest_name
+from dcmdp_jax.dotted_names import get_value
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten, suggestion
-from dcmdp_jax.fields import (
-    INT32_MAX,
-    build,
-    check_choice,
-    check_range,
-    declared,
-    get_value,
-    is_place,
-    nearest_name,
-)
+from dcmdp_jax.fields import INT32_MAX, declared
 from dcmdp_jax.inputs import is_address, is_url, json_object
 from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.user_files import is_place
 
 # Argument of library code -> the setting that it is.
 HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}

@@ -14,8 +14,10 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, spelled_out
 from dcmdp_jax.config.checks import check_name, validate, validate_sampling
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Config, WarmupSettings, setting_names, to_dict
+from dcmdp_jax.config.values import build, nearest_name, parse_text
+from dcmdp_jax.dotted_names import flatten, replace_value
 from dcmdp_jax.errors import UserError, shorten
-from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
+from dcmdp_jax.fields import declared
 
 VERSION = 7
 """Version of config.json, raised when a setting is removed. Runs without one have version 0."""

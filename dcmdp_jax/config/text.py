@@ -7,7 +7,8 @@ import typing
 
 from dcmdp_jax.config.load import OTHER_NAMES, unknown_setting
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.fields import Declared, declared, get_value
+from dcmdp_jax.dotted_names import get_value
+from dcmdp_jax.fields import Declared, declared
 
 _INTRODUCTION = """\
 # Settings

@@ -16,10 +16,10 @@ from typing import Any, Literal
 from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_problems
 from dcmdp_jax.data.mixtures import ARITHMETIC, is_function, source_name, task_arguments
 from dcmdp_jax.data.rows import PANDAS_INDEX, Answers, problem_from_row
-from dcmdp_jax.errors import UserError, one_line, shorten
-from dcmdp_jax.fields import describe_error, load_object
+from dcmdp_jax.errors import UserError, describe_error, one_line, shorten
 from dcmdp_jax.rewards.math.answers import is_sentence
 from dcmdp_jax.rewards.protocol import Problem, shown
+from dcmdp_jax.user_files import load_object
 
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")

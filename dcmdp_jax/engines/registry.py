@@ -5,7 +5,8 @@ import inspect
 
 from dcmdp_jax.engines import engine_kind, http, local, vllm
 from dcmdp_jax.errors import ArgumentError, UserError, shorten, suggestion
-from dcmdp_jax.fields import declared, is_place, load_object
+from dcmdp_jax.fields import declared
+from dcmdp_jax.user_files import is_place, load_object
 
 ENGINES: dict[str, engine_kind.EngineKind] = {
     "local": local.ENGINE,

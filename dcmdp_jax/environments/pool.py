@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.environments.tools import Tools, failed_step
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.fields import describe_error, load_object
+from dcmdp_jax.errors import UserError, describe_error, one_line
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import RewardError, gathered, plain_value, shown
+from dcmdp_jax.user_files import load_object
 
 _LONGEST_OBSERVATION = 100_000
 """Characters."""

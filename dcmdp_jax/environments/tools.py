@@ -14,7 +14,7 @@ from typing import Any
 from dcmdp_jax.data.chat import CallFormat
 from dcmdp_jax.data.tool_calls import checked_arguments, tool_functions
 from dcmdp_jax.errors import shorten
-from dcmdp_jax.fields import load_object
+from dcmdp_jax.user_files import load_object
 
 _UNKNOWN = "unknown"
 

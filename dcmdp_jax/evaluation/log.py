@@ -19,11 +19,11 @@ import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.data.prompts import digest_of
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.evaluation.average import COLUMNS, UNJUDGED, EvaluationResult
 from dcmdp_jax.evaluation.held_out import HeldOut, Overlap
 from dcmdp_jax.evaluation.table import plain_average, to_record
-from dcmdp_jax.fields import flatten
 
 _DONE = {"done": True}
 _LINES = ".problems.jsonl"

@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl, metric_names, page_kit, plots

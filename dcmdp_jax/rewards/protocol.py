@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import load_object
+from dcmdp_jax.user_files import load_object
 
 MATH = "math"
 """The reward of `rewards.math.verifier`, computed in the trainer's process and its workers."""

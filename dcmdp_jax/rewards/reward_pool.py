@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.errors import one_line
-from dcmdp_jax.fields import describe_error
+from dcmdp_jax.errors import describe_error, one_line
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import (
     BEGINNING,

@@ -15,8 +15,8 @@ from typing import Any
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.errors import UserError, shorten
-from dcmdp_jax.fields import flatten
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, STARTS_FILE, readable
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 

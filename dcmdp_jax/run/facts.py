@@ -8,7 +8,7 @@ import jax
 
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import digest, digest_of
-from dcmdp_jax.fields import flatten
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.models.hf_hub import ends_of_files, model_directory
 from dcmdp_jax.run.task import Task
 

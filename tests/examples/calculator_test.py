@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.fields import load_object
+from dcmdp_jax.user_files import load_object
 
 _FILE = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "calculator.py")
 _TASK = f"{_FILE}:calculator"

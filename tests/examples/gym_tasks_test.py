@@ -7,8 +7,8 @@ import pytest
 import reasoning_gym as gym
 
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.fields import load_object
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
+from dcmdp_jax.user_files import load_object
 
 _FILE = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "gym_tasks.py")
 _GYM = f"{_FILE}:gym"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.config.load import VERSION
-from dcmdp_jax.fields import flatten
+from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.run.directory import read_config
 from tests.support.processes import finished
 
