@@ -43,7 +43,8 @@ from benchmarks.peers.rounds import Job
 from benchmarks.peers.worker import Worker, WorkerFailed
 from benchmarks.timing import matmul_gflop_per_cpu_second, matmul_gflops
 from benchmarks.workload import GROUP, PROMPTS, SIZES, model
-from dcmdp_jax.commands.cli import Parser, run_main
+from dcmdp_jax.commands.arguments import Parser
+from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import usable_cores

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.arguments import at_least_one
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.engines.local import engine, programs
 from dcmdp_jax.training import step_programs
 
@@ -76,7 +76,7 @@ def train_one_after_another() -> None:
     """`dcmdp train`, whose main thread compiles each program when it needs it."""
     step_programs.compile_beside = engine.compile_beside = lambda program, name: lambda: None
     programs.Preparation.add = lambda self, program, name: lambda: None
-    cli.run_main(train.main)
+    failures.run_main(train.main)
 
 
 def main() -> None:

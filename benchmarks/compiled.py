@@ -55,7 +55,8 @@ from benchmarks.compiled_parts.roofline import ASSUMPTIONS, roofline
 from benchmarks.compiled_parts.traffic import L2_BYTES
 from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.cli import Parser, output_file, run_main
+from dcmdp_jax.commands.arguments import Parser, output_file
+from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.load import for_supervision
 from dcmdp_jax.config.settings import Config

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.cli import each_once, whole
+from dcmdp_jax.commands.arguments import each_once, whole
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.arguments import Parser
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig

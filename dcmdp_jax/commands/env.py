@@ -12,7 +12,7 @@ import sys
 import jax
 
 import dcmdp_jax
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.arguments import Parser
 from dcmdp_jax.observe.metrics_io import code_commit
 from dcmdp_jax.run.memory_use import free_host_bytes
 

@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.commands import failures, flags
+from dcmdp_jax.commands.arguments import Parser, real, whole
 from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> None:
     origin = "paper"
     if of_a_run:
         origin = "run"
-        cli.keep_tracebacks_in(saved.run_dir)
+        failures.keep_tracebacks_in(saved.run_dir)
     changes = evaluation_setup.asked_settings(overrides, of_a_run=of_a_run)
     config = load.for_sampling(saved.settings, changes)
     policy = saved_model.Policy.of(saved, config)
@@ -284,8 +285,8 @@ def _changes_a_score(name: str, config: Config) -> bool:
     )
 
 
-def _parser() -> cli.Parser:
-    parser = cli.Parser(
+def _parser() -> Parser:
+    parser = Parser(
         "evaluate",
         description="avg@K and pass@K of a model, in the paper's table layout. "
         "--config.section.name=value overrides a setting of the run, such as "
@@ -302,13 +303,13 @@ def _parser() -> cli.Parser:
     )
     add(
         "--step",
-        type=cli.whole(0),
+        type=whole(0),
         metavar="N",
         help="which checkpoint of a run (default: the newest)",
     )
     add(
         "--top-p",
-        type=cli.real(0, 1),
+        type=real(0, 1),
         help="nucleus mass (default: the run's, else the paper's, 1)",
     )
     add(

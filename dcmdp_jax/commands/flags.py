@@ -21,7 +21,7 @@ import yaml
 from ml_collections import ConfigDict
 
 import dcmdp_jax
-from dcmdp_jax.commands.cli import Parser, nearest
+from dcmdp_jax.commands.arguments import Parser, nearest
 from dcmdp_jax.config.load import OTHER_NAMES, from_config_dict, parse_value
 from dcmdp_jax.config.settings import Config, setting_names
 from dcmdp_jax.dotted_names import flatten, replace_value

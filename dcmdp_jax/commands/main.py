@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import dcmdp_jax
 from dcmdp_jax.activity import command_starts
-from dcmdp_jax.commands.cli import nearest, run_main
+from dcmdp_jax.commands.arguments import nearest
+from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 from dcmdp_jax.errors import UserError
 

@@ -16,7 +16,8 @@ import functools
 import json
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.commands import flags
+from dcmdp_jax.commands.arguments import Parser, output_file
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError, suggestion
 from dcmdp_jax.plan.plan_text import (
@@ -95,8 +96,8 @@ def main(argv: list[str]) -> int:
     return int(not fits)
 
 
-def _parser() -> cli.Parser:
-    parser = cli.Parser("plan", description="Memory of a run at full size, by the compiler.")
+def _parser() -> Parser:
+    parser = Parser("plan", description="Memory of a run at full size, by the compiler.")
     add = parser.add_argument
     add("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
     add(
@@ -115,5 +116,5 @@ def _parser() -> cli.Parser:
         default="",
         help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory",
     )
-    add("--json", type=cli.output_file, metavar="FILE", help="write the figures to FILE")
+    add("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     return parser

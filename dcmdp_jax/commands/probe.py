@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.commands.cli import Parser, output_directory, real, whole
+from dcmdp_jax.commands.arguments import Parser, output_directory, real, whole
 from dcmdp_jax.commands.flags import load_config, parse_settings
 from dcmdp_jax.config.checks import settings_of
 from dcmdp_jax.config.load import for_sampling

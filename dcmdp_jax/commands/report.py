@@ -8,7 +8,7 @@ otherwise.
 
 from pathlib import Path
 
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.arguments import Parser
 from dcmdp_jax.observe.jsonl import PLOTS_DIRECTORY
 from dcmdp_jax.observe.report import write_report
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.arguments import Parser
 from dcmdp_jax.commands.flags import preset_names
 from dcmdp_jax.commands.main import COMMANDS
 from dcmdp_jax.config.settings import setting_names

@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from dcmdp_jax.activity import COMPILING, activity
-from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.commands import failures, flags
 from dcmdp_jax.config import checks, load, settings, text
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.parallel.hosts import join_hosts
@@ -33,7 +33,7 @@ def main(argv: list[str], *, supervised: bool = False) -> int:
         print(text.print_config(config))
         return 0
 
-    cli.keep_tracebacks_in(config.run_dir)
+    failures.keep_tracebacks_in(config.run_dir)
     try:
         _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
     except exit.Interrupted as stopped:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.cli import Parser, output_directory, whole
+from dcmdp_jax.commands.arguments import Parser, output_directory, whole
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl, report

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dcmdp_jax.commands.cli import Parser, output_directory, run_main, whole
+from dcmdp_jax.commands.arguments import Parser, output_directory, whole
+from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.commands.flags import parse, split_overrides
 from dcmdp_jax.commands.probe import add_engines, open_session
 from dcmdp_jax.config.algorithm import AlgorithmSettings

@@ -1,6 +1,6 @@
 """Run a study: `python -m research.studies --study=methods`; `research.studies.sweep` has it."""
 
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.failures import run_main
 from research.studies.sweep import main
 
 if __name__ == "__main__":

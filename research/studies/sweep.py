@@ -19,7 +19,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.commands import flags
+from dcmdp_jax.commands.arguments import Parser, each_once, whole
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.dotted_names import flatten
@@ -97,14 +98,14 @@ def main(argv: list[str]) -> int:
     return int(bool(failed))
 
 
-def study_parser(description: str) -> cli.Parser:
+def study_parser(description: str) -> Parser:
     """Parser of a command that runs a study; see `parse_study`."""
-    parser = cli.Parser(prog="python -m research.studies", description=description)
+    parser = Parser(prog="python -m research.studies", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
     add(
         "--seeds",
-        type=cli.each_once(cli.whole(0), "seed"),
+        type=each_once(whole(0), "seed"),
         metavar="N,N,...",
         help="default: the study's own",
     )
@@ -119,7 +120,7 @@ def study_parser(description: str) -> cli.Parser:
 
 
 def parse_study(
-    parser: cli.Parser, argv: Sequence[str]
+    parser: Parser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, Study, Path, list[str]]:
     """Parse the arguments (program name first).
 

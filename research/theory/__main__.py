@@ -1,6 +1,6 @@
 """The paper's one-state toy: `python -m research.theory`; `research.theory.command` has it."""
 
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.failures import run_main
 from research.theory.command import main
 
 if __name__ == "__main__":

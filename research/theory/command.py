@@ -9,7 +9,7 @@ all three measures meet action a6 is not ordered diff > log > ratio. docs/theory
 
 from pathlib import Path
 
-from dcmdp_jax.commands.cli import Parser, each_once, real
+from dcmdp_jax.commands.arguments import Parser, each_once, real
 from dcmdp_jax.errors import UserError, naming
 from research.theory.policy import SIDES
 from research.theory.toy import BUDGETS, concentration, draw, solve_toy, table

@@ -64,7 +64,7 @@ def test_a_run_for_the_log_compiles_nothing_beside(monkeypatch):
     ):
         monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(benchmark.programs.Preparation, "add", benchmark.programs.Preparation.add)
-    monkeypatch.setattr(benchmark.cli, "run_main", ran.append)
+    monkeypatch.setattr(benchmark.failures, "run_main", ran.append)
     benchmark.train_one_after_another()
     assert ran == [benchmark.train.main]
     for module in (benchmark.step_programs, benchmark.engine):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.commands.report import main
 from tests.support.commands import failed_command
 

@@ -30,7 +30,7 @@ _ENVIRONMENT |= {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
 _FORKS = """
 import json, os, runpy, sys
 sys.modules["wandb"] = sys.modules["torch"] = None  # not installed, whatever this environment holds
-import dcmdp_jax.commands.cli, dcmdp_jax.commands.flags, dcmdp_jax.observe.report, dcmdp_jax.training.loop
+import dcmdp_jax.commands.failures, dcmdp_jax.commands.flags, dcmdp_jax.observe.report, dcmdp_jax.training.loop
 import dcmdp_jax.run.run
 
 outcomes = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.failures import run_main
 
 
 def run_command(main, name, capsys, *words):

@@ -20,7 +20,7 @@ from tests.support.processes import demo
 _TELLS = """
 import threading
 from jax._src import compiler
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 
 compile_program = compiler.compile_or_get_cached
 
@@ -30,7 +30,7 @@ def told(backend, computation, *arguments, **options):
     return compile_program(backend, computation, *arguments, **options)
 
 compiler.compile_or_get_cached = told
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # synced or is packed.
 _PROGRAM = """
 import sys
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.training import batches
@@ -40,7 +40,7 @@ def broken_pack(*arguments, **options):
     return pack(*arguments, **options)
 
 LocalEngine.generate, LocalEngine.sync_weights, batches.pack = broken_generate, broken_push, broken_pack
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 
@@ -70,7 +70,7 @@ def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp
 
 # bin.train with an engine that does not start, as is known during the warm-up.
 _STARTS_BESIDE = """
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.engines.local import LocalKind
 from dcmdp_jax.engines.protocol import EngineError
 
@@ -78,7 +78,7 @@ def check_start(self, engine):
     raise EngineError("planted: does not start")
 
 LocalKind.check_start = check_start
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 

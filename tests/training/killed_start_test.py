@@ -13,11 +13,11 @@ from tests.support.runs import DEBUG, finish, read_records, start
 # bin.train; dies at the first call of a method of the metrics' writer.
 _KILLED = """
 import os, signal, sys
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.observe.metrics_io import MetricsWriter
 
 setattr(MetricsWriter, sys.argv.pop(1), lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 _SHORT = (
     "--config.warmup.steps=0",

@@ -23,7 +23,7 @@ SHARED = ROOT.parent / "shared"
 # sampling: "step 2" of training, or the third "evaluation".
 _PROGRAM = """
 import os, signal, sys
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.rewards.scoring import BatchScoring
 
@@ -46,7 +46,7 @@ def interrupted_begin(self, rows, completion_ids):
     begin(self, rows, completion_ids)
 
 LocalEngine.sync_weights, LocalEngine.generate, BatchScoring.begin = noted_push, noted_generate, interrupted_begin
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 
@@ -272,7 +272,10 @@ def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, t
         "import jax\nfrom dcmdp_jax.training import batches\nbatches.pack = lambda *a, **k: "
         "jax.vmap(max)(a, 1)\n"
     )
-    program = ("-c", f"{broken}from dcmdp_jax.commands import cli, train\ncli.run_main(train.main)")
+    program = (
+        "-c",
+        f"{broken}from dcmdp_jax.commands import failures, train\nfailures.run_main(train.main)",
+    )
     output = finish(start(run_environment, tmp_path / "run", program=program), code=1)
     log = tmp_path / "run" / "error.log"
     assert (

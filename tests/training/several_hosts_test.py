@@ -31,7 +31,7 @@ _RUN = """
 # bin.train; gets a signal in the middle of sampling a step.
 _SIGNALLED = """
 import os, sys
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.rewards.scoring import BatchScoring
 
@@ -48,7 +48,7 @@ def signalled_begin(self, rows, completion_ids):
     begin(self, rows, completion_ids)
 
 LocalEngine.generate, BatchScoring.begin = noted_generate, signalled_begin
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 _PLAIN = ("-m", "bin.train")
 
@@ -56,7 +56,7 @@ _PLAIN = ("-m", "bin.train")
 # bin.train; gets a signal in the thread that samples the batch of a step.
 _SIGNALLED_BESIDE = """
 import os, sys, threading
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.training.rollout_sampler import StepRollouts
 
 signal_number, step = map(int, sys.argv.pop(1).split())
@@ -69,13 +69,13 @@ def stopped_generate(self, chosen, first_prompt, number, *arguments):
     return generate(self, chosen, first_prompt, number, *arguments)
 
 StepRollouts._generate = stopped_generate
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 
 # bin.train; the first compilation in a thread fails.
 _FAILS_TO_COMPILE_AHEAD = """
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.training import step_programs
 
 compile_beside, tries = step_programs.compile_beside, []
@@ -88,7 +88,7 @@ def failing_once(program, name):
     return compile_beside(run, name)
 
 step_programs.compile_beside = failing_once
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 
@@ -493,7 +493,7 @@ def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_
 # the entropy.
 _WITH_A_COLUMN = """
 import numpy as np
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.data.episode import COLUMNS, Column
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.training import step_programs
@@ -511,7 +511,7 @@ def reporting(*arguments, **options):
 
 generate, LocalEngine.generate = LocalEngine.generate, marked
 make_row_logprobs, step_programs.make_row_logprobs = step_programs.make_row_logprobs, reporting
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 

@@ -147,14 +147,14 @@ def test_the_loss_is_that_of_transformers_packed_or_not(rows, tmp_path, kind):
 # dcmdp sft; dies as it writes the metrics of step 3.
 _KILLED = """
 import os, signal, sys
-from dcmdp_jax.commands import cli, sft
+from dcmdp_jax.commands import failures, sft
 from dcmdp_jax.observe.metrics_io import MetricsWriter
 
 write = MetricsWriter.write
 MetricsWriter.write = lambda self, step, metrics: (
     os.kill(os.getpid(), signal.SIGKILL) if step == 3 else write(self, step, metrics)
 )
-cli.run_main(sft.main)
+failures.run_main(sft.main)
 """
 
 

@@ -10,7 +10,7 @@ _PROGRAM = """
 import json
 import jax
 from dcmdp_jax import activity
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 
 register, end = activity.register, activity.end
 running, said, silent = [], [], []
@@ -32,7 +32,7 @@ def noted_program(event, seconds, **fields):
 activity.register, activity.end = noted_register, noted_end
 jax.monitoring.register_event_duration_secs_listener(noted_program)
 try:
-    cli.run_main(train.main)
+    failures.run_main(train.main)
 finally:
     print("FOUND " + json.dumps([silent, sorted(set(said))]))
 """

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # bin.train, where one token of the first mini-batch of each step has NaN for the engine's log-prob.
 _PROGRAM = """
 import numpy as np
-from dcmdp_jax.commands import cli, train
+from dcmdp_jax.commands import failures, train
 from dcmdp_jax.training import batches
 
 pack = batches.pack
@@ -42,7 +42,7 @@ def broken(*arguments, **options):
     return batch._replace(rows=(*batch.rows[:place], changed, *batch.rows[place + 1 :])), report
 
 batches.pack = broken
-cli.run_main(train.main)
+failures.run_main(train.main)
 """
 
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, run_main
+from dcmdp_jax.commands.arguments import Parser
+from dcmdp_jax.commands.failures import keep_tracebacks_in, run_main
 from dcmdp_jax.errors import EngineError, TrainingStopped, UserError
 from tests.support.terminal import run_in_terminal
 from tests.support.waiting import HANGS_S
@@ -128,7 +129,7 @@ def test_an_error_in_a_callback_is_its_last_line_and_the_place(tmp_path, capsys)
         jax.jit(lambda x: jax.pure_callback(lookup, x, x))(jnp.zeros(2)).block_until_ready()
 
     code, text = _run(main, ["p"], capsys)
-    place = f"cli_test.py, line {lookup.__code__.co_firstlineno + 1}"
+    place = f"failures_test.py, line {lookup.__code__.co_firstlineno + 1}"
     line = (
         "error: JaxRuntimeError: a callback of a compiled function raised KeyError: 'seven' "
         f"({place})"
@@ -226,7 +227,7 @@ def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
 
 _THREAD_FAILS = """
 import logging, sys, threading
-from dcmdp_jax.commands.cli import keep_tracebacks_in, run_main
+from dcmdp_jax.commands.failures import keep_tracebacks_in, run_main
 from dcmdp_jax.errors import EngineError, TrainingStopped, UserError
 
 class Broken:
@@ -294,7 +295,7 @@ def test_without_a_run_failures_of_threads_are_printed(arguments):
 
 _TALKS = """
 import logging, sys
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.failures import run_main
 
 def main(argv):
     for line in range(3):
