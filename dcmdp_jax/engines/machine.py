@@ -1,18 +1,11 @@
 """Memory of a run, the capacity of a machine and the parts of its use."""
 
 import dataclasses
-from typing import Any
-
-import jax.numpy as jnp
 
 MEMORY_PHASES = ("weight_sync", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
 PREEMPTED = "preempted caches, at most"
 """Name of the part with the caches of preempted rows, held while any program samples."""
-LOGITS_HELD = 3
-"""Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked
-copy.
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,30 +30,19 @@ class Machine:
 
     def part(
         self,
-        devices: int,
         name: str,
         size: int,
+        *,
+        devices: int,
         lower: str,
         phases: frozenset[str] = _ALWAYS,
-        sure: int = 0,
+        certain: bool = True,
     ) -> "MemoryPart":
-        """A part of `size` bytes on each of `devices` devices, of which `sure` are certain."""
+        """A part of `size` bytes on each of `devices` devices."""
+        memory = MemoryPart(name, per_device=size, phases=phases, lower=lower, certain=certain)
         if self.platform == "cpu":
-            return MemoryPart(
-                name,
-                host=size * devices,
-                phases=phases,
-                lower=lower,
-                certain=(0, 0, sure * devices),
-            )
-        return MemoryPart(name, per_device=size, phases=phases, lower=lower, certain=(sure, 0, 0))
-
-    def product_item(self, dtype: str) -> int:
-        """Bytes of a number in a product.
-
-        XLA's CPU backend multiplies bfloat16 in float32, and copies for it.
-        """
-        return 4 if self.platform == "cpu" else jnp.dtype(dtype).itemsize
+            return dataclasses.replace(memory, per_device=0, host=size * devices)
+        return memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,32 +52,20 @@ class MemoryPart:
     Attributes:
         name: shown in the table.
         per_device: bytes on each device.
-        first: further bytes on the first device.
         host: bytes in the host's memory.
         phases: phases of a step in which it is held.
         lower: settings that make it smaller; empty where none does.
-        certain: bytes that the run certainly needs, on each device, the first and the host; the
-            rest is an estimate or a worst case.
+        certain: whether the run needs them in any case; False for a worst case.
     """
 
     name: str
     _: dataclasses.KW_ONLY
     per_device: int = 0
-    first: int = 0
     host: int = 0
     phases: frozenset[str] = _ALWAYS
     lower: str = ""
-    certain: tuple[int, int, int] = (0, 0, 0)
+    certain: bool = True
 
-    def on(self, device: str, *, certain: bool = False) -> int:
-        """Bytes on the "first" device, on each "other" one, or in the "host"'s memory."""
-        amounts = self.certain if certain else (self.per_device, self.first, self.host)
-        per_device, first, host = amounts
-        return {"first": per_device + first, "other": per_device, "host": host}[device]
-
-
-def exact(name: str, **options: Any) -> MemoryPart:
-    """A part whose bytes are all certain; `options` are fields of `MemoryPart`."""
-    estimate = MemoryPart(name, **options)
-    certain = (estimate.per_device, estimate.first, estimate.host)
-    return dataclasses.replace(estimate, certain=certain)
+    def on(self, location: str) -> int:
+        """Bytes on each "device", or in the "host"'s memory."""
+        return {"device": self.per_device, "host": self.host}[location]

@@ -1,8 +1,9 @@
-"""Memory of a run by arithmetic, before anything is allocated, by kind, device and phase.
+"""Memory of a run by arithmetic, before anything is allocated, by kind and phase.
 
-Parts that are arrays with known shapes are exact: parameters, moments, gradients, the engine's
-weights, its cache. The compiler's temporary memory is an estimate, marked ~. Devices of a CPU share
-the host's memory and count as the host.
+Counts arrays with known shapes: parameters, moments, gradients, the engine's weights, its cache. A
+worst case is marked ~. Temporary memory of the training step, its activations and logits, is not
+counted: `dcmdp plan` has it from the compiler. Devices of a CPU share the host's memory and count
+as the host.
 """
 
 import bisect
@@ -24,24 +25,16 @@ from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
-from dcmdp_jax.engines.machine import (
-    LOGITS_HELD,
-    MEMORY_PHASES,
-    Machine,
-    MemoryPart,
-    exact,
-)
+from dcmdp_jax.engines.machine import MEMORY_PHASES, Machine, MemoryPart
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.attention import has_scores, statistics_kept
+from dcmdp_jax.models.attention import statistics_kept
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.gated_delta import CHUNK
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declarations, num_params
-from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.number_format import text_table
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import (
@@ -53,12 +46,15 @@ from dcmdp_jax.parallel.sharding import (
 )
 
 _GIB = 2**30
+_WEIGHT_SYNC = frozenset({"weight_sync"})
+_SAMPLE = frozenset({"sample"})
 _STEP = frozenset({"step"})
 _Maker = Callable[..., MemoryPart]
 _KEPT_BYTES = int(1.05 * _GIB)
 """What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has
-freed, and compiled programs. Measured runs are in docs/plan.md.
+freed, and compiled programs.
 """
+_NOT_COUNTED = "not counted: temporary memory of the training step (activations, logits)"
 CUDNN_WORKSPACE = "cuDNN's workspace"
 """A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment
 that a row may have, by what cuDNN 9.19 took on an H200 for 7 segments a row and for 16.
@@ -83,12 +79,16 @@ class MemoryUse:
     rows: int = 0
 
     def total(self, phase: str, location: str, *, certain: bool = False) -> int:
-        """Bytes in a phase: on the "first" device, each "other" one, or in the "host"'s memory."""
-        total = 0
-        for component in self.parts:
-            if phase in component.phases:
-                total += component.on(location, certain=certain)
-        return total
+        """Bytes in a phase, on each "device" or in the "host"'s memory."""
+        components = self._parts_in(phase, certain=certain)
+        return sum(component.on(location) for component in components)
+
+    def _parts_in(self, phase: str, *, certain: bool) -> list[MemoryPart]:
+        """The parts that a phase holds; with `certain` without worst cases."""
+        components = [component for component in self.parts if phase in component.phases]
+        if certain:
+            return [component for component in components if component.certain]
+        return components
 
     def peak(self, location: str, *, certain: bool = False) -> tuple[str, int]:
         """The phase with the largest use of a location, and its bytes."""
@@ -99,8 +99,8 @@ class MemoryUse:
         """Each location with memory of its own, its name for people, its bytes; phase and peak."""
         machine = self.machine
         if machine.platform != "cpu":
-            peak = self.peak("first", certain=certain)
-            yield "first", "the first device", machine.device_bytes, *peak
+            peak = self.peak("device", certain=certain)
+            yield "device", "each device", machine.device_bytes, *peak
         yield "host", "this machine", machine.host_bytes, *self.peak("host", certain=certain)
 
     def shortages(self, *, certain: bool = False) -> list[str]:
@@ -110,13 +110,13 @@ class MemoryUse:
         for location, label, capacity, phase, needed in self._peaks(certain=certain):
             if capacity is None or needed <= capacity:
                 continue
-            components = [item for item in self.parts if phase in item.phases and item.lower]
-            largest = max(components, key=lambda item: item.on(location, certain=certain))
-            largest_size = largest.on(location, certain=certain)
+            components = self._parts_in(phase, certain=certain)
+            adjustable = [component for component in components if component.lower]
+            largest = max(adjustable, key=lambda component: component.on(location))
             sentences.append(
                 f"{label} has {capacity / _GIB:.1f} GiB and the phase {phase!r} takes "
                 f"{at_least}{needed / _GIB:.1f}, of which {largest.name} "
-                f"{largest_size / _GIB:.1f}; smaller with {largest.lower}"
+                f"{largest.on(location) / _GIB:.1f}; smaller with {largest.lower}"
             )
         return sentences
 
@@ -144,7 +144,7 @@ class MemoryUse:
         return [f"{', '.join(uses)} (--dry-run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
-        """The largest phase of each location, its parts (~ if estimated), what does not fit."""
+        """The largest phase of each location, its parts (~ at most), what does not fit."""
         lines = []
         for location, label, capacity, phase, needed in self._peaks():
             unit = _GIB
@@ -157,14 +157,14 @@ class MemoryUse:
                 f"{label}: {needed / unit:,.2f}{available} {unit_name}, in the phase {phase!r}"
             )
             rows = []
-            for component in self.parts:
+            for component in self._parts_in(phase, certain=False):
                 size = component.on(location)
-                if phase in component.phases and size:
-                    mark = "" if size == component.on(location, certain=True) else "~"
+                if size:
+                    mark = "" if component.certain else "~"
                     rows.append((f"  {mark}{component.name}", f"{size / unit:,.2f}"))
             lines += text_table(rows)
         lines += [f"does not fit: {shortage}" for shortage in self.shortages()]
-        return [*lines, *filter(None, [self.note])]
+        return [*lines, _NOT_COUNTED, *filter(None, [self.note])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,8 +208,8 @@ def fit_engine(
         rows = min(rows, fitted_rows)
     if machine.process_bytes:
         others = (
-            exact("Python and libraries", host=machine.process_bytes, lower=""),
-            MemoryPart("compiled programs, freed memory", host=_KEPT_BYTES, lower=""),
+            MemoryPart("Python and libraries", host=machine.process_bytes),
+            MemoryPart("compiled programs, freed memory", host=_KEPT_BYTES, certain=False),
             *others,
         )
 
@@ -223,7 +223,7 @@ def fit_engine(
         return MemoryUse(tuple(components), machine, note, rows)
 
     def fits(rows: int) -> bool:
-        return use(rows).total("sample", "first") <= machine.device_bytes
+        return use(rows).total("sample", "device") <= machine.device_bytes
 
     # A CPU's free memory differs from run to run; rows fitted to it would too.
     limited = machine.platform != "cpu" and machine.device_bytes is not None
@@ -317,50 +317,40 @@ class TrainingShapes:
 def training_memory(
     shapes: TrainingShapes,
     compute: Compute,
-    scheme: Scheme,
     mesh: Mesh,
     packing: RowShapes,
     machine: Machine,
 ) -> list[MemoryPart]:
-    """Memory that the trainer itself needs, by kind.
+    """Memory that the trainer itself needs, by kind, but for the step's temporary memory.
 
     Args:
         shapes: what is trained.
         compute: options of the training stack.
-        scheme: the engine's roundings that the forward pass repeats.
         mesh: the training devices.
         packing: shapes of a batch.
         machine: the memory available.
     """
-    config = shapes.config
-    model = shapes.model
-    make = functools.partial(machine.part, mesh.size)
+    make = functools.partial(machine.part, devices=mesh.size)
     components = [
-        *_state_parts(make, config, model, mesh, machine, shapes.lora),
-        *_step_parts(make, model, compute, scheme, mesh, packing, machine),
-        *_batch_parts(make, config, model, mesh, packing, shapes.completions),
+        *_state_parts(make, shapes, mesh, machine),
+        _workspace(make, shapes.model, compute, mesh, packing),
+        *_batch_parts(make, shapes, mesh, packing),
     ]
     if shapes.teacher is not None:
         values = _values(model_declarations(shapes.teacher), mesh)
-        size = jnp.dtype(config.teacher_dtype).itemsize * values
-        components.append(make("teacher", size, "a smaller teacher", sure=size))
+        size = jnp.dtype(shapes.config.teacher_dtype).itemsize * values
+        components.append(make("teacher", size, lower="a smaller teacher"))
     return [component for component in components if component.per_device or component.host]
 
 
 def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
-    """Parameters on the first device, that are synced to an engine without a trainer."""
-    size = num_params(model) * jnp.dtype(dtype).itemsize
-    first = size
-    host = 0
-    if machine.platform == "cpu":
-        first = 0
-        host = size
-    parameters = exact(
+    """Parameters on one device, that are synced to an engine without a trainer."""
+    parameters = machine.part(
         "parameters",
-        first=first,
-        host=host,
-        phases=frozenset({"weight_sync"}),
+        num_params(model) * jnp.dtype(dtype).itemsize,
+        devices=1,
         lower="a smaller model",
+        phases=_WEIGHT_SYNC,
     )
     return [parameters]
 
@@ -374,16 +364,15 @@ def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:
 
 def _state_parts(
     make: _Maker,
-    config: Config,
-    model: ModelConfig,
+    shapes: TrainingShapes,
     mesh: Mesh,
     machine: Machine,
-    lora: Lora | None,
 ) -> list[MemoryPart]:
     """State that is kept between steps, the gradients, and what is frozen."""
+    config = shapes.config
     item_bytes = jnp.dtype(config.model.param_dtype).itemsize
     lag = config.rollout.lag
-    values = _values(trained(model, lora), mesh)
+    values = _values(trained(shapes.model, shapes.lora), mesh)
     size = values * item_bytes
     on_cpu = machine.platform == "cpu"
     smaller_model = "a smaller model"
@@ -399,165 +388,98 @@ def _state_parts(
     if on_cpu:
         copies = 1 if data_parallel_only(mesh) else mesh.size
     saved = (3 + lag) * size * copies
+    checkpoint = MemoryPart(
+        "checkpoint's copy of the state", host=saved, lower=remedy, certain=False
+    )
     components = [
-        make("parameters", size, remedy, sure=size),
-        make("Adam's moments", 2 * size, remedy, sure=2 * size),
+        make("parameters", size, lower=remedy),
+        make("Adam's moments", 2 * size, lower=remedy),
         # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler
         # manages it.
-        make("gradients", 4 * values, remedy, _STEP, sure=size),
+        make("gradients", 4 * values, lower=remedy, phases=_STEP, certain=item_bytes == 4),
         # One micro-batch's gradient before it is added; afterwards the update.
-        make("gradients of a micro-batch", 4 * values, remedy, _STEP),
-        MemoryPart("checkpoint's copy of the state", host=saved, lower=remedy),
+        make("gradients of a micro-batch", 4 * values, lower=remedy, phases=_STEP, certain=False),
+        checkpoint,
         # A disk has written it by the time that the next step's completions are there.
-        MemoryPart(
-            "checkpoint being written",
-            host=saved,
-            phases=frozenset({"weight_sync", "sample"}),
-            lower=remedy,
+        dataclasses.replace(
+            checkpoint, name="checkpoint being written", phases=_WEIGHT_SYNC | _SAMPLE
         ),
-        make(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
+        make(f"parameters of {lag} older version(s)", lag * size, lower="rollout.lag"),
     ]
-    if lora is None:
+    if shapes.lora is None:
         if config.algorithm.kl_coefficient:
-            reference = make("reference policy", size, "algorithm.kl_coefficient=0", sure=size)
-            components.append(reference)
+            components.append(make("reference policy", size, lower="algorithm.kl_coefficient=0"))
         return components
 
     # A quantized matrix has a byte for each value; the scale of each column is not counted.
-    declared = model_declarations(model)
+    declared = model_declarations(shapes.model)
     base_values = _values(declared, mesh)
     int8_values = 0
     if config.model.lora_base == "int8":
         int8_values = _values([matrix for matrix in declared if matrix.quantized], mesh)
     width = 4 if config.model.lora_base == "float32" else 2
     base = width * (base_values - int8_values) + int8_values
-    product = machine.product_item(config.model.compute_dtype)
-    cast = 0
-    if on_cpu and (width != product or int8_values):
-        # XLA's CPU compiler converts the layers before it loops over them.
-        cast = product * base_values
     return [
         *components,
-        make("frozen base", base, f"{smaller_model}, or model.lora_base=int8", sure=base),
-        make("merged weights", 4 * base_values, smaller_model, frozenset({"weight_sync"})),
-        make("frozen base, cast for products", cast, smaller_model, _STEP),
+        make("frozen base", base, lower=f"{smaller_model}, or model.lora_base=int8"),
+        make(
+            "merged weights",
+            4 * base_values,
+            lower=smaller_model,
+            phases=_WEIGHT_SYNC,
+            certain=False,
+        ),
     ]
 
 
-def _step_parts(
+def _workspace(
     make: _Maker,
     model: ModelConfig,
     compute: Compute,
-    scheme: Scheme,
     mesh: Mesh,
     packing: RowShapes,
-    machine: Machine,
-) -> list[MemoryPart]:
-    """Activations and logits of the largest micro-batch: saved by all layers, temporary in one."""
-    shards = row_shards(mesh)
-    item = machine.product_item(compute.dtype)
-    queries = model.num_heads * model.head_dim
-    width = model.hidden_size
-    keys = 2 * model.num_kv_heads * model.head_dim
-    projected = queries + keys
-    # A token's hidden state is copied to each of its experts and back.
-    copies = 2 * model.num_experts_per_tok * width
+) -> MemoryPart:
+    """cuDNN's memory for the largest micro-batch; none of another attention kernel."""
+    rows = np.array(packing.rows_per_micro_batch) // row_shards(mesh)
+    tokens = int(max(rows * packing.row_lengths))
     segments = statistics_kept(compute.attention, compute.segments)
-    # Bytes of the largest micro-batch with its tokens, and cuDNN's.
-    largest = (0, 0)
-    workspace = 0
-    for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
-        rows //= shards
-        tokens = rows * length
-        layer_width = 8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies
-        layer = tokens * item * layer_width + 4 * tokens * model.num_heads * segments
-        if model.recurrent_layers:
-            # Float32: a dozen matrices of a chunk's tokens by its tokens, a few copies of the
-            # heads.
-            head = 12 * CHUNK + 4 * (model.linear_key_head_dim + model.linear_value_head_dim)
-            heads = 4 * model.linear_num_value_heads * head
-            layer += tokens * (heads + 2 * item * model.mixed_width)
-        scores = 0
-        if has_scores(compute.attention, rows * shards, length, model.num_heads, mesh):
-            scores = rows * model.num_heads * length**2
-        products = tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies)
-        if compute.remat == "full":
-            saved = tokens * item * width
-        elif compute.remat == "dots":
-            saved = products
-        elif machine.platform == "gpu":
-            saved = products + tokens * item * queries + scores * item
-        else:
-            saved = layer + scores * item
-        # Scores in float32 and their exponentials, forward and backward.
-        working = layer + scores * (8 + 2 * item)
-        largest = max(largest, (model.num_layers * saved + working, tokens))
-        workspace = max(workspace, 8 * tokens * queries * segments)
-    activations, tokens = largest
-    logits = min(compute.logprob_chunk, tokens) * model.vocab_size * 4 * LOGITS_HELD
-
-    model_shards = mesh.size // mesh.shape[DATA]
-    matrices = width * (2 * queries + keys + 3 * model.stored_mlp_width)
-    output = model.vocab_size * width
-    rounded = 0
-    if scheme.weights:
-        rounded = 4 * (model.num_layers * matrices + output) // model_shards
-    elif scheme.products:
-        # Of one layer at a time: float32 values and those times their scale, and a micro-batch's
-        # tokens alike.
-        inputs = tokens * max(width, queries, model.intermediate_size)
-        rounded = 8 * (matrices + inputs) // mesh.shape["tensor"]
-    cast = 0
-    if machine.platform == "gpu" and compute.scan_unroll >= model.num_layers and item < 4:
-        # Without a loop a GPU casts all matrices before the first layer, and has all their
-        # gradients before it stacks them.
-        cast = 2 * item * model.num_layers * matrices // model_shards
-    copied = 0 if item == jnp.dtype(compute.dtype).itemsize else 2 * 4 * output
-    remedy = "training.micro_batch_tokens"
-    if compute.remat != "full":
-        remedy += ", or model.remat=full"
-    return [
-        make("activations", activations, remedy, _STEP),
-        make("logits", logits, "model.logprob_chunk", _STEP),
-        make(CUDNN_WORKSPACE, workspace, "training.segments_per_row", _STEP),
-        make("layers in model.compute_dtype", cast, "model.scan_unroll=1", _STEP),
-        make("rounded factors", rounded, "model.forward_precision=full", _STEP),
-        make("float32 copies of the output layer", copied, "model.compute_dtype=float32", _STEP),
-    ]
+    size = 8 * tokens * model.num_heads * model.head_dim * segments
+    return make(
+        CUDNN_WORKSPACE, size, lower="training.segments_per_row", phases=_STEP, certain=False
+    )
 
 
 def _batch_parts(
     make: _Maker,
-    config: Config,
-    model: ModelConfig,
+    shapes: TrainingShapes,
     mesh: Mesh,
     packing: RowShapes,
-    completions: int,
 ) -> list[MemoryPart]:
     """The batch, on the devices and before, and its columns that have a vector for each token."""
-    columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
+    config = shapes.config
+    columns = column_shapes(
+        config.columns, k=config.rollout.top_logprobs, routing=shapes.model.routing
+    )
     batch = abstract_batch(packing, columns)
     lag = config.rollout.lag
     batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
-    shard_bytes = batch_bytes // row_shards(mesh)
-    ahead_bytes = lag * batch_bytes // row_shards(mesh)
     remedy = "training.prompts_per_step or rollout.max_completion_tokens"
     components = [
-        make("batch", shard_bytes, remedy, _STEP, sure=shard_bytes),
+        make("batch", batch_bytes // row_shards(mesh), lower=remedy, phases=_STEP),
         MemoryPart(
             "batch, before it is split over devices",
             host=batch_bytes,
             phases=_STEP,
             lower=remedy,
+            certain=False,
         ),
         make(
             f"{lag} batch(es) sampled ahead",
-            ahead_bytes,
-            f"{remedy}, or rollout.lag",
-            sure=ahead_bytes,
+            lag * batch_bytes // row_shards(mesh),
+            lower=f"{remedy}, or rollout.lag",
         ),
     ]
-    tokens = completions * config.max_total_tokens
+    tokens = shapes.completions * config.max_total_tokens
     for name, shape in columns.items():
         if not shape:
             continue
@@ -567,8 +489,9 @@ def _batch_parts(
         column = MemoryPart(
             f"{name.replace('_', ' ')} of the completions' tokens",
             host=tokens * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(shape),
-            phases=frozenset({"sample", "step"}),
+            phases=_SAMPLE | _STEP,
             lower=f"{remedy}, or {setting}",
+            certain=False,
         )
         components.append(column)
     if not (config.observe.rollouts_every_steps and config.rollout.top_logprobs):
@@ -580,6 +503,11 @@ def _batch_parts(
     for bucket in batch.rows:
         positions += math.prod(bucket.completion_mask.shape)
     values = config.rollout.top_logprobs * positions
-    name = "recorded top-k tokens"
-    recorded = make(name, 4 * values, f"{remedy}, or rollout.top_logprobs", _STEP)
+    recorded = make(
+        "recorded top-k tokens",
+        4 * values,
+        lower=f"{remedy}, or rollout.top_logprobs",
+        phases=_STEP,
+        certain=False,
+    )
     return [*components, dataclasses.replace(recorded, host=recorded.host + 30 * values)]

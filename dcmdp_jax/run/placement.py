@@ -344,7 +344,7 @@ def fit(
     dtype = config.model.param_dtype
     if config.model.lora_rank or config.model.adapter:
         dtype = "float32"
-    trainer = training_memory(shapes, compute, scheme, mesh, packing, machine)
+    trainer = training_memory(shapes, compute, mesh, packing, machine)
 
     setup = fit_engine(
         kind,

@@ -8,7 +8,7 @@ import numpy as np
 
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.engine_kind import EngineKind
-from dcmdp_jax.engines.machine import exact
+from dcmdp_jax.engines.machine import MemoryPart
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 
@@ -79,9 +79,8 @@ class StubKind(EngineKind):
             raise ArgumentError("server", f"got {server!r}, must be http://HOST:PORT")
 
     def memory(self, arguments, load, machine, rows):
-        return [
-            exact("stub's buffer", host=arguments.settings.buffer_mib * 2**20, lower="`buffer_mib`")
-        ]
+        size = arguments.settings.buffer_mib * 2**20
+        return [MemoryPart("stub's buffer", host=size, lower="`buffer_mib`")]
 
     def build(self, arguments):
         return StubEngine(arguments)

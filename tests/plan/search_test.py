@@ -39,7 +39,7 @@ def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
     )
     for tensor in (1, 2, 4):
         assert by_tensor[tensor].startswith(
-            "memory: the first device has 0.0 GiB and the phase 'sample' takes at least"
+            "memory: each device has 0.0 GiB and the phase 'sample' takes at least"
         )
         assert "of which engine's weights" in by_tensor[tensor] and "\n" not in by_tensor[tensor]
     assert table(found).splitlines()[-1] == "nothing of these fits"

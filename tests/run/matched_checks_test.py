@@ -1,20 +1,17 @@
-"""What a matched forward pass is refused for once the model and the machine are known, and its
-memory.
-"""
+"""What a matched forward pass is refused for once the model and the machine are known."""
 
 import dataclasses
 
 import pytest
 
-from configs import base, qwen3_8b
+from configs import base
 from dcmdp_jax.config.checks import engine_arguments, forward_scheme
 from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.run.placement import forward_scheme_on
-from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
+from tests.support.memory_plans import QWEN3_8B
 
 QWEN2 = ModelConfig("qwen2", 31, 64, 96, 2, 2, 1, 32, attention_bias=True)
 EXPERTS = ModelConfig(
@@ -84,29 +81,3 @@ def test_another_platform_than_the_engines_is_refused(precision, cache, said):
     ):
         forward_scheme_on(config, engine, "cpu")
     forward_scheme_on(_config("bfloat16"), engine, "cpu")
-
-
-def test_rounded_weights_are_counted_by_hand():
-    """Layers: 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), output 151936 x 4096; float32, over
-    eight devices.
-    """
-    config = qwen3_8b.get_config("local")
-    config.rollout.precision = config.model.forward_precision = "fp8"
-    plan = memory_plan_of(
-        config,
-        QWEN3_8B,
-        Machine(platform="gpu", devices=8, device_bytes=80 * 2**30, host_bytes=1000 * 2**30),
-        (1, 8, 1),
-    )
-    assert (
-        part_of(plan, "rounded factors").per_device
-        == 4 * (36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 151936 * 4096) // 8
-    )
-    config.rollout.precision, config.model.forward_precision = "bfloat16", "full"
-    plan = memory_plan_of(
-        config,
-        QWEN3_8B,
-        Machine(platform="gpu", devices=8, device_bytes=80 * 2**30, host_bytes=1000 * 2**30),
-        (1, 8, 1),
-    )
-    assert not [part for part in plan.parts if part.name.startswith("rounded")]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
-from dcmdp_jax.engines.machine import Machine, exact
+from dcmdp_jax.engines.machine import Machine, MemoryPart
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.rewards.protocol import MATH, Reward
 from dcmdp_jax.run.memory_use import EngineSetup, MemoryUse
@@ -37,7 +37,7 @@ def _task():
 
 def _setup(kind, *, needed=0, free=None):
     memory = MemoryUse(
-        (exact("weights", host=needed, lower="a smaller model"),),
+        (MemoryPart("weights", host=needed, lower="a smaller model"),),
         Machine(platform="cpu", devices=1, device_bytes=None, host_bytes=free),
     )
     return EngineSetup(kind=kind, arguments=EngineArguments(), workload=None, memory=memory)

@@ -19,6 +19,7 @@ from dcmdp_jax.run import description, placement
 from dcmdp_jax.run import directory as run_directory
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
+from tests.support.memory_plans import bytes_of
 
 
 def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
@@ -178,16 +179,14 @@ def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, mon
     assert roomy.engine.memory.rows == roomy.engine.arguments.max_rows == 256
     # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in
     # float32.
-    [cache] = [
-        part for part in roomy.engine.memory.parts if part.name.startswith("key-value cache")
-    ]
-    assert cache.per_device == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
-    full = roomy.engine.memory.total("sample", "first")
-    small = started(full - cache.per_device // 2)
+    cache_bytes = bytes_of(roomy.engine.memory, "key-value cache")
+    assert cache_bytes == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
+    full = roomy.engine.memory.total("sample", "device")
+    small = started(full - cache_bytes // 2)
     setup = small.placement.engine
     rows = setup.memory.rows
     assert 8 <= rows < 256 and setup.arguments.max_rows == rows
-    assert setup.memory.total("sample", "first") <= full - cache.per_device // 2
+    assert setup.memory.total("sample", "device") <= full - cache_bytes // 2
     assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in describe(small)
     (tmp_path / "run").mkdir()
     run_directory.record_config(small.task.config, rows)

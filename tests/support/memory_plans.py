@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from dcmdp_jax.config.checks import engine_arguments, forward_scheme
+from dcmdp_jax.config.checks import engine_arguments
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
@@ -42,13 +42,17 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
         max_completion_tokens=config.rollout.max_completion_tokens,
         param_dtype=config.model.param_dtype,
     )
-    scheme = forward_scheme(config, machine.platform, model=model)
     shapes = TrainingShapes(
         config=config, model=model, prompt_lengths=prompts, completions=completions
     )
-    trainer = training_memory(shapes, compute, scheme, mesh, packing, machine)
+    trainer = training_memory(shapes, compute, mesh, packing, machine)
     return fit_engine(kind, engine, load, machine, trainer).memory
 
 
 def part_of(plan, name):
     return next(part for part in plan.parts if part.name.startswith(name))
+
+
+def bytes_of(plan, name):
+    """Bytes on each device of the parts whose names begin so, and on a CPU in the host."""
+    return sum(part.per_device or part.host for part in plan.parts if part.name.startswith(name))

@@ -10,11 +10,12 @@ from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.layout import TENSOR, Program
 from dcmdp_jax.engines.local.programs import abstract_weights
-from dcmdp_jax.engines.machine import LOGITS_HELD, PREEMPTED, Machine, MemoryPart
-from dcmdp_jax.models.quantize import is_quantized
+from dcmdp_jax.engines.machine import PREEMPTED, Machine, MemoryPart
 from dcmdp_jax.parallel.sharding import bytes_per_device
 
 _SAMPLE = frozenset({"sample"})
+_LOGITS_HELD = 3
+"""Arrays of the size of logits: themselves, their exponentials, and a masked copy."""
 _FEWER = "`max_rows` or `max_completion_tokens`"
 
 
@@ -39,7 +40,7 @@ def parts(
     mesh = arguments.mesh(tensor=settings.tensor, expert=settings.expert).abstract_mesh
     tensor = mesh.shape[TENSOR]
     devices = mesh.size
-    make = functools.partial(machine.part, devices)
+    make = functools.partial(machine.part, devices=devices, phases=_SAMPLE)
     program = Program.of(arguments, mesh)
 
     batch = sizes.batch_rows(rows, load.group_size, load.completions, devices)
@@ -62,9 +63,13 @@ def parts(
     shortest = sizes.length_bucket(min(load.prompt_lengths))
     full = cache_bytes(longest + limit)
     least = cache_bytes(shortest + first)
-    caches = [make("key-value cache, rows at their longest", full, _FEWER, _SAMPLE, least)]
+    caches = [
+        make("key-value cache, first slots", least, lower=_FEWER),
+        make("key-value cache, all further slots", full - least, lower=_FEWER, certain=False),
+    ]
     if load.completions > rows and first < limit:
-        caches.append(make(PREEMPTED, sizes.PREEMPTED_CACHES * full, _FEWER, _SAMPLE))
+        preempted = sizes.PREEMPTED_CACHES * full
+        caches.append(make(PREEMPTED, preempted, lower=_FEWER, certain=False))
 
     records = []
     if arguments.routed_experts:
@@ -74,15 +79,15 @@ def parts(
             make(
                 "experts of decoded tokens",
                 limit * decoded,
-                f"{_FEWER}, or `routed_experts`=False",
-                _SAMPLE,
-                first * decoded,
+                lower=f"{_FEWER}, or `routed_experts`=False",
+                certain=False,
             ),
             MemoryPart(
                 "engine's record of them",
                 host=load.completions * limit * token_bytes,
                 phases=_SAMPLE,
                 lower="`max_completion_tokens`, or `routed_experts`=False",
+                certain=False,
             ),
         ]
     if arguments.top_logprobs:
@@ -91,12 +96,14 @@ def parts(
         decoded = limit * group_rows * token_bytes
         record = load.completions * limit * token_bytes
         records += [
-            make("top-k tokens of decoded ones", decoded, lower, _SAMPLE),
-            MemoryPart("engine's lists of them", host=record, phases=_SAMPLE, lower=lower),
+            make("top-k tokens of decoded ones", decoded, lower=lower, certain=False),
+            MemoryPart(
+                "engine's lists of them", host=record, phases=_SAMPLE, lower=lower, certain=False
+            ),
         ]
 
     scores = min(sizes.ATTENTION_ELEMENTS, group_rows * model.num_heads // tensor * longest**2)
-    logits = group_rows * model.vocab_size // tensor * 4 * LOGITS_HELD
+    logits = group_rows * model.vocab_size // tensor * 4 * _LOGITS_HELD
     prompts, chunks = sizes.prefill_shape(
         model.num_heads,
         max(1, rows // load.group_size),
@@ -111,38 +118,34 @@ def parts(
         *_weight_parts(program, load, machine),
         *caches,
         *records,
-        make("sampler's logits and attention", working, "`max_rows`", _SAMPLE),
+        make("sampler's logits and attention", working, lower="`max_rows`", certain=False),
     ]
 
 
 def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[MemoryPart]:
     cpu = machine.platform == "cpu"
-    item = machine.product_item(program.compute_dtype)
-    weights, converted, largest_layer = _weight_bytes(program, load.param_dtype, item, cpu)
+    weights, largest_layer = _weight_bytes(program, load.param_dtype, cpu)
     split = "more devices along `tensor`, " if load.training and not cpu else ""
     lower = f"a smaller model, {split}or `engine`=vllm"
     if program.precision in ("exact", "float32"):
         lower = f"`precision`=bfloat16, {lower}"
-    # The trainer frees them before its step.
-    push_and_sample = frozenset({"weight_sync", "sample"})
-    weight_sync = frozenset({"weight_sync"})
-    memory = [
-        machine.part(1, "engine's weights", weights, lower, push_and_sample, weights),
-        machine.part(1, "layers on their way to the engine", 2 * largest_layer, lower, weight_sync),
+    make = functools.partial(machine.part, devices=1, lower=lower)
+    return [
+        # The trainer frees them before its step.
+        make("engine's weights", weights, phases=frozenset({"weight_sync", "sample"})),
+        make(
+            "layers on their way to the engine",
+            2 * largest_layer,
+            phases=frozenset({"weight_sync"}),
+            certain=False,
+        ),
     ]
-    if converted:
-        # One copy in each device's program, for as long as it runs.
-        name = "engine's weights, cast or dequantized"
-        memory.append(machine.part(program.mesh.size, name, converted, lower, _SAMPLE))
-    return memory
 
 
 @functools.lru_cache(maxsize=8)
-def _weight_bytes(program: Program, param_dtype: str, item: int, cpu: bool) -> tuple[int, int, int]:
-    """Bytes of the engine's weights, of their converted copy, and of the largest layer.
-
-    On each device, but for the first and the last on a CPU, where all devices share them. A program
-    makes the copy of what it can't multiply as it is.
+def _weight_bytes(program: Program, param_dtype: str, cpu: bool) -> tuple[int, int]:
+    """Bytes of the engine's weights and of their largest layer; on a CPU of all devices together,
+    which share them, else on each.
     """
     weights = abstract_weights(program, param_dtype)
     layer_bytes = []
@@ -152,18 +155,4 @@ def _weight_bytes(program: Program, param_dtype: str, item: int, cpu: bool) -> t
             layer_bytes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
         else:
             layer_bytes.append(bytes_per_device(subtree))
-
-    converted = 0
-    largest = 0
-    kernels = jax.tree.leaves(weights, is_leaf=is_quantized)
-    for leaf in kernels:
-        quantized = is_quantized(leaf)
-        values = leaf.values if quantized else leaf
-        size = math.prod(values.sharding.shard_shape(values.shape)) * item
-        largest = max(largest, size)
-        if values.dtype.itemsize != item and (cpu or not quantized):
-            converted += size
-    if not converted and any(map(is_quantized, kernels)):
-        # A matrix that a product converts while it reads it is at most one.
-        converted = largest
-    return sum(layer_bytes), converted, max(layer_bytes)
+    return sum(layer_bytes), max(layer_bytes)

@@ -1,7 +1,7 @@
 """Memory of the sidecars: shared weights, and what vLLM's CPU build allocates."""
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
-from dcmdp_jax.engines.machine import Machine, MemoryPart, exact
+from dcmdp_jax.engines.machine import Machine, MemoryPart
 from dcmdp_jax.engines.sidecar.weights import WeightBridge, shared_bytes
 from dcmdp_jax.engines.vllm.launch import engine_arguments
 
@@ -19,7 +19,7 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     if dtype == "float32":
         smaller += ", or `compute_dtype`=bfloat16"
     shared, copies = shared_bytes(bridge, adapters, stored=settings.placement == "ray")
-    shared_weights = exact(f"{copies} for vLLM", host=shared, lower=smaller)
+    shared_weights = MemoryPart(f"{copies} for vLLM", host=shared, lower=smaller)
     if arguments.platform != "cpu" or settings.address:
         return [shared_weights]
 
@@ -29,8 +29,8 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     cache_bytes = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
     return [
         shared_weights,
-        exact("vLLM's weights", host=replicas * bridge.num_bytes, lower=fewer + smaller),
-        exact(
+        MemoryPart("vLLM's weights", host=replicas * bridge.num_bytes, lower=fewer + smaller),
+        MemoryPart(
             "vLLM's key-value cache",
             host=replicas * cache_bytes,
             lower=f"{fewer}`kv_cache_gib` or `max_rows`",
