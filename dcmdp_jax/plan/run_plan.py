@@ -24,9 +24,8 @@ from dcmdp_jax.engines.engine_kind import (
 from dcmdp_jax.engines.machine import PREEMPTED, Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
-from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
+from dcmdp_jax.parallel.sharding import bytes_per_device
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run import memory_use, task, weights
@@ -291,17 +290,12 @@ def plan_step(run: PlannedRun) -> Lowerable:
     }
 
     frozen = None
-    if settings.lora or config.algorithm.kl_coefficient:
-        name = "reference policy"
-        dtype = settings.param_dtype
-        if settings.lora:
-            name = "frozen base"
-            dtype = settings.lora_base
-            if dtype == "int8":
-                dtype = "bfloat16"
-        shardings = weights.model_shardings(run.model, settings.param_dtype, mesh)
-        frozen = sharded(param_shapes(run.model, dtype), shardings)
-        resident_bytes[name] = bytes_per_device(frozen)
+    if settings.lora:
+        frozen = weights.frozen_shapes(run.model, settings.lora_base, mesh)
+        resident_bytes["frozen base"] = bytes_per_device(frozen)
+    elif config.algorithm.kl_coefficient:
+        frozen = weights.frozen_shapes(run.model, settings.param_dtype, mesh)
+        resident_bytes["reference policy"] = bytes_per_device(frozen)
     return Lowerable(
         name="step",
         trace=functools.partial(programs.train_step.trace, state, batch, frozen),

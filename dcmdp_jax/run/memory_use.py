@@ -44,6 +44,7 @@ from dcmdp_jax.parallel.sharding import (
     param_shardings,
     sharded,
 )
+from dcmdp_jax.run.weights import frozen_shapes
 
 _GIB = 2**30
 _WEIGHT_SYNC = frozenset({"weight_sync"})
@@ -411,20 +412,14 @@ def _state_parts(
             components.append(make("reference policy", size, lower="algorithm.kl_coefficient=0"))
         return components
 
-    # A quantized matrix has a byte for each value; the scale of each column is not counted.
-    declared = model_declarations(shapes.model)
-    base_values = _values(declared, mesh)
-    int8_values = 0
-    if config.model.lora_base == "int8":
-        int8_values = _values([matrix for matrix in declared if matrix.quantized], mesh)
-    width = 4 if config.model.lora_base == "float32" else 2
-    base = width * (base_values - int8_values) + int8_values
+    base = bytes_per_device(frozen_shapes(shapes.model, config.model.lora_base, mesh))
+    merged_values = _values(model_declarations(shapes.model), mesh)
     return [
         *components,
         make("frozen base", base, lower=f"{smaller_model}, or model.lora_base=int8"),
         make(
             "merged weights",
-            4 * base_values,
+            4 * merged_values,
             lower=smaller_model,
             phases=_WEIGHT_SYNC,
             certain=False,

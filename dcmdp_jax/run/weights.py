@@ -3,13 +3,14 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcmdp_jax.models import config, hf_hub, hf_weights, rope
 from dcmdp_jax.models.lora import (
@@ -26,9 +27,11 @@ from dcmdp_jax.models.params import (
     init_params,
     logical_axes,
     param_shapes,
+    quantized_leaves,
 )
+from dcmdp_jax.models.quantize import Kernel, QuantizedKernel, quantize_kernel
 from dcmdp_jax.parallel.hosts import Hosts
-from dcmdp_jax.parallel.sharding import param_shardings, to_global
+from dcmdp_jax.parallel.sharding import param_shardings, sharded, to_global
 from dcmdp_jax.run.checkpoint import (
     CheckpointError,
     check_digests,
@@ -293,3 +296,28 @@ class Weights:
 def model_shardings(model: config.ModelConfig, param_dtype: str, mesh: Mesh) -> Params:
     """The sharding of every parameter of a model."""
     return param_shardings(logical_axes(model), param_shapes(model, param_dtype), mesh)
+
+
+def frozen_shapes(model: config.ModelConfig, dtype: str, mesh: Mesh) -> Params:
+    """Shapes and shardings of `Weights.frozen`: the base of adapters, or the reference policy.
+
+    Args:
+        model: the model's shape.
+        dtype: "float32", "bfloat16" or "int8".
+        mesh: the training devices.
+    """
+    stored_dtype = "float32" if dtype == "float32" else "bfloat16"
+    shardings = model_shardings(model, stored_dtype, mesh)
+    shapes = sharded(param_shapes(model, stored_dtype), shardings)
+    if dtype != "int8":
+        return shapes
+
+    def leaf(kernel: jax.ShapeDtypeStruct, marked: bool) -> Kernel:
+        if not marked:
+            return kernel
+        quantized = jax.eval_shape(functools.partial(quantize_kernel, precision=dtype), kernel)
+        *stack_axes, _, column_axis = kernel.sharding.spec
+        scale_sharding = NamedSharding(mesh, PartitionSpec(*stack_axes, column_axis))
+        return sharded(quantized, QuantizedKernel(kernel.sharding, scale_sharding))
+
+    return jax.tree.map(leaf, shapes, quantized_leaves(model))

@@ -6,11 +6,16 @@ import jax
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.params import num_params, param_shapes
+from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.models.lora import load_base
+from dcmdp_jax.models.params import init_params, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import bytes_per_device
 from dcmdp_jax.plan.plan_text import describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import GIB, compile_run, planned_run, usable_memory
+from dcmdp_jax.plan.run_plan import GIB, compile_run, plan_step, planned_run, usable_memory
 from dcmdp_jax.plan.topologies import CHIPS, Topology
+from dcmdp_jax.run.weights import frozen_shapes, model_shardings
+from tests.support.memory_plans import part_of
 from tests.support.small_plan import EIGHT_CHIPS, small_config
 
 
@@ -37,6 +42,28 @@ def test_memory_by_kind_is_that_of_the_shards(plan):
     assert of_step.total == step.peak  # the engine has no weights then
     (of_decode,) = (phase for phase in plan.phases if phase.name == "decode")
     assert of_decode.beside == plan.step.resident
+
+
+def test_an_int8_base_is_planned_as_a_run_loads_it(tmp_path):
+    """Equal to `load_base` in the shape, dtype and shard of each array: as bfloat16 a matrix would
+    have two bytes for each value and no scales.
+    """
+    config = small_config(model__lora_rank=4, model__lora_base="int8")
+    mesh = make_mesh(1, 4, 2, devices=jax.devices()[:8])
+    run = planned_run(config, mesh)
+    save_params(init_params(run.model, jax.random.key(0)), run.model, tmp_path, dtype="bfloat16")
+    shardings = model_shardings(run.model, "bfloat16", mesh)
+    loaded = load_base(tmp_path, run.model, "int8", shardings)
+
+    planned = frozen_shapes(run.model, "int8", mesh)
+    assert jax.tree.structure(planned) == jax.tree.structure(loaded)
+    for expected, leaf in zip(jax.tree.leaves(planned), jax.tree.leaves(loaded), strict=True):
+        assert (expected.shape, expected.dtype) == (leaf.shape, leaf.dtype)
+        shard_shape = expected.sharding.shard_shape(expected.shape)
+        assert shard_shape == leaf.sharding.shard_shape(leaf.shape)
+    on_device = bytes_per_device(loaded)
+    assert plan_step(run).resident["frozen base"] == on_device
+    assert part_of(run.placement.engine.memory, "frozen base").host == 8 * on_device
 
 
 def test_memory_beside_the_engines_programs(plan):
