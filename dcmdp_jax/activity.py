@@ -10,6 +10,10 @@ activity of the main thread once it has taken more than three seconds, with time
 total is known, and above it what `stays`, as the progress of a run. In a log an activity is a line
 when it is done, and one every ten seconds while it runs, with date and time. DCMDP_ACTIVITY=off in
 the environment shows none.
+
+Why no library: rich (15.0) and tqdm (4.70) move the cursor up and write over the lines of others.
+At 80 and at 120 columns rich's Live erased the answer to Ctrl-C and a logger's line, and tqdm broke
+them in two.
 """
 
 import atexit
@@ -110,7 +114,7 @@ class _Painter:
         if self._ticker is None:
             self._ticker = threading.Thread(target=self._tick, daemon=True, name="activity")
             self._ticker.start()
-            atexit.register(self.give_back)
+            atexit.register(self.close)
 
     def _tick(self) -> None:
         while True:
@@ -119,9 +123,9 @@ class _Painter:
 
     def show(self, now: float) -> None:
         """Paint the terminal's last lines, or print what has run for long enough in a log."""
-        staying = [activity for activity in self.running if activity.stays]
-        innermost = [activity for activity in self.running if not activity.stays][-1:]
         with self._lock:
+            staying = [activity for activity in self.running if activity.stays]
+            innermost = [activity for activity in self.running if not activity.stays][-1:]
             size = terminal_size()
             if size:
                 lines = []
@@ -146,7 +150,7 @@ class _Painter:
 
     def _paint(self, lines: Sequence[str], size: os.terminal_size) -> None:
         if not lines:
-            self.give_back()
+            self._give_back()
             return
         text = ""
         if size != self._size and self._owned:
@@ -168,7 +172,12 @@ class _Painter:
         # In one call: what another process writes comes before or after.
         _write(text + _RESTORE)
 
-    def give_back(self) -> None:
+    def close(self) -> None:
+        """Erase the painter's lines for good: the thread that shows them would paint them again."""
+        self.running.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
         """Erase the painter's lines, and let the terminal scroll as a whole again."""
         # A terminal that is stopped (Ctrl-S) keeps no process from leaving.
         if self._lock.acquire(timeout=1):
@@ -209,7 +218,7 @@ def say(line: str) -> None:
 
 
 _PAINTER = _Painter()
-give_back_terminal = _PAINTER.give_back
+give_back_terminal = _PAINTER.close
 """Call it before `os._exit`: the terminal would keep the scroll region."""
 _starting = Activity("starting")
 

@@ -84,7 +84,6 @@ with (
     logging.warning("by a logger")
     os.write(2, b"by the system\\nby the system again\\n")
     subprocess.run(["sh", "-c", "echo by a child >&2"])
-    time.sleep(1.2)
     input("during")
 """
 
@@ -98,7 +97,7 @@ def test_lines_of_all_writers_stay_above_the_display(lines):
         return "\n"
 
     screen, code = run_in_terminal(
-        _BESIDE_THE_DISPLAY.replace("LINES", str(lines)), at={"during": look}
+        _BESIDE_THE_DISPLAY.replace("LINES", str(lines)), at={"during&sampling: ": look}
     )
     assert code == 0
     assert [line[:9] for line in during] == ["step 3/10", "reward 0.", "sampling:"]
@@ -116,11 +115,10 @@ def test_lines_of_all_writers_stay_above_the_display(lines):
 
 
 _IN_A_CELL = """
-import os, time
-from dcmdp_jax.activity import activity
+from dcmdp_jax.activity import activity, refresh
 with activity("starting") as doing:
     doing.began -= 4
-    time.sleep(1.2)
+    refresh()
 """
 
 
@@ -137,10 +135,19 @@ def test_a_command_in_a_notebook_s_cell_writes_lines_and_no_escapes(kernel, sequ
 _INTERRUPTED = """
 import time
 from contextlib import closing
-from dcmdp_jax.activity import activity
+from dcmdp_jax import activity
 from dcmdp_jax.observe.progress import Progress
-from dcmdp_jax.training.exit import StopSignal
-with StopSignal().listening(), closing(Progress(10)) as progress, activity("training") as doing:
+from dcmdp_jax.training import exit
+say = exit._say
+def say_late(line):
+    time.sleep(2 * activity._REDRAW_S)  # the painter's thread would paint again
+    say(line)
+exit._say = say_late
+with (
+    exit.StopSignal().listening(),
+    closing(Progress(10)) as progress,
+    activity.activity("training") as doing,
+):
     doing.began -= 3
     progress.update(3, {"reward/mean": 0.5})
     print("ready", flush=True)
@@ -152,7 +159,7 @@ def test_the_answer_to_ctrl_c_stays_and_a_second_one_leaves_a_clean_terminal():
     answer = "SIGINT: ends what it is doing, saves and leaves; a second SIGINT leaves at once"
 
     def again(process, screen):
-        time.sleep(1.5)  # three refreshes of the display; within a second both would be one signal
+        time.sleep(1.1)  # within a second both would be one signal
         process.send_signal(signal.SIGINT)
 
     screen, code = run_in_terminal(

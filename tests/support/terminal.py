@@ -107,8 +107,8 @@ def run_in_terminal(program, *, lines=24, columns=100, at=None, environment=()):
 
     Args:
         program: the code.
-        at: text on the screen -> called once, with the process and the screen, when the text is
-            there first. What it returns is typed.
+        at: texts on the screen, divided by "&" -> called once, with the process and the screen,
+            when all of them are there first. What it returns is typed.
 
     Returns:
         The screen and the exit code.
@@ -135,8 +135,11 @@ def run_in_terminal(program, *, lines=24, columns=100, at=None, environment=()):
                     screen.feed(os.read(main, 65536).decode("utf-8", "replace"))
                 except OSError:  # nobody has the other end any more
                     break
-            for text in [text for text in waiting if any(text in line for line in screen.text())]:
-                os.write(main, (waiting.pop(text)(process, screen) or "").encode())
+            shown = "\n".join(screen.text())
+            for texts in [
+                texts for texts in waiting if all(map(shown.__contains__, texts.split("&")))
+            ]:
+                os.write(main, (waiting.pop(texts)(process, screen) or "").encode())
         return screen, process.wait(timeout=max(0.1, ends - time.monotonic()))
     finally:
         process.kill()
