@@ -51,6 +51,12 @@ from benchmarks.compiled_parts.copies import KINDS as MOVED
 from benchmarks.compiled_parts.flops import PARTS
 from benchmarks.compiled_parts.goals import check_goals, is_compiled
 from benchmarks.compiled_parts.least import decode_bytes, least_of
+from benchmarks.compiled_parts.lengths import (
+    at_lengths,
+    describe_lengths,
+    forward_flops,
+    lengths_asked,
+)
 from benchmarks.compiled_parts.roofline import ASSUMPTIONS, roofline
 from benchmarks.compiled_parts.traffic import L2_BYTES
 from benchmarks.compiled_parts.trips import one_token, step_trip_counts
@@ -61,14 +67,7 @@ from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.load import for_supervision
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import Lowerable
-from dcmdp_jax.plan.plan_text import (
-    at_lengths,
-    describe_lengths,
-    describe_plan,
-    forward_flops,
-    lengths_asked,
-    plan_record,
-)
+from dcmdp_jax.plan.plan_text import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, PlannedRun, compile_run
 from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology, set_environment
 

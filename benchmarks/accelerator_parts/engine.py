@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
+from benchmarks.compiled_parts.lengths import forward_flops
 from benchmarks.compiled_parts.trips import one_token
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import collect
@@ -20,7 +21,6 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
-from dcmdp_jax.plan.plan_text import forward_flops
 from dcmdp_jax.plan.run_plan import plan_engine, planned_run
 
 

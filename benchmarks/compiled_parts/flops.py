@@ -20,9 +20,9 @@ from benchmarks.compiled_parts.hlo import (
     in_scope,
     walk,
 )
+from benchmarks.compiled_parts.lengths import forward_flops
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.logprobs import CHUNKS
-from dcmdp_jax.plan.plan_text import forward_flops
 
 # Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels
 # compute q k again. Splash has one kernel for the gradients of keys and values and one for those of

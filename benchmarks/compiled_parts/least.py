@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.compiled_parts.flops import PARTS, step_flops
+from benchmarks.compiled_parts.lengths import forward_flops
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import PARAM_AXES
-from dcmdp_jax.plan.plan_text import forward_flops
 from dcmdp_jax.plan.run_plan import CompiledRun
 
 

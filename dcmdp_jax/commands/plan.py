@@ -4,7 +4,6 @@
     dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 --config.mesh.tensor=2 \
         --json=plan.json
     dcmdp plan --config=configs/qwen3_8b.py --topology=v5e:4x4 --search
-    dcmdp plan --config=configs/qwen3_8b.py --topology=h100:8 "--lengths=lognormal(2048,8192)"
 
 Prints memory by kind and what fits; docs/plan.md explains it. What the programs communicate and
 compute: `python -m benchmarks.compiled`.
@@ -20,13 +19,7 @@ from dcmdp_jax.commands import flags
 from dcmdp_jax.commands.arguments import Parser, output_file
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError, suggestion
-from dcmdp_jax.plan.plan_text import (
-    at_lengths,
-    describe_lengths,
-    describe_plan,
-    lengths_asked,
-    plan_record,
-)
+from dcmdp_jax.plan.plan_text import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run, search, search_record, table
 from dcmdp_jax.plan.topologies import (
     chip_and_count,
@@ -45,15 +38,10 @@ def main(argv: list[str]) -> int:
         config = load.for_supervision(config)
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
-    if arguments.lengths and arguments.search:
-        raise UserError(
-            "--lengths: got with --search, which compares worst cases; give one of the two"
-        )
     if arguments.programs and arguments.search:
         raise UserError(
             "--programs: got with --search, which compiles the step alone; give one of the two"
         )
-    lengths = lengths_asked(arguments.lengths, config)
     programs = tuple(name for name in arguments.programs.split(",") if name)
     for name in programs:
         if name not in PROGRAMS:
@@ -87,9 +75,6 @@ def main(argv: list[str]) -> int:
         record = plan_record(plan)
         fits = plan.fits
         tell(describe_plan(plan))
-        if lengths is not None:
-            record["at_lengths"] = at_lengths(plan, lengths)
-            tell(describe_lengths(record["at_lengths"]))
     if arguments.json is not None:
         atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
         tell(f"wrote {arguments.json}")
@@ -110,11 +95,6 @@ def _parser() -> Parser:
         "--search",
         action="store_true",
         help="try other meshes and micro-batches of the step; list what fits",
-    )
-    add(
-        "--lengths",
-        default="",
-        help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory",
     )
     add("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     return parser

@@ -1,19 +1,13 @@
-"""Lengths of completions to plan for: a lognormal distribution, or a run's recorded ones."""
+"""Lengths of completions to expect, and what a step computes for them."""
 
 import dataclasses
-import json
-import re
-from pathlib import Path
 
 import numpy as np
 
 from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out, lognormal_lengths
-from dcmdp_jax.errors import UserError
 
 QUANTILES = (10, 25, 50, 75, 90)
 """Percentiles of a step's completion lengths that a run records, as `completion/length_p10`."""
-_FORM = re.compile(r"lognormal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
-_USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the directory of a run"
 # Steps that are drawn for an expectation, and how much of each.
 _DRAWS = 4
 _MOST_MINI_BATCHES = 8
@@ -45,61 +39,6 @@ def lognormal(median: int, cap: int) -> Lengths:
     sample = np.sort(lognormal_lengths(median, cap, 4096, seed=0))
     shares = np.linspace(0.0, 1.0, 129)
     return Lengths(f"lognormal({median},{cap})", tuple(shares), tuple(np.quantile(sample, shares)))
-
-
-def parse_lengths(text: str, *, limit: int) -> Lengths:
-    """The lengths that a text names: `lognormal(MEDIAN,CAP)`, or the directory of a run.
-
-    Args:
-        text: the setting as written.
-        limit: most tokens of a completion.
-
-    Raises:
-        UserError: one line with the text and what is allowed.
-    """
-    match = _FORM.fullmatch(text.strip())
-    if match:
-        median, cap = map(int, match.groups())
-        if not 1 <= median <= cap <= limit:
-            raise UserError(
-                f"--lengths: got {text}, must have 1 <= MEDIAN <= CAP <= `limit` = {limit}"
-            )
-        return lognormal(median, cap)
-    if not Path(text).is_dir():
-        raise UserError(f"--lengths: got {text!r}, must be {_USAGE}")
-    return _recorded(Path(text), limit)
-
-
-def _recorded(run_dir: Path, limit: int) -> Lengths:
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(
-            f"--lengths: {run_dir} has no metrics.jsonl; name the directory of a run, or {_USAGE}"
-        )
-    names = [
-        "completion/length_min",
-        *(f"completion/length_p{p}" for p in QUANTILES),
-        "completion/length_max",
-    ]
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-            steps.append([float(record[name]) for name in names])
-        except (ValueError, TypeError, KeyError):
-            continue  # of an evaluation, or cut by a crash
-    if not steps:
-        raise UserError(
-            f"--lengths: {path} holds no percentiles of lengths (completion/length_p50); runs of "
-            "this version record them: use lognormal(MEDIAN,CAP) for an older one"
-        )
-    tokens = np.mean(steps, axis=0)
-    if tokens[-1] > limit:
-        raise UserError(
-            f"--lengths: {run_dir} has completions of {tokens[-1]:.0f} tokens, `limit` is {limit}"
-        )
-    shares = (0.0, *(p / 100 for p in QUANTILES), 1.0)
-    return Lengths(f"{run_dir}, {len(steps)} steps", shares, tuple(tokens.tolist()))
 
 
 def typical_lengths(limit: int) -> Lengths:

@@ -1,21 +1,16 @@
 """Lengths to plan for, and what a step is expected to compute for them."""
 
-import json
-
 import numpy as np
 import pytest
 
 from dcmdp_jax.data.lengths import (
-    QUANTILES,
     Lengths,
     expected_step,
     lognormal,
     padding_advice,
-    parse_lengths,
     typical_lengths,
 )
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.errors import UserError
 
 
 def test_lognormal_lengths_have_the_median_and_the_cap():
@@ -25,69 +20,6 @@ def test_lognormal_lengths_have_the_median_and_the_cap():
     assert (drawn == 256).mean() == pytest.approx(0.04, abs=0.01)
     assert drawn.min() >= 1 and typical_lengths(256).name == "lognormal(64,256)"
     assert typical_lengths(1).draw(3, seed=0).tolist() == [1, 1, 1]
-
-
-def _run(tmp_path, *records):
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records) + '{"step": 9'
-    )
-    return str(tmp_path)
-
-
-def _record(*tokens):
-    names = ["length_min", *(f"length_p{p}" for p in QUANTILES), "length_max"]
-    return {f"completion/{name}": value for name, value in zip(names, tokens, strict=True)}
-
-
-def test_a_recorded_run_is_averaged_over_its_steps(tmp_path):
-    run = _run(
-        tmp_path,
-        _record(1, 10, 20, 40, 60, 80, 100),
-        _record(3, 30, 40, 60, 80, 100, 140),
-        {"eval/x": 1},
-    )
-    found = parse_lengths(run, limit=150)
-    assert found.tokens == (2, 20, 30, 50, 70, 90, 120) and found.shares == (
-        0,
-        0.1,
-        0.25,
-        0.5,
-        0.75,
-        0.9,
-        1,
-    )
-    assert found.name == f"{run}, 2 steps"
-    assert np.median(found.draw(10_001, seed=0)) == pytest.approx(50, abs=1.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "lognormal(2048)",
-            r"--lengths: got 'lognormal\(2048\)', must be lognormal\(MEDIAN,CAP\) in tokens, such as",
-        ),
-        ("lognormal(-5,10)", "--lengths: got 'lognormal"),
-        (
-            "lognormal(0,10)",
-            r"--lengths: got lognormal\(0,10\), must have 1 <= MEDIAN <= CAP <= `limit`",
-        ),
-        ("lognormal(20,10)", "must have 1 <= MEDIAN"),
-        ("lognormal(20,151)", "CAP <= `limit` = 150"),
-        ("runs/none", "--lengths: got 'runs/none', must be lognormal"),
-        ("{}", "has no metrics.jsonl"),
-        ("{}/old", "holds no percentiles of lengths .*use lognormal"),
-        ("{}/long", "has completions of 200 tokens, `limit` is 150"),
-    ],
-)
-def test_what_can_not_be_planned_for_is_told_in_a_line(tmp_path, text, said):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "long").mkdir()
-    _run(tmp_path / "old", {"step": 1, "completion/length_mean": 3})
-    _run(tmp_path / "long", _record(1, 2, 3, 4, 5, 6, 200))
-    with pytest.raises(UserError, match=said) as raised:
-        parse_lengths(text.format(tmp_path), limit=150)
-    assert "\n" not in str(raised.value)
 
 
 def test_an_expected_step_by_hand():

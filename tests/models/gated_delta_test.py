@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.compiled_parts.lengths import forward_flops
 from benchmarks.recurrence import token_by_token
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models import decoder, gated_delta
@@ -39,7 +40,6 @@ from dcmdp_jax.models.params import (
 )
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.plan.plan_text import forward_flops
 
 LENGTH = 150
 SEGMENTS = ((150,), (70, 61, 15))
