@@ -170,11 +170,10 @@ class Trainer:
                     state, step_batch.batch, self.frozen
                 )
                 metrics |= self.programs.arrival(weights_before, state.params)
-                metrics = jax.device_get(metrics)
+                metrics, discrepancy = jax.device_get((metrics, recorded.discrepancy))
             step += 1
             self._prompts_taken += step_batch.rollout.prompts_taken
 
-            discrepancy = metrics.pop("completions/discrepancy")
             metrics = self._step_metrics(metrics | sync_metrics, step_batch, timer, discrepancy)
             metrics |= skipped.record(step, metrics)
             if not config.supervised:

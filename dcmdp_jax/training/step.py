@@ -1,4 +1,4 @@
-"""The compiled training step, Algorithm 1 of the paper: (state, batch) -> (state, metrics)."""
+"""The compiled training step, Algorithm 1 of the paper: (state, batch) -> (state, metrics, tokens)."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ class StepSetup:
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for
             all others. A differentiated forward pass is fused differently and differs in the last
             bits; `make_rescore` needs none.
-        record_tokens: also return `RecordedTokens`.
+        record_tokens: also return the tokens of `RecordedTokens`.
         lora: shape of the adapters, which then are what is trained; None trains all parameters.
         teacher_weight: weight of the reward `teacher:MODEL` in the advantages.
     """
@@ -165,7 +165,7 @@ class _Sums(NamedTuple):
     loss: Array | None = None
 
 
-StepResult = tuple[TrainState, Metrics, RecordedTokens | None]
+StepResult = tuple[TrainState, Metrics, RecordedTokens]
 
 
 def make_train_step(
@@ -187,8 +187,7 @@ def make_train_step(
     Returns:
         step(state, batch, frozen) with `frozen` None unless `kl_coefficient` is above 0 or there
         are adapters. It returns the state after it; metrics, [] float32, named as in
-        observe/metric_names.py, with `completions/discrepancy` [M * N], each completion's own mean;
-        and what is recorded of the tokens, None unless `record_tokens`.
+        observe/metric_names.py; and `RecordedTokens`.
 
     Raises:
         UserError: in one line, for a function of a user that can't be loaded.
@@ -257,9 +256,7 @@ def _train_step(
         metrics["distribution/sampling_noise"] = jnp.sqrt(variance / jnp.maximum(tokens, 1.0))
 
     next_state = next_state._replace(step=state.step + 1, dual=next_dual)
-    recorded = None
-    if setup.record_tokens:
-        recorded = recorded_tokens(updates)
+    recorded = recorded_tokens(batch, updates, every_token=setup.record_tokens)
     return next_state, metrics, recorded
 
 

@@ -73,19 +73,22 @@ class Updates(NamedTuple):
 
 
 class RecordedTokens(NamedTuple):
-    """What a step returns for a recording of its tokens; log-probs [M, A, R, L] for each bucket.
+    """What a step returns beside its metrics; log-probs are [M, A, R, L] for each bucket.
 
     Attributes:
-        train_logprobs: `TokenValues.old_logprobs`.
+        discrepancy: [M * N] float32, each completion's own mean of delta.
+        train_logprobs: `TokenValues.old_logprobs`; None, as all below, where tokens are not
+            recorded.
         start_logprobs: that of `TokenValues`; None unless the batch lags.
         top_logprobs: [M, A, R, L, k], that of `TokenValues`; None without the top-k tokens.
         advantages: [M * N] float32.
     """
 
-    train_logprobs: tuple[Array, ...]
-    start_logprobs: tuple[Array, ...] | None
-    top_logprobs: tuple[Array, ...] | None
-    advantages: Array
+    discrepancy: Array
+    train_logprobs: tuple[Array, ...] | None = None
+    start_logprobs: tuple[Array, ...] | None = None
+    top_logprobs: tuple[Array, ...] | None = None
+    advantages: Array | None = None
 
 
 def step_metrics(
@@ -119,18 +122,39 @@ def step_metrics(
     return metrics
 
 
-def recorded_tokens(updates: Updates) -> RecordedTokens:
-    """What is recorded of the tokens of a step."""
+def recorded_tokens(batch: Batch, updates: Updates, *, every_token: bool) -> RecordedTokens:
+    """What is recorded of a step: each completion's discrepancy, and the tokens if asked."""
 
     def buckets(field: str) -> tuple[Array, ...] | None:
         arrays = tuple(getattr(bucket, field) for bucket in updates.tokens)
         return None if arrays[0] is None else arrays
 
-    return RecordedTokens(
+    delta = _by_mini_batch(updates.tokens, "discrepancy")
+    recorded = RecordedTokens(completion_means(delta, _completions(batch)))
+    if not every_token:
+        return recorded
+    return recorded._replace(
         train_logprobs=buckets("old_logprobs"),
         start_logprobs=buckets("start_logprobs"),
         top_logprobs=buckets("top_logprobs"),
         advantages=updates.advantages.reshape(-1),
+    )
+
+
+def _by_mini_batch(buckets: tuple[Any, ...], field: str) -> jax.Array:
+    """A field of the tokens of all buckets, [M, tokens]."""
+    arrays = [getattr(bucket, field) for bucket in buckets]
+    return jnp.concatenate([x.reshape(len(x), -1) for x in arrays], axis=1)
+
+
+def _completions(batch: Batch) -> CompletionIndex:
+    """The completion of the step, in 0 .. M * N - 1, of each token, [M, tokens]."""
+    mini_batches, completions = batch.rewards.shape
+    offsets = jnp.arange(mini_batches)[:, None] * completions
+    return CompletionIndex(
+        _by_mini_batch(batch.rows, "completion_mask"),
+        _by_mini_batch(batch.rows, "completion_index") + offsets,
+        mini_batches * completions,
     )
 
 
@@ -149,23 +173,13 @@ def batch_metrics(
         tolerance: c of this step.
 
     Returns:
-        [] float32 metrics named as in observe/metric_names.py, and `completions/discrepancy`,
-        [M * N].
+        [] float32 metrics named as in observe/metric_names.py.
     """
-    mini_batches, completions = batch.rewards.shape
-
-    def flat(buckets: tuple[Any, ...], name: str) -> jax.Array:
-        """A field of all buckets, [M, tokens]."""
-        arrays = [getattr(bucket, name).reshape(mini_batches, -1) for bucket in buckets]
-        return jnp.concatenate(arrays, axis=1)
-
-    mask = flat(batch.rows, "completion_mask")
-    rollout = flat(batch.rows, "rollout_logprobs")
-    train = flat(token_values, "old_logprobs")
-    delta = flat(token_values, "discrepancy")
-    offsets = jnp.arange(mini_batches)[:, None] * completions
-    index = flat(batch.rows, "completion_index") + offsets
-    where = CompletionIndex(mask, index, mini_batches * completions)
+    where = _completions(batch)
+    mask = where.mask
+    rollout = _by_mini_batch(batch.rows, "rollout_logprobs")
+    train = _by_mini_batch(token_values, "old_logprobs")
+    delta = _by_mini_batch(token_values, "discrepancy")
 
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
     displacement = displacement_statistics(train, rollout, mask)
@@ -177,6 +191,8 @@ def batch_metrics(
 
     rewards = batch.rewards.reshape(-1)
     valid = batch.valid.reshape(-1)
+    mini_batches, completions = batch.rewards.shape
+    offsets = jnp.arange(mini_batches)[:, None] * completions
     group_ids = (batch.group_ids + offsets).reshape(-1)
     groups = group_statistics(rewards, group_ids, valid, ddof=1)
     least = -masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
@@ -200,7 +216,6 @@ def batch_metrics(
         "displacement/abs_p50": displacement["abs_p50"],
         "displacement/abs_p95": displacement["abs_p95"],
         "displacement/abs_p99": displacement["abs_p99"],
-        "completions/discrepancy": completion_means(delta, where),
     }
 
 

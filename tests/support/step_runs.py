@@ -157,7 +157,10 @@ def run_steps(
         # On a mesh all arguments are on the devices: a step moves nothing from or to the host by
         # itself.
         with jax.transfer_guard("disallow" if mesh else "allow"):
-            state, metrics, _ = step(state, used, ref_params)
+            state, metrics, recorded = step(state, used, ref_params)
+        assert all(value.shape == () for value in metrics.values())
+        assert recorded.train_logprobs is None  # nobody asked for the tokens
+        metrics["completions/discrepancy"] = recorded.discrepancy
         history.append({k: np.asarray(v) for k, v in metrics.items()})
     return state, history, step
 
