@@ -54,8 +54,8 @@ def dc_grpo_loss(
     *,
     multiplier: Scalar,
     tolerance: Scalar,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
+    clip_low: Scalar = trust_regions.CLIP_LOW,
+    clip_high: Scalar = trust_regions.CLIP_HIGH,
     learning_rate: Scalar = 1.0,
     multiplier_min: Scalar = 0.0,
     multiplier_max: Scalar = dual.MULTIPLIER_MAX,
@@ -103,8 +103,7 @@ def dc_grpo_loss(
         group_ids: in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
         multiplier: lambda_k >= 0.
         tolerance: c >= 0, in the unit of delta.
-        clip_low, clip_high: eps_low in [0, 1), eps_high >= 0. The paper's runs have eps_high =
-            0.24.
+        clip_low, clip_high: eps_low in [0, 1), eps_high >= 0.
         learning_rate: eta of the multiplier (not of the policy).
         multiplier_min, multiplier_max: range of lambda_{k+1}.
         aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (equal weight per token,

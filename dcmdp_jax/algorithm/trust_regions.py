@@ -26,13 +26,18 @@ from dcmdp_jax.algorithm.stats import (
 )
 from dcmdp_jax.types import Array, Scalar
 
+CLIP_LOW = 0.2
+"""eps_low, ours: the paper states none."""
+CLIP_HIGH = 0.24
+"""eps_high of the paper's runs [6.1]."""
+
 
 def clipped_surrogate(
     ratio: Float[Array, "*s"],
     advantages: Float[Array, "*s"],
     *,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
+    clip_low: Scalar = CLIP_LOW,
+    clip_high: Scalar = CLIP_HIGH,
 ) -> Region:
     """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 by their own A).
 
@@ -47,7 +52,7 @@ def clipped_surrogate(
         ratio: gamma (`importance_ratio`). The gradient flows here alone.
         advantages: penalized (`penalized_advantages`) or not. A constant.
         clip_low: eps_low in [0, 1).
-        clip_high: eps_high >= 0; the paper's runs have 0.24.
+        clip_high: eps_high >= 0.
 
     Returns:
         `Region`: `objective`, in the dtype of the inputs, and bool `low` and `high`, the tokens
@@ -72,8 +77,8 @@ def clipped_surrogate(
 def clip(
     tokens: Tokens,
     *,
-    low: float = 0.2,
-    high: float = 0.24,
+    low: float = CLIP_LOW,
+    high: float = CLIP_HIGH,
     dual: float = 0.0,
 ) -> Region | tuple[Region, dict[str, Statistic]]:
     """PPO's pessimistic clip: `clipped_surrogate` as a trust region.

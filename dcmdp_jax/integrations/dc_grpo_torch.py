@@ -143,7 +143,7 @@ def dual_update(
     tolerance: float,
     learning_rate: float,
     minimum: float = 0.0,
-    maximum: float = math.inf,
+    maximum: float = 1.0,
 ) -> float:
     """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32.
 
@@ -212,7 +212,7 @@ def clipped_surrogate(
     advantages: Tensor,
     *,
     clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_high: float = 0.24,
 ) -> Tensor:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9).
 
