@@ -241,7 +241,7 @@ def claims(runs: Table) -> str:
                 *(said(found[arm]) for found in by_measure.values()),
             ]
         )
-    heads = ["arm", "runs, GRPO's", "exact engine, points", "own engine, points"]
+    heads = ["variant", "runs, GRPO's", "zero-mismatch engine, points", "own engine, points"]
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
 

@@ -223,7 +223,7 @@ def model_card(run_dir: Path, step: int) -> str:
         "\n".join(front),
         f"# {run.label}, step {step}",
         f"Trained with {_PROJECT}, method `{run.config.get('algorithm.method', 'dc_grpo')}`: "
-        "reinforcement learning under a budget c for the mean of |p_train - p_infer|, the "
+        "reinforcement learning under a tolerance c for the mean of |p_train - p_infer|, the "
         "difference between the probabilities that the training stack and the inference engine "
         "give a sampled token. Lambda is the price of that difference.",
     ]

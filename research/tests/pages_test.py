@@ -128,7 +128,7 @@ def test_dose_and_response_is_that_of_the_kept_metrics():
         re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", tables(planted.title, kept, planted.baseline, []))
     )
     known |= {f"{each.mean:+.2g} ± {each.half_width:.2g}" for each in found}
-    said = re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", page[: page.index("## The old study")])
+    said = re.findall(r"[+-][\d.e-]+ ± [\d.e-]*\d", page[: page.index("## The old experiment")])
     assert len(said) >= 15 and set(said) <= known, set(said) - known
     assert len(runs) == 21 and all(sorted(seeds) == list(range(10)) for seeds in runs.values())
     for seeds in runs.values():
@@ -451,7 +451,8 @@ def test_the_figures_of_runs_with_a_lag_are_on_their_page():
         )
     held_out = changes["lag1_grpo", "held-out avg@K, %"]
     assert (
-        f"GRPO's held-out score at lag 1 is {held_out.removeprefix('+')} points above lag 0" in page
+        f"GRPO's validation score at `lag=1` is {held_out.removeprefix('+')} points above `lag=0`"
+        in page
     )
     _, changes = _lag("corrections", "lag_corrections", 10)
     found = [
@@ -460,7 +461,9 @@ def test_the_figures_of_runs_with_a_lag_are_on_their_page():
         for lag in (0, 4)
     ]
     assert (
-        "IcePop's reward differs by {} at lag 0 and {} at lag 4, TIS's by {} and {}.".format(*found)
+        "IcePop's reward differs by {} at `lag=0` and {} at `lag=4`, TIS's by {} and {}.".format(
+            *found
+        )
         in page
     )
 
@@ -586,7 +589,7 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
         for runs in (int3["grpo"], int3["exact"])
     )
     assert (
-        f"between {least} and {most}%, an exact engine between {worst} and {best}%" in page
+        f"between {least} and {most}%, a zero-mismatch engine between {worst} and {best}%" in page
         and most < worst
     )
     over = ended(int3)
@@ -604,7 +607,8 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     )
     assert exactly[2] == p["held-out, exact engine, %", "centered"]
     assert (
-        f"p {exactly[2]:.3f}, {exactly[2] * (len(exactly) - 2):.3f} by Holm over the arms" in page
+        f"p {exactly[2]:.3f}, {exactly[2] * (len(exactly) - 2):.3f} by Holm over the variants"
+        in page
     )
     assert {("reward", arm) for arm in ("tis", "icepop", "dc_grpo_eta50")} <= held
     assert ("reward", "tis_centered") not in held  # it held before one more arm was counted
@@ -630,8 +634,8 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     assert {arm: (len(ends[arm]), len(long[arm])) for arm in told} == told
     for arms, name, said in (
         (int3, "centered", "score centering +22.8 (10.3 to 35.2, p 0.0011)"),
-        (int3, "exact", "an exact engine +35.9 (24.0 to 47.9)"),
-        (updates, "exact", "with four updates an exact engine +32.8 (20.3 to 45.3)"),
+        (int3, "exact", "a zero-mismatch engine +35.9 (24.0 to 47.9)"),
+        (updates, "exact", "with four updates a zero-mismatch engine +32.8 (20.3 to 45.3)"),
     ):
         mean, half, p_of = pooled(arms, "held-out, exact engine, %", name)
         assert said in page and f"{mean:+.1f} ({mean - half:.1f} to {mean + half:.1f}" in said, name
@@ -688,10 +692,7 @@ def test_the_first_page_is_that_of_the_kept_metrics():
     )
     assert f"paired p {exact_engine[2] * (len(exact_engine) - 2):.3f} by Holm" in page
     over = ended(long)
-    assert (
-        f"ends learning, {len(over['engine_above_1'])} of {len(long['engine_above_1'])} runs"
-        in page
-    )
+    assert f"collapses {len(over['engine_above_1'])} of {len(long['engine_above_1'])} runs" in page
     assert not over["trainer_above_1"]
     assert len(text.split()) <= 1500
 
@@ -866,7 +867,7 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
     said = (
         f"{len(over['dc_grpo'])} of 20 runs of DC-GRPO, {grpos} of 40 of GRPO and its replicate, "
     )
-    assert f"{said}{len(over['exact'])} of 20 with an exact engine" in page
+    assert f"{said}{len(over['exact'])} of 20 with a zero-mismatch engine" in page
     ours = exact["dc_grpo"]
     assert (
         paper_regime.outcome(ours) == "open"
@@ -877,7 +878,7 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
         f"{one['dc_grpo'].mean:+.0f} ({one['dc_grpo'].low:.0f} to {one['dc_grpo'].high:.0f})"
         for one in (exact, own)
     )
-    assert f"not shown: {exact_text} by an exact engine, {own_text} by its own |" in readme
+    assert f"not shown: {exact_text} by a zero-mismatch engine, {own_text} by its own |" in readme
     tens = ("dc_grpo_1.25", "token_0.1", "centered", "tis", "dc_grpo_centered")
     assert {arm for arm in tens if exact[arm].held} == {"token_0.1", "tis", "dc_grpo_centered"}
     assert {arm for arm in tens if own[arm].held} == set(tens)
@@ -891,7 +892,7 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
         )
         said = f"{one.mean:+.0f} ({one.low:.0f} to {one.high:.0f}; own {other.mean:+.0f}, "
         texts.append(f"{said}{other.low:.0f} to {other.high:.0f})")
-    assert "Fresh alone: an exact engine {}, DC-GRPO {}.".format(*texts) in page
+    assert "Fresh alone: a zero-mismatch engine {}, DC-GRPO {}.".format(*texts) in page
     # Against all forty runs, as it was told first.
     by_engine = []
     for heading in paper_regime.PRIMARY:
@@ -955,7 +956,7 @@ def test_what_could_have_been_seen_is_what_the_spread_of_the_kept_runs_gives():
     assert "A gain of the paper's size is too small to be seen in our runs." in readme
     assert min(seen) > 3.7
     said = (
-        "80% power begins at {:.0f} where GRPO is calm, {:.0f} in late collapse, {:.0f} "
+        "80% power begins at {:.0f} where GRPO is stable, {:.0f} in late collapse, {:.0f} "
         "against 3-bit"
     )
     assert said.format(*seen) in page, seen
@@ -1053,7 +1054,7 @@ def test_the_probe_names_no_false_defect_in_the_kept_recordings():
     *_, last = (_KEPT / "causes.txt").read_text().splitlines()
     assert last == "329 recordings, false defects 0 (0.0%)."
     assert (
-        "329 recordings with known causes the columns name no false defect"
+        "329 recordings with known causes the recorded log-probs name no false defect"
         in (_ROOT / "docs/probe.md").read_text()
     )
     assert "**329 recordings, no false defect.**" in (_ROOT / "research" / "causes.md").read_text()
@@ -1216,4 +1217,4 @@ def test_k3_of_4_bits_with_one_scale_over_that_of_groups():
         f"{k3['int4'] / k3['nvfp4']:.1f} times NVFP4's, {k3['int4'] / k3['mxfp4']:.1f} times "
         "MXFP4's"
     )
-    assert f"k3 on frozen SmolLM2: {said}" in " ".join(_PAGE.read_text().split())
+    assert f"k3 on fixed SmolLM2: {said}" in " ".join(_PAGE.read_text().split())

@@ -76,8 +76,8 @@ def test_every_number_of_the_losses_page_is_computed(capsys):
     )
 
 
-def test_readings_name_code_that_exists():
-    readings = re.search(r"## Readings\n(.*?)\n## ", PAGE.read_text(), re.DOTALL).group(1)
+def test_interpretations_name_code_that_exists():
+    readings = re.search(r"## Interpretations\n(.*?)\n## ", PAGE.read_text(), re.DOTALL).group(1)
     named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", readings)
     assert len(named) >= readings.count("\nCode: ") > 10
     for path, name in named:

@@ -1,4 +1,4 @@
-"""Readings of the paper (docs/algorithm.md, "Readings") that are visible in the pure functions, by
+"""Interpretations of the paper (docs/algorithm.md) that are visible in the pure functions, by
 hand.
 """
 
