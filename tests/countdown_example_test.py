@@ -19,7 +19,7 @@ from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import planned_run
-from dcmdp_jax.training.state import make_optimizer
+from dcmdp_jax.training.optimizer import make_optimizer
 from research.studies.sweep import main as sweep
 from tests.support.sampling import local_engine
 from tests.support.small_plan import small_config

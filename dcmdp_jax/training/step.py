@@ -27,6 +27,7 @@ from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training import objective
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.objective import Metrics
+from dcmdp_jax.training.optimizer import apply_update
 from dcmdp_jax.training.rescore import (
     OLD_LOGPROBS,
     START_LOGPROBS,
@@ -34,7 +35,7 @@ from dcmdp_jax.training.rescore import (
     lags,
     with_logprobs,
 )
-from dcmdp_jax.training.state import apply_update, update_dual
+from dcmdp_jax.training.state import update_dual
 from dcmdp_jax.training.step_metrics import (
     RecordedTokens,
     TokenValues,
@@ -58,7 +59,7 @@ class StepSetup:
         compute_dtype: the dtype that it computes in.
         settings: the method and its constants.
         max_completion_tokens: sampling limit, for the fixed-length normalizer.
-        optimizer, schedule: see `training/state.py`; the schedule is only for the record.
+        optimizer, schedule: see `training/optimizer.py`; the schedule is only for the record.
         mesh: the devices; None for one.
         always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for
             all others. A differentiated forward pass is fused differently and differs in the last

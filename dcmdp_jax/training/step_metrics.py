@@ -25,8 +25,8 @@ from dcmdp_jax.algorithm.stats import Mean, Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
 from dcmdp_jax.training.objective import KL, ROUTER, SURROGATE, Metrics, Terms
+from dcmdp_jax.training.optimizer import updates_made
 from dcmdp_jax.training.rescore import lags
-from dcmdp_jax.training.state import updates_made
 from dcmdp_jax.types import Array, Batch, Rows, TrainState
 
 

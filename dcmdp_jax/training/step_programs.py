@@ -24,16 +24,9 @@ from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training import objective
+from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
-from dcmdp_jax.training.state import (
-    batch_shardings,
-    initial_dual,
-    initial_loss_scale,
-    make_optimizer,
-    make_schedule,
-    new_state,
-    train_state_shardings,
-)
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Batch, DualState, Params, TrainState
 

@@ -12,14 +12,13 @@ import pytest
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
-from dcmdp_jax.training.state import (
+from dcmdp_jax.training.optimizer import (
     INITIAL_SCALE,
-    initial_dual,
     initial_loss_scale,
     make_optimizer,
     make_schedule,
-    new_state,
 )
+from dcmdp_jax.training.state import initial_dual, new_state
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import LossScale
 from tests.support.sampling import local_engine

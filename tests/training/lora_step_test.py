@@ -19,13 +19,8 @@ from dcmdp_jax.models.quantize import quantize_tree
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.training.state import (
-    initial_dual,
-    make_optimizer,
-    make_schedule,
-    new_state,
-    train_state_shardings,
-)
+from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
+from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from tests.support.step_runs import (
     ALGORITHM,

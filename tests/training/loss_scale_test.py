@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from dcmdp_jax.training.state import (
+from dcmdp_jax.training.optimizer import (
     GROWTH_INTERVAL,
     INITIAL_SCALE,
     initial_loss_scale,

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from dcmdp_jax.config.settings import OptimizerSettings
-from dcmdp_jax.training.state import make_optimizer, make_schedule
+from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 
 # Section 4: lr 1e-6, betas (0.9, 0.95), weight decay 0, eps 1e-15; the gradient norm is clipped at
 # 1.
