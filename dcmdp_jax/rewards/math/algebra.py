@@ -279,6 +279,8 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     if predicted_difference.free_symbols != expected_difference.free_symbols:
         return False
     symbols = sorted(predicted_difference.free_symbols, key=str)
+    if not symbols:
+        return _same_sides(predicted, expected, seed)
     point = _sample_points(symbols, 1, seed + b"ratio")[0]
     predicted_scale = predicted_difference.subs(point).doit()
     expected_scale = expected_difference.subs(point).doit()
@@ -304,6 +306,22 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     if isinstance(predicted, sympy.Eq) and _is_solvable(expected):
         return None
     return is_proportional is None and _same_differences(predicted, expected)
+
+
+def _same_sides(predicted: Any, expected: Any, seed: bytes) -> bool:
+    """Whether two relations have equal sides, in either order for `=` and `!=`.
+
+    For relations without a variable: each is true or false, and `2 < 3` is still no answer where
+    `4 < 6` is expected.
+    """
+    orders = [predicted.args]
+    if isinstance(predicted, sympy.Eq | sympy.Ne):
+        orders.append(predicted.args[::-1])
+    for left, right in orders:
+        same_left = _same_expression(left, expected.lhs, seed)
+        if same_left and _same_expression(right, expected.rhs, seed):
+            return True
+    return False
 
 
 def _is_scale(value: Any) -> bool:

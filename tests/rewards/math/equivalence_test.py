@@ -52,6 +52,26 @@ def test_relations_that_points_do_not_decide(prediction, gold, equal):
     assert equivalent(gold, prediction) == equal
 
 
+@pytest.mark.parametrize(
+    ("prediction", "gold", "equal"),
+    [
+        # Both are true, of other numbers.
+        ("2<3", "4<6", False),
+        ("2=2", "3=3", False),
+        (r"2 \neq 3", r"3 \neq 4", False),
+        ("x<x+1", "2<3", False),
+        # The same in another order, or with the numbers written otherwise.
+        ("3>2", "2<3", True),
+        ("3<2", "2<3", False),
+        ("2=3", "3=2", True),
+        (r"\frac{1}{2} < \frac{3}{4}", "0.5 < 0.75", True),
+    ],
+)
+def test_relations_without_variables_are_equal_by_their_sides(prediction, gold, equal):
+    assert equivalent(prediction, gold) == equal
+    assert equivalent(gold, prediction) == equal
+
+
 def test_plain_math_verify_drops_no_factor_either():
     pairs = [
         (r"7-4\mathrm{i}", "3"),
