@@ -51,7 +51,9 @@ def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
         x: float32.
         limit: above 0.
     """
-    return jnp.where((x < -limit) | (x > limit), lax.stop_gradient(jnp.clip(x, -limit, limit)), x)
+    outside = (x < -limit) | (x > limit)
+    bound = jnp.clip(x, -limit, limit)
+    return jnp.where(outside, lax.stop_gradient(bound), x)
 
 
 def clamped_log_ratio(
@@ -76,7 +78,8 @@ def clamped_log_ratio(
     Raises:
         ValueError: if the shapes differ.
     """
-    return clamp(log_difference(numerator_logprobs, denominator_logprobs), MAX_LOG_RATIO)
+    difference = log_difference(numerator_logprobs, denominator_logprobs)
+    return clamp(difference, MAX_LOG_RATIO)
 
 
 def log_difference(
@@ -99,7 +102,8 @@ def log_difference(
         numerator_logprobs=numerator_logprobs, denominator_logprobs=denominator_logprobs
     )
     numerator = clamp(as_float(numerator_logprobs), LOGPROB_LIMIT)
-    return numerator - clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
+    denominator = clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
+    return numerator - denominator
 
 
 def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
@@ -115,7 +119,8 @@ def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     series = 1.0
     for order in range(8, 2, -1):
         series = 1.0 + series * x / order
-    return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)
+    is_small = jnp.abs(x) < 0.5
+    return jnp.where(is_small, x * x / 2 * series, jnp.expm1(x) - x)
 
 
 def kl_estimate(
@@ -153,7 +158,9 @@ def binary_kl(
     """
     rest_y = jnp.maximum(-jnp.expm1(y), LEAST_REST)
     rest_x = jnp.maximum(-jnp.expm1(x), LEAST_REST)
-    return jnp.exp(x) * clamped_log_ratio(x, y) + rest_x * (jnp.log(rest_x) - jnp.log(rest_y))
+    log_ratio = clamped_log_ratio(x, y)
+    log_ratio_of_rests = jnp.log(rest_x) - jnp.log(rest_y)
+    return jnp.exp(x) * log_ratio + rest_x * log_ratio_of_rests
 
 
 class Sum(NamedTuple):
@@ -185,7 +192,9 @@ class Mean(NamedTuple):
         """total / weight, 0 where the weight is 0 (an empty mask)."""
         weight = as_float(self.weight)
         filled = weight > 0
-        return jnp.where(filled, self.total, 0.0) / jnp.where(filled, weight, 1.0)
+        total = jnp.where(filled, self.total, 0.0)
+        divisor = jnp.where(filled, weight, 1.0)
+        return total / divisor
 
 
 class Max(NamedTuple):
@@ -235,7 +244,8 @@ def merge(a: Any, b: Any) -> Any:
 
     def join(kind: type, a: Array, b: Array) -> jax.Array:
         require_same_shape(one=a, other=b)
-        return _JOIN[kind](a, jnp.asarray(b).astype(jnp.result_type(a)))
+        b = jnp.asarray(b).astype(jnp.result_type(a))
+        return _JOIN[kind](a, b)
 
     return _map(lambda x, y: jax.tree.map(functools.partial(join, type(x)), x, y), a, b)
 
@@ -243,10 +253,11 @@ def merge(a: Any, b: Any) -> Any:
 def merge_stacked(tree: Any) -> Any:
     """Merge statistics that are stacked along the leading axis of their arrays, first to last."""
 
-    def entry(i: int) -> Any:
-        return jax.tree.map(lambda x: x[i], tree)
-
-    return functools.reduce(merge, map(entry, range(len(jax.tree.leaves(tree)[0]))))
+    merged = jax.tree.map(lambda x: x[0], tree)
+    for i in range(1, len(jax.tree.leaves(tree)[0])):
+        entry = jax.tree.map(lambda x, i=i: x[i], tree)
+        merged = merge(merged, entry)
+    return merged
 
 
 def across(tree: Any, axis_name: str | None) -> Any:
@@ -266,9 +277,11 @@ def across(tree: Any, axis_name: str | None) -> Any:
     sums = iter(lax.psum(summed_leaves, axis_name))
     merged = []
     for leaf in leaves:
-        if type(leaf) in _EXTREME:
+        kind = type(leaf)
+        if kind in _EXTREME:
             gathered = lax.all_gather(leaf[0], axis_name)
-            merged.append(type(leaf)(_EXTREME[type(leaf)](gathered, axis=0)))
+            extreme = _EXTREME[kind](gathered, axis=0)
+            merged.append(kind(extreme))
         else:
             merged.append(next(sums))
     return jax.tree.unflatten(structure, merged)
@@ -280,7 +293,12 @@ def empty(tree: Any) -> Any:
     Args:
         tree: a tree of statistics, whose arrays may be `jax.ShapeDtypeStruct`s.
     """
-    return _map(lambda x: jax.tree.map(functools.partial(_filled, _EMPTY.get(type(x), 0)), x), tree)
+
+    def neutral(statistic: Statistic) -> Statistic:
+        start = _EMPTY.get(type(statistic), 0)
+        return jax.tree.map(functools.partial(_filled, start), statistic)
+
+    return _map(neutral, tree)
 
 
 def values(tree: Any) -> Any:

@@ -27,14 +27,18 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
         ValueError: if a count is outside 0 to n.
     """
     correct = np.asarray(correct)
-    if samples < 1 or np.any((correct < 0) | (correct > samples)):
+    impossible = (correct < 0) | (correct > samples)
+    if samples < 1 or np.any(impossible):
         raise ValueError(
             f"correct: got {correct.tolist()}, each must be from 0 to samples = {samples}"
         )
     drawn = np.arange(samples)
+    remaining = samples - drawn
+    wrong_left = remaining - correct[:, None]
     # Once no wrong answer is left to draw the factor is 0, and so is every later product.
-    factors = np.maximum(samples - correct[:, None] - drawn, 0) / (samples - drawn)
-    return 1 - np.cumprod(factors, axis=1)
+    wrong_left = np.maximum(wrong_left, 0)
+    all_wrong = np.cumprod(wrong_left / remaining, axis=1)
+    return 1 - all_wrong
 
 
 def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
@@ -55,17 +59,27 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
     if problems < 2:
         return float("nan"), float("nan")
     random = np.random.default_rng(seed)
-    means = [values[random.integers(problems, size=problems)].mean() for _ in range(_RESAMPLES)]
-    return tuple(np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]).tolist())
+    means = []
+    for _ in range(_RESAMPLES):
+        resample = random.integers(problems, size=problems)
+        means.append(values[resample].mean())
+    lower = np.quantile(means, (1 - _LEVEL) / 2)
+    upper = np.quantile(means, (1 + _LEVEL) / 2)
+    return float(lower), float(upper)
 
 
 def t_quantile(count: int, level: float = _LEVEL) -> float:
     """Half width of an interval of a mean of `count` independent values, in standard errors."""
-    return float(stdtrit(count - 1, (1 + level) / 2))
+    freedom = count - 1
+    quantile = stdtrit(freedom, (1 + level) / 2)
+    return float(quantile)
 
 
 def t_half_width(values: Sequence[float]) -> float:
     """Half width of the 95% t interval of a mean of independent values; NaN with one."""
-    if len(values) < 2:
+    count = len(values)
+    if count < 2:
         return float("nan")
-    return float(t_quantile(len(values)) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    deviation = np.std(values, ddof=1)
+    half_width = t_quantile(count) * deviation / np.sqrt(count)
+    return float(half_width)

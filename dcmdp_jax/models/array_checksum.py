@@ -13,7 +13,8 @@ def array_checksum(x: jax.Array) -> jax.Array:
     Args:
         x: array with elements of 1, 2 or 4 bytes.
     """
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    bits = bits.astype(jnp.uint32)
     # The flat index without flattening, which would gather a sharded array onto every device.
     index = jnp.zeros((), jnp.uint32)
     stride = 1

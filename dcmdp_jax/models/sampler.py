@@ -38,8 +38,10 @@ def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
         rows: [R] uint32, `prompt * group_size + member` in the whole call, whichever batch computes
             the row.
     """
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    seed_key = jax.random.key(seed, impl="threefry2x32")
+    step_key = jax.random.fold_in(seed_key, step)
+    fold_in_rows = jax.vmap(jax.random.fold_in, (None, 0))
+    keys = fold_in_rows(step_key, rows)
     return jax.random.key_data(keys)
 
 
@@ -49,11 +51,14 @@ def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
     From fold_in(row key, token), for `tokens[r]` [R] int32.
     """
     zero = jnp.zeros(tokens.shape, jnp.uint32)
-    token_key_words = _threefry(keys, zero, tokens.astype(jnp.uint32))
+    token_numbers = tokens.astype(jnp.uint32)
+    token_key_words = _threefry(keys, zero, token_numbers)
     token_keys = jnp.stack(token_key_words, axis=-1)
+
     words = []
     for count in range(2):
-        high, low = _threefry(token_keys, zero, zero + np.uint32(count))
+        counter = zero + np.uint32(count)
+        high, low = _threefry(token_keys, zero, counter)
         words.append(high ^ low)
     return jnp.stack(words, axis=-1)
 
@@ -70,19 +75,26 @@ def _threefry(
     Unrolled: on CPU jax.random's is a loop of small kernels, 0.1 ms of a 1.7 ms step (0.6M, 32
     rows).
     """
-    schedule = keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ np.uint32(0x1BD11BDA)
-    high = high + schedule[0]
-    low = low + schedule[1]
+    first = keys[:, 0]
+    second = keys[:, 1]
+    parity = first ^ second ^ np.uint32(0x1BD11BDA)
+    schedule = (first, second, parity)
+    high = high + first
+    low = low + second
+
     for i in range(5):
         distances = (13, 15, 26, 6)
         if i % 2:
             distances = (17, 29, 16, 24)
         for distance in distances:
             high = high + low
-            rotated = low << np.uint32(distance) | low >> np.uint32(32 - distance)
+            to_left = low << np.uint32(distance)
+            to_right = low >> np.uint32(32 - distance)
+            rotated = to_left | to_right
             low = high ^ rotated
         high = high + schedule[(i + 1) % 3]
-        low = low + schedule[(i + 2) % 3] + np.uint32(i + 1)
+        low = low + schedule[(i + 2) % 3]
+        low = low + np.uint32(i + 1)
     return high, low
 
 
@@ -106,16 +118,22 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     needed_mass = top_p * jnp.sum(weights, axis=-1)
 
     def halve(i: int, threshold: jax.Array) -> jax.Array:
-        higher = threshold | (jnp.int32(1) << (30 - i))
+        bit = jnp.int32(1) << (30 - i)
+        higher = threshold | bit
         inside = bits >= higher[:, None]
-        mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)
+        inside_weights = jnp.where(inside, weights, 0.0)
+        mass = jnp.sum(inside_weights, axis=-1)
         return jnp.where(mass >= needed_mass, higher, threshold)
 
-    threshold = lax.fori_loop(0, 31, halve, jnp.zeros(scaled.shape[0], jnp.int32))
+    rows = scaled.shape[0]
+    lowest = jnp.zeros(rows, jnp.int32)
+    threshold = lax.fori_loop(0, 31, halve, lowest)
+
     # The most likely token has weight exp(0) = 1 and stays in, even if rounding leaves the sum
     # below `needed_mass`.
     one_bits = lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
-    return bits >= jnp.minimum(threshold, one_bits)[:, None]
+    threshold = jnp.minimum(threshold, one_bits)
+    return bits >= threshold[:, None]
 
 
 def choose_tokens(
@@ -160,38 +178,49 @@ def choose_tokens(
     if mode == "greedy":
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         largest = jnp.max(logits, axis=-1)
-        return tokens, largest - jax.nn.logsumexp(logits, axis=-1)
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        return tokens, largest - normalizer
 
+    # What cannot be sampled is -inf, the most probable token 0.
     scaled = logits * inverse_temperature
     if count:
         most_probable, _ = lax.top_k(scaled, int(count))
         least = most_probable[:, -1:]
         scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if kind == "nucleus":
-        scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+        inside = nucleus(scaled, top_p)
+        scaled = jnp.where(inside, scaled, -jnp.inf)
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    scaled = scaled - largest
 
     rows, vocab = logits.shape
     width = min(_BLOCK, vocab)
-    padded = jnp.pad(scaled, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf)
-    blocks = padded.reshape(rows, padded.shape[1] // width, width)
+    padding = -vocab % width
+    padded = jnp.pad(scaled, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    num_blocks = padded.shape[1] // width
+    blocks = padded.reshape(rows, num_blocks, width)
     masses = jnp.sum(jnp.exp(blocks), axis=-1)
     # Else a GPU's compiler adds the normalizer up from the logits, and reads them once more.
     masses = lax.platform_dependent(masses, cuda=lax.optimization_barrier, default=lambda x: x)
 
     block_index = _invert(masses, words[:, 0])
     block = jnp.take_along_axis(blocks, block_index[:, None, None], axis=1)[:, 0]
-    column = _invert(jnp.exp(block), words[:, 1])
+    weights = jnp.exp(block)
+    column = _invert(weights, words[:, 1])
     logit = jnp.take_along_axis(block, column[:, None], axis=1)[:, 0]
-    normalizer = jnp.log(jnp.sum(masses, axis=-1))
-    tokens = block_index * width + column
+
+    total_mass = jnp.sum(masses, axis=-1)
+    normalizer = jnp.log(total_mass)
+    block_start = block_index * width
+    tokens = block_start + column
     logprobs = logit - normalizer
     if not top:
         return tokens, logprobs
 
     values, ids = lax.top_k(scaled, top)
     possible = values != -jnp.inf
-    top_logprobs = jnp.where(possible, values - normalizer[:, None], 0.0)
+    top_logprobs = values - normalizer[:, None]
+    top_logprobs = jnp.where(possible, top_logprobs, 0.0)
     top_ids = jnp.where(possible, ids, -1)
     return tokens, logprobs, top_ids, top_logprobs
 
@@ -201,12 +230,14 @@ def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
 
     u < 1 is the word's upper 24 bits / 2^24.
     """
-    uniform = (words >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    upper_bits = words >> 8
+    uniform = upper_bits.astype(jnp.float32) * jnp.float32(2**-24)
     # Rounding can make the sum step at an entry of mass 0: exclude those. (jnp.cumsum is quadratic
     # on CPU.)
     possible = masses > 0
     sums = lax.associative_scan(jnp.add, masses, axis=-1)
     cumulative = jnp.where(possible, sums, 0.0)
-    target = uniform * jnp.max(cumulative, axis=-1)
+    total = jnp.max(cumulative, axis=-1)
+    target = uniform * total
     exceeds = cumulative > target[:, None]
     return jnp.argmax(exceeds, axis=-1).astype(jnp.int32)

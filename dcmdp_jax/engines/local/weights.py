@@ -38,7 +38,8 @@ def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
         if precision not in quantize.PRECISIONS:
             del params["embedding"]
     marks = quantized_leaves(config) | {"output": True}
-    return _cast(params, {name: marks[name] for name in params}, precision)
+    own_marks = {name: marks[name] for name in params}
+    return _cast(params, own_marks, precision)
 
 
 def _cast(tree: Params, quantized: Params, precision: str) -> Params:
@@ -64,14 +65,15 @@ def engine_shapes(
 
     def converted(params: Params) -> Params:
         params = in_precision(params, config, precision)
-        layers = {
-            kind: decoder.fuse_projections(layer, mlp=True)
-            for kind, layer in config.by_kind(params["layers"]).items()
-        }
-        return {**params, "layers": [layers[kind] for kind, _ in config.layer_kinds]}
+        fused = {}
+        for kind, layer in config.by_kind(params["layers"]).items():
+            fused[kind] = decoder.fuse_projections(layer, mlp=True)
+        params["layers"] = [fused[kind] for kind, _ in config.layer_kinds]
+        return params
 
     shapes = param_shapes(config, param_dtype)
-    return jax.eval_shape(converted, {**shapes, "layers": _one_layer(config, param_dtype)})
+    shapes["layers"] = _one_layer(config, param_dtype)
+    return jax.eval_shape(converted, shapes)
 
 
 class Conversion:
@@ -102,14 +104,20 @@ class Conversion:
         self._config = config
         self._mesh = mesh
         ways = mesh.shape[TENSOR]
-        specs = weight_specs(engine_shapes(config, precision), config, mesh)
+
+        # Kind of layers -> how its matrices lie on the mesh, fused as the engine has them.
+        engine_tree = engine_shapes(config, precision)
+        outside_specs = weight_specs(engine_tree, config, mesh)
+        layer_specs = outside_specs.pop("layers")
         fused = {}
-        for (kind, _), layer_specs in zip(config.layer_kinds, specs.pop("layers"), strict=True):
-            fused[kind] = layer_specs
-        shapes = jax.eval_shape(
-            lambda layers: in_precision({"layers": layers}, config, precision), _one_layer(config)
-        )
-        unfused = config.by_kind(weight_specs(shapes, config, mesh)["layers"])
+        for (kind, _), specs in zip(config.layer_kinds, layer_specs, strict=True):
+            fused[kind] = specs
+
+        # The same of the trainer's separate matrices, and which of them are quantized.
+        convert = functools.partial(in_precision, config=config, precision=precision)
+        unfused_shapes = jax.eval_shape(convert, {"layers": _one_layer(config)})
+        unfused_specs = weight_specs(unfused_shapes, config, mesh)
+        unfused = config.by_kind(unfused_specs["layers"])
         marks = config.by_kind(quantized_leaves(config)["layers"])
 
         def shardings(specs: Any) -> Any:
@@ -133,43 +141,49 @@ class Conversion:
             )
 
         def layer(layers: Params, index: jax.Array, kind: str) -> Params:
-            separate = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
+            source = jax.tree.map(lambda leaf: leaf[index], layers)
+            separate = _cast(source, marks[kind], precision)
             if ways > 1:
                 separate = jax.lax.with_sharding_constraint(separate, shardings(unfused[kind]))
             fuse = functools.partial(decoder.fuse_projections, mlp=True)
-            return on_parts(fuse, unfused[kind], fused[kind])(separate)
+            fuse_parts = on_parts(fuse, unfused[kind], fused[kind])
+            return fuse_parts(separate)
 
         def outside(params: Params) -> Params:
+            converted = convert(params)
             # A result that is an argument would be the trainer's own buffer.
-            return jax.tree.map(jnp.copy, in_precision(params, config, precision))
+            return jax.tree.map(jnp.copy, converted)
 
         def source_checksums(
             params: Params,
             one_device: bool,
         ) -> list[jax.Array]:
-            converted = in_precision(params, config, precision)
+            converted = convert(params)
             layers = config.by_kind(converted.pop("layers"))
-            sums = [
-                _checksums(layers[kind], flat=one_device, stacked=True).reshape(-1)
-                for kind in config.kinds
-            ]
-            return [*sums, _checksums(converted, flat=one_device)]
+            sums = []
+            for kind in config.kinds:
+                kind_sums = _checksums(layers[kind], flat=one_device, stacked=True)
+                sums.append(kind_sums.reshape(-1))
+            sums.append(_checksums(converted, flat=one_device))
+            return sums
 
         def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
             split = functools.partial(_separated, config=config, ways=ways)
-            separate = on_parts(split, fused[kind], unfused[kind])(engine_layer)
+            split_parts = on_parts(split, fused[kind], unfused[kind])
+            separate = split_parts(engine_layer)
             return _checksums(separate, flat=mesh.size == 1)
 
         self.layer = {}
         self.layer_checksums = {}
         for kind in config.kinds:
-            self.layer[kind] = jax.jit(
-                functools.partial(layer, kind=kind), out_shardings=shardings(fused[kind])
-            )
-            self.layer_checksums[kind] = jax.jit(functools.partial(layer_checksums, kind=kind))
-        self.outside = jax.jit(outside, out_shardings=shardings(specs))
+            make_layer = functools.partial(layer, kind=kind)
+            self.layer[kind] = jax.jit(make_layer, out_shardings=shardings(fused[kind]))
+            sum_layer = functools.partial(layer_checksums, kind=kind)
+            self.layer_checksums[kind] = jax.jit(sum_layer)
+        self.outside = jax.jit(outside, out_shardings=shardings(outside_specs))
+        sum_outside = functools.partial(_checksums, flat=mesh.size == 1)
+        self.outside_checksums = jax.jit(sum_outside)
         self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
-        self.outside_checksums = jax.jit(functools.partial(_checksums, flat=mesh.size == 1))
 
     def weights(self, params: Params) -> Params:
         """The engine's tree, new arrays, sharded by `layout.weight_specs`.
@@ -179,34 +193,40 @@ class Conversion:
         None of the arrays aliases `params`, as of `params.init_params` and on any mesh, whose
         buffers may be donated afterwards.
         """
-        outer = {name: leaf for name, leaf in params.items() if name != "layers"}
-        layers = self._config.by_kind(params["layers"])
+        outer = dict(params)
+        layers = self._config.by_kind(outer.pop("layers"))
         kinds = self._config.layer_kinds
         if _devices(outer["norm"]["scale"]) == list(self._mesh.devices.flat):
-            converted = [self.layer[kind](layers[kind], np.int32(index)) for kind, index in kinds]
-            return {**self.outside(outer), "layers": converted}
+            weights = self.outside(outer)
+            weights["layers"] = [
+                self.layer[kind](layers[kind], np.int32(index)) for kind, index in kinds
+            ]
+            return weights
 
         # Other devices: each leaf of a layer goes there by itself, to the devices that will have a
         # part of it.
-        shapes = {**outer, "layers": _one_layer(self._config)}
+        shapes = outer | {"layers": _one_layer(self._config)}
         specs = weight_specs(shapes, self._config, self._mesh)
         layer_specs = self._config.by_kind(specs["layers"])
 
         def move(leaf: jax.Array, spec: P) -> jax.Array:
             sharding = NamedSharding(self._mesh, spec)
-            return jax.device_put(to_local(leaf, sharding), sharding)
+            own_part = to_local(leaf, sharding)
+            return jax.device_put(own_part, sharding)
 
         def layer(kind: str, index: int) -> Params:
-            moved = jax.tree.map(
-                lambda leaf, spec: move(leaf[index][None], P(None, *spec)),
-                layers[kind],
-                layer_specs[kind],
-            )
+            def move_one(leaf: jax.Array, spec: P) -> jax.Array:
+                return move(leaf[index][None], P(None, *spec))
+
+            moved = jax.tree.map(move_one, layers[kind], layer_specs[kind])
             return self.layer[kind](moved, np.int32(0))
 
-        moved = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in outer.items()}
-        converted = self.outside(moved)
-        return {**converted, "layers": [layer(kind, index) for kind, index in kinds]}
+        moved = {}
+        for name, leaf in outer.items():
+            moved[name] = jax.tree.map(move, leaf, specs[name])
+        weights = self.outside(moved)
+        weights["layers"] = [layer(kind, index) for kind, index in kinds]
+        return weights
 
     def proof(
         self,
@@ -219,14 +239,20 @@ class Conversion:
         Fused matrices count as the parts that the trainer has. Each side is read where it is, each
         device its own part only.
         """
-        expected = self.source_checksums(params, len(_devices(params["norm"]["scale"])) == 1)
-        expected = np.concatenate(jax.device_get(expected))
+        devices = _devices(params["norm"]["scale"])
+        expected = self.source_checksums(params, len(devices) == 1)
+        expected = jax.device_get(expected)
+
+        outer = dict(weights)
+        layers = outer.pop("layers")
         actual = []
         for kind, indices in self._config.kinds.items():
-            actual += [self.layer_checksums[kind](weights["layers"][index]) for index in indices]
-        outer = {name: leaf for name, leaf in weights.items() if name != "layers"}
+            for index in indices:
+                layer_sums = self.layer_checksums[kind](layers[index])
+                actual.append(layer_sums)
         actual.append(self.outside_checksums(outer))
-        return expected, np.concatenate(jax.device_get(actual))
+        actual = jax.device_get(actual)
+        return np.concatenate(expected), np.concatenate(actual)
 
 
 # The `Conversion` of these arguments, with programs that an earlier weight sync may have compiled.
@@ -235,25 +261,28 @@ conversion = functools.lru_cache(maxsize=32)(Conversion)
 
 def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     """The inverse of `fuse_projections` on one of `ways` devices."""
-    query = config.num_heads * config.head_dim // ways * (1 + config.family.output_gate)
-    shared = config.num_kv_heads * config.head_dim // ways
+    query_width = config.num_heads * config.head_dim // ways
+    if config.family.output_gate:
+        query_width *= 2
+    kv_width = config.num_kv_heads * config.head_dim // ways
+
+    def columns(fused: Params, start: int, width: int) -> Params:
+        return jax.tree.map(lambda leaf: leaf[..., start : start + width], fused)
 
     def halves(mlp: Params) -> Params:
-        def half(index: int) -> Params:
-            return jax.tree.map(lambda leaf: jnp.split(leaf, 2, -1)[index], mlp["gate_up"])
-
-        return {"gate": half(0), "up": half(1), "down": mlp["down"]}
+        mlp = dict(mlp)
+        fused = mlp.pop("gate_up")
+        width = jax.tree.leaves(fused)[0].shape[-1] // 2
+        mlp["gate"] = columns(fused, 0, width)
+        mlp["up"] = columns(fused, width, width)
+        return mlp
 
     attention = dict(layer["attention"])
     if not decoder.is_recurrent(layer):
         fused = attention.pop("qkv")
-
-        def columns(start: int, stop: int) -> Params:
-            return jax.tree.map(lambda leaf: leaf[..., start:stop], fused)
-
-        attention["q"] = columns(0, query)
-        attention["k"] = columns(query, query + shared)
-        attention["v"] = columns(query + shared, query + 2 * shared)
+        attention["q"] = columns(fused, 0, query_width)
+        attention["k"] = columns(fused, query_width, kv_width)
+        attention["v"] = columns(fused, query_width + kv_width, kv_width)
     return {**layer, "attention": attention, "mlp": decoder.map_mlps(halves, layer["mlp"])}
 
 
@@ -268,13 +297,13 @@ def _devices(leaf: jax.Array) -> list[jax.Device]:
 def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
     """The engine's mesh, or its first device where the devices of a CPU will share its copy."""
     first = mesh.devices.reshape(-1)[:1]
-    if (
-        first[0].platform == "cpu"
-        and mesh.shape[TENSOR] == mesh.shape[EXPERT] == 1
-        and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
-    ):
-        return Mesh(first.reshape((1,) * mesh.devices.ndim), mesh.axis_names)
-    return mesh
+    if first[0].platform != "cpu" or mesh.shape[TENSOR] > 1 or mesh.shape[EXPERT] > 1:
+        return mesh
+    for leaf in jax.tree.leaves(params):
+        if not leaf.is_fully_replicated:
+            return mesh
+    shape = (1,) * mesh.devices.ndim
+    return Mesh(first.reshape(shape), mesh.axis_names)
 
 
 def share_copies(weights: Params, mesh: Mesh) -> Params:
@@ -309,8 +338,11 @@ def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
 
     def checksum(x: jax.Array) -> jax.Array:
         # Flattened, which costs half as much on one device and would gather an array on several.
-        return array_checksum(x.reshape(-1) if flat else x)
+        if flat:
+            x = x.reshape(-1)
+        return array_checksum(x)
 
     if stacked:
         checksum = jax.vmap(checksum)
-    return jnp.stack(list(map(checksum, jax.tree.leaves(tree))), axis=-1)
+    sums = [checksum(leaf) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(sums, axis=-1)

@@ -37,17 +37,24 @@ class _Blocks:
 
 def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
     groups = group_sizes.shape[0]
-    size = min(_MOST_BLOCK_ROWS, max(8, 1 << (rows // groups).bit_length()))
+    mean_rows = rows // groups
+    power_of_two = 1 << mean_rows.bit_length()
+    size = min(_MOST_BLOCK_ROWS, max(8, power_of_two))
 
+    # Each group begins a block of its own; the groups' blocks are numbered in order.
     in_group = -(-group_sizes // size)
     ends = jnp.cumsum(in_group)
+    begins = ends - in_group
     index = jnp.arange(rows // size + groups)
-    owner = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), groups - 1)
-    within = (index - (ends - in_group)[owner]) * size
+    ended_groups = jnp.sum(ends <= index[:, None], axis=1)
+    owner = jnp.minimum(ended_groups, groups - 1)
+
+    group_begins = jnp.cumsum(group_sizes) - group_sizes
+    within = (index - begins[owner]) * size
     return _Blocks(
         size=size,
         owner=owner,
-        first=(jnp.cumsum(group_sizes) - group_sizes)[owner] + within,
+        first=group_begins[owner] + within,
         rows=group_sizes[owner] - within,
         count=ends[-1],
     )
@@ -85,9 +92,11 @@ def _by_blocks(
         product = jax.lax.dot_general(block, kernel, (((1,), (contracted,)), ((), ())))
         return jax.lax.dynamic_update_slice_in_dim(y, product, blocks.first[i], 0)
 
-    empty = jnp.zeros((padded.shape[0], kernels.shape[2 - contracted]), x.dtype)
+    width = kernels.shape[2 - contracted]
+    empty = jnp.zeros((padded.shape[0], width), x.dtype)
     with jax.named_scope(blocks.scope):
-        return jax.lax.fori_loop(0, blocks.count, body, empty)[: x.shape[0]]
+        products = jax.lax.fori_loop(0, blocks.count, body, empty)
+        return products[: x.shape[0]]
 
 
 def _grouped_forward(
@@ -111,19 +120,23 @@ def _grouped_backward(
     def body(i: jax.Array, grads: jax.Array) -> jax.Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         bar = jax.lax.dynamic_slice_in_dim(padded_bar, blocks.first[i], blocks.size)
-        bar = jnp.where((jnp.arange(blocks.size) < blocks.rows[i])[:, None], bar, 0)
+        in_group = jnp.arange(blocks.size) < blocks.rows[i]
+        bar = jnp.where(in_group[:, None], bar, 0)
         product = jax.lax.dot_general(
             block,
             bar,
             (((0,), (0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        total = jax.lax.dynamic_index_in_dim(grads, blocks.owner[i], keepdims=False) + product
-        return jax.lax.dynamic_update_index_in_dim(grads, total, blocks.owner[i], 0)
+        owner = blocks.owner[i]
+        total = jax.lax.dynamic_index_in_dim(grads, owner, keepdims=False) + product
+        return jax.lax.dynamic_update_index_in_dim(grads, total, owner, 0)
 
+    zeros = jnp.zeros(kernels.shape, jnp.float32)
     with jax.named_scope(blocks.scope):
-        grads = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(kernels.shape, jnp.float32))
-    return _by_blocks(cotangent, kernels, group_sizes, 1), grads.astype(kernels.dtype), None
+        grads = jax.lax.fori_loop(0, blocks.count, body, zeros)
+    x_bar = _by_blocks(cotangent, kernels, group_sizes, 1)
+    return x_bar, grads.astype(kernels.dtype), None
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)

@@ -18,6 +18,7 @@ from dcmdp_jax.models.ops.cpu import softmax_maximum
 # segment: of all queries, and of the keys of a row's last queries.
 QUERY_BLOCKS = "attention_query_blocks"
 KEY_BLOCKS = "attention_key_blocks"
+_Carry = tuple[jax.Array, ...]
 _HIDDEN = -1e30
 _LONG = 1024
 
@@ -61,7 +62,8 @@ def attention(
     total = rows * length
     size = min(block or block_size(length), total)
 
-    query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
+    scale = 1.0 / math.sqrt(width)
+    query = query * jnp.asarray(scale, query.dtype)
     attended = _attended(
         query.reshape(total, kv_heads, heads // kv_heads, width),
         key.reshape(total, kv_heads, width),
@@ -98,7 +100,8 @@ def _segments(
     ids = segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
     end = jnp.full((1,), total, jnp.int32)
-    begins = (index % segment_ids.shape[1] == 0) | (ids != jnp.roll(ids, 1))
+    row_begins = index % segment_ids.shape[1] == 0
+    begins = row_begins | (ids != jnp.roll(ids, 1))
     first = lax.cummax(jnp.where(begins, index, 0))
 
     # A block ends before the segment that it would cut, unless that is its first one.
@@ -107,9 +110,11 @@ def _segments(
     after = jnp.where(cut_segment > index, cut_segment, reach)
 
     real = lax.cummin(jnp.where(ids != 0, index, total), reverse=True)
-    if not (isinstance(window, int) and window == 0):
+    real = jnp.concatenate([real, end])
+    has_window = not isinstance(window, int) or window != 0
+    if has_window:
         first = jnp.maximum(first, index - window + 1)
-    return _Segments(first, after, jnp.concatenate([real, end]))
+    return _Segments(first=first, after=after, real=real)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +152,8 @@ class _Queries:
         at = jnp.minimum(begin, total - size)
         index = at + jnp.arange(size, dtype=jnp.int32)
         after = segments.after[begin]
-        valid = (index >= begin) & (index < after) & (_rows(segments.real, at, size) == index)
+        in_block = (index >= begin) & (index < after)
+        valid = in_block & (_rows(segments.real, at, size) == index)
         first = jnp.where(valid, _rows(segments.first, at, size), total)
         # Computed once and not in every fusion, whose loops over the columns of a group would not
         # be vectorized.
@@ -170,15 +176,18 @@ class _Queries:
         at = jnp.minimum(self.begin + block * size, self.at)
         last = jnp.where(block == self.count - 1, at + size, self.at - 1)
         key_index = at + jnp.arange(size, dtype=jnp.int32)[:, None]
-        return at, (key_index >= self.first) & (key_index <= jnp.minimum(self.index, last))
+        last_seen = jnp.minimum(self.index, last)
+        return at, (key_index >= self.first) & (key_index <= last_seen)
 
     def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
         """`target` [T, K, G, ...] with the block's [K, ..., n] at its valid queries."""
         size = self.valid.shape[0]
         block = columns.reshape(*columns.shape[:-1], -1, size)
-        block = jnp.moveaxis(block, (-1, -2), (0, 2)).reshape(size, *target.shape[1:])
+        block = jnp.moveaxis(block, (-1, -2), (0, 2))
+        block = block.reshape(size, *target.shape[1:])
         block = block.astype(target.dtype)
-        valid = self.valid.reshape(size, *(1,) * (target.ndim - 1))
+        inner_axes = (1,) * (target.ndim - 1)
+        valid = self.valid.reshape(size, *inner_axes)
         block = jnp.where(valid, block, _rows(target, self.at, size))
         return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
 
@@ -203,8 +212,9 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
+    rows = total // length
     in_row = -(-length // size)
-    return f"{QUERY_BLOCKS}_{total // length * in_row}", f"{KEY_BLOCKS}_{in_row}"
+    return f"{QUERY_BLOCKS}_{rows * in_row}", f"{KEY_BLOCKS}_{in_row}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -235,25 +245,24 @@ def _attended_forward(
     total, kv_heads, group, width = query.shape
     query_scope, key_scope = _scopes(total, length, size)
 
-    def queries(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def queries(carry: _Carry) -> _Carry:
         begin, attended, log_sum = carry
         block = _Queries.of(segments, begin, size, group)
         columns = _as_columns(_rows(query, block.at, size))
 
-        def keys(
-            index: jax.Array,
-            carry: tuple[jax.Array, ...],
-        ) -> tuple[jax.Array, ...]:
+        def keys(index: jax.Array, carry: _Carry) -> _Carry:
             maximum, weight, product = carry
             at, visible = block.keys(index)
-            scores = _product(_rows(key, at, size).transpose(1, 0, 2), columns)
+            keys = _rows(key, at, size).transpose(1, 0, 2)
+            scores = _product(keys, columns)
             scores = jnp.where(visible, scores, _HIDDEN)
             # A query that sees none of these keys gets weights of one, until its own key, the last,
             # makes them zero.
             larger = jnp.maximum(maximum, softmax_maximum(scores, 1))
             exponentials = jnp.exp(scores - larger)
             shrink = jnp.exp(maximum - larger)
-            weight = weight * shrink + jnp.sum(exponentials, axis=1, keepdims=True)
+            total_weight = jnp.sum(exponentials, axis=1, keepdims=True)
+            weight = weight * shrink + total_weight
             values = _rows(value, at, size).transpose(1, 2, 0)
             product = product * shrink + _product(values, exponentials.astype(value.dtype))
             return larger, weight, product
@@ -268,9 +277,14 @@ def _attended_forward(
                 (hidden, jnp.zeros_like(hidden), product),
             )
         attended = block.write(attended, product / weight)
-        return block.following, attended, block.write(log_sum, (maximum + jnp.log(weight))[:, 0])
+        block_log_sum = maximum + jnp.log(weight)
+        return block.following, attended, block.write(log_sum, block_log_sum[:, 0])
 
-    empty = segments.real[0], jnp.zeros_like(query), jnp.zeros(query.shape[:3], jnp.float32)
+    empty = (
+        segments.real[0],
+        jnp.zeros_like(query),
+        jnp.zeros(query.shape[:3], jnp.float32),
+    )
     with jax.named_scope(query_scope):
         _, attended, log_sum = lax.while_loop(lambda carry: carry[0] != total, queries, empty)
     # The arguments, the result, the log-sum-exp of each query.
@@ -287,14 +301,14 @@ def _attended_backward(
     total, kv_heads, group, width = query.shape
     query_scope, key_scope = _scopes(total, length, size)
 
-    def queries(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def queries(carry: _Carry) -> _Carry:
         begin, query_bar, key_bar, value_bar = carry
         block = _Queries.of(segments, begin, size, group)
         block_query = _rows(query, block.at, size)
         bar = jnp.where(block.valid[:, None, None, None], _rows(cotangent, block.at, size), 0)
-        along = jnp.sum(
-            bar.astype(jnp.float32) * _rows(attended, block.at, size).astype(jnp.float32), axis=-1
-        )
+        block_attended = _rows(attended, block.at, size)
+        along = bar.astype(jnp.float32) * block_attended.astype(jnp.float32)
+        along = jnp.sum(along, axis=-1)
         # Arrays of the inner loop, none of them computed in it.
         rows, columns, bar_rows, bar_columns, along, lse = lax.optimization_barrier(
             (
@@ -307,16 +321,17 @@ def _attended_backward(
             )
         )
 
-        def keys(
-            index: jax.Array,
-            carry: tuple[jax.Array, ...],
-        ) -> tuple[jax.Array, ...]:
+        def keys(index: jax.Array, carry: _Carry) -> _Carry:
             block_bar, key_bar, value_bar = carry
             at, visible = block.keys(index)
-            keys, values = (_rows(x, at, size).transpose(1, 0, 2) for x in (key, value))
-            weights = jnp.where(visible, jnp.exp(_product(keys, columns) - lse), 0.0)
-            scores_bar = (weights * (_product(values, bar_columns) - along)).astype(query.dtype)
-            block_bar += _product(_rows(key, at, size).transpose(1, 2, 0), scores_bar)
+            block_key = _rows(key, at, size)
+            block_value = _rows(value, at, size)
+            scores = _product(block_key.transpose(1, 0, 2), columns)
+            weights = jnp.where(visible, jnp.exp(scores - lse), 0.0)
+            weights_bar = _product(block_value.transpose(1, 0, 2), bar_columns)
+            scores_bar = weights * (weights_bar - along)
+            scores_bar = scores_bar.astype(query.dtype)
+            block_bar += _product(block_key.transpose(1, 2, 0), scores_bar)
 
             def add(sums: jax.Array, product: jax.Array) -> jax.Array:
                 added = _rows(sums, at, size) + product.transpose(1, 0, 2)
