@@ -68,9 +68,11 @@ def importance_ratio(
     return jnp.exp(stats.clamped_log_ratio(train_logprobs, old))
 
 
-def surrogate(
-    tokens: Tokens, *, trust_region: Function = clip
-) -> tuple[Float[jax.Array, "R L"], Statistics]:
+TokenLosses = tuple[Float[jax.Array, "R L"], Statistics]
+"""Losses of the tokens, and statistics by metric name."""
+
+
+def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> TokenLosses:
     """The negated objective of each token; by default Eq. 9-10 (Eq. 1 and 4 with their own A).
 
         l_t = -min(gamma_t A_t, clip(gamma_t, 1 - low, 1 + high) A_t)
@@ -101,7 +103,7 @@ def surrogate(
 
 def log_ratio_squared(
     tokens: Tokens, *, tau: float = 1e-3, trust_region: Function = clip
-) -> tuple[Float[jax.Array, "R L"], Statistics]:
+) -> TokenLosses:
     """The surrogate plus tau (log pi - log q)^2 of every token in the loss, stopped ones included.
 
     The gradient in log pi is that of the surrogate plus 2 tau (log pi - log q): it pulls the policy
@@ -114,9 +116,7 @@ def log_ratio_squared(
     return losses + tau * log_ratio**2, statistics
 
 
-def likelihood(
-    tokens: Tokens, *, trust_region: Function = clip
-) -> tuple[Float[jax.Array, "R L"], Statistics]:
+def likelihood(tokens: Tokens, *, trust_region: Function = clip) -> TokenLosses:
     """-log pi of each token, whatever its advantage: supervised fine-tuning (`dcmdp sft`)."""
     require_tokens(tokens)
     return -tokens.train_logprobs, {}
@@ -191,6 +191,7 @@ def policy_loss(
     if ratio_level == "token":
         ratio = importance_ratio(train, anchor)
     else:
+        # The mean of a completion is over its dropped tokens too.
         log_ratio = sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
         ratio = jnp.exp(inside(log_ratio))
     active_tokens = tokens._replace(
@@ -206,13 +207,14 @@ def policy_loss(
     token_losses, statistics = split(loss(active_tokens))
 
     ratio = stop_gradient(ratio)
-    return weighted_sum(token_losses, weights), stop_gradient(statistics) | {
+    largest = jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)
+    smallest = jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)
+    statistics = stop_gradient(statistics) | {
         "policy/ratio_mean": masked_sum(ratio, active),
-        "policy/ratio_max": stats.Max(
-            jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)
-        ),
-        "policy/ratio_min": stats.Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
+        "policy/ratio_max": stats.Max(largest),
+        "policy/ratio_min": stats.Min(smallest),
     }
+    return weighted_sum(token_losses, weights), statistics
 
 
 def sequence_log_ratio(

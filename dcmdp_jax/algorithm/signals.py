@@ -129,6 +129,7 @@ def row_signals(
         ValueError: if the shapes differ or an option is unknown.
     """
     require_tokens(tokens)
+    # A weight for each completion.
     require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
     require_option("level", level, get_args(PenaltyLevel))
     mask = tokens.completion_mask
@@ -160,13 +161,13 @@ def row_signals(
     centered_weights = planned_weights
     if of_completions:
         corrected, _ = chain(tokens, of_completions)
-        centered_weights = jnp.where(
-            mask & corrected.keep, planned_weights * corrected.weights, 0.0
-        )
+        kept_tokens = mask & corrected.keep
+        centered_weights = jnp.where(kept_tokens, planned_weights * corrected.weights, 0.0)
     if corrections:
         corrected, correction_statistics = chain(tokens, corrections)
-        statistics = {**statistics, **correction_statistics}
-        token_weights = jnp.where(mask & corrected.keep, planned_weights * corrected.weights, 0.0)
+        statistics = statistics | correction_statistics
+        kept_tokens = mask & corrected.keep
+        token_weights = jnp.where(kept_tokens, planned_weights * corrected.weights, 0.0)
         if not count_dropped:
             dropped = tokens.where._replace(mask=mask & ~corrected.keep)
             dropped_tokens = masked.completion_counts(dropped)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcmdp_jax.data.tool_calls import CALL_FORMATS as CALL_FORMATS
-from dcmdp_jax.data.tool_calls import find_calls
+from dcmdp_jax.data.tool_calls import Schema, find_calls
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.rewards.protocol import Message, Problem
@@ -56,7 +56,7 @@ def render_checked(
     template: str,
     noun: str,
     variables: Mapping[str, Any] = MappingProxyType({}),
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Schema] = (),
 ) -> str:
     """The text of a chat up to the assistant's turn, checked by `check_written`.
 
@@ -80,7 +80,7 @@ def check_written(
     template: str,
     noun: str,
     variables: Mapping[str, Any] = MappingProxyType({}),
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Schema] = (),
     *,
     schemas: bool = False,
 ) -> None:
@@ -112,7 +112,7 @@ def check_written(
 def _undescribed(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Schema],
     variables: Mapping[str, Any],
     *,
     schemas: bool,
@@ -151,7 +151,7 @@ def is_written(content: str, text: str) -> bool:
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Schema] = (),
     *,
     generation: bool = True,
     **variables: Any,
@@ -279,9 +279,7 @@ class CallFormat(NamedTuple):
     template: Mapping[str, Any]
     prefix: str = ""
 
-    def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[str]]:
+    def find(self, text: str, tools: Sequence[Schema]) -> tuple[list[dict[str, Any]], list[str]]:
         """Find the calls in a turn, and what is wrong with unreadable ones; see `find_calls`."""
         if "syntax" in self.template:
             if self.prefix.rstrip().endswith("<think>"):
@@ -311,7 +309,7 @@ class CallFormat(NamedTuple):
                 return [], [problem]
         return calls, []
 
-    def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def read(self, text: str, tools: Sequence[Schema]) -> list[dict[str, Any]]:
         """Read the calls in a turn, each with `name` and `arguments`, typed by the tools' schemas.
 
         Raises:

@@ -22,6 +22,9 @@ from dcmdp_jax.rewards.protocol import LEARNED, Message, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Encoded = tuple[list[int], np.ndarray]
+"""Token ids, and [T] bool, which of them are learned."""
+
 _LOG = logging.getLogger(__name__)
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHT_FIELDS = "reasoning_content", "reasoning", "thinking"
@@ -66,7 +69,7 @@ class ConversationEncoder:
         problem: Problem,
         prompt_messages: Sequence[Message],
         prompt_ids: Sequence[int],
-    ) -> tuple[list[int], np.ndarray]:
+    ) -> _Encoded:
         """Encode a problem with its completion.
 
         Args:
@@ -99,7 +102,7 @@ class ConversationEncoder:
             )
         return ids, targets
 
-    def _encode_text(self, text: str, prompt_ids: Sequence[int]) -> tuple[list[int], np.ndarray]:
+    def _encode_text(self, text: str, prompt_ids: Sequence[int]) -> _Encoded:
         """A completion as a policy would sample it, with one end token."""
         if any(text.rstrip().endswith(end) for end in self._end_texts):
             text = text.rstrip()
@@ -224,7 +227,7 @@ class _Chat:
                 message["tool_calls"] = chat.with_arguments_as_text(message["tool_calls"])
         return message
 
-    def encode(self) -> tuple[list[int], np.ndarray]:
+    def encode(self) -> _Encoded:
         """See `ConversationEncoder.encode`."""
         text = self._write(self._messages)
         chat.check_written(

@@ -92,6 +92,7 @@ def pack(
             )
 
     groups = np.array([episode.group for episode in episodes]).reshape(shape)
+    # Groups are numbered from 0 within a mini-batch.
     group_ids = np.stack([np.unique(row, return_inverse=True)[1] for row in groups])
     sampled = np.array([episode.num_sampled for episode in episodes], np.int32)
     batch = batch._replace(

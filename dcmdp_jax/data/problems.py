@@ -21,6 +21,9 @@ from dcmdp_jax.rewards.math.answers import is_sentence
 from dcmdp_jax.rewards.protocol import Problem, shown
 from dcmdp_jax.user_files import load_object
 
+_NamedRows = Iterator[tuple[str, Mapping[str, Any]]]
+"""Where a row is, for messages, and the row."""
+
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w.-]+)?")
@@ -161,7 +164,7 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
     )
 
 
-def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _function_rows(location: str) -> _NamedRows:
     """Rows of a user's function, called with the location's settings, each JSON or else text."""
     name, _, settings = location.partition(",")
     function = load_object(name, "function")
@@ -190,7 +193,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{path}:{number}", line
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> _NamedRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -208,7 +211,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         ) from error
 
 
-def _hub_rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _hub_rows(location: str, split: str) -> _NamedRows:
     try:
         import datasets
     except ImportError:

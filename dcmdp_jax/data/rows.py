@@ -11,11 +11,14 @@ from dcmdp_jax.data.learned_rows import (
     messages_to_learn,
     messages_to_read,
 )
+from dcmdp_jax.data.tool_calls import Schema
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
 from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal, reason_for_no_answer
 from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
+
+_Row = Mapping[str, Any]
 
 _PROMPT_FIELDS = ("prompt", "problem", "question")
 # Arguments of reward functions, and as in TRL the fields that these come from.
@@ -49,7 +52,7 @@ learn from.
 
 
 def problem_from_row(
-    row: Mapping[str, Any] | str | bytes,
+    row: _Row | str | bytes,
     *,
     source: str,
     index: int,
@@ -128,7 +131,7 @@ def problem_from_row(
     )
 
 
-def _parse_json(text: str | bytes) -> Mapping[str, Any]:
+def _parse_json(text: str | bytes) -> _Row:
     if not text.strip():
         raise UserError("the row is empty")
     try:
@@ -144,7 +147,7 @@ def _parse_json(text: str | bytes) -> Mapping[str, Any]:
     return row
 
 
-def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
+def _prompt(row: _Row) -> tuple[str, tuple[Message, ...]]:
     """The text that is asked, and the chat that it is part of where the prompt is messages."""
     field, *_ = _present(row, _PROMPT_FIELDS, "prompt")
     value = _chat_or_text(row[field], field)
@@ -169,7 +172,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     return value, messages
 
 
-def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
+def _completion(row: _Row) -> tuple[str, tuple[Message, ...]]:
     """What is learned of a row: the text after its prompt, or the assistant's of messages."""
     field, *_ = _present(row, _COMPLETION_FIELDS, "completion")
     value = _chat_or_text(row[field], field)
@@ -231,7 +234,7 @@ def _is_text_block(block: Any) -> bool:
     return isinstance(block.get("text"), str)
 
 
-def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _tools(row: _Row) -> tuple[Schema, ...]:
     """The column `tools` if it is a list of JSON schemas or the text of one, else nothing.
 
     Any other is for the reward alone.
@@ -246,7 +249,7 @@ def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools) if schemas else ()
 
 
-def _checked_answer(row: Mapping[str, Any], prompt: str) -> tuple[str, str]:
+def _checked_answer(row: _Row, prompt: str) -> tuple[str, str]:
     """The result of `_answer`, if the verifier can use the answer."""
     answer, solution = _answer(row)
     if not answer:
@@ -267,7 +270,7 @@ def _checked_answer(row: Mapping[str, Any], prompt: str) -> tuple[str, str]:
     return answer, solution
 
 
-def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
+def _answer(row: _Row) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     fields = _present(row, _ANSWER_FIELDS, "answer", NoAnswer)
     solution = _solution(row)
@@ -303,7 +306,7 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _present(
-    row: Mapping[str, Any],
+    row: _Row,
     names: Sequence[str],
     noun: str,
     error: type[UserError] = UserError,
@@ -321,14 +324,14 @@ def _present(
     return fields
 
 
-def _solution(row: Mapping[str, Any]) -> str:
+def _solution(row: _Row) -> str:
     value = row.get("solution") or row.get("reference_solution") or ""
     if isinstance(value, list) and value:
         value = value[0]
     return value if isinstance(value, str) else ""
 
 
-def _olympiad_answer(row: Mapping[str, Any]) -> Any:
+def _olympiad_answer(row: _Row) -> Any:
     answers = row["final_answer"]
     if len(answers) != 1 or not isinstance(answers[0], str):
         raise UserError(f"field 'final_answer' must be a list of one text, not {shorten(answers)}")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from dcmdp_jax.data.episode import COLUMNS, Episode
-from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, check_finite
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, TokenRows, check_finite
 from dcmdp_jax.types import Params
 
 
 def check_engine(
     engine: Engine,
     params: Params,
-    prompts: Sequence[np.ndarray],
+    prompts: TokenRows,
     sampling: SamplingParams,
     *,
     vocab_size: int,
@@ -41,7 +41,7 @@ def check_engine(
     engine.sync_weights(params, 0)
     group_size = sampling.group_size
 
-    def sample(prompts: Sequence[np.ndarray], first_prompt: int) -> list[Episode]:
+    def sample(prompts: TokenRows, first_prompt: int) -> list[Episode]:
         episodes_by_row: dict[tuple[int, int], Episode] = {}
         for episodes in engine.generate(
             prompts,
@@ -105,7 +105,7 @@ def check_engine(
 
 def check_episodes(
     episodes: Sequence[Episode],
-    prompts: Sequence[np.ndarray],
+    prompts: TokenRows,
     sampling: SamplingParams,
     vocab_size: int,
 ) -> None:

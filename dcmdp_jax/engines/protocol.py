@@ -12,6 +12,9 @@ from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.errors import EngineError as EngineError
 from dcmdp_jax.types import Params
 
+TokenRows = Sequence[np.ndarray]
+"""Token ids of several sequences, [length] int32 each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -72,7 +75,7 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: TokenRows,
         sampling: SamplingParams,
         *,
         seed: int,
@@ -111,8 +114,8 @@ class Engine(Protocol):
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: TokenRows,
+        completions: TokenRows,
         *,
         temperature: float,
     ) -> list[np.ndarray]:
@@ -312,7 +315,7 @@ class _Reader(Protocol):
 
 def checked_sequences(
     engine: _Reader,
-    sequences: Sequence[np.ndarray],
+    sequences: TokenRows,
     name: str,
     *,
     reserve: int = 0,
@@ -360,8 +363,8 @@ def checked_sequences(
 
 def scored_rows(
     engine: _Reader,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
+    prompts: TokenRows,
+    completions: TokenRows,
     temperature: float,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.

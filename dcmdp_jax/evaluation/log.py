@@ -25,6 +25,8 @@ from dcmdp_jax.evaluation.average import COLUMNS, UNJUDGED, EvaluationResult
 from dcmdp_jax.evaluation.held_out import HeldOut, Overlap
 from dcmdp_jax.evaluation.table import plain_average, to_record
 
+_Record = Mapping[str, Any]
+
 _DONE = {"done": True}
 _LINES = ".problems.jsonl"
 _KEYS = {name: name for name in COLUMNS} | {"texts": "completions", "answers": "found"}
@@ -43,7 +45,7 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         OSError: if it can't be read or written.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: _Record) -> None:
         self._parts: dict[tuple[str, int], EvaluationResult] = {}
         self.path = path
         with contextlib.ExitStack() as on_failure:
@@ -69,7 +71,7 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
     def append(
         self,
         part: int,
-        problems: Sequence[Mapping[str, Any]],
+        problems: Sequence[_Record],
         result: EvaluationResult,
     ) -> None:
         """Write a finished part, and wait until it is on the disk.
@@ -98,7 +100,7 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         self._write([_DONE])
         self._file.close()
 
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, lines: Sequence[_Record]) -> None:
         self._file.write(b"".join(map(_encode, lines)))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -142,7 +144,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _encode(record: Mapping[str, Any]) -> bytes:
+def _encode(record: _Record) -> bytes:
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
 
@@ -157,7 +159,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _check_header(path: Path, file_header: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+def _check_header(path: Path, file_header: _Record, header: _Record) -> None:
     file_values = flatten(file_header)
     for name, value in flatten(header).items():
         file_value = file_values.get(name)
@@ -169,7 +171,7 @@ def _check_header(path: Path, file_header: Mapping[str, Any], header: Mapping[st
             )
 
 
-def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> EvaluationResult:
+def _result(closing: _Record, problems: Sequence[_Record]) -> EvaluationResult:
     def column(name: str) -> np.ndarray:
         return np.array([problem[_KEYS[name]] for problem in problems], COLUMNS[name])
 
@@ -184,7 +186,7 @@ def open_output(
     out: Path | None,
     directory: Path,
     stem: str,
-    header: Mapping[str, Any],
+    header: _Record,
 ) -> tuple[Path, EvaluationLog]:
     """Choose the evaluation's JSON file, and open its lines, `NAME.problems.jsonl` next to it.
 
@@ -215,7 +217,7 @@ def open_output(
     return out, EvaluationLog(lines, header)
 
 
-def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
+def _belongs(out: Path, header: _Record) -> bool:
     """Whether a name is free, or its evaluation is this one and not done."""
     lines = out.with_suffix(_LINES)
     if not lines.exists():
@@ -226,13 +228,13 @@ def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
     return _encode(header).startswith(first_line) and not other_lines.endswith(_encode(_DONE))
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
+def write_json(path: Path, record: _Record) -> None:
     """Write a record as JSON, atomically."""
     atomic_write(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def evaluation_header(
-    settings: Mapping[str, Any],
+    settings: _Record,
     held_out: HeldOut,
     *,
     model: str,
@@ -262,7 +264,7 @@ def evaluation_header(
 
 def evaluation_record(
     method: str,
-    header: Mapping[str, Any],
+    header: _Record,
     results: Sequence[EvaluationResult],
     held_out: HeldOut,
     overlaps: Mapping[str, Sequence[Overlap]],

@@ -125,7 +125,7 @@ class RolloutWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
-        # Ids and log-probs have too many values for a dictionary; it would be written in addition.
+        # Ids and log-probs have too many values for a dictionary, which would come on top of them.
         repeating = [
             name for name in columns if not name.endswith(("token_ids", "logprobs", "top"))
         ]

@@ -270,6 +270,7 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
             for name in arguments.keys() & columns.keys():
                 arguments[name] = columns[name][row]
             model = arguments.pop("reward_model")
+            # verl's own reward managers take it from there.
             if isinstance(model, Mapping):
                 arguments["ground_truth"] = model.get("ground_truth")
             arguments["solution_str"] = completion_text(completion)
@@ -291,6 +292,7 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
                     f"returned {shown(score)}, needs a number, or a dict with one under 'score'",
                     row,
                 )
+        # Every name of a row, in the order in which they come.
         for name in dict.fromkeys(itertools.chain.from_iterable(results)):
             if name != "score":
                 log_extra(str(name), [result.get(name) for result in results])

@@ -351,16 +351,19 @@ class BatchScoring:
             result = results[function]
             returned = self._returned(function, result)
             values[name] = returned.rewards
+            sums = {}
             for key, numbers in returned.metrics.items():
-                logged.append({key: (math.fsum(numbers), len(numbers))})
+                sums[key] = math.fsum(numbers), len(numbers)
+            logged.append(sums)
             for key, column in returned.extra.items():
                 if key in extra:  # two functions may log under one name
                     key = f"{name}/{key}"
                 extra[key] = column
+            if function == MATH:
+                continue  # its failures are in `grades`
+            failed[name] = 0
             if function == ENVIRONMENT or isinstance(result, RewardError):
                 failed[name] = returned.rewards.count(None)
-            elif function != MATH:
-                failed[name] = 0
 
         without_value = all(column.count(None) == count for column in values.values())
         if count and values and without_value and not any(failed.values()):
@@ -368,8 +371,10 @@ class BatchScoring:
                 "no value",
                 f"no reward has a value for any of the {count} completions, so all get reward 0",
             )
-        weights = [reward.weight for reward in scorer.rewards]
-        totals = weighted_total(list(values.values()), weights) or [0.0] * count
+        totals = [0.0] * count
+        if values:
+            weights = [reward.weight for reward in scorer.rewards]
+            totals = weighted_total(list(values.values()), weights)
         sources = None
         if scorer.by_source:
             sources = tuple(problem.source for problem in self._problems)

@@ -19,6 +19,8 @@ from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError, one_line
 
 T = TypeVar("T")
+Read = Callable[[int, dict[str, Any]], T]
+"""(number of the request, choice of its answer) -> what is wanted of it."""
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _INSPECTION_S = 30.0
@@ -83,7 +85,7 @@ class VllmHttpClient:
         self,
         kind: str,
         payloads: Sequence[dict[str, Any]],
-        read: Callable[[int, dict[str, Any]], T],
+        read: Read[T],
     ) -> Iterator[list[tuple[int, T]]]:
         """Request one completion for each payload, `max_concurrent` at a time.
 
@@ -116,7 +118,7 @@ class VllmHttpClient:
         self,
         kind: str,
         payloads: Sequence[dict[str, Any]],
-        read: Callable[[int, dict[str, Any]], T],
+        read: Read[T],
     ) -> list[T]:
         """All that `complete` yields, in the order of the payloads."""
         results = dict(itertools.chain.from_iterable(self.complete(kind, payloads, read)))
@@ -126,7 +128,7 @@ class VllmHttpClient:
         self,
         kind: str,
         payloads: Sequence[dict[str, Any]],
-        read: Callable[[int, dict[str, Any]], T],
+        read: Read[T],
         calls: Calls,
     ) -> None:
         indices = iter(range(len(payloads)))

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,13 @@ import numpy as np
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.http.client import VllmHttpClient
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams, checked_sequences, scored_rows
+from dcmdp_jax.engines.protocol import (
+    EngineError,
+    SamplingParams,
+    TokenRows,
+    checked_sequences,
+    scored_rows,
+)
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
@@ -91,7 +97,7 @@ class RemoteEngine:
 
     def generate(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: TokenRows,
         sampling: SamplingParams,
         *,
         seed: int,
@@ -168,8 +174,8 @@ class RemoteEngine:
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: TokenRows,
+        completions: TokenRows,
         *,
         temperature: float,
     ) -> list[np.ndarray]:

@@ -29,6 +29,7 @@ from dcmdp_jax.engines.local.weights import conversion, conversion_mesh, share_c
 from dcmdp_jax.engines.protocol import (
     EngineError,
     SamplingParams,
+    TokenRows,
     check_finite,
     checked_sequences,
     scored_rows,
@@ -153,7 +154,7 @@ class LocalEngine:
 
     def generate(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: TokenRows,
         sampling: SamplingParams,
         *,
         seed: int,
@@ -227,7 +228,7 @@ class LocalEngine:
 
         return groups()
 
-    def _plan(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> CallPlan:
+    def _plan(self, prompts: TokenRows, sampling: SamplingParams) -> CallPlan:
         """Plan how `generate` samples the completions of these prompts."""
         group = sampling.group_size
         rows = batch_rows(self._max_rows, group, len(prompts) * group, 1)
@@ -288,8 +289,8 @@ class LocalEngine:
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: TokenRows,
+        completions: TokenRows,
         *,
         temperature: float,
     ) -> list[np.ndarray]:
@@ -361,7 +362,7 @@ def _sampling_shapes(
     )
 
 
-def _by_bucket(prompts: Sequence[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:
+def _by_bucket(prompts: TokenRows, fill: int) -> list[tuple[int, list[int]]]:
     """Group prompts by bucket, ascending.
 
     A bucket with fewer than `fill` prompts joins the next one in use.

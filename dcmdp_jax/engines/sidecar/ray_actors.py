@@ -72,7 +72,9 @@ def _nodes() -> dict[str, dict[str, Any]]:
 
 
 def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) -> None:
-    """Refuse more replicas than the cluster has room for, now or in a moment; a small object store.
+    """Refuse more replicas than the cluster has room for, and object stores that are too small.
+
+    Room that another run is about to free is waited for.
 
     Args:
         replicas: their number.

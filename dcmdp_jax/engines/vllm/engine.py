@@ -18,6 +18,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.protocol import (
     EngineError,
     SamplingParams,
+    TokenRows,
     check_finite,
     checked_sequences,
     scored_rows,
@@ -277,7 +278,7 @@ class VllmEngine:
 
     def generate(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: TokenRows,
         sampling: SamplingParams,
         *,
         seed: int,
@@ -317,8 +318,8 @@ class VllmEngine:
 
     def score(
         self,
-        prompts: Sequence[np.ndarray],
-        completions: Sequence[np.ndarray],
+        prompts: TokenRows,
+        completions: TokenRows,
         *,
         temperature: float,
     ) -> list[np.ndarray]:
@@ -343,7 +344,7 @@ class VllmEngine:
         return logprobs
 
     def observe(
-        self, rows: Sequence[np.ndarray], modules: Sequence[str]
+        self, rows: TokenRows, modules: Sequence[str]
     ) -> dict[str, tuple[np.ndarray | None, np.ndarray]]:
         """Inputs and outputs of modules of vLLM's network, by forward hooks; each row in one pass.
 

@@ -200,7 +200,8 @@ def _causes(evidence: Evidence) -> list[Finding]:
             f"Mean |dp| {evidence.mean:.2g}, median |log-ratio| {evidence.median_log_ratio:.2g} "
             "nats."
         )
-        candidates = [_say("undetermined", level, *_temperature(evidence)[1])]
+        _, lines = _temperature(evidence)
+        candidates = [_say("undetermined", level, *lines)]
 
     by_cause: dict[str, Finding] = {}
     for finding in candidates:

@@ -31,7 +31,8 @@ _SPACE = re.compile(r"\s+")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _DELIMITER = re.compile(r"\\\\|\\\$|\$\$?|\\[\[\]()]")
 _LITERAL = (r"\\", r"\$")
-_CLOSES = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
+# Opening mark -> the one that closes it.
+_CLOSING = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
 _JOINERS = re.compile(r"(?:[\s,;]|and(?![a-zA-Z])|or(?![a-zA-Z]))*+")
 _AFTER_A_VALUE = vocabulary("is are the our final answer answers solution solutions result")
 _STATES_A_VALUE = vocabulary(
@@ -424,34 +425,39 @@ def _blank(delimiter: re.Match[str]) -> str:
 
 
 def _outside_delimiters(text: str) -> str:
-    """The content of math delimiters; all text where the words around may change its meaning."""
+    """The content of math delimiters, or the text with blanks for them.
+
+    Blanks where the words around may change the meaning of the content.
+    """
     delimiters = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
     if not delimiters:
         return text
     segments = []
     around = []
     start = 0
-    opened = ""
+    opening = ""
     for token in delimiters:
-        sign = token[0]
-        if not opened and sign in _CLOSES:
-            around.append(text[start : token.start()])
-            opened = sign
-        elif sign == _CLOSES.get(opened):
-            segments.append(text[start : token.start()].strip())
-            opened = ""
-        elif opened == "$" and sign == "$$":  # `$1$$2$`: one closes, one opens
-            segments.append(text[start : token.start()].strip())
+        mark = token[0]
+        before = text[start : token.start()]
+        if not opening and mark in _CLOSING:
+            around.append(before)
+            opening = mark
+        elif mark == _CLOSING.get(opening):
+            segments.append(before.strip())
+            opening = ""
+        elif opening == "$" and mark == "$$":  # `$1$$2$`: one closes, one opens
+            segments.append(before.strip())
             around.append("")
         else:
-            continue
+            continue  # a mark of another kind, within this one
         start = token.end()
     around.append(text[start:])
     segments = list(filter(None, segments))
 
     blanked = _DELIMITER.sub(_blank, text)
+    # A lone dollar sign within other marks: they do not say what is math.
     dollars = sum(token[0].count("$") for token in delimiters)
-    if opened or dollars % 2 or not segments:
+    if opening or dollars % 2 or not segments:
         return blanked
     words_around = [words.strip(" .") for words in around]
     if all(map(_JOINERS.fullmatch, words_around)):
