@@ -4,6 +4,7 @@ plain version's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
 from benchmarks.timing import interleave
 from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.models.attention import row_attention
+from dcmdp_jax.models.attention import RowKernel, row_attention
 from dcmdp_jax.models.ops import REFERENCE, choose_ops
 from dcmdp_jax.plan.published import model_of
 
@@ -68,18 +69,21 @@ def random_inputs(heads: int, kv_heads: int, width: int, segment_ids: np.ndarray
 
 def contenders(platform: str, segment_ids: jax.Array, *, packed: bool) -> dict[str, Attention]:
     """The plain version, and every kernel of this platform that is another one."""
-    shared = {"segment_ids": segment_ids, "one_segment": not packed}
-    found = {PLAIN: functools.partial(row_attention, kernel="xla", ops=REFERENCE, **shared)}
     ops = choose_ops(platform)
+    plain = RowKernel(name="xla", ops=REFERENCE, one_segment=not packed)
+    kernels = {PLAIN: plain}
     if ops.attention is not REFERENCE.attention:
-        found["xla"] = functools.partial(row_attention, kernel="xla", ops=ops, **shared)
-    kernel = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(platform)
-    if kernel:
-        found[kernel] = functools.partial(row_attention, kernel=kernel, ops=ops, **shared)
-    if kernel == "cudnn" and packed:
+        kernels["xla"] = dataclasses.replace(plain, ops=ops)
+    name = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(platform)
+    if name:
+        kernels[name] = dataclasses.replace(plain, name=name, ops=ops)
+    if name == "cudnn" and packed:
         most = int(np.max(segment_ids))
-        found["cudnn, packed layout"] = functools.partial(found[kernel], segments=most)
-    return found
+        kernels["cudnn, packed layout"] = dataclasses.replace(kernels[name], segments=most)
+    return {
+        name: functools.partial(row_attention, segment_ids=segment_ids, kernel=kernel)
+        for name, kernel in kernels.items()
+    }
 
 
 def with_gradients(attend: Attention, inputs: Inputs) -> tuple[jax.Array, ...]:

@@ -23,7 +23,7 @@ from dcmdp_jax.models.hf_config import read_model_config, wrapping_class
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import directory_digest, save_params
-from dcmdp_jax.models.lora import base_checksum, load_base, save_adapter
+from dcmdp_jax.models.lora import Adapter, base_checksum, load_base, save_adapter
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.number_format import markdown_table, number
 from dcmdp_jax.observe.metrics_io import Series
@@ -171,15 +171,18 @@ def _export(arguments: argparse.Namespace) -> None:
                 "(model.lora_rank=0)"
             )
         base = checkpoint.base_directory(saved)
+        adapter = Adapter(
+            lora=saved.lora,
+            params=checkpoint.trained(),
+            base_checksum=base_checksum(load_base(base, model, "bfloat16")),
+            base_digest=directory_digest(base, model),
+        )
         save_adapter(
-            checkpoint.trained(),
+            adapter,
             model,
-            saved.lora,
             out_dir,
             base_model=str(base),
             overwrite=arguments.overwrite,
-            checksum=base_checksum(load_base(base, model, "bfloat16")),
-            digest=directory_digest(base, model),
             base_class=wrapping_class(base),
         )
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {base}, as PEFT reads them")

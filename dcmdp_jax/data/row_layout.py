@@ -93,6 +93,23 @@ class RowLayout:
     segment: Int[np.ndarray, " n"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthChoice:
+    """What row lengths are chosen from.
+
+    Attributes:
+        shortest: fewest tokens of a sequence. No row is chosen that is shorter: nothing would ever
+            be in it.
+        multiple: what every length is a multiple of.
+    """
+
+    shortest: int = 1
+    multiple: int = 1
+
+
+_ANY_LENGTH = LengthChoice()
+
+
 @functools.lru_cache(maxsize=64)
 def make_row_shapes(
     *,
@@ -103,8 +120,7 @@ def make_row_shapes(
     row_shards: int,
     row_lengths: tuple[int, ...] = (),
     longest: int = 0,
-    shortest: int = 1,
-    length_multiple: int = 1,
+    length_choice: LengthChoice = _ANY_LENGTH,
 ) -> RowShapes:
     """The shapes for batches of `mini_batches` x `completions` sequences.
 
@@ -121,14 +137,13 @@ def make_row_shapes(
         row_shards: devices that rows are split over; R is a multiple of it.
         row_lengths: rising row lengths in tokens; empty: chosen.
         longest: most tokens of a sequence; 0: as many as the longest row has.
-        shortest: fewest tokens of a sequence. No row is chosen that is shorter: nothing would ever
-            be in it.
-        length_multiple: where they are chosen, what every length is a multiple of.
+        length_choice: what they are chosen from where they are chosen.
     """
+    shortest = length_choice.shortest
     ladders = [row_lengths]
     if not row_lengths:
         ladders = []
-        for ladder in _ladders(longest, length_multiple, packs=segments_per_row > 1):
+        for ladder in _ladders(longest, length_choice.multiple, packs=segments_per_row > 1):
             ladders.append(tuple(length for length in ladder if length >= shortest))
     longest = longest or row_lengths[-1]
 

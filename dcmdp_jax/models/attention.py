@@ -1,5 +1,6 @@
 """Causal grouped-query attention over packed rows, by the best kernel of the platform."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -67,17 +68,35 @@ def choose_kernel(
     return "xla"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowKernel:
+    """The kernel of `row_attention`, and what it may assume of the rows.
+
+    Attributes:
+        name: one of `KERNELS`. "blockwise" computes some rows as "xla" does, see `has_scores`.
+        ops: the platform's operations; its attention is the kernel "xla".
+        one_segment: rows hold one segment and padding after it, so the causal mask is all that real
+            tokens need and cudnn runs without a mask in memory. Padding then sees the segment; its
+            outputs are not used.
+        segments: segments of a row at most; 0 for any number. See `statistics_kept` for cudnn.
+        mesh: the devices that rows and heads are split over, for all but xla; None where the
+            arguments are one device's own.
+    """
+
+    name: str
+    ops: Ops
+    one_segment: bool = False
+    segments: int = 0
+    mesh: Mesh | None = None
+
+
 def row_attention(
     query: Float[Array, "R L H h"],
     key: Float[Array, "R L K h"],
     value: Float[Array, "R L K h"],
     segment_ids: Int[Array, "R L"],
+    kernel: RowKernel,
     *,
-    kernel: str,
-    one_segment: bool,
-    ops: Ops,
-    segments: int = 0,
-    mesh: Mesh | None = None,
     window: int = 0,
     slides: Bool[Array, ""] | None = None,
 ) -> Float[jax.Array, "R L H h"]:
@@ -88,29 +107,22 @@ def row_attention(
     Args:
         query, key, value: H is a multiple of K.
         segment_ids: equal ids adjacent; 0 is padding, whose outputs are not used.
-        kernel: one of `KERNELS`. "blockwise" computes some rows as "xla" does, see `has_scores`.
-        one_segment: rows hold one segment and padding after it, so the causal mask is all that real
-            tokens need and cudnn runs without a mask in memory. Padding then sees the segment; its
-            outputs are not used.
-        segments: segments of a row at most; 0 for any number. See `statistics_kept` for cudnn.
-        ops: the platform's operations; its attention is the kernel "xla".
-        mesh: the devices that rows and heads are split over, for all but xla; None where the
-            arguments are one device's own.
+        kernel: how it is computed.
         window: w, at least 1; 0 for none.
         slides: whether the window holds, for layers of a scan that differ in it; None: it does.
 
     Returns:
         In the dtype of `query`.
     """
-    if not has_scores(kernel, *query.shape[:3], mesh):
+    if not has_scores(kernel.name, *query.shape[:3], kernel.mesh):
         attend = {
             "blockwise": blockwise.attention,
-            "cudnn": functools.partial(_cudnn, one_segment=one_segment, segments=segments),
+            "cudnn": functools.partial(_cudnn, kernel=kernel),
             "splash": tpu.splash_attention,
-        }[kernel]
+        }[kernel.name]
         if window:
-            attend = _windowed(attend, window, traced=kernel == "blockwise")
-        sharded_attend = shard_map_over_rows_and_heads(attend, mesh)
+            attend = _windowed(attend, window, traced=kernel.name == "blockwise")
+        sharded_attend = shard_map_over_rows_and_heads(attend, kernel.mesh)
         if slides is None:
             return sharded_attend(query, key, value, segment_ids)
         return sharded_attend(query, key, value, segment_ids, slides)
@@ -122,10 +134,10 @@ def row_attention(
         if slides is not None:
             near = jnp.where(slides, near, visible)
         visible = near
-    if not one_segment:
+    if not kernel.one_segment:
         same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
         visible = visible & same_segment
-    return ops.attention(query, key, value, visible)
+    return kernel.ops.attention(query, key, value, visible)
 
 
 def statistics_kept(kernel: str, segments: int) -> int:
@@ -175,7 +187,7 @@ def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | Non
         kernel: one of `KERNELS`.
         rows, length, heads: shape of the queries, over all devices but for the axes of a shard_map
             around.
-        mesh: see `row_attention`.
+        mesh: see `RowKernel`.
     """
     if kernel != "blockwise" or length < _SHORT:
         return kernel in ("xla", "blockwise")
@@ -247,21 +259,20 @@ def _cudnn(
     value: jax.Array,
     segment_ids: jax.Array,
     *,
-    one_segment: bool,
-    segments: int,
+    kernel: RowKernel,
     window: int = 0,
 ) -> jax.Array:
-    if not one_segment and statistics_kept("cudnn", segments):
+    if not kernel.one_segment and statistics_kept("cudnn", kernel.segments):
         return gpu.packed_attention(
             query,
             key,
             value,
             segment_ids,
-            segments=segments,
+            segments=kernel.segments,
             window=window,
         )
     mask = None
-    if not one_segment:
+    if not kernel.one_segment:
         mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     local_window_size = None
     if window:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Integer
 
-from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.attention import RowKernel, choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.gated_delta import GatedDeltaNet, Recur, rows
@@ -93,6 +93,34 @@ class Compute:
         for name in ("scan_unroll", "logprob_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderInputs:
+    """Packed rows as the decoder reads them.
+
+    Attributes:
+        input_ids, position_ids, segment_ids: positions restart with each segment, segment 0 is
+            padding.
+        counted: the tokens that the layers report on; None: all but padding.
+        replayed: the experts of each token, see `moe.MoE`; None: the router's choice.
+    """
+
+    input_ids: Int[Array, "R L"]
+    position_ids: Int[Array, "R L"]
+    segment_ids: Int[Array, "R L"]
+    counted: Bool[Array, "R L"] | None = None
+    replayed: Integer[Array, "R L layers k"] | None = None
+
+
+def unpacked_inputs(input_ids: Int[Array, "R L"]) -> DecoderInputs:
+    """Inputs of rows that are one segment each, without padding."""
+    positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+    return DecoderInputs(
+        input_ids=input_ids,
+        position_ids=positions,
+        segment_ids=jnp.ones_like(positions),
+    )
 
 
 class Attention(nnx.Module):
@@ -401,16 +429,12 @@ def platform_of(mesh: Mesh | None) -> str:
 def hidden_states_and_aux(
     params: Params,
     config: ModelConfig,
-    input_ids: Int[Array, "R L"],
-    position_ids: Int[Array, "R L"],
-    segment_ids: Int[Array, "R L"],
+    inputs: DecoderInputs,
     compute: Compute,
     *,
     constrain: Constrain = lambda x, axes: x,
     look_up: LookUp | None = None,
     mesh: Mesh | None = None,
-    counted: Bool[Array, "R L"] | None = None,
-    replayed: Integer[Array, "R L layers k"] | None = None,
     scheme: Scheme = FULL,
 ) -> tuple[Float[jax.Array, "R L D"], Aux]:
     """Final normed hidden states of packed rows, and what the layers report.
@@ -420,15 +444,12 @@ def hidden_states_and_aux(
     Args:
         params: tree of `params.init_params`.
         config: the model.
-        input_ids, position_ids, segment_ids: positions restart with each segment, segment 0 is
-            padding.
+        inputs: the rows.
         compute: dtype, rematerialization and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
         look_up: the lookup in an embedding whose width is split over devices, see `look_up_split`;
             None: the compiler's own.
         mesh: the mesh, for kernels that need `shard_map`.
-        counted: the tokens that the layers report on; None: all but padding.
-        replayed: the experts of each token, see `moe.MoE`; None: the router's choice.
         scheme: roundings of an engine: its `products`, of a dense model alone, and its `cache`.
 
     Returns:
@@ -437,13 +458,21 @@ def hidden_states_and_aux(
     """
     dtype = jnp.dtype(compute.dtype)
     platform = platform_of(mesh)
-    kernel = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1])
+    length = inputs.input_ids.shape[1]
     ops = choose_ops(platform)
+    kernel = RowKernel(
+        name=choose_kernel(compute.attention, dtype, platform, length),
+        ops=ops,
+        one_segment=compute.one_segment,
+        segments=compute.segments,
+        mesh=mesh,
+    )
+    counted = inputs.counted
     if counted is None:
-        counted = segment_ids > 0
-    tables = all_rotary_tables(config, position_ids)
+        counted = inputs.segment_ids > 0
+    tables = all_rotary_tables(config, inputs.position_ids)
     ropes = config.layer_ropes
-    windows = config.layer_windows(input_ids.shape[1])
+    windows = config.layer_windows(length)
     # What differs by layer travels with the layers of the scan.
     by_layer: dict[str, jax.Array] = {}
     if len(tables) > 1:
@@ -468,12 +497,8 @@ def hidden_states_and_aux(
                 query,
                 round_cache(key, scheme.cache),
                 round_cache(value, scheme.cache),
-                segment_ids,
-                kernel=kernel,
-                one_segment=compute.one_segment,
-                ops=ops,
-                segments=compute.segments,
-                mesh=mesh,
+                inputs.segment_ids,
+                kernel,
                 window=max(windows),
                 slides=by_layer.get("slides"),
             )
@@ -484,7 +509,7 @@ def hidden_states_and_aux(
         layer_params = with_scheme(layer_params, scheme)
         mix = attend
         if is_recurrent(layer_params):
-            mix = functools.partial(rows, config, segment_ids)
+            mix = functools.partial(rows, config, inputs.segment_ids)
         block = block_of(layer_params, config)
         x, _, aux = block(x, rotary, mix, ops, mesh=mesh, replayed=replayed)
         x = constrain(x, axes)
@@ -494,11 +519,12 @@ def hidden_states_and_aux(
 
     table = params["embedding"]
     if look_up is None:
-        x = constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
+        x = constrain(table.astype(dtype), ("vocab", "hidden"))[inputs.input_ids]
     else:
-        x = look_up(table, input_ids)
+        x = look_up(table, inputs.input_ids)
     x = constrain(embedding_scale(config, x), axes)
 
+    replayed = inputs.replayed
     if replayed is not None:
         replayed = jnp.moveaxis(replayed, 2, 0)
     layer = _rematerialized(layer, compute.remat, platform)
@@ -600,9 +626,17 @@ def look_up_split(
     return lax.all_to_all(x, axes.embed, split_axis=0, concat_axis=2, tiled=True)
 
 
-def hidden_states(*arguments: Any, **options: Any) -> Float[jax.Array, "R L D"]:
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    inputs: DecoderInputs,
+    compute: Compute,
+    *,
+    mesh: Mesh | None = None,
+    scheme: Scheme = FULL,
+) -> Float[jax.Array, "R L D"]:
     """`hidden_states_and_aux` without what the layers report."""
-    return hidden_states_and_aux(*arguments, **options)[0]
+    return hidden_states_and_aux(params, config, inputs, compute, mesh=mesh, scheme=scheme)[0]
 
 
 def output_kernel(params: Params) -> jax.Array:

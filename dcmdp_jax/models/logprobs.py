@@ -6,7 +6,6 @@ state t - 1.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -42,6 +41,37 @@ class KernelAxes:
 _MOST_PIECES = 8  # of the vocabulary, when the output matrix is gathered
 WHOLE_KERNEL = KernelAxes()
 """Each device has the whole output matrix."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogprobOptions:
+    """Static arguments of `token_logprobs`.
+
+    Attributes:
+        temperature: divides the logits; the one the tokens were sampled at.
+        chunk: how many tokens' logits exist at one time.
+        ops: the platform's operations.
+        kernel_axes: how the kernel is split.
+        listed_gradient: the gradient of the further ids' log-probs flows too.
+
+    Raises:
+        ValueError: if the temperature is not positive.
+    """
+
+    temperature: float
+    chunk: int
+    ops: Ops
+    kernel_axes: KernelAxes = WHOLE_KERNEL
+    listed_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: got {self.temperature}, must be above 0")
+
+    @property
+    def scale(self) -> float:
+        """What the logits are multiplied by."""
+        return 1.0 / self.temperature
 
 
 def token_blocks(
@@ -84,11 +114,7 @@ def token_logprobs(
     mask: Bool[Array, "R L"],
     listed: Int[Array, "R L k"] | None = None,
     *,
-    temperature: float,
-    chunk: int,
-    ops: Ops,
-    kernel_axes: KernelAxes = WHOLE_KERNEL,
-    listed_gradient: bool = False,
+    options: LogprobOptions,
 ) -> tuple[Float[jax.Array, "R L ..."], ...]:
     """log pi(token t | tokens before t), and the entropy of the distribution it was drawn from.
 
@@ -102,34 +128,28 @@ def token_logprobs(
     gradient of W is summed in float32 over chunks (a bfloat16 sum loses 1e-2 of it), then once over
     devices. Gradients flow to `hidden` and `kernel`.
 
-    Under a `shard_map` rows are the device's own. With `kernel_axes` it must have check_vma=False
-    and split the kernel over these axes and the rows over the first; the results are the same on
-    all devices of the second.
+    Under a `shard_map` rows are the device's own. With `options.kernel_axes` it must have
+    check_vma=False and split the kernel over these axes and the rows over the first; the results
+    are the same on all devices of the second.
 
     Args:
         hidden: final normed hidden states.
         kernel: [D, V] output matrix, cast to the dtype of `hidden`; the device's part of it under
-            `kernel_axes`.
+            `options.kernel_axes`.
         input_ids: the tokens.
         mask: the tokens whose log-prob is wanted. The first token of a row or of a segment has no
             predecessor to come from and must be false.
         listed: further ids at each token whose log-prob is wanted, from the same logits; -1 for
             none.
-        temperature: divides the logits; the one the tokens were sampled at.
-        chunk: how many tokens' logits exist at one time.
-        ops: the platform's operations.
-        kernel_axes: how the kernel is split.
-        listed_gradient: their gradient flows too.
+        options: temperature, chunk and how the kernel is split.
 
     Returns:
         logprobs and entropy, [R, L] float32 in nats, 0 where `mask` is false; with `listed` also
         the log-probs of those ids, [R, L, k], 0 for none.
 
     Raises:
-        ValueError: if the temperature is not positive or shapes disagree.
+        ValueError: if shapes disagree.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}, must be above 0")
     rows, length = input_ids.shape
     if hidden.shape[:2] != input_ids.shape or input_ids.shape != mask.shape:
         raise ValueError(
@@ -137,7 +157,12 @@ def token_logprobs(
             "agree"
         )
     total = rows * (length - 1)
-    blocks, size = token_blocks(total, chunk, kernel.shape[-1], kernel_axes)
+    blocks, size = token_blocks(
+        tokens=total,
+        chunk=options.chunk,
+        vocab=kernel.shape[-1],
+        axes=options.kernel_axes,
+    )
 
     def in_blocks(x: jax.Array) -> jax.Array:
         """[R (L - 1), ...] -> [blocks, size, ...]."""
@@ -163,14 +188,8 @@ def token_logprobs(
     if listed is not None:
         following_ids = listed[:, 1:].reshape(total, -1)
         inputs = inputs._replace(listed=in_blocks(following_ids[order]))
-    options = _Options(
-        scale=1.0 / temperature,
-        maximum=ops.softmax_maximum,
-        axes=kernel_axes,
-        listed_gradient=listed_gradient,
-    )
     compute = _blocked_logprobs
-    if kernel_axes.embed is not None:
+    if options.kernel_axes.embed is not None:
         compute = _pieced_logprobs
     logprobs, entropy, *listed_logprobs = map(in_rows, compute(inputs, options))
 
@@ -213,16 +232,6 @@ class _Inputs(NamedTuple):
     kernel: Array
     count: Array
     listed: Array | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Static arguments of `_blocked_logprobs`; `scale` multiplies the logits."""
-
-    scale: float
-    maximum: Callable[[jax.Array], jax.Array]
-    axes: KernelAxes
-    listed_gradient: bool
 
 
 _Outputs = tuple[jax.Array, ...]
@@ -274,10 +283,10 @@ def _block(
     logits: jax.Array,
     targets: jax.Array,
     listed: jax.Array | None,
-    options: _Options,
+    options: LogprobOptions,
 ) -> _Outputs:
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
-    axes = options.axes
+    axes = options.kernel_axes
     size = logits.shape[-1]
 
     def logits_at(ids: jax.Array) -> jax.Array:
@@ -286,7 +295,7 @@ def _block(
             return jnp.take_along_axis(logits, jnp.clip(own_ids, 0, size - 1), axis=-1)
         return lax.psum(_logits_at(logits, own_ids), axes.vocab)
 
-    largest = options.maximum(logits)
+    largest = options.ops.softmax_maximum(logits)
     if axes.vocab is not None:
         largest = lax.pmax(largest, axes.vocab)
     own_mass = jnp.sum(jnp.exp(logits - largest), axis=-1)
@@ -306,12 +315,12 @@ def _block(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _blocked_logprobs(inputs: _Inputs, options: _Options) -> _Outputs:
+def _blocked_logprobs(inputs: _Inputs, options: LogprobOptions) -> _Outputs:
     """Log-probs and entropy [C, T], and log-probs [C, T, k] of `listed` where it is there."""
     return _blocked_forward(inputs, options)[0]
 
 
-def _blocked_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Residuals]:
+def _blocked_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs, _Residuals]:
     hidden, targets, kernel, count, listed = inputs
     kernel = kernel.astype(hidden.dtype)
     if len(hidden) == 1:
@@ -360,8 +369,10 @@ class _TokenBars(NamedTuple):
     listed_bar: jax.Array | None = None
 
 
-def _token_bars(saved: _Residuals, cotangents: tuple[Array, ...], options: _Options) -> _TokenBars:
-    axes = options.axes
+def _token_bars(
+    saved: _Residuals, cotangents: tuple[Array, ...], options: LogprobOptions
+) -> _TokenBars:
+    axes = options.kernel_axes
     inputs = saved.inputs
     size = inputs.kernel.shape[-1]
     # A shard_map without vma divides the cotangents of replicated results by the devices that hold
@@ -380,7 +391,7 @@ def _token_bars(saved: _Residuals, cotangents: tuple[Array, ...], options: _Opti
 
 
 def _blocked_backward(
-    options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]
+    options: LogprobOptions, saved: _Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[_Inputs]:
     hidden = saved.inputs.hidden
     kernel = saved.inputs.kernel.astype(hidden.dtype)
@@ -488,14 +499,14 @@ def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pieced_logprobs(inputs: _Inputs, options: _Options) -> _Outputs:
+def _pieced_logprobs(inputs: _Inputs, options: LogprobOptions) -> _Outputs:
     """`_blocked_logprobs` of a kernel whose width is split over devices, a piece at a time."""
     return _pieced_forward(inputs, options)[0]
 
 
-def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Residuals]:
+def _pieced_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs, _Residuals]:
     hidden, targets, kernel, count, listed = inputs
-    axes = options.axes
+    axes = options.kernel_axes
     vocab = kernel.shape[-1]
     own_targets = _own_ids(targets, vocab, axes)
     own_listed = None
@@ -509,7 +520,7 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Resi
         def add_block(i: jax.Array, running: _Running) -> _Running:
             before = jax.tree.map(lambda x: x[i], running)
             logits = _logits(hidden[i], piece_kernel, options.scale)
-            largest = jnp.maximum(before.largest, options.maximum(logits)[..., 0])
+            largest = jnp.maximum(before.largest, options.ops.softmax_maximum(logits)[..., 0])
             shrink = jnp.exp(before.largest - largest)
             exponentials = jnp.exp(logits - largest[..., None])
             mass = before.mass * shrink + jnp.sum(exponentials, axis=-1)
@@ -570,10 +581,10 @@ def _pieced_forward(inputs: _Inputs, options: _Options) -> tuple[_Outputs, _Resi
 
 
 def _pieced_backward(
-    options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]
+    options: LogprobOptions, saved: _Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[_Inputs]:
     hidden, _, kernel, count, _ = saved.inputs
-    embed = options.axes.embed
+    embed = options.kernel_axes.embed
     bars = _token_bars(saved, cotangents, options)
     precision = precision_of(hidden.dtype)
 

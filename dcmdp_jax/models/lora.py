@@ -318,13 +318,13 @@ _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter that was read.
+    """A LoRA adapter, as a file holds it.
 
     Attributes:
         lora: its shape.
-        params: float32 NumPy arrays in the tree of `lora.adapter_declarations`.
-        base_checksum, base_digest: sums of its base (see `save_adapter`); None where the file has
-            none.
+        params: tree of `lora.adapter_declarations`; float32 NumPy arrays if it was read.
+        base_checksum, base_digest: `base_checksum`, and `hf_weights.directory_digest` of its base,
+            kept in the file's metadata; None where a file has none.
     """
 
     lora: Lora
@@ -339,14 +339,11 @@ def base_checksum(base: Params) -> int:
 
 
 def save_adapter(
-    adapters: Params,
+    adapter: Adapter,
     model: ModelConfig,
-    lora: Lora,
     directory: Path,
     *,
     base_model: str,
-    checksum: int,
-    digest: int,
     overwrite: bool = False,
     base_class: str = "",
 ) -> None:
@@ -356,12 +353,10 @@ def save_adapter(
     base.
 
     Args:
-        adapters: tree of `lora.adapter_declarations`.
-        model, lora: the base's shape and the adapters'.
+        adapter: the adapter and the sums of its base.
+        model: the base's shape.
         directory: created.
         base_model: directory or Hub name of the base, for people and for PEFT's `AutoPeftModel`.
-        checksum, digest: `base_checksum`, and `hf_weights.directory_digest` of the base, kept in
-            the file's metadata.
         overwrite: replace a directory that is not empty.
         base_class: class of transformers of a base that holds a decoder beside others; "" is the
             decoder's own.
@@ -369,6 +364,7 @@ def save_adapter(
     Raises:
         FileExistsError, OSError: naming the directory, if it can't be written.
     """
+    lora = adapter.lora
     fields = {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -389,14 +385,18 @@ def save_adapter(
         fields |= {"task_type": None, "auto_mapping": mapping}
     tensors = {}
     for name, tensor in declared_tensors(adapter_declarations(model, lora, prefix)).items():
-        tensors[name] = np.ascontiguousarray(to_host(tensor.leaf(adapters)[tensor.index]).T)
+        tensors[name] = np.ascontiguousarray(to_host(tensor.leaf(adapter.params)[tensor.index]).T)
 
     with whole_directory(directory, overwrite=overwrite) as partial:
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         save_file(
             tensors,
             partial / TENSORS,
-            metadata={"format": "pt", _BASE: str(checksum), _DIGEST: str(digest)},
+            metadata={
+                "format": "pt",
+                _BASE: str(adapter.base_checksum),
+                _DIGEST: str(adapter.base_digest),
+            },
         )
 
 

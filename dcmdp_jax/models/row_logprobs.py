@@ -1,5 +1,6 @@
 """Log-probs of packed rows by the training stack's forward pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -80,20 +81,17 @@ def make_row_logprobs(
         cut: True cuts the distribution of rows with `top_ids` to these ids, like the engine's
             (top-p, top-k).
     """
-    token_logprobs = functools.partial(
-        logprobs.token_logprobs,
+    options = logprobs.LogprobOptions(
         temperature=temperature,
         chunk=compute.logprob_chunk,
         ops=choose_ops(decoder.platform_of(mesh)),
         listed_gradient=top_gradient or cut,
     )
+    token_logprobs = functools.partial(logprobs.token_logprobs, options=options)
     pin: dict[str, Any] = {"mesh": mesh}
     if not sharding.data_parallel_only(mesh):
-        pin |= {
-            "constrain": sharding.constrain(mesh),
-            "look_up": _lookup_over_model_axes(model, compute, mesh),
-        }
-        token_logprobs = _over_model_axes(token_logprobs, model, mesh)
+        pin["constrain"] = sharding.constrain(mesh)
+        pin["look_up"], token_logprobs = _over_model_axes(options, model, compute, mesh)
 
     def row_logprobs(params: Params, rows: Rows) -> RowOutputs:
         with products.products_in(compute.dtype):
@@ -111,15 +109,18 @@ def make_row_logprobs(
         counted = None
         if model.num_experts:
             counted = logprobs.predicting(rows.completion_mask)
+        inputs = decoder.DecoderInputs(
+            input_ids=rows.input_ids,
+            position_ids=rows.position_ids,
+            segment_ids=rows.segment_ids,
+            counted=counted,
+            replayed=rows.columns.get("routed_experts"),
+        )
         hidden, router = decoder.hidden_states_and_aux(
             params,
             model,
-            rows.input_ids,
-            rows.position_ids,
-            rows.segment_ids,
+            inputs,
             compute,
-            counted=counted,
-            replayed=rows.columns.get("routed_experts"),
             scheme=scheme,
             **pin,
         )
@@ -172,53 +173,38 @@ def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
     )
 
 
-def _lookup_over_model_axes(
-    model: config.ModelConfig, compute: Compute, mesh: Mesh
-) -> decoder.LookUp | None:
-    """The embedding's lookup, rows split over fsdp and expert; None where its width is whole."""
-    axes = kernel_axes(model, mesh)
-    if axes.embed is None:
-        return None
-    rows = P(("fsdp", "expert"))
-    look_up = functools.partial(decoder.look_up_split, dtype=compute.dtype, axes=axes)
-    return sharding.shard_map_over(
-        sharding.MODEL_AXES,
-        look_up,
-        mesh,
-        in_specs=(P(axes.vocab, axes.embed), rows),
-        out_specs=rows,
-    )
-
-
 def _over_model_axes(
-    token_logprobs: Callable[..., Any], model: config.ModelConfig, mesh: Mesh
-) -> Callable[..., Any]:
-    """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
+    options: logprobs.LogprobOptions,
+    model: config.ModelConfig,
+    compute: Compute,
+    mesh: Mesh,
+) -> tuple[decoder.LookUp | None, Callable[..., Any]]:
+    """The embedding's lookup and the output layer, rows split over fsdp and expert.
 
-    Each part of the output matrix is gathered once a pass and its gradient reduced once. Left to
-    the compiler, both would happen in each chunk of tokens.
+    The vocabulary is split over tensor. Each part of the output matrix is gathered once a pass and
+    its gradient reduced once. Left to the compiler, both would happen in each chunk of tokens. No
+    lookup where the embedding's width is whole.
     """
     axes = kernel_axes(model, mesh)
     rows = P(("fsdp", "expert"))
-    sharded = functools.partial(token_logprobs, kernel_axes=axes)
-
-    def mapped(
-        hidden: jax.Array,
-        kernel: jax.Array,
-        input_ids: jax.Array,
-        mask: jax.Array,
-        listed: jax.Array | None,
-    ) -> tuple[jax.Array, ...]:
-        compute = sharding.shard_map_over(
+    look_up = None
+    if axes.embed is not None:
+        look_up = sharding.shard_map_over(
             sharding.MODEL_AXES,
-            sharded,
+            functools.partial(decoder.look_up_split, dtype=compute.dtype, axes=axes),
             mesh,
-            in_specs=(rows, P(axes.embed, axes.vocab), rows, rows, rows),
+            in_specs=(P(axes.vocab, axes.embed), rows),
             out_specs=rows,
         )
-        return compute(hidden, kernel, input_ids, mask, listed)
-
-    return mapped
+    options = dataclasses.replace(options, kernel_axes=axes)
+    token_logprobs = sharding.shard_map_over(
+        sharding.MODEL_AXES,
+        functools.partial(logprobs.token_logprobs, options=options),
+        mesh,
+        in_specs=(rows, P(axes.embed, axes.vocab), rows, rows, rows),
+        out_specs=rows,
+    )
+    return look_up, token_logprobs
 
 
 def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe:

@@ -428,11 +428,13 @@ def packing_on(
                 f"config.training.row_lengths: got {length}, splash attention needs multiples of "
                 "128"
             )
+    multiple = 8
+    if splash:
+        multiple = 512
     return row_layout.make_row_shapes(
         row_lengths=row_lengths,
         longest=config.max_total_tokens,
-        shortest=shortest,
-        length_multiple=512 if splash else 8,
+        length_choice=row_layout.LengthChoice(shortest=shortest, multiple=multiple),
         micro_batch_tokens=config.training.micro_batch_tokens,
         mini_batches=config.mini_batches,
         completions=config.completions_per_mini_batch,

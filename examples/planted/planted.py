@@ -72,10 +72,8 @@ class PlantedEngine:
     def _logprobs(self) -> Any:
         def logprobs(params: Any, ids: jax.Array, temperature: jax.Array) -> jax.Array:
             """[N, L, V]: of what follows each token."""
-            positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-            hidden = decoder.hidden_states(
-                params, self._model, ids, positions, jnp.ones_like(ids), Compute()
-            )
+            inputs = decoder.unpacked_inputs(ids)
+            hidden = decoder.hidden_states(params, self._model, inputs, Compute())
             logits = hidden @ decoder.output_kernel(params)
             raised = jnp.where(ids[..., None] == self._noisy, self._shift, 0.0)
             logits += raised * (jnp.arange(logits.shape[-1]) == self._raised)

@@ -16,7 +16,7 @@ from benchmarks.peers.rounds import Job, cpu_seconds, peak_mib
 from benchmarks.workload import GROUP, PROMPTS, model
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel, unpacked_inputs
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.params import num_params
 
@@ -74,8 +74,7 @@ def test_the_end_token_is_the_models_own_and_has_its_probability_at_every_positi
     assert end_token_ids(tokenizer, checkpoint, vocab_size=config.vocab_size) == (1,)
     params = load_params(checkpoint, config, dtype="float32")
     ids = np.random.default_rng(0).integers(2, config.vocab_size, (2, 24)).astype(np.int32)
-    positions = np.broadcast_to(np.arange(24, dtype=np.int32), ids.shape)
-    hidden = hidden_states(params, config, ids, positions, np.ones_like(ids), Compute())
+    hidden = hidden_states(params, config, unpacked_inputs(ids), Compute())
     logits = np.asarray(hidden @ output_kernel(params), np.float64)
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)

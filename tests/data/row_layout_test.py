@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from dcmdp_jax.data.row_layout import (
     ANY_NUMBER,
+    LengthChoice,
     RowShapes,
     computed_tokens,
     lay_out,
     make_row_shapes,
 )
 from dcmdp_jax.models.attention import SKIP_SEGMENTS
+
+EIGHTS = LengthChoice(multiple=8)
 
 
 def _plan(lengths, rows, most, completions, segments=1, shards=1):
@@ -127,7 +130,9 @@ def test_rows_that_take_alike_lie_on_different_devices():
 )
 def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards):
     rows = dict(segments_per_row=segments, row_shards=shards, micro_batch_tokens=tokens)
-    plan = make_row_shapes(longest=304, length_multiple=8, mini_batches=1, completions=24, **rows)
+    plan = make_row_shapes(
+        longest=304, length_choice=EIGHTS, mini_batches=1, completions=24, **rows
+    )
     layout = lay_out(np.array(lengths, np.int64), plan)
     assert (layout.micro_batches <= plan.micro_batches).all() and len(plan.row_lengths) <= 8
     shapes = zip(plan.micro_batches, plan.rows_per_micro_batch, plan.row_lengths, strict=True)
@@ -183,7 +188,7 @@ def test_ragged_lengths_leave_little_padding(limit, prompts, mini_batches, shard
     asked = (16, 48) if limit == 256 else (64, 512)
     completions = prompts * 8 // mini_batches
     rows = dict(
-        segments_per_row=segments, row_shards=shards, micro_batch_tokens=16384, length_multiple=8
+        segments_per_row=segments, row_shards=shards, micro_batch_tokens=16384, length_choice=EIGHTS
     )
     batch = dict(mini_batches=mini_batches, completions=completions)
     plan = make_row_shapes(longest=limit + asked[1], **rows, **batch)
@@ -263,14 +268,13 @@ def test_no_row_is_chosen_that_no_sequence_fits_into():
         "segments_per_row": 1,
         "row_shards": 1,
     }
-    without = make_row_shapes(longest=39, length_multiple=8, **sizes)
+    without = make_row_shapes(longest=39, length_choice=EIGHTS, **sizes)
     assert min(without.row_lengths) < 29
-    shapes = make_row_shapes(longest=39, shortest=29, length_multiple=8, **sizes)
+    choice = LengthChoice(shortest=29, multiple=8)
+    shapes = make_row_shapes(longest=39, length_choice=choice, **sizes)
     assert set(shapes.row_lengths) <= {32, 40} and shapes.row_lengths[-1] == 40
     # Where rows hold several, what is left of the shortest is no place for one either.
-    packed = make_row_shapes(
-        longest=39, shortest=29, length_multiple=8, **sizes | {"segments_per_row": 8}
-    )
+    packed = make_row_shapes(longest=39, length_choice=choice, **sizes | {"segments_per_row": 8})
     assert min(packed.row_lengths) >= 29
     for made in (shapes, packed):
         layout = lay_out(np.full(64, 29), made)

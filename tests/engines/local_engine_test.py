@@ -15,7 +15,7 @@ from dcmdp_jax.engines.local.layout import check_mesh
 from dcmdp_jax.engines.local.weights import Conversion
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams, unusable_completions
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.decoder import Compute, DecoderInputs, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import layer_pattern
 from dcmdp_jax.models.params import init_params
@@ -89,7 +89,8 @@ def _whole_forward(
 ) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    hidden = hidden_states(weights, config, ids, positions, segments, Compute())
+    inputs = DecoderInputs(input_ids=ids, position_ids=positions, segment_ids=segments)
+    hidden = hidden_states(weights, config, inputs, Compute())
     return hidden @ output_kernel(weights)
 
 

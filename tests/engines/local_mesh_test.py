@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
-from dcmdp_jax.engines.local.decode import Limits, RowState, decode
+from dcmdp_jax.engines.local.decode import Limits, RowState, SlotLayout, decode
 from dcmdp_jax.engines.local.forward import embed, score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
 from dcmdp_jax.engines.local.weights import conversion, engine_shapes
@@ -285,8 +285,7 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
         limits,
         draw,
         program=program,
-        prompt_slots=16 + keeps_quantized,
-        prefix_slots=18,
+        slot_layout=SlotLayout(prompt_slots=16 + keeps_quantized, prefix_slots=18),
         mode="sample",
     )
     before = [False] * 9

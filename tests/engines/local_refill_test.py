@@ -97,7 +97,7 @@ def calls(monkeypatch) -> dict[str, list]:
 
     def decoded(weights, cache, rows, limits, *args, **kwargs):
         size = cache[0][1].shape[0], cache[0][1].shape[2]
-        seen["decode"].append((*size, int(limits.clock), kwargs["prefix_slots"]))
+        seen["decode"].append((*size, int(limits.clock), kwargs["slot_layout"].prefix_slots))
         return originals[0](weights, cache, rows, limits, *args, **kwargs)
 
     def inserted(cache, source, *args, **kwargs):

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.attention import (
+    RowKernel,
     choose_kernel,
     row_attention,
     shard_map_over_rows_and_heads,
@@ -48,7 +49,7 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0,
 def test_packed_rows_against_a_loop(ops):
     query, key, value = _inputs(2, 10, 6, 2, 8)
     ours = row_attention(
-        query, key, value, jnp.asarray(SEGMENTS), kernel="xla", one_segment=False, ops=ops
+        query, key, value, jnp.asarray(SEGMENTS), kernel=RowKernel(name="xla", ops=ops)
     )
     np.testing.assert_allclose(ours, _reference(query, key, value, SEGMENTS), atol=2e-6)
 
@@ -58,7 +59,11 @@ def test_one_segment_is_causal_and_right_on_real_tokens(ops):
     query, key, value = _inputs(2, 10, 6, 2, 8)
     segments = np.array([[1] * 7 + [0] * 3, [1] * 10], np.int32)
     ours = row_attention(
-        query, key, value, jnp.asarray(segments), kernel="xla", one_segment=True, ops=ops
+        query,
+        key,
+        value,
+        jnp.asarray(segments),
+        kernel=RowKernel(name="xla", ops=ops, one_segment=True),
     )
     real = segments > 0
     np.testing.assert_allclose(
@@ -74,9 +79,7 @@ def test_nan_stays_nan(ops):
         key,
         value,
         jnp.ones((1, 4), int),
-        kernel="xla",
-        one_segment=True,
-        ops=ops,
+        kernel=RowKernel(name="xla", ops=ops, one_segment=True),
     )
     bad = np.isnan(np.asarray(out)).all(axis=-1)[0]
     np.testing.assert_array_equal(
@@ -96,7 +99,7 @@ def test_gradients_of_packed_rows(ops):
 
     def ours(inputs):
         return jnp.sum(
-            weights * row_attention(*inputs, segments, kernel="xla", one_segment=False, ops=ops)
+            weights * row_attention(*inputs, segments, kernel=RowKernel(name="xla", ops=ops))
         )
 
     def library(inputs):
@@ -117,7 +120,6 @@ def test_a_window_hides_what_is_before_it(ops):
     zero = jnp.zeros((1, 5, 1, 2))
     value = jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None, None], (1, 5, 1, 2))
     segments = jnp.asarray([[1, 1, 1, 1, 2]])
-    how = {"kernel": "xla", "one_segment": False, "ops": ops, "window": 3}
     for slides, fourth in (
         (None, 3),
         (True, 3),
@@ -128,8 +130,9 @@ def test_a_window_hides_what_is_before_it(ops):
             zero,
             value,
             segments,
+            RowKernel(name="xla", ops=ops),
+            window=3,
             slides=None if slides is None else jnp.asarray(slides),
-            **how,
         )
         np.testing.assert_allclose(out[0, :, 0, 0], [1, 1.5, 2, fourth, 5], rtol=1e-6)
 
@@ -155,9 +158,11 @@ def test_splash_equals_xla(monkeypatch, shape, window, slides):
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
 
     def loss(kernel, query, key, value):
-        how = {"kernel": kernel, "one_segment": False, "ops": CPU, "mesh": mesh, "window": window}
         attend = functools.partial(
-            row_attention, slides=None if slides is None else jnp.asarray(slides), **how
+            row_attention,
+            kernel=RowKernel(name=kernel, ops=CPU, mesh=mesh),
+            window=window,
+            slides=None if slides is None else jnp.asarray(slides),
         )
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
         attended = attend(query, key, value, segment_ids)
@@ -181,9 +186,7 @@ def test_splash_says_what_it_cannot_split():
         row_attention(
             *_inputs(1, 100, 2, 2, 8),
             jnp.ones((1, 100), int),
-            kernel="splash",
-            one_segment=False,
-            ops=CPU,
+            kernel=RowKernel(name="splash", ops=CPU),
         )
 
 
@@ -196,10 +199,7 @@ def test_tensor_that_does_not_divide_the_query_heads_is_refused(kernel):
         row_attention(
             *_inputs(1, 128, 6, 2, 8),
             jnp.ones((1, 128), int),
-            kernel=kernel,
-            one_segment=False,
-            ops=CPU,
-            mesh=mesh,
+            kernel=RowKernel(name=kernel, ops=CPU, mesh=mesh),
         )
 
 
@@ -226,7 +226,7 @@ def test_split_rows_and_heads_give_the_result_of_one_device(case, inside):
     query, key, value = _inputs(8, 10, *heads, 4)
     segment_ids = jnp.asarray(np.tile(SEGMENTS, (4, 1)))
     weights = jax.random.normal(jax.random.key(1), query.shape)
-    plain = functools.partial(row_attention, kernel="xla", one_segment=False, ops=REFERENCE)
+    plain = functools.partial(row_attention, kernel=RowKernel(name="xla", ops=REFERENCE))
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
     parts = []
 
@@ -272,7 +272,7 @@ def test_cudnn_gets_the_rows_and_heads_of_one_device(monkeypatch, inside, one_se
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     query, key, value = _inputs(2, 10, 8, 2, 8)
     attend = functools.partial(
-        row_attention, kernel="cudnn", one_segment=one_segment, ops=CPU, mesh=mesh
+        row_attention, kernel=RowKernel(name="cudnn", ops=CPU, one_segment=one_segment, mesh=mesh)
     )
     if inside:
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))

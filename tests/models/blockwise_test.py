@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.compiled_parts.flops import compiled_flops
 from benchmarks.compiled_parts.hlo import parse
 from benchmarks.compiled_parts.trips import blocks_at_most
-from dcmdp_jax.models.attention import has_scores, row_attention
+from dcmdp_jax.models.attention import RowKernel, has_scores, row_attention
 from dcmdp_jax.models.ops import CPU, REFERENCE, blockwise
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import shard_map_over_data
@@ -58,7 +58,7 @@ def _evaluate(attend, segment_ids, inputs):
     return [np.asarray(x, np.float32) for x in (attended, *gradients)]
 
 
-_reference = functools.partial(row_attention, kernel="xla", one_segment=False, ops=REFERENCE)
+_reference = functools.partial(row_attention, kernel=RowKernel(name="xla", ops=REFERENCE))
 
 
 def _compare(attend, segment_ids, inputs, rounding=2e-6, window=0):
@@ -110,13 +110,15 @@ def test_the_kernel_of_a_cpu_on_long_rows(length):
     """By its name, with the block of that length; at 1,100 tokens the larger one."""
     assert blockwise.block_size(length) == (128 if length > 1024 else 64)
     rows = [_row(100, 3, length - 120, total=length), _row(length, total=length)]
-    attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU)
+    attend = functools.partial(row_attention, kernel=RowKernel(name="blockwise", ops=CPU))
     _compare(attend, rows, _inputs((2, length), 2, 1, 8), rounding=4e-6)
 
 
 def test_rows_of_one_segment_and_padding():
     rows = [_row(150, total=200), _row(200, total=200), _row(1, total=200)]
-    attend = functools.partial(row_attention, kernel="blockwise", one_segment=True, ops=CPU)
+    attend = functools.partial(
+        row_attention, kernel=RowKernel(name="blockwise", ops=CPU, one_segment=True)
+    )
     _compare(attend, rows, _inputs((3, 200), 4, 2, 8))
 
 
@@ -126,7 +128,9 @@ def test_half_precision_accumulates_in_float32(dtype):
     rows = jnp.asarray([_row(70, 30, total=100)], jnp.int32)
     inputs = _inputs((1, 100), 4, 2, 16, dtype)
     exact = _evaluate(_reference, rows, [x.astype(jnp.float32) for x in inputs])
-    plain = _evaluate(functools.partial(_reference, ops=CPU), rows, inputs)
+    plain = _evaluate(
+        functools.partial(_reference, kernel=RowKernel(name="xla", ops=CPU)), rows, inputs
+    )
     ours = _evaluate(functools.partial(blockwise.attention, block=16), rows, inputs)
     for have, want, theirs in zip(ours, exact, plain, strict=True):
         assert np.abs(have - want).max() <= 2 * np.abs(theirs - want).max()
@@ -189,7 +193,7 @@ def test_a_mesh_gives_what_one_device_gives(sizes, inside):
     rows = [_row(9 + i, 60, 100 - i, total=192) for i in range(8)]
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
     attend: Attend = functools.partial(
-        row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh
+        row_attention, kernel=RowKernel(name="blockwise", ops=CPU, mesh=mesh)
     )
     if inside:
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
@@ -199,7 +203,7 @@ def test_a_mesh_gives_what_one_device_gives(sizes, inside):
 def test_rows_and_heads_that_a_mesh_does_not_split_are_left_to_the_compiler():
     mesh = make_mesh(1, 2, 4, devices=jax.devices()[:8])
     attend = functools.partial(
-        row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh
+        row_attention, kernel=RowKernel(name="blockwise", ops=CPU, mesh=mesh)
     )
     assert has_scores("blockwise", 3, 192, 4, mesh) and has_scores("blockwise", 4, 192, 6, mesh)
     assert not has_scores("blockwise", 4, 192, 8, mesh)
@@ -257,7 +261,7 @@ def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch):
 def test_no_array_has_two_axes_along_the_row():
     *qkv, _ = _inputs((2, 1024), 2, 1, 8)
     ids = jnp.ones((2, 1024), jnp.int32)
-    attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU)
+    attend = functools.partial(row_attention, kernel=RowKernel(name="blockwise", ops=CPU))
     compiled = (
         jax.jit(jax.grad(lambda *qkv: jnp.sum(attend(*qkv, ids)), argnums=(0, 1, 2)))
         .lower(*qkv)

@@ -19,7 +19,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_config import from_hf, read_model_config
 from dcmdp_jax.models.hf_weights import hf_tensors, load_params
 from dcmdp_jax.models.layers import rotary_tables
-from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.logprobs import LogprobOptions, token_logprobs
 from dcmdp_jax.models.ops import CPU
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -33,12 +33,16 @@ Pack = Callable[..., dict[str, jax.Array]]
 
 def _forward(params, config, rows, compute):
     """Hidden states and log-probs."""
-    hidden = decoder.hidden_states(
-        params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], compute
+    inputs = decoder.DecoderInputs(
+        input_ids=rows["input_ids"],
+        position_ids=rows["position_ids"],
+        segment_ids=rows["segment_ids"],
     )
+    hidden = decoder.hidden_states(params, config, inputs, compute)
     kernel = decoder.output_kernel(params)
-    options = {"temperature": TEMPERATURE, "chunk": compute.logprob_chunk, "ops": CPU}
-    return hidden, token_logprobs(hidden, kernel, rows["input_ids"], rows["mask"], **options)[0]
+    options = LogprobOptions(temperature=TEMPERATURE, chunk=compute.logprob_chunk, ops=CPU)
+    logprobs, _ = token_logprobs(hidden, kernel, rows["input_ids"], rows["mask"], options=options)
+    return hidden, logprobs
 
 
 def _logprob_sum(params, config, rows, compute, weights):

@@ -20,7 +20,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.families import MISSING
 from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_weights import load_params, save_params
-from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.logprobs import LogprobOptions, token_logprobs
 from dcmdp_jax.models.ops import CPU
 from dcmdp_jax.models.params import hf_tensors, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -141,11 +141,17 @@ def _value_and_grad(config: ModelConfig, rows, weights, compute: Compute, mesh=N
     """Build params -> ((weighted sum, log-probs), gradients)."""
 
     def value(params):
-        where = (rows[name] for name in ("input_ids", "position_ids", "segment_ids"))
-        hidden = decoder.hidden_states(params, config, *where, compute, mesh=mesh)
+        inputs = decoder.DecoderInputs(
+            input_ids=rows["input_ids"],
+            position_ids=rows["position_ids"],
+            segment_ids=rows["segment_ids"],
+        )
+        hidden = decoder.hidden_states(params, config, inputs, compute, mesh=mesh)
         kernel = decoder.output_kernel(params)
-        options = {"temperature": 1.0, "chunk": compute.logprob_chunk, "ops": CPU}
-        logprobs = token_logprobs(hidden, kernel, rows["input_ids"], rows["mask"], **options)[0]
+        options = LogprobOptions(temperature=1.0, chunk=compute.logprob_chunk, ops=CPU)
+        logprobs, _ = token_logprobs(
+            hidden, kernel, rows["input_ids"], rows["mask"], options=options
+        )
         return jnp.sum(logprobs * weights), logprobs
 
     return jax.jit(jax.value_and_grad(value, has_aux=True))

@@ -27,7 +27,7 @@ from dcmdp_jax.models.gated_delta import Heads, Mixed, State
 from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.logprobs import LogprobOptions, token_logprobs
 from dcmdp_jax.models.lora import adapted, adapted_layers, adapter_declarations
 from dcmdp_jax.models.ops import CPU
 from dcmdp_jax.models.params import (
@@ -225,11 +225,18 @@ def _logprobs(
     mesh: Any = None,
     **compute: Any,
 ) -> jax.Array:
-    where = (rows[name] for name in ("input_ids", "position_ids", "segment_ids"))
-    hidden = decoder.hidden_states(params, config, *where, Compute(**compute), mesh=mesh)
-    options = {"temperature": 1.0, "chunk": 1024, "ops": CPU}
+    inputs = decoder.DecoderInputs(
+        input_ids=rows["input_ids"],
+        position_ids=rows["position_ids"],
+        segment_ids=rows["segment_ids"],
+    )
+    hidden = decoder.hidden_states(params, config, inputs, Compute(**compute), mesh=mesh)
     return token_logprobs(
-        hidden, decoder.output_kernel(params), rows["input_ids"], rows["mask"], **options
+        hidden,
+        decoder.output_kernel(params),
+        rows["input_ids"],
+        rows["mask"],
+        options=LogprobOptions(temperature=1.0, chunk=1024, ops=CPU),
     )[0]
 
 

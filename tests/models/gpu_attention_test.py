@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.attention import row_attention
+from dcmdp_jax.models.attention import RowKernel, row_attention
 from dcmdp_jax.models.ops import GPU, REFERENCE
 from dcmdp_jax.models.ops.gpu import packed_attention
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -49,11 +49,11 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
     ids = jnp.asarray(_ROWS, jnp.int32)
     real = (ids > 0)[..., None, None]
 
-    def evaluate(**options):
-        attend = functools.partial(row_attention, one_segment=False, window=window, **options)
-        if options.get("mesh"):
+    def evaluate(kernel):
+        attend = functools.partial(row_attention, kernel=kernel, window=window)
+        if kernel.mesh:
             attend = shard_map_over_data(
-                attend, options["mesh"], in_specs=(P("data"),) * 4, out_specs=P("data")
+                attend, kernel.mesh, in_specs=(P("data"),) * 4, out_specs=P("data")
             )
 
         def loss(*inputs):
@@ -65,8 +65,8 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
         )(*inputs)
         return [attended, *gradients]
 
-    ours = evaluate(kernel="cudnn", ops=GPU, segments=3, mesh=mesh)
-    theirs = evaluate(kernel="xla", ops=REFERENCE)
+    ours = evaluate(RowKernel(name="cudnn", ops=GPU, segments=3, mesh=mesh))
+    theirs = evaluate(RowKernel(name="xla", ops=REFERENCE))
     theirs[0] = jnp.where(real, theirs[0], 0)
     for have, want in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(have, want, atol=3e-6)
@@ -78,11 +78,11 @@ def test_a_layer_of_a_scan_has_its_window_or_none(stand_ins, slides):
     """Families whose layers differ: the flag is traced, cuDNN's window is not."""
     *inputs, _ = _inputs(4, 10, 4, 2, 8)
     ids = jnp.asarray(_ROWS, jnp.int32)
-    attend = functools.partial(row_attention, *inputs, ids, one_segment=False)
-    ours = jax.jit(lambda flag: attend(kernel="cudnn", ops=GPU, segments=3, window=2, slides=flag))(
-        jnp.asarray(slides)
-    )
-    theirs = attend(kernel="xla", ops=REFERENCE, window=2 if slides else 0)
+    attend = functools.partial(row_attention, *inputs, ids)
+    cudnn = RowKernel(name="cudnn", ops=GPU, segments=3)
+    ours = jax.jit(lambda flag: attend(cudnn, window=2, slides=flag))(jnp.asarray(slides))
+    plain = RowKernel(name="xla", ops=REFERENCE)
+    theirs = attend(plain, window=2 if slides else 0)
     np.testing.assert_allclose(ours, jnp.where((ids > 0)[..., None, None], theirs, 0), atol=3e-6)
     assert stand_ins[0].calls == 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models.logprobs import KernelAxes, token_blocks, token_logprobs
+from dcmdp_jax.models.logprobs import KernelAxes, LogprobOptions, token_blocks, token_logprobs
 from dcmdp_jax.models.ops import CPU, REFERENCE
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import MODEL_AXES, shard_map_over
@@ -63,8 +63,9 @@ def _reference(x, temperature):
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk", "ops"))
 def _ours(x, temperature, chunk, ops=CPU):
     def objective(hidden, kernel):
+        options = LogprobOptions(temperature=temperature, chunk=chunk, ops=ops)
         logprobs, entropy = token_logprobs(
-            hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, ops=ops
+            hidden, kernel, x["input_ids"], x["mask"], options=options
         )
         return jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy), (
             logprobs,
@@ -134,9 +135,8 @@ def test_the_shift_is_by_one():
     hidden = jnp.zeros((1, 4, 5)).at[0, 1, 3].set(1.0)
     ids = jnp.array([[0, 0, 3, 0]])
     mask = jnp.array([[False, True, True, True]])
-    logprobs, _ = token_logprobs(
-        hidden, 2 * jnp.eye(5), ids, mask, temperature=1.0, chunk=8, ops=CPU
-    )
+    options = LogprobOptions(temperature=1.0, chunk=8, ops=CPU)
+    logprobs, _ = token_logprobs(hidden, 2 * jnp.eye(5), ids, mask, options=options)
     # e^2 against four times e^0; elsewhere uniform over 5. Scored by its own state token 2 would be
     # uniform too.
     np.testing.assert_allclose(
@@ -170,9 +170,8 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32():
     mask = jnp.arange(1025)[None] > 0
 
     def total(kernel, hidden, chunk):
-        return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, ops=CPU)[
-            0
-        ].sum()
+        options = LogprobOptions(temperature=1.0, chunk=chunk, ops=CPU)
+        return token_logprobs(hidden, kernel, ids, mask, options=options)[0].sum()
 
     exact = jax.grad(total)(kernel.astype(jnp.float32), hidden.astype(jnp.float32), 2048)
     rounded = jax.grad(total)(kernel, hidden, 16)
@@ -199,9 +198,8 @@ def test_memory_at_the_full_vocabulary(ops):
     )
 
     def forward(hidden, kernel, ids, mask):
-        logprobs, entropy = token_logprobs(
-            hidden, kernel, ids, mask, temperature=1.0, chunk=64, ops=ops
-        )
+        options = LogprobOptions(temperature=1.0, chunk=64, ops=ops)
+        logprobs, entropy = token_logprobs(hidden, kernel, ids, mask, options=options)
         return jnp.sum(logprobs + 0.1 * entropy)
 
     def temporary(function):
@@ -215,24 +213,15 @@ def test_memory_at_the_full_vocabulary(ops):
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_is_positive(temperature):
-    x = _inputs()
-    arguments = (x["hidden"], x["kernel"], x["input_ids"], x["mask"])
     with pytest.raises(ValueError, match=f"temperature: got {temperature}, must be above 0"):
-        token_logprobs(*arguments, temperature=temperature, chunk=8, ops=CPU)
+        LogprobOptions(temperature=temperature, chunk=8, ops=CPU)
 
 
 def test_shapes_must_agree():
     x = _inputs()
+    options = LogprobOptions(temperature=1.0, chunk=8, ops=CPU)
     with pytest.raises(ValueError, match="rows must agree"):
-        token_logprobs(
-            x["hidden"],
-            x["kernel"],
-            x["input_ids"][:, 1:],
-            x["mask"],
-            temperature=1.0,
-            chunk=8,
-            ops=CPU,
-        )
+        token_logprobs(x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], options=options)
 
 
 @pytest.mark.parametrize("vocab", [48, 31 * 2])
@@ -256,23 +245,18 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     listed = rng.integers(-1, vocab, (8, LENGTH, 3)).astype(np.int32)
     axes = KernelAxes(embed="fsdp", vocab="tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
+    options = LogprobOptions(
+        temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes, listed_gradient=True
+    )
     split = shard_map_over(
         MODEL_AXES,
-        functools.partial(
-            token_logprobs,
-            temperature=0.7,
-            chunk=1,
-            ops=CPU,
-            kernel_axes=axes,
-            listed_gradient=True,
-        ),
+        functools.partial(token_logprobs, options=options),
         mesh,
         in_specs=(rows, P(axes.embed, axes.vocab), rows, rows, rows),
         out_specs=(rows, rows, rows),
     )
-    whole = functools.partial(
-        token_logprobs, temperature=0.7, chunk=5, ops=CPU, listed_gradient=True
-    )
+    options = LogprobOptions(temperature=0.7, chunk=5, ops=CPU, listed_gradient=True)
+    whole = functools.partial(token_logprobs, options=options)
 
     def run(function):
         def objective(hidden, kernel):
@@ -312,9 +296,16 @@ def test_listed_ids_have_values_and_gradients_of_float64(chunk):
     bars = rng.normal(size=listed.shape).astype(np.float32)
 
     def objective(hidden, kernel):
-        options = {"temperature": temperature, "chunk": chunk, "ops": CPU, "listed_gradient": True}
-        given = (jnp.asarray(each) for each in (x["input_ids"], x["mask"], listed))
-        logprobs, entropy, of_listed = token_logprobs(hidden, kernel, *given, **options)
+        logprobs, entropy, of_listed = token_logprobs(
+            hidden,
+            kernel,
+            jnp.asarray(x["input_ids"]),
+            jnp.asarray(x["mask"]),
+            jnp.asarray(listed),
+            options=LogprobOptions(
+                temperature=temperature, chunk=chunk, ops=CPU, listed_gradient=True
+            ),
+        )
         total = jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy) + jnp.sum(
             bars * of_listed
         )

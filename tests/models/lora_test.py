@@ -21,6 +21,7 @@ from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.layers import LoraKernel, kernel_matmul
 from dcmdp_jax.models.lora import (
     CONFIG,
+    Adapter,
     adapted,
     adapter_declarations,
     base_checksum,
@@ -51,8 +52,7 @@ IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 9)))
 
 
 def _logits(params: Any, model: ModelConfig, ids: jax.Array = IDS) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    hidden = decoder.hidden_states(params, model, ids, positions, jnp.ones_like(ids), Compute())
+    hidden = decoder.hidden_states(params, model, decoder.unpacked_inputs(ids), Compute())
     return hidden @ decoder.output_kernel(params)
 
 
@@ -66,6 +66,11 @@ def _adapters(model: ModelConfig, lora: Lora, seed: int = 1) -> Any:
         for leaf, key in zip(leaves, keys, strict=True)
     ]
     return jax.tree.unflatten(tree, moved)
+
+
+def _adapter(model: ModelConfig, lora: Lora) -> Adapter:
+    """Adapters whose B is not zero, of a base that is nowhere."""
+    return Adapter(lora=lora, params=_adapters(model, lora), base_checksum=7, base_digest=5)
 
 
 @pytest.fixture(scope="module")
@@ -249,10 +254,10 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
     base = load_params(directory, model, dtype="float32")
     lora = Lora(2, 5.0)
     adapters = _adapters(model, lora)
-    target = {"base_model": str(directory), "checksum": base_checksum(base), "digest": 5}
-    save_adapter(adapters, model, lora, tmp_path / "mine", **target)
+    adapter = Adapter(lora=lora, params=adapters, base_checksum=base_checksum(base), base_digest=5)
+    save_adapter(adapter, model, tmp_path / "mine", base_model=str(directory))
     with pytest.raises(FileExistsError, match="is not empty"):
-        save_adapter(adapters, model, lora, tmp_path / "mine", **target)
+        save_adapter(adapter, model, tmp_path / "mine", base_model=str(directory))
     hf = transformers.AutoModelForCausalLM.from_pretrained(directory)
     loaded = peft.PeftModel.from_pretrained(hf, tmp_path / "mine")
     with torch.no_grad():
@@ -305,9 +310,7 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
 def test_other_kinds_of_adapters_are_refused(
     base: Any, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    save_adapter(
-        _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
-    )
+    save_adapter(_adapter(MODEL, LORA), MODEL, tmp_path / "a", base_model="x")
     fields = json.loads((tmp_path / "a" / CONFIG).read_text())
     (tmp_path / "a" / CONFIG).write_text(json.dumps(fields | change))
     with pytest.raises(UserError, match=said):
@@ -321,9 +324,7 @@ def test_targets_are_read_as_peft_reads_them(
     base: Any, tmp_path: Path, targets: str | list[str]
 ) -> None:
     lora = LORA if targets == "all-linear" else Lora(4, 8.0, ("q_proj", "v_proj"))
-    save_adapter(
-        _adapters(MODEL, lora), MODEL, lora, tmp_path / "a", base_model="x", checksum=7, digest=5
-    )
+    save_adapter(_adapter(MODEL, lora), MODEL, tmp_path / "a", base_model="x")
     fields = json.loads((tmp_path / "a" / CONFIG).read_text())
     (tmp_path / "a" / CONFIG).write_text(json.dumps(fields | {"target_modules": targets}))
     assert len(read_adapter(tmp_path / "a", MODEL).lora.targets) == (
@@ -337,9 +338,7 @@ def test_targets_are_read_as_peft_reads_them(
 def test_tensors_that_are_no_lora_of_a_linear_layer_are_named_with_their_file(
     tmp_path: Path, beside: str
 ) -> None:
-    save_adapter(
-        _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
-    )
+    save_adapter(_adapter(MODEL, LORA), MODEL, tmp_path / "a", base_model="x")
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file(
         load_file(file) | {f"base_model.model.model.{beside}": np.ones((4, 32), np.float32)}, file
@@ -361,9 +360,7 @@ def test_tensors_that_are_no_lora_of_a_linear_layer_are_named_with_their_file(
 def test_a_scalar_in_place_of_a_matrix_is_not_called_missing(
     tmp_path: Path, stored: Any, said: str
 ) -> None:
-    save_adapter(
-        _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
-    )
+    save_adapter(_adapter(MODEL, LORA), MODEL, tmp_path / "a", base_model="x")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -376,9 +373,7 @@ def test_a_scalar_in_place_of_a_matrix_is_not_called_missing(
 
 
 def test_an_adapter_of_another_base_is_refused(base: Any, tmp_path: Path) -> None:
-    save_adapter(
-        _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
-    )
+    save_adapter(_adapter(MODEL, LORA), MODEL, tmp_path / "a", base_model="x")
     deeper = ModelConfig("llama", 64, 32, 48, 3, 4, 2, 8)
     with pytest.raises(
         UserError,
@@ -438,15 +433,12 @@ def test_adapters_of_a_wrapped_model_act_on_its_published_class(
     peft = pytest.importorskip("peft")
     model = read_model_config(wrapped)
     base = load_params(wrapped, model, dtype="float32")
-    adapters = _adapters(model, LORA)
+    adapter = _adapter(model, LORA)
     save_adapter(
-        adapters,
+        adapter,
         model,
-        LORA,
         tmp_path / "mine",
         base_model=str(wrapped),
-        checksum=7,
-        digest=5,
         base_class=wrapping_class(wrapped),
     )
     loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "mine")
@@ -458,9 +450,13 @@ def test_adapters_of_a_wrapped_model_act_on_its_published_class(
             before = loaded(input_ids=ids).logits
     assert float((logits - before).abs().max()) > 0.5
     np.testing.assert_allclose(_logits(base, model), before, atol=5e-5)
-    np.testing.assert_allclose(_logits(adapted(base, adapters, LORA), model), logits, atol=2e-4)
+    np.testing.assert_allclose(
+        _logits(adapted(base, adapter.params, LORA), model), logits, atol=2e-4
+    )
     again = read_adapter(tmp_path / "mine", model)
-    for have, want in zip(jax.tree.leaves(again.params), jax.tree.leaves(adapters), strict=True):
+    for have, want in zip(
+        jax.tree.leaves(again.params), jax.tree.leaves(adapter.params), strict=True
+    ):
         np.testing.assert_array_equal(have, want)
 
 
@@ -490,9 +486,7 @@ def test_pefts_adapters_of_a_wrapped_class_are_read(wrapped: Path, tmp_path: Pat
 
 def _renamed(tmp_path: Path, prefixes: list[str]) -> Path:
     """Adapters whose layers, in turn, have names that begin so."""
-    save_adapter(
-        _adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5
-    )
+    save_adapter(_adapter(MODEL, LORA), MODEL, tmp_path / "a", base_model="x")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = {}
     for name, value in load_file(file).items():

@@ -45,9 +45,8 @@ TPU_INTERPRETED = dataclasses.replace(
 
 def _forward(params, config, ids, segments, compute, **pin):
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    hidden, aux = decoder.hidden_states_and_aux(
-        params, config, ids, positions, segments, compute, **pin
-    )
+    inputs = decoder.DecoderInputs(input_ids=ids, position_ids=positions, segment_ids=segments)
+    hidden, aux = decoder.hidden_states_and_aux(params, config, inputs, compute, **pin)
     return hidden @ decoder.output_kernel(params).astype(hidden.dtype), aux
 
 

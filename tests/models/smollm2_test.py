@@ -13,11 +13,11 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer, save_tokenizer
-from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel, unpacked_inputs
 from dcmdp_jax.models.gguf_convert import package_model
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import load_params, save_params
-from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.logprobs import LogprobOptions, token_logprobs
 from dcmdp_jax.models.ops import CPU
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -134,14 +134,13 @@ def _log_probs(directory, ids):
     """[T] log-probs of each token given those before it, by this package's decoder in float32."""
     config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
-    places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
 
     @jax.jit
-    def logprobs(params, ids, places):
-        hidden = hidden_states(
-            params, config, ids, places, jnp.ones_like(ids), Compute(dtype="float32")
-        )
-        options = {"temperature": 1.0, "chunk": 128, "ops": CPU}
-        return token_logprobs(hidden, output_kernel(params), ids, places > 0, **options)[0]
+    def logprobs(params, ids):
+        hidden = hidden_states(params, config, unpacked_inputs(ids), Compute(dtype="float32"))
+        options = LogprobOptions(temperature=1.0, chunk=128, ops=CPU)
+        mask = jnp.arange(ids.shape[1]) > 0
+        mask = jnp.broadcast_to(mask, ids.shape)
+        return token_logprobs(hidden, output_kernel(params), ids, mask, options=options)[0]
 
-    return np.asarray(logprobs(params, ids, places))[0, 1:]
+    return np.asarray(logprobs(params, ids))[0, 1:]

@@ -18,7 +18,7 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
-from dcmdp_jax.models.lora import adapter_declarations, save_adapter
+from dcmdp_jax.models.lora import Adapter, adapter_declarations, save_adapter
 from dcmdp_jax.models.params import draw_params, init_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import placement
@@ -523,9 +523,8 @@ def test_adapters_that_do_not_fit_are_named_before_anything_is_loaded(
     if changes.get("adapter") == "of rank 4":
         (model, _), lora = read_model(from_config_dict(config)), Lora(4, 8.0)
         adapters = draw_params(adapter_declarations(model, lora), jax.random.key(0), "float32")
-        save_adapter(
-            adapters, model, lora, tmp_path / "adapter", base_model="", checksum=0, digest=0
-        )
+        adapter = Adapter(lora=lora, params=adapters, base_checksum=0, base_digest=0)
+        save_adapter(adapter, model, tmp_path / "adapter", base_model="")
         changes = changes | {"adapter": str(tmp_path / "adapter")}
     config.model.update({"lora_rank": 4} | changes)
     with pytest.raises(ValueError) as caught:

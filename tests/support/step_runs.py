@@ -204,8 +204,7 @@ def padded(rollout):
 @jax.jit
 def naive_logprobs(params, ids):
     """log pi of every token after the first, one completion a row, from all logits."""
-    positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-    hidden = decoder.hidden_states(params, MODEL, ids, positions, jnp.ones_like(ids), Compute())
+    hidden = decoder.hidden_states(params, MODEL, decoder.unpacked_inputs(ids), Compute())
     logprobs = jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / TEMPERATURE)
     return jnp.pad(
         jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0))

@@ -414,9 +414,7 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     step = saved.step
     assert step == 10
     ids = np.arange(2, 50, dtype=np.int32)[None]
-    hidden = decoder.hidden_states(
-        params, model, ids, np.arange(48)[None], np.ones_like(ids), Compute()
-    )
+    hidden = decoder.hidden_states(params, model, decoder.unpacked_inputs(ids), Compute())
     ours = np.asarray(hidden @ decoder.output_kernel(params))
     exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():

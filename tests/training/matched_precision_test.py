@@ -102,7 +102,8 @@ def test_float32_head_multiplies_by_the_full_output_matrix():
     compute = Compute(dtype="bfloat16", one_segment=True)
     params = init_params(model, jax.random.key(2))
     rows = unpacked_rows(np.random.default_rng(2).integers(0, 31, (3, LENGTH)).astype(np.int32))
-    hidden = jax.jit(lambda p: decoder.hidden_states(p, model, *rows[:3], compute))(params)
+    inputs = decoder.unpacked_inputs(rows.input_ids)
+    hidden = jax.jit(lambda p: decoder.hidden_states(p, model, inputs, compute))(params)
     logits = np.asarray(hidden, np.float64)[:, :-1] @ np.asarray(params["embedding"], np.float64).T
     exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     exact = np.take_along_axis(exact, np.asarray(rows.input_ids)[:, 1:, None], axis=-1)[..., 0][

@@ -157,16 +157,8 @@ def _balance(params, members):
         counted[row, start - 1 : stop - 1] = True
 
     def loss(params):
-        positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-        _, sums = decoder.hidden_states_and_aux(
-            params,
-            EXPERTS,
-            ids,
-            positions,
-            jnp.ones_like(ids),
-            Compute(),
-            counted=jnp.asarray(counted),
-        )
+        inputs = dataclasses.replace(decoder.unpacked_inputs(ids), counted=jnp.asarray(counted))
+        _, sums = decoder.hidden_states_and_aux(params, EXPERTS, inputs, Compute())
         share = jax.lax.stop_gradient(sums["router_load"].sum(0)) / (2 * counted.sum())
         return 4 * jnp.sum(share * sums["router_probability"].sum(0)) / (2 * counted.sum())
 

@@ -53,10 +53,8 @@ def _tables(params, ids):
     """log pi of the whole vocabulary in the place of every token after the first, one completion a
     row.
     """
-    positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
-    hidden = decoder.hidden_states(
-        params, step_runs.MODEL, ids, positions, jnp.ones_like(ids), Compute()
-    )
+    inputs = decoder.unpacked_inputs(ids)
+    hidden = decoder.hidden_states(params, step_runs.MODEL, inputs, Compute())
     return jax.nn.log_softmax(
         hidden[:, :-1] @ decoder.output_kernel(params) / step_runs.TEMPERATURE
     )

@@ -1,5 +1,6 @@
 """Compiled programs of the embedded engine that sample: prefill, first_tokens and decode."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -194,9 +195,22 @@ class Limits(NamedTuple):
     live_floor: jax.Array
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotLayout:
+    """Cache slots of a row before the circular window.
+
+    Attributes:
+        prompt_slots: of the prompt.
+        prefix_slots: of the prompt and of the tokens that every row sampled before it entered the window.
+    """
+
+    prompt_slots: int
+    prefix_slots: int
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("program", "prompt_slots", "prefix_slots", "mode"),
+    static_argnames=("program", "slot_layout", "mode"),
     donate_argnames=("cache",),
 )
 @products.in_compute_dtype
@@ -208,8 +222,7 @@ def decode(
     draw: Draw,
     *,
     program: Program,
-    prompt_slots: int,
-    prefix_slots: int,
+    slot_layout: SlotLayout,
     mode: str,
 ) -> tuple[Cache, Decoded]:
     """Sample tokens until `steps` are taken or at most `live_floor` rows are unfinished.
@@ -232,9 +245,7 @@ def decode(
         limits: when to stop.
         draw: the distribution.
         program: static arguments.
-        prompt_slots: cache slots of the prompt.
-        prefix_slots: cache slots of the prompt and of the tokens that every row sampled before it
-            entered the window.
+        slot_layout: cache slots before the window.
         mode: see `sampler.choose_tokens`.
     """
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
@@ -251,8 +262,7 @@ def decode(
     local = functools.partial(
         _decode_local,
         program=program,
-        prompt_slots=prompt_slots,
-        prefix_slots=prefix_slots,
+        slot_layout=slot_layout,
         mode=mode,
     )
     return on_devices(program, local, (CACHE, ROWS, P(), P()), (CACHE, decoded))(
@@ -272,13 +282,14 @@ def _decode_local(
     draw: Draw,
     *,
     program: Program,
-    prompt_slots: int,
-    prefix_slots: int,
+    slot_layout: SlotLayout,
     mode: str,
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     config = program.device_model
     weights = program.own_weights(weights)
+    prompt_slots = slot_layout.prompt_slots
+    prefix_slots = slot_layout.prefix_slots
     slots = jnp.arange(slots_of(cache))
     window = slots_of(cache) - prefix_slots
     tables = layers.all_rotary_tables(config, slots)

@@ -59,7 +59,11 @@ def forward_rows(
     config = program.device_model
     dtype = jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
-    kernel = attention.choose_kernel("auto", dtype, program.platform, length)
+    kernel = attention.RowKernel(
+        name=attention.choose_kernel("auto", dtype, program.platform, length),
+        ops=program.ops,
+        one_segment=True,
+    )
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
     tables = layers.all_rotary_tables(config, jnp.arange(length)[None])
 
@@ -76,10 +80,8 @@ def forward_rows(
             load(stored[0], dtype),
             load(stored[1], dtype),
             segment_ids,
+            kernel,
             window=window,
-            kernel=kernel,
-            one_segment=True,
-            ops=program.ops,
         )
         return attended, stored
 
@@ -235,27 +237,29 @@ def score(
         # The last position is computed too, against the first token, and dropped: rows without it
         # have an odd length, and the compiler for TPUs takes minutes over their reshape.
         targets, in_own_part = own_tokens(jnp.roll(tokens, -1, axis=1).reshape(-1), program)
+        in_own_part = jnp.broadcast_to(in_own_part, targets.shape)
         previous = hidden.reshape(targets.size, -1)
         chunks = -(-targets.size // _SCORE_CHUNK)
         chunk_size = -(-targets.size // chunks)
         padding = chunks * chunk_size - targets.size
 
         def chunk_logprobs(chunk: tuple[jax.Array, ...]) -> jax.Array:
-            # With a split vocabulary the third says which targets are in this device's part.
-            hidden, targets, *in_own_part = chunk
+            hidden, targets, in_own_part = chunk
             scaled = logits(weights, hidden) * inverse_temperature
             target_logits = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]
             if not program.splits_vocab:
                 return target_logits - jax.nn.logsumexp(scaled, axis=-1)
             largest = jax.lax.pmax(jnp.max(scaled, axis=-1), TENSOR)
             mass = jnp.sum(jnp.exp(scaled - largest[:, None]), axis=-1)
-            target_logits = jnp.where(in_own_part[0], target_logits, 0.0)
+            target_logits = jnp.where(in_own_part, target_logits, 0.0)
             target_logits, mass = jax.lax.psum((target_logits, mass), TENSOR)
             return target_logits - largest - jnp.log(mass)
 
-        columns = [jnp.pad(previous, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))]
-        if program.splits_vocab:
-            columns.append(jnp.pad(in_own_part, (0, padding)))
+        columns = (
+            jnp.pad(previous, ((0, padding), (0, 0))),
+            jnp.pad(targets, (0, padding)),
+            jnp.pad(in_own_part, (0, padding)),
+        )
         chunked = tuple(x.reshape(chunks, -1, *x.shape[1:]) for x in columns)
         logprobs = jax.lax.map(chunk_logprobs, chunked)
         return logprobs.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]

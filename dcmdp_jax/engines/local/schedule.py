@@ -457,8 +457,7 @@ class Scheduler:
             limits,
             self._draw,
             program=self._program,
-            prompt_slots=self._bucket,
-            prefix_slots=batch.prefix,
+            slot_layout=decode.SlotLayout(prompt_slots=self._bucket, prefix_slots=batch.prefix),
             mode=self._mode,
         )
 

@@ -17,8 +17,8 @@ from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, sample_alone
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
-from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.decoder import Compute, DecoderInputs, hidden_states, output_kernel
+from dcmdp_jax.models.logprobs import LogprobOptions, token_logprobs
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
@@ -511,28 +511,17 @@ def _logprobs_at(
     Returns:
         [K, R, L] float32 nats; 0 where none is wanted.
     """
-    compute_states = functools.partial(
-        hidden_states,
-        weights,
-        config,
-        rows.input_ids,
-        rows.position_ids,
-        rows.segment_ids,
-        compute,
+    inputs = DecoderInputs(
+        input_ids=rows.input_ids,
+        position_ids=rows.position_ids,
+        segment_ids=rows.segment_ids,
     )
-
-    def add_temperature(k: jax.Array, logprobs: jax.Array) -> jax.Array:
-        scaled = (states * inverse_temperatures[k]).astype(states.dtype)
-        row_logprobs = token_logprobs(
-            scaled,
-            weights["output"],
-            rows.input_ids,
-            rows.completion_mask,
-            temperature=1.0,
-            chunk=compute.logprob_chunk,
-            ops=choose_ops(jax.default_backend()),
-        )[0]
-        return logprobs.at[k].set(row_logprobs)
+    compute_states = functools.partial(hidden_states, weights, config, inputs, compute)
+    options = LogprobOptions(
+        temperature=1.0,
+        chunk=compute.logprob_chunk,
+        ops=choose_ops(jax.default_backend()),
+    )
 
     with products_in(compute.dtype):
         states = jax.lax.cond(
@@ -540,6 +529,18 @@ def _logprobs_at(
             functools.partial(compute_states, scheme=Scheme(cache=cache)),
             compute_states,
         )
+
+        def add_temperature(k: jax.Array, logprobs: jax.Array) -> jax.Array:
+            scaled = (states * inverse_temperatures[k]).astype(states.dtype)
+            row_logprobs, _ = token_logprobs(
+                scaled,
+                weights["output"],
+                rows.input_ids,
+                rows.completion_mask,
+                options=options,
+            )
+            return logprobs.at[k].set(row_logprobs)
+
         num_temperatures = jnp.sum(inverse_temperatures > 0)
         zeros = jnp.zeros((len(inverse_temperatures), *rows.input_ids.shape), jnp.float32)
         return jax.lax.fori_loop(0, num_temperatures, add_temperature, zeros)

@@ -178,14 +178,16 @@ def _mixer(
         return functools.partial(recurrent_rows, config, segment_ids)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        kernel = attention.RowKernel(
+            name=attention.choose_kernel("auto", query.dtype, platform, query.shape[1]),
+            ops=choose_ops(platform),
+        )
         attended = attention.row_attention(
             query,
             cached(key),
             cached(value),
             segment_ids,
-            kernel=attention.choose_kernel("auto", query.dtype, platform, query.shape[1]),
-            one_segment=False,
-            ops=choose_ops(platform),
+            kernel,
             window=window,
         )
         return attended, None

@@ -3,7 +3,6 @@ the estimates.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,8 +17,7 @@ V = CONFIG.vocab_size
 
 @jax.jit
 def _states(weights, ids):
-    places = jnp.arange(ids.shape[1])[None]
-    hidden = decoder.hidden_states(weights, CONFIG, ids, places, jnp.ones_like(ids), Compute())
+    hidden = decoder.hidden_states(weights, CONFIG, decoder.unpacked_inputs(ids), Compute())
     return jax.nn.log_softmax(hidden @ decoder.output_kernel(weights))
 
 
