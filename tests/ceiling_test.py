@@ -3,6 +3,7 @@
 No commit of this project can raise them. Tokens are the currency, not lines.
 """
 
+import ast
 import json
 import runpy
 from pathlib import Path
@@ -30,6 +31,17 @@ _HELD = (
     "skips",
     "unbroken",
 )
+# Tokens of a code line, in a file's mean.
+_MOST_IN_A_LINE = 10.5
+_TABLES = {
+    "dcmdp_jax/config/settings.py": "a setting with its default, unit and range is one line",
+    "dcmdp_jax/engines/vllm/settings.py": "likewise",
+}
+_MOST_ARGUMENTS = 8
+_LONG_SIGNATURES = {
+    "dc_grpo_loss": "the whole method in one call, by keywords",
+    "write": "a recorder's columns of one step, by keywords, in the code of other frameworks",
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +87,33 @@ def test_package_and_commands_stay_below_the_ceiling(kind, ceilings, counts):
 
 def test_a_code_line_holds_few_tokens(ceilings, counts):
     assert counts["tokens"] / counts["lines"] <= ceilings["per_line"]
+
+
+def _files():
+    """(name, text) of each file of the package and its commands."""
+    for folder in ("dcmdp_jax", "bin"):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            yield path.relative_to(_ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_no_file_is_dense_but_tables(code_size):
+    dense = []
+    for name, text in _files():
+        count = code_size["measure"](text)
+        if count["tokens"] > _MOST_IN_A_LINE * count["lines"]:
+            dense.append(name)
+    assert dense == sorted(_TABLES)
+
+
+def test_functions_take_few_arguments():
+    long = []
+    for _, text in _files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+                if len(names) - (names[:1] in (["self"], ["cls"])) > _MOST_ARGUMENTS:
+                    long.append(node.name)
+    assert sorted(long) == sorted(_LONG_SIGNATURES)
 
 
 def test_markdown_stays_below_the_ceiling(ceilings):
