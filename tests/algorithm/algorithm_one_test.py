@@ -1,5 +1,6 @@
-"""The paper's Algorithm 1 in plain float64 loops over ragged lists, against the compiled functions
-in every layout.
+"""The compiled functions in every layout against the paper's Algorithm 1 in float64.
+
+Algorithm 1 is written here as plain loops over ragged lists.
 
 The loops below are written from the paper's equations and share no code with the package.
 """
@@ -31,8 +32,9 @@ COMPLETIONS = 6
 
 @dataclasses.dataclass
 class Ragged:
-    """Completions as lists: log-probs now, old and of the rollout engine; rewards; groups;
-    flags.
+    """Completions as lists: three kinds of log-probs, rewards, groups and flags.
+
+    The log-probs are the policy's, the old policy's and the rollout engine's.
     """
 
     now: list[np.ndarray]
@@ -127,8 +129,9 @@ def reference(data: Ragged, method: str, mode: str, measure: str, sided: str, le
 
 
 def place(data: Ragged, rows: list[list[int]], length: int) -> dict[str, np.ndarray]:
-    """Lay completions out in rows, in the order given, one garbage token (a prompt) before each;
-    NaN elsewhere.
+    """Lay completions out in rows, in the order given, after one garbage token (a prompt) each.
+
+    The rest is NaN.
     """
     shape = (len(rows), length)
     laid = {name: np.full(shape, np.nan, np.float32) for name in ("now", "old", "rollout")}
@@ -314,9 +317,7 @@ def test_row_order_does_not_matter():
 
 @pytest.mark.parametrize("mode", ["seq_mean_token_mean", "token_mean", "fixed_length"])
 def test_micro_batches_add(mode):
-    """Each row its own micro-batch: totals and gradients add to the whole's, divided by one
-    total.
-    """
+    """With a micro-batch for each row, totals and gradients add up to the whole's."""
     data = draw(5, [5, 8, 1, 0, 7, 3], equal_group=True)
     laid = packed(data, 6)
     options = PAPER | {"mode": mode}
@@ -376,8 +377,9 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
     ("method", "falls"), [("dc_grpo", True), ("dual_grpo", True), ("grpo", False)]
 )
 def test_a_planted_mismatch_is_unlearned_under_the_penalty_only(method, falls):
-    """A softmax policy over 4 tokens; the engine thinks token 2 half as likely; rewards are all
-    equal.
+    """A softmax policy over 4 tokens; the engine thinks token 2 half as likely.
+
+    All rewards are equal.
 
     Under grpo every advantage is 0 and nothing moves. Under the penalty token 2 alone has A =
     -lambda delta < 0.

@@ -1,6 +1,4 @@
-"""No public function of the method broadcasts one array over another without a word: shapes are
-equal, or refused.
-"""
+"""No public function of the method broadcasts: shapes are equal or refused."""
 
 import functools
 import importlib

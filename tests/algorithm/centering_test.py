@@ -1,5 +1,6 @@
-"""Score centering against the published formula in float64, its mean under the engine's
-distribution, and the drift.
+"""Score centering against the published formula in float64.
+
+Also its mean under the engine's distribution, and the drift.
 """
 
 import functools
@@ -24,9 +25,7 @@ def _log_softmax(z):
 
 
 def _problem(seed=0, noise=0.6):
-    """Logits of the trainer and the engine's log-probs, sampled tokens and advantages of `STATES`
-    states.
-    """
+    """Trainer logits, engine log-probs, sampled tokens and advantages of `STATES` states."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (STATES, VOCAB))
     log_q = _log_softmax(logits + rng.normal(0, noise, logits.shape))
@@ -116,8 +115,9 @@ def _ours(
 
 
 def _published(logits, log_q, sampled, advantages, k, weight):
-    """-A (f(r_y) s_y - sum_H (q f(p / q) - alpha p) s) of arXiv:2609.20807 in float64, s = onehot -
-    p.
+    """The centered gradient of arXiv:2609.20807 in float64.
+
+    -A (f(r_y) s_y - sum_H (q f(p / q) - alpha p) s), s = onehot - p.
     """
     p = np.exp(_log_softmax(logits))
     q = np.exp(log_q)
@@ -155,8 +155,10 @@ def test_the_gradient_is_that_of_the_published_formula(name, k):
 
 
 def test_by_hand_with_two_tokens():
-    """p = (0.6, 0.4), q = (0.5, 0.5): E_q[s] = q - p = (-0.1, 0.1). Token 0, A = 2: -2 ((0.4, -0.4)
-    - (-0.1, 0.1)).
+    """Centering by hand: the mean score under q is taken off.
+
+    p = (0.6, 0.4), q = (0.5, 0.5): E_q[s] = q - p = (-0.1, 0.1). Token 0, A = 2: -2 ((0.4, -0.4) -
+    (-0.1, 0.1)).
     """
     log_p = np.log([[0.6, 0.4]] * STATES)
     log_q = np.log([[0.5, 0.5]] * STATES)
@@ -193,8 +195,9 @@ _LOSSES = {
 @pytest.mark.parametrize("anchor", ["old_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("loss", _LOSSES)
 def test_of_every_loss_the_mean_score_under_the_engine_is_nothing(loss, anchor, filters):
-    """Where A does not depend on the token nothing is to be learned, whatever the loss weighs
-    tokens with; the old policy is another one, so that trust regions bite.
+    """Where A does not depend on the token nothing is learned, whatever the loss's weights.
+
+    The old policy is another one, so that trust regions bite.
     """
     old = _problem()[0] + np.random.default_rng(3).normal(0, 0.4, (STATES, VOCAB))
     mean = _mean_under_q(filters=_WEIGHTS[filters][0], loss=_LOSSES[loss], anchor=anchor, old=old)
@@ -202,8 +205,9 @@ def test_of_every_loss_the_mean_score_under_the_engine_is_nothing(loss, anchor, 
 
 
 def test_a_term_beside_the_advantage_is_not_centred():
-    """tau (log p / q)^2: what is left of the mean is its gradient, 2 tau sum_y q_y log(p_y / q_y)
-    (e_y - p).
+    """What is left of the mean is the gradient of tau (log p / q)^2.
+
+    It is 2 tau sum_y q_y log(p_y / q_y) (e_y - p).
     """
     logits, log_q, _, _ = _problem()
     log_p = _log_softmax(logits)
@@ -214,9 +218,7 @@ def test_a_term_beside_the_advantage_is_not_centred():
 
 
 def test_of_a_completions_ratio_too():
-    """Each token's ratio is the completion's, but for its gradient; the mean of its score is taken
-    off.
-    """
+    """Each token's ratio is the completion's but for its gradient; its mean score is taken off."""
     logits, log_q, sampled, advantages = _problem()
     old = logits + np.random.default_rng(3).normal(0, 0.1, logits.shape)
     found = _ours(
@@ -244,8 +246,7 @@ def test_with_equal_engines_the_expected_gradient_is_the_plain_one():
 
 
 def test_without_it_a_policy_drifts_to_its_engines_bias():
-    """An engine whose logits are biased, synced at each step; every token has A = 1, so nothing is
-    to be learned.
+    """An engine with biased logits, synced at each step: with A = 1 everywhere nothing is learned.
 
     Plain: E[dz] = q - p takes part of the bias in each step, the engine takes it over, and it does
     not end. Centred by the whole vocabulary nothing moves; a head of 8 of the 12 tokens leaves what

@@ -185,7 +185,9 @@ _OPTIONS = {
 
 
 def test_sum_k1_is_sequence_rejection_with_a_symmetric_band():
-    """Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20
+    """The sum of differences is not clamped token by token.
+
+    Differences of -30 and 29.5 nats: the sum is -0.5, and would be 0 if each were clamped at 20
     first.
     """
     old = np.array([[-31.0, -1.0]], np.float32)
@@ -255,8 +257,9 @@ def test_correction_equals_its_formula(name):
 
 @pytest.mark.parametrize("name", _EVERY)
 def test_value_and_gradient_of_the_corrected_loss(name):
-    """The loss over kept tokens, divided by their weight, against NumPy; d/d log pi = -w gamma A /
-    total.
+    """The loss over kept tokens, divided by their weight, against NumPy.
+
+    d/d log pi = -w gamma A / total.
     """
     tokens, advantages = _rows(0.3)
     mask = tokens.completion_mask

@@ -1,5 +1,6 @@
-"""dc_grpo_loss against the paper's equations, a loop over tokens, and the compiled step on the same
-batch, packed.
+"""dc_grpo_loss against the paper's equations and the compiled step on the same batch.
+
+The equations are a loop over tokens; the step has the batch packed.
 """
 
 import dataclasses
@@ -36,8 +37,9 @@ NAMES = (
 
 
 def draw(seed=0, dtype=np.float64):
-    """Eight completions of two prompts, interleaved, with ratios on both sides of the clip; NaN
-    outside the mask.
+    """Eight interleaved completions of two prompts, with ratios on both sides of the clip.
+
+    NaN outside the mask.
     """
     rng = np.random.default_rng(seed)
     mask = np.arange(5) < np.array(LENGTHS)[:, None]
@@ -55,9 +57,7 @@ def draw(seed=0, dtype=np.float64):
 
 
 def equations(data, aggregation="seq_mean_token_mean", limit=7):
-    """The formulas of the paper on whole arrays, in float64 NumPy. The gradient is in log
-    pi_theta.
-    """
+    """The paper's formulas on whole arrays in float64 NumPy, with the gradient in log pi_theta."""
     train, old, rollout = (
         np.where(data["completion_mask"], data[name], 0).astype(np.float64) for name in NAMES[:3]
     )
@@ -201,8 +201,9 @@ def test_it_is_the_composition_of_the_public_parts():
 
 
 def _packed_step(data, clip_high):
-    """One step of the product on the batch, two completions a row; its policy's log-prob of token k
-    is parameter k.
+    """One step of the product on the batch, two completions a row.
+
+    Its policy's log-prob of token k is parameter k.
     """
     order = np.argsort(
         data["group_ids"], kind="stable"

@@ -182,8 +182,9 @@ def test_log_odds_by_hand_and_at_their_ends():
 
 
 def test_displacement_stays_while_confidence_shrinks_the_discrepancy():
-    """eps = 0.02 at p = 0.5, 0.9, 0.99, 0.999: |p - q| is p (1 - p) eps, from 5e-3 to 2e-5; eps is
-    0.02 throughout.
+    """The displacement is eps where |p - q| shrinks with 1 - p.
+
+    eps = 0.02 at p = 0.5, 0.9, 0.99, 0.999: |p - q| is p (1 - p) eps, from 5e-3 to 2e-5.
     """
     p = np.array([0.5, 0.9, 0.99, 0.999])
     eps = 0.02

@@ -88,8 +88,9 @@ def test_of_a_head_the_true_value_lies_between_value_and_bound(measure, k):
 
 
 def test_by_hand_two_tokens_and_a_tail():
-    """p = (0.5, 0.3, 0.1, 0.1), q = (0.4, 0.4, 0.2, 0), head of two: tails 0.2 and 0.2, in one
-    token they agree.
+    """The tail counts as one token, in which p and q may agree.
+
+    p = (0.5, 0.3, 0.1, 0.1), q = (0.4, 0.4, 0.2, 0), head of two: both tails are 0.2.
     """
     log_p = np.log([[0.5, 0.3]])
     log_q = np.log([[0.4, 0.4]])
@@ -107,9 +108,7 @@ def test_by_hand_two_tokens_and_a_tail():
 
 
 def test_absent_entries_count_for_nothing():
-    """An engine that samples from two tokens alone lists two; there is no tail of q, and p's is
-    0.2.
-    """
+    """An engine that samples from two tokens lists two: q has no tail, and p's is 0.2."""
     present = np.array([[True, True, False]])
     found = _short(state_measures(np.log([[0.5, 0.3, 1.0]]), np.log([[0.6, 0.4, 1.0]]), present))
     assert found["head_mass"][0] == pytest.approx(1, abs=1e-6)

@@ -1,5 +1,6 @@
-"""examples/one_step_by_hand.py and docs/losses.md print the numbers written beside them, and the
-code that docs/algorithm.md names exists.
+"""The executed pages print the numbers written beside them, and the code they name exists.
+
+The pages are examples/one_step_by_hand.py, docs/losses.md and docs/algorithm.md.
 """
 
 import re
@@ -39,8 +40,9 @@ def test_the_first_example_prints_what_the_readme_says(capsys):
 
 
 def test_every_number_of_the_losses_page_is_computed(capsys):
-    """Beside a print stands what it prints; a number of the text with six decimals or more is a
-    value of the page.
+    """Beside a print stands what it prints.
+
+    A number of the text with six decimals or more is a value of the page.
     """
     page = (ROOT / "docs" / "losses.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -1,5 +1,6 @@
-"""Projected dual ascent: one step by hand, its limits, the measured tolerance, and what a broken
-batch does.
+"""Projected dual ascent: one step by hand, its limits, and the measured tolerance.
+
+Also what a broken batch does.
 """
 
 import functools
@@ -87,7 +88,9 @@ def test_update_refuses(changes):
 
 
 def test_tolerance_is_the_median_of_the_first_steps_above_their_noise_floors():
-    """Of 0.25, 0.75, a NaN and 0.5 with floors 0, 0, 9 and 0.625: the median of (0.25, 0.625, 0.75)
+    """The tolerance is a median above the floors, without NaN.
+
+    Of 0.25, 0.75, a NaN and 0.5 with floors 0, 0, 9 and 0.625: the median of (0.25, 0.625, 0.75)
     is 0.625.
     """
     measure = functools.partial(

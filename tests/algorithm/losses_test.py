@@ -1,6 +1,4 @@
-"""Clipped surrogate by hand and at its edges, the three normalizations, and the reference
-divergence.
-"""
+"""The clipped surrogate by hand, the three normalizations and the reference divergence."""
 
 import functools
 
@@ -32,8 +30,9 @@ def _value_and_grad(train, old, advantages, mask, weights):
 
 
 def loss_and_gradient(train, old, advantages, mask=None, weights=None):
-    """Everything is an argument of the compiled function: XLA on CPU folds a NaN it knows at
-    compile time wrongly.
+    """Everything is an argument of the compiled function.
+
+    XLA on CPU wrongly folds a NaN that it knows at compile time.
     """
     train, old, advantages = (jnp.asarray(x, jnp.float32) for x in (train, old, advantages))
     mask = np.ones(train.shape, bool) if mask is None else mask
@@ -354,8 +353,9 @@ def test_reference_kl_by_hand(estimator, value, slope):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_reference_kl_expectations(estimator):
-    """Exact expectations over a distribution of five tokens, against KLs computed and
-    differentiated separately.
+    """Exact expectations over five tokens against KLs that are computed separately.
+
+    Their gradients too.
     """
     logits = jnp.array([0.3, -0.7, 1.1, 0.0, -1.5])
     ref = jax.nn.log_softmax(jnp.array([-0.2, 0.4, 0.5, -1.0, 0.3]))
@@ -421,8 +421,9 @@ _SIDED = "clip", "dppo_tv", "dppo_kl", "drpo"
 
 
 def _reference_tokens(region, now, old, advantages, low, high, dual_clip=0.0):
-    """Objective and slope of each token in float64, from the formulas; `now` and `old` within 20
-    nats.
+    """Objective and slope of each token in float64, from the formulas.
+
+    `now` and `old` are within 20 nats.
     """
     ratio = np.exp(now - old)
     pi = np.exp(now)

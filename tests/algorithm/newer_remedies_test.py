@@ -1,6 +1,4 @@
-"""Remedies of 2025 and 2026 by values derived by hand, and by their sources' formulas and gradients
-in torch.
-"""
+"""Remedies of 2025 and 2026 by hand, and by their sources' formulas and gradients in torch."""
 
 import math
 

@@ -1,5 +1,6 @@
-"""Interpretations of the paper (docs/algorithm.md) that are visible in the pure functions, by
-hand.
+"""Interpretations of the paper that are visible in the pure functions, by hand.
+
+They are listed in docs/algorithm.md.
 """
 
 import jax
@@ -16,9 +17,7 @@ ONE = np.ones((1, 1), bool)
 
 
 def _loss_and_slope(ratio, advantage):
-    """Loss of one token of weight 1 at an importance ratio, and its derivative in the new
-    log-prob.
-    """
+    """Loss of one token of weight 1 at an importance ratio, and its derivative in log pi_theta."""
     old = jnp.full((1, 1), np.log(0.01), jnp.float32)
 
     def loss(train):

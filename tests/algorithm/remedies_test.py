@@ -1,6 +1,4 @@
-"""The convention of remedies: what a user's function may return, and the one line for whatever else
-it does.
-"""
+"""The convention of remedies: what a user's function may return, and how the rest is refused."""
 
 import jax
 import jax.numpy as jnp

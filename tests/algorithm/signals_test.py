@@ -107,9 +107,7 @@ def test_no_gradient_flows_through_any_signal():
 
 
 def _keep_close(tokens):
-    """Tokens whose probabilities differ by a factor above 3 are dropped, the others weighed by p /
-    q.
-    """
+    """Tokens whose p and q differ by a factor above 3 are dropped, the others weighed by p / q."""
     apart = tokens.old_logprobs - tokens.rollout_logprobs
     return Corrected(jnp.exp(apart), jnp.abs(apart) <= np.log(3), jnp.zeros(apart.shape, bool))
 

@@ -1,6 +1,4 @@
-"""Penalties of a state's discrepancy: by hand, against torch in float64, and beside the paper's in
-closed form.
-"""
+"""Penalties of a state's discrepancy by hand, against torch, and beside the paper's."""
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +83,9 @@ def test_value_and_gradient_over_a_head_and_its_tail_are_torchs(penalty, k):
 
 @pytest.mark.parametrize("penalty", STATE_PENALTIES)
 def test_it_falls_where_the_papers_penalty_rises(penalty):
-    """Two actions, the engine stays: the paper's moves D by +2 y (1 - y) (y - x)^2, these lower
-    it.
+    """The paper's penalty moves D up by 2 y (1 - y) (y - x)^2 and these lower it.
+
+    Two actions; the engine stays.
     """
     policy, engine = random_states(1.0, states=500, actions=2)
     closed = state_direction(policy, engine, penalty)

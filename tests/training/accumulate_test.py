@@ -15,8 +15,9 @@ from dcmdp_jax.training.accumulate import accumulate, map_rows
 
 
 def _function(scale, rows):
-    """Statistics of rows of numbers, NaN where there is none; the weight is a parameter,
-    differentiated.
+    """Statistics of rows of numbers, NaN where there is none.
+
+    The weight is a parameter, differentiated.
     """
     x = rows["x"]
     present = ~jnp.isnan(x)
@@ -33,8 +34,9 @@ def _function(scale, rows):
 
 
 def _buckets(seed=0):
-    """Two buckets [A, R, L] of 3 and 2 micro-batches of 4 rows; the last of each is empty and must
-    not run.
+    """Two buckets [A, R, L] of 3 and 2 micro-batches of 4 rows.
+
+    The last micro-batch of each is empty and must not run.
     """
     rng = np.random.default_rng(seed)
     buckets = []

@@ -1,5 +1,6 @@
-"""Alarms while a run goes on: each fault planted in the real trainer raises its own, as soon as its
-rule can hold.
+"""Each fault planted in the real trainer raises its own alarm while the run goes on.
+
+It does so as soon as its rule can hold.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
-"""Whole runs on tasks without a mathematical answer: TRL's examples, verl's code and search rows, a
-mixture.
+"""Whole runs on tasks without a mathematical answer.
+
+TRL's examples, verl's code and search rows, a mixture.
 """
 
 import json

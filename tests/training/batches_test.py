@@ -1,5 +1,6 @@
-"""The order in which batches are sampled, what is kept for those in flight, and how a thread's
-failure ends them.
+"""The order in which batches are sampled, and how a sampling thread's failure ends the run.
+
+Also what is kept for batches in flight.
 """
 
 import threading
@@ -66,8 +67,9 @@ class _Sampler:
 
 
 def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, hosts=ONE_PROCESS, sampler=_Sampler):
-    """Each batch has a noise floor of 0.25; the number of its first completion is added to
-    `batches.first`.
+    """Each batch has a noise floor of 0.25.
+
+    The number of its first completion is added to `batches.first`.
     """
 
     def noise_floor(*_, **numbers):
@@ -104,8 +106,9 @@ def _params(version):
 def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_ends(
     monkeypatch, lag, beside
 ):
-    """Batch n takes n + 1 prompts. Whatever takes how long, step n trains on version max(0, n -
-    lag).
+    """However long each part takes, step n trains on version max(0, n - lag).
+
+    Batch n takes n + 1 prompts.
     """
     batches = _batches(monkeypatch, lag=lag, beside=beside)
     scored = []
@@ -124,8 +127,9 @@ def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_e
 
 @pytest.mark.parametrize(("step", "versions"), [(0, []), (1, [0]), (3, [1, 2]), (9, [7, 8])])
 def test_what_a_resumed_run_samples_again_is_what_was_in_flight(monkeypatch, step, versions):
-    """Lag 2, 9 steps: after 3 of them batches 3 and 4, of versions 1 and 2; after 1 batches 1 and
-    2, both of 0.
+    """What is in flight with lag 2, of 9 steps.
+
+    After 3 of them batches 3 and 4, of versions 1 and 2; after 1 batches 1 and 2, both of 0.
     """
     batches = _batches(monkeypatch, lag=2, beside=False, steps=9)
     batches.resume(step, versions={version: _params(version) for version in versions})
@@ -189,8 +193,9 @@ class _SecondOfTwo(Hosts):
 def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share_over_all(
     monkeypatch, beside, first
 ):
-    """c must be moved by the same number on all. The share of 4 prompts begins with the third:
-    completion 2 x 8.
+    """All hosts must move c by the same number.
+
+    The share of 4 prompts begins with the third: completion 2 x 8.
     """
     batches = _batches(monkeypatch, lag=1, beside=beside, hosts=(hosts := _SecondOfTwo()))
     floors = []
@@ -206,8 +211,9 @@ def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share
 
 
 def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sampled(monkeypatch):
-    """Two prompts of two completions. Problem i is the token i, asked and answered; odd ones get 1
-    twice.
+    """Two prompts of two completions; problem i is the token i, asked and answered.
+
+    Odd ones get 1 twice.
     """
     monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
     task = small_task(training={"prompts_per_step": 2, "prompts_per_mini_batch": 2, "seed": 5})

@@ -57,8 +57,9 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
 
 
 def test_processes_wait_for_what_main_threads_compile_and_for_nothing_else(monkeypatch):
-    """Threads compile in another order on each host: a barrier of theirs would be counted as one of
-    the main thread.
+    """A thread's compilation counts as no barrier of the main thread.
+
+    Threads compile in another order on each host.
     """
     waited = []
     hosts = object.__new__(SeveralHosts)

@@ -1,5 +1,6 @@
-"""Each pair of features runs for two steps, or is refused before anything starts. A run has many
-features at once.
+"""Each pair of features runs for two steps, or is refused before anything starts.
+
+A run has many features at once.
 """
 
 import functools
@@ -157,8 +158,9 @@ def _settings(features):
 
 @functools.cache
 def _refusal(features):
-    """The line that refuses features together; empty if they are accepted, None if they exclude
-    each other.
+    """The line that refuses features together; empty if they are accepted.
+
+    None if they exclude each other.
     """
     settings = _settings(features)
     if settings is None:

@@ -1,6 +1,4 @@
-"""Training and sampling in float16: mismatch, the step's gradient under loss scaling, and
-overflow.
-"""
+"""Training and sampling in float16: mismatch, loss scaling and overflow."""
 
 import functools
 
@@ -121,8 +119,9 @@ def test_the_update_is_float32s_to_float16s_rounding():
 
 
 def test_without_a_scale_small_gradients_are_lost():
-    """At 2^-17 of the loss, as that of a long completion, products are below float16's smallest
-    number.
+    """At 2^-17 of the loss products are below float16's smallest number.
+
+    A long completion has such a share.
     """
     wanted = _moved(_run("float32")[0])
     small, _ = _run("float16", LossScale(jnp.float32(2.0**-17), jnp.int32(0)))

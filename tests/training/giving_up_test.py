@@ -1,5 +1,6 @@
-"""An engine that gives up, and memory that runs out: the finished steps are saved, and the error
-says so.
+"""An engine that gives up, or memory that runs out, leaves the finished steps saved.
+
+The error says so.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Runs that are killed before a record is complete: the same command goes on, and nothing is
-written twice.
-"""
+"""Runs killed before a record is complete go on by the same command, and write nothing twice."""
 
 import json
 import re
@@ -107,8 +105,10 @@ def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(
 def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_one(
     run_environment, tmp_path
 ):
-    """A loss scale, which float16 adds: as an earlier version's checkpoint lacks what a later one
-    has.
+    """A run goes on with a feature that its checkpoint has no state for.
+
+    A loss scale, which float16 adds: an earlier version's checkpoint lacks in the same way what a
+    later one has.
     """
     settings = (*_SHORT, _NOT_EVALUATED, "--config.training.steps=1")
     finish(start(run_environment, tmp_path / "run", *settings))

@@ -1,6 +1,4 @@
-"""Whole runs that sample ahead: which weights sampled what, kills at random moments, and what is
-refused.
-"""
+"""Whole runs that sample ahead: which weights sampled what, random kills, and refusals."""
 
 import os
 import random
@@ -68,8 +66,9 @@ def test_each_step_trains_on_tokens_of_the_weights_before(whole):
 
 
 def test_the_gap_can_be_added_from_the_recorded_tokens(whole):
-    """log p_now - log p_v and log p_v - log q of step 4's sampled tokens have the means that the
-    step recorded.
+    """The gaps of step 4's sampled tokens have the means that the step recorded.
+
+    log p_now - log p_v and log p_v - log q.
     """
     rows = pyarrow.parquet.read_table(whole / "rollouts" / "step_4.parquet").to_pylist()
     mask = np.concatenate([row["mask"] for row in rows])
@@ -95,8 +94,9 @@ def test_the_gap_can_be_added_from_the_recorded_tokens(whole):
 
 
 def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
-    """Those before step 4, of whose weights the batch of step 5 is sampled: the digests are those
-    of checkpoint 3.
+    """The versions of before step 4, of whose weights the batch of step 5 is sampled.
+
+    The digests are those of checkpoint 3.
     """
     assert set(read_digests(whole, 4)["behind"]) == {"3"} and "behind" not in read_digests(whole, 0)
     saved = {step: read_digests(whole, step) for step in (2, 4, 6)}
@@ -104,9 +104,7 @@ def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
 
 
 def _kill_and_resume(environment, run_dir, kills, seed, *settings):
-    """Kill the trainer, or its sampler, at random moments of a run until it has had `kills`; then
-    let it end.
-    """
+    """Kill the trainer or its sampler at random moments, `kills` times; then let the run end."""
     chance = random.Random(seed)
     done = 0
     process = _start(environment, run_dir, *settings)
@@ -207,8 +205,9 @@ _PROXIMAL = "--config.algorithm.ratio_denominator=proximal"
     ids=["kl_proximal", "kl_tis", "measured_tolerance", "reward_level", "refill", "exact"],
 )
 def test_what_goes_with_a_lag(run_environment, tmp_path, settings):
-    """Each ends with a record that contradicts nothing, of tokens one step old whose gap is the sum
-    of its parts.
+    """Each run ends with a record that contradicts nothing.
+
+    Its tokens are one step old, and their gap is the sum of its parts.
     """
     finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1", *settings))
     records = read_records(tmp_path / "run")

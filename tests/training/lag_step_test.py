@@ -1,6 +1,4 @@
-"""A step on a batch that lags behind the policy: staleness and mismatch by hand, in float64
-NumPy.
-"""
+"""A step on a batch that lags behind the policy: staleness and mismatch in float64 NumPy."""
 
 import dataclasses
 import functools
@@ -161,8 +159,9 @@ def _lagged_step(
     ids=str,
 )
 def test_both_parts_are_those_computed_by_hand(kind, shape, monkeypatch):
-    """log p_now - log p^Inf = staleness + mismatch, token by token; the discrepancy is that of the
-    older weights.
+    """Token by token, log p_now - log p^Inf is staleness plus mismatch.
+
+    The discrepancy is that of the older weights.
     """
     model = MODELS[kind]
     monkeypatch.setattr(step_runs, "MODEL", model)
@@ -195,8 +194,9 @@ def test_both_parts_are_those_computed_by_hand(kind, shape, monkeypatch):
 
 @pytest.mark.parametrize("denominator", ["bypass", "rollout"])
 def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denominator):
-    """Four updates move the policy far; "now" is the policy before the first of them for the tokens
-    of all four.
+    """The policy "now" is the one before the first of four updates, for the tokens of all four.
+
+    The updates move the policy far.
     """
     rollout, _ = step_runs.make_rollout()
     then, now = (
@@ -216,8 +216,9 @@ def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denomi
 
 
 def test_lambda_stays_where_only_the_policy_moved():
-    """The engine agrees with the older weights to the last bit: no discrepancy, and lambda falls by
-    eta c alone.
+    """An engine that equals the older weights has no discrepancy, to the last bit.
+
+    lambda falls by eta c alone.
     """
     rollout, rewards = step_runs.make_rollout()
     compute = Compute(one_segment=True, logprob_chunk=11)
@@ -239,8 +240,9 @@ def test_lambda_stays_where_only_the_policy_moved():
 
 
 def test_the_decoupled_objective_weighs_by_what_the_policy_moved():
-    """AReaL's form in one update: -(pi_prox / pi_old) A on every token, whose clipped ratio is 1
-    and has its slope.
+    """AReaL's form in one update.
+
+    -(pi_prox / pi_old) A on every token, whose clipped ratio is 1 and has its slope.
     """
     rollout, _ = step_runs.make_rollout()
     then, now = (

@@ -1,5 +1,6 @@
-"""Any order, number and length of completions, in any layout and on any mesh: the same gradient to
-float32 rounding.
+"""The gradient is the same to float32 rounding in any layout and on any mesh.
+
+For any order, number and length of completions.
 """
 
 import functools
@@ -38,8 +39,9 @@ def _row_logprobs(plan, mesh, scheme=FULL, **compute):
 
 
 def _gradient(plan, mesh, scheme=FULL, policy=lambda params: params, **compute):
-    """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log
-    pi(o_i), compiled.
+    """Compile the gradient of sum_i w_i log pi(o_i) over completions.
+
+    (params, batch, weight of each completion) -> gradient.
     """
     row_logprobs = _row_logprobs(plan, mesh, scheme, **compute)
 
@@ -63,8 +65,9 @@ def _gradient(plan, mesh, scheme=FULL, policy=lambda params: params, **compute):
 
 
 def _lengths(seed):
-    """Completions of a batch: any number and lengths; one; all at the cap; all of one token; only
-    long ones.
+    """Completions of a batch: any number and lengths, and the extremes.
+
+    One; all at the cap; all of one token; only long ones.
     """
     rng = np.random.default_rng(seed)
     kinds = [
@@ -78,8 +81,9 @@ def _lengths(seed):
 
 
 def _inputs(seed, plan, mesh):
-    """The batch and the weights: completion i has the same tokens and weight wherever a permutation
-    puts it.
+    """The batch and the weights of a permutation of the completions.
+
+    Completion i has the same tokens and weight wherever it lies.
     """
     rng = np.random.default_rng(100 + seed)
     lengths = _lengths(seed)
@@ -159,8 +163,9 @@ _MESHES = ((2, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1), (1, 1, 8))
     ],
 )
 def test_any_layout_gives_the_same_gradient(shape, name, monkeypatch):
-    """The one of GPUs with cuDNN's packed attention, by a stand-in that reads memory as cuDNN
-    does.
+    """The layout of GPUs with cuDNN's packed attention.
+
+    A stand-in reads memory as cuDNN does.
     """
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)]) if shape else None
     plan = make_row_shapes(
@@ -221,9 +226,7 @@ def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
 
 
 def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypatch):
-    """The column that a lag compares the engine with: each token's, wherever its completion
-    lies.
-    """
+    """Each token has the column that a lag compares the engine with, wherever its completion lies."""
     stand_in_for_cudnn(monkeypatch)
     cudnn = _cudnn_plan()
     found = []
@@ -263,8 +266,9 @@ def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypat
     ["int8", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp8", "fp8_per_block"))],
 )
 def test_a_mesh_rounds_by_the_largest_entry_of_all_devices(products):
-    """Tokens before the o and down projections, and all matrices, are split: a part's maximum is
-    another scale.
+    """A scale is the maximum over all devices; a part's would be another.
+
+    Tokens before the o and down projections, and all matrices, are split.
     """
     scheme = Scheme(products=products, cache="fp8")
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])

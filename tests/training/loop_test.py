@@ -1,5 +1,6 @@
-"""Whole runs in processes of their own: killed, resumed, exact, and on real data with a real
-checkpoint.
+"""Whole runs in processes of their own: killed, resumed, exact.
+
+One is on real data with a real checkpoint.
 """
 
 import json
@@ -84,8 +85,9 @@ _EVALUATED = (
 
 @pytest.fixture(scope="module")
 def whole(run_environment, tmp_path_factory):
-    """An undisturbed run, the versions that its engine got, and the weight syncs to one that still
-    had weights.
+    """An undisturbed run and what its engine got.
+
+    The versions, and the weight syncs to an engine that still had weights.
     """
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
@@ -119,9 +121,7 @@ def test_every_evaluated_policy_has_its_score_beside_it(whole):
 
 @pytest.mark.long
 def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_path, whole):
-    """The state is final since the last update: nothing of what is sampled is waited for, judged or
-    recorded.
-    """
+    """The state is final after the last update: nothing of what is sampled is waited for."""
     run_dir = tmp_path / "run"
     # In training; then in the resumed run's first evaluation, which comes after step 3.
     for where, step in (("step 2", 2), ("evaluation 1", 3)):
@@ -290,9 +290,7 @@ def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, t
 
 @pytest.mark.long
 def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, tmp_path):
-    """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had
-    come to.
-    """
+    """Later prompts replace equal groups; a killed run goes on from the prompt that it had come to."""
     settings = (
         "--config.training.steps=4",
         "--config.checkpoint.every_steps=1",
@@ -329,8 +327,9 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
     not SHARED.is_dir(), reason="needs DAPO-Math-17K, which lies beside the development checkout"
 )
 def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
-    """Ten steps on real data, kill -9, resume, export: transformers gives the export the trained
-    model's logits.
+    """Ten steps on real data, kill -9, resume, export.
+
+    transformers gives the export the trained model's logits.
     """
     torch = pytest.importorskip(
         "torch", reason="torch (extra 'dev') makes and loads the checkpoint"

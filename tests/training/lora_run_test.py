@@ -1,5 +1,6 @@
-"""Whole runs that train adapters: resumed, exported merged and for PEFT, gone on with, and refused
-on another base.
+"""Whole runs that train adapters: resumed, exported, gone on with, refused on another base.
+
+Exports are merged and for PEFT.
 """
 
 import dataclasses
@@ -75,8 +76,9 @@ def test_a_checkpoint_has_the_adapters_alone_and_what_they_were_trained_on(run_d
 
 
 def test_a_resumed_run_repeats_the_bits_of_an_undisturbed_one(run_environment, tmp_path, run_dir):
-    """With a lag too the whole state is the adapters'; here in two goes what the fixture does in
-    one.
+    """With a lag too the whole state is the adapters'.
+
+    Here in two goes what the fixture does in one.
     """
     directory = tmp_path / "run"
     finish(start(run_environment, directory, *LORA, "--config.training.steps=2"))

@@ -1,5 +1,6 @@
-"""The step that trains adapters: at full rank it is the step that trains the matrices; on every
-mesh it is one step.
+"""At full rank the step that trains adapters is the step that trains the matrices.
+
+On every mesh it is one step.
 """
 
 import math
@@ -53,8 +54,9 @@ def _run(
     only=(),
     cut=None,
 ) -> Any:
-    """The state after `steps` on one batch, and each step's metrics; `only` trains the attention
-    matrices named.
+    """The state after `steps` on one batch, and each step's metrics.
+
+    `only` trains the attention matrices named.
 
     `cut` is a rollout of an engine that samples from its top-k tokens alone.
     """
@@ -109,8 +111,9 @@ def _adapters(lora: Lora, a: float, b: Any) -> Any:
 
 
 def test_at_full_rank_training_adapters_is_training_the_matrices() -> None:
-    """y = x W + (1/c) (x A) (c I): the gradient of A is that of W; that of B is smaller by c, its
-    weight by c again.
+    """The gradient of A is that of W; that of B is smaller by c, its weight by c again.
+
+    y = x W + (1/c) (x A) (c I).
     """
     base = make_params()
     adapters = _adapters(FULL_RANK, 0.0, C)
@@ -174,8 +177,9 @@ def test_several_devices_equal_one(shape: tuple[int, ...], quantized: bool) -> N
 
 
 def test_a_cut_distribution_is_that_of_the_merged_weights() -> None:
-    """The kept set is the engine's in both; its mass, the discrepancy and the loss are those of
-    base and product.
+    """Base and product give the mass of the kept set, the discrepancy and the loss.
+
+    The kept set is the engine's in both.
     """
     base = make_params()
     adapters = _adapters(ALL, 0.1, 0.5)

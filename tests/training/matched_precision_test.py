@@ -1,6 +1,4 @@
-"""The training stack's forward pass with an engine's 8-bit weights, and its straight-through
-gradient.
-"""
+"""The forward pass with an engine's 8-bit weights, and its straight-through gradient."""
 
 import json
 import subprocess
@@ -122,8 +120,9 @@ def test_float32_head_multiplies_by_the_full_output_matrix():
 def test_a_run_with_matched_weights_and_cache_has_no_discrepancy_and_lambda_falls(
     run_environment, tmp_path
 ):
-    """Two steps of the demo's debug run, FP8 weights and cache of the embedded engine, with and
-    without matching.
+    """Two steps of the demo's debug run with and without matched precision.
+
+    FP8 weights and cache of the embedded engine.
     """
     engine = (
         "--config.rollout.precision=fp8",

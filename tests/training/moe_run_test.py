@@ -35,8 +35,9 @@ def _train(environment, run_dir, options, *overrides):
 
 
 def _assert_two_steps(records, discrepancy):
-    """In float32 trainer and engine differ by rounding: a token sent to another expert would be off
-    by more.
+    """In float32 trainer and engine differ by rounding.
+
+    A token sent to another expert would be off by more.
     """
     assert len(records) == 2
     for record in records:

@@ -1,6 +1,4 @@
-"""A training step of a mixture of experts: its load, its load-balancing loss and replayed experts,
-on any mesh.
-"""
+"""A step of a mixture of experts: load, load-balancing loss and replayed experts, on any mesh."""
 
 import dataclasses
 import functools
@@ -38,8 +36,9 @@ def _compute(packed=False):
 
 
 def _replaying(choice="random"):
-    """The tests' rollout with experts to replay, drawn at random; the members of a group agree
-    about its prompt.
+    """The tests' rollout with random experts to replay.
+
+    The members of a group agree about its prompt.
     """
     rollout, rewards = step_runs.make_rollout()
     routed = []
@@ -66,8 +65,9 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_experts_on_several_devices_equal_one(shape):
-    """Parameters and every metric after two steps with replay and balancing; the router's gradient
-    shows in both.
+    """Parameters and every metric after two steps with replay and balancing.
+
+    The router's gradient shows in both.
     """
     run_steps = functools.partial(
         step_runs.run_steps,
@@ -100,8 +100,9 @@ def _moe(metrics):
 
 
 def test_load_and_balancing_are_the_same_in_every_layout():
-    """One micro-batch or several, one completion in a row or several: positions that predict a
-    completion count.
+    """Positions that predict a completion count alike in every layout.
+
+    One micro-batch or several, one completion in a row or several.
     """
     run_steps = functools.partial(
         step_runs.run_steps, mini_batches=1, settings=BALANCED, rollout=_replaying()
@@ -120,8 +121,9 @@ def test_load_and_balancing_are_the_same_in_every_layout():
 
 
 def test_balancing_loss_has_its_weight():
-    """All rewards alike leave no policy gradient: what is left is the gradient of E sum f P over
-    the mini-batch.
+    """Equal rewards leave no policy gradient, only that of the load-balancing loss.
+
+    It is the gradient of E sum f P over the mini-batch.
     """
     rollout, rewards = step_runs.make_rollout()
     settings = dataclasses.replace(BALANCED, method="grpo")
@@ -217,8 +219,9 @@ def test_tokens_without_experts_to_replay_use_the_routers_own():
 
 @pytest.mark.long
 def test_the_reference_policy_routes_by_itself():
-    """Its KL to the policy of the first step is 0 with replay off; replay changes the policy's side
-    alone.
+    """The KL to the first step's policy is 0 without replay.
+
+    Replay changes the policy's side alone.
     """
     settings = dataclasses.replace(step_runs.ALGORITHM, kl_coefficient=0.5, method="grpo")
     rollout, rewards = _replaying()

@@ -1,5 +1,6 @@
-"""An engine in a process of its own, which samples while the trainer trains. What it samples
-depends on the weights.
+"""An engine in a process of its own, which samples while the trainer trains.
+
+What it samples depends on the weights.
 
 `python overlapping_engine.py` is that process: a line of JSON in, a line of JSON out. Killed, it is
 started again and asked again.

@@ -1,5 +1,6 @@
-"""A program for alarm_watch_test.py: the real trainer against an engine with a planted fault, one
-run for each fault.
+"""Run the real trainer against an engine with a planted fault, for alarm_watch_test.py.
+
+One run for each fault.
 
     python -m tests.training.planted_alarms DIRECTORY
 
@@ -35,8 +36,9 @@ _SETTINGS = """
 
 
 def _off(logprobs, completion, spread):
-    """Log-probs that are off by noise, the same for the same tokens: below at most `spread` nats,
-    as rounding is.
+    """Log-probs with noise as rounding makes it.
+
+    Lower by at most `spread` nats, the same for the same tokens.
     """
     noise = np.random.default_rng([int(token) for token in completion]).uniform(
         -spread, 0, len(completion)
@@ -70,8 +72,9 @@ class Planted:
 
 
 class Mismatch(Planted):
-    """Log-probs that are off by up to 0.5 nats, as a coarse precision has them: the same whenever
-    it is asked.
+    """Log-probs that are off by up to 0.5 nats, as a coarse precision has them.
+
+    The same whenever it is asked.
     """
 
     spread = 0.5
@@ -87,8 +90,9 @@ class Mismatch(Planted):
 
 
 class Noise(Mismatch):
-    """An engine that disagrees with itself in another batch shape, by half of what it disagrees
-    with the trainer.
+    """An engine that disagrees with itself in another batch shape.
+
+    By half of what it disagrees with the trainer.
     """
 
     spread = 0.1
@@ -125,8 +129,9 @@ class Support(Planted):
 
 
 class Retokenization(Planted):
-    """From the fifth step on every fourth completion comes back one token shorter: two were
-    merged.
+    """From the fifth step on every fourth completion comes back one token shorter.
+
+    Two tokens were merged.
     """
 
     def change(self, episode, step):

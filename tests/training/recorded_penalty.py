@@ -1,4 +1,5 @@
-"""DC-GRPO's penalty that also writes, from within the compiled step, what it penalized:
+"""DC-GRPO's penalty that writes what it penalized to a file, from within the compiled step.
+
 `PENALIZED_TO` names the file.
 """
 

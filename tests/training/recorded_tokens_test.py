@@ -1,6 +1,4 @@
-"""The tokens that a run records: they give the run's own metrics again, and the probe reads
-them.
-"""
+"""The recorded tokens of a run give its metrics again, and the probe reads them."""
 
 import json
 from pathlib import Path
@@ -34,8 +32,9 @@ def _train(environment, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def run(run_environment, tmp_path_factory):
-    """Twenty steps of two updates each, every step recorded. Lambda moves slowly enough to stay
-    within its ends.
+    """Twenty steps of two updates each, every step recorded.
+
+    Lambda moves slowly enough to stay within its ends.
 
     The penalty is DC-GRPO's; the compiled step also writes what it penalized.
     """
@@ -89,8 +88,9 @@ def test_the_recorded_lists_give_the_runs_own_measures_of_whole_states(run):
 
 
 def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
-    """The embedded engine scores what it decoded to rounding, so the second leg is the gap
-    itself.
+    """The second leg is the whole gap.
+
+    The embedded engine scores what it decoded to rounding.
     """
     metrics = read_metrics(run)
     step = 17
@@ -110,8 +110,9 @@ def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
 
 
 def test_legs_by_hand():
-    """Of the completion with scores, without its second token: q = 0.5, 0.25, s = 0.4, 0.25, p =
-    0.3, 0.35.
+    """Measures of the completion with scores, without its second token.
+
+    q = 0.5, 0.25, s = 0.4, 0.25, p = 0.3, 0.35.
     """
     logs = {"rollout_logprobs": np.log([0.5, 1, 0.25]), "train_logprobs": np.log([0.3, 1, 0.35])}
     completions = [
@@ -242,8 +243,9 @@ def test_the_exact_engine_is_recorded_without_mismatch_and_recording_changes_no_
 
 
 def test_values_return_to_their_completions_from_packed_rows():
-    """Two mini-batches of 2 completions, two buckets; completion 1 of the first lies in the second
-    bucket.
+    """Two mini-batches of 2 completions in two buckets.
+
+    Completion 1 of the first lies in the second bucket.
     """
 
     def rows(mask, index):

@@ -1,6 +1,4 @@
-"""Prompts and completions of a step: the order of prompts, and dynamic sampling with known
-rewards.
-"""
+"""The order of a step's prompts, and dynamic sampling with known rewards."""
 
 import numpy as np
 import pytest
@@ -114,8 +112,9 @@ def test_a_group_differs_by_its_usable_completions_alone():
 def test_the_noise_floor_is_the_larger_mean_of_one_pass_and_of_sampling_alone(
     scored, alone, log_ratio
 ):
-    """|p - q| of log-probs 0 and -0.1 that come again lower by `log_ratio`: (1 + e^-0.1) / 2 (1 -
-    e^-log_ratio).
+    """|p - q| of log-probs 0 and -0.1 that come again lower by `log_ratio`.
+
+    (1 + e^-0.1) / 2 (1 - e^-log_ratio).
     """
     task = small_task(training={"seed": 5})
     engine = EchoEngine(scored=scored, alone=alone)

@@ -1,6 +1,4 @@
-"""Runs of two processes on fake devices, in processes of their own: like one, killed, stopped,
-resumed elsewhere.
-"""
+"""Runs of two processes on fake devices are like one: killed, stopped, resumed elsewhere."""
 
 import json
 import re
@@ -226,8 +224,9 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(
 def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_process_0(
     run_environment, tmp_path
 ):
-    """Process 1 compiles for its own device what process 0 reads; only process 0 writes programs to
-    the cache.
+    """Process 1 compiles for its own device what process 0 reads.
+
+    Only process 0 writes programs to the cache.
     """
     page = (ROOT / "docs" / "several_hosts.md").read_text().partition("# on the other host")[0]
     flags = re.findall(r"--config\.hosts\.\w+=\S+", page)
@@ -255,9 +254,7 @@ def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_proces
 
 
 def test_a_step_that_one_process_fails_to_compile_ahead_holds_up_nobody(run_environment, tmp_path):
-    """Its main thread compiles other programs in the order of the other process's, whatever threads
-    compile.
-    """
+    """Main threads compile in one order on both processes, whatever other threads compile."""
     short = (
         "--config.warmup.steps=0",
         "--config.training.steps=1",
@@ -276,8 +273,9 @@ def test_a_step_that_one_process_fails_to_compile_ahead_holds_up_nobody(run_envi
 
 @pytest.mark.long
 def test_the_top_k_tokens_of_two_processes_are_those_of_one(run_environment, tmp_path):
-    """Gathered, packed and measured as one process's; what they give says so, with the rounding of
-    two reductions.
+    """Two processes give what one gives, with the rounding of two reductions.
+
+    Their batches are gathered, packed and measured as one process's.
     """
     settings = (
         *_RUN,
@@ -391,8 +389,9 @@ def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tm
 def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_processes(
     run_environment, tmp_path
 ):
-    """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has
-    other rows.
+    """The same loss to float32 rounding, wherever steps 2 and 3 are computed.
+
+    An fsdp mesh has other rows.
     """
     shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
     float32 = [

@@ -1,5 +1,6 @@
-"""Supervised fine-tuning: the loss of transformers, however conversations lie in rows; killed runs
-go on exactly.
+"""Supervised fine-tuning has the loss of transformers, however conversations lie in rows.
+
+Killed runs go on exactly.
 """
 
 import json

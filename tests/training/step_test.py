@@ -37,9 +37,10 @@ from tests.support.step_runs import (
 
 @pytest.fixture
 def newer_code(monkeypatch):
-    """Programs that XLA's newer code generator of fusions makes, as in all runs but the tests (see
-    tests/conftest.py). With the older one a value can differ in the last bit between two programs
-    that compute it.
+    """Compile with XLA's newer code generator of fusions, as all runs but the tests do.
+
+    See tests/conftest.py. With the older one a value can differ in the last bit between two
+    programs that compute it.
     """
     if "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
         return
@@ -376,9 +377,7 @@ def test_devices_exchange_once_in_an_update():
 
 
 def test_gradients_are_summed_in_float32_and_in_parts(newer_code):
-    """Parameters over eight devices: the loop over micro-batches carries each device's eighth of a
-    gradient.
-    """
+    """With parameters over eight devices the loop carries an eighth of the gradient on each."""
     mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
     create, step, _ = step_runs.programs(
         ALGORITHM, 1, mesh, Compute(one_segment=True, logprob_chunk=16), False
@@ -440,8 +439,9 @@ def test_lambda_rests_in_the_steps_that_c_is_measured_on():
 
 
 def test_c_of_each_first_step_takes_the_latest_noise_floor():
-    """Of 1, 2, 3, 8 with a floor of 4 from step 2 to 3 and of 6 from step 4: the median of 1, 4, 4,
-    8, times 1.25.
+    """The measured tolerance is 1.25 times a median over the floors.
+
+    Of 1, 2, 3, 8 with a floor of 4 from step 2 to 3 and of 6 from step 4: the median of 1, 4, 4, 8.
     """
     settings = dataclasses.replace(ALGORITHM, tolerance_steps=4, tolerance_factor=1.25)
     series = {"discrepancy/mean": (np.arange(1, 5), np.array([1.0, 2.0, 3.0, 8.0]))}
@@ -477,8 +477,9 @@ _LOSSES = (
     ],
 )
 def test_corrections_leave_the_divergence_as_it_is(denominator, aggregation, limit):
-    """Some tokens dropped, or all: the divergence keeps its tokens, its weights and its
-    denominator.
+    """The divergence keeps its tokens, weights and denominator where tokens are dropped.
+
+    Some tokens, or all.
     """
     settings = dataclasses.replace(
         ALGORITHM,

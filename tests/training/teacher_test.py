@@ -1,5 +1,6 @@
-"""On-policy distillation: the gradient of the reverse KL, a teacher of another shape, a server,
-resume, refusals.
+"""On-policy distillation: the gradient of the reverse KL, and teachers of several kinds.
+
+One of another shape, one on a server; resume and refusals.
 """
 
 import dataclasses
@@ -35,8 +36,9 @@ _SIZES = dict(
 
 
 def _save_teacher(directory, tokenizer=None, **changes):
-    """A random Llama of transformers with the built-in tokenizer, another shape and family than the
-    demo's policy.
+    """A random Llama of transformers with the built-in tokenizer.
+
+    Of another shape and family than the demo's policy.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,8 +62,9 @@ def test_the_mean_over_the_policys_tokens_is_the_gradient_of_the_reverse_kl():
     teacher = jax.nn.log_softmax(teacher)
 
     def expected_gain(logits, weight=0.5):
-        """sum_y p(y) A_y log pi(y), every token of the vocabulary sampled once as a completion of a
-        row of its own.
+        """sum_y p(y) A_y log pi(y) over the whole vocabulary.
+
+        Every token is sampled once, as a completion of a row of its own.
         """
         old = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
         place = np.arange(7)[:, None]

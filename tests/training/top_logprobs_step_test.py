@@ -1,6 +1,4 @@
-"""A step on a batch with the engine's top-k tokens: its measures in float64, and its centred
-gradient.
-"""
+"""A step on a batch with the engine's top-k tokens: measures and centered gradient in float64."""
 
 import dataclasses
 import functools
@@ -26,8 +24,9 @@ SETTINGS = dataclasses.replace(
 
 @dataclasses.dataclass
 class Listed(Rollout):
-    """A rollout whose engine lists its k top-k tokens: `tables` [T, V] log q of each
-    completion.
+    """A rollout whose engine lists its top-k tokens.
+
+    `tables` [T, V] are log q of each completion.
     """
 
     tables: list = ()
@@ -50,9 +49,7 @@ class Listed(Rollout):
 
 @jax.jit
 def _tables(params, ids):
-    """log pi of the whole vocabulary in the place of every token after the first, one completion a
-    row.
-    """
+    """log pi of the whole vocabulary for every token after the first, one completion a row."""
     inputs = decoder.unpacked_inputs(ids)
     hidden = decoder.hidden_states(params, step_runs.MODEL, inputs, Compute())
     return jax.nn.log_softmax(
@@ -68,8 +65,9 @@ def _pull_back(params, ids, slopes):
 
 @functools.cache
 def _rollout(k=V):
-    """The tests' rollout with an engine whose logits are the trainer's and noise; log p [T, V] of
-    each completion.
+    """The tests' rollout with an engine whose logits are the trainer's plus noise.
+
+    With log p [T, V] of each completion.
     """
     rollout, rewards = step_runs.make_rollout()
     ids, spans = step_runs.padded(rollout)
@@ -121,8 +119,9 @@ def test_measures_of_the_whole_vocabulary_are_float64_sums(shape):
 
 @pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
 def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
-    """-A (log p_y - sum_v sg(q_v) log p_v), with f = tis: sg(f) in both. One mini-batch: its norm
-    before the update.
+    """The centered loss -A (log p_y - sum_v sg(q_v) log p_v).
+
+    With f = tis: sg(f) in both. One mini-batch: its norm before the update.
     """
     settings = dataclasses.replace(SETTINGS, corrections="tis(high=1.1),score_centering")
     rollout, rewards, log_p = _rollout()
@@ -157,8 +156,10 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
 
 @pytest.mark.parametrize("penalty", ["state_tv", "state_kl", "state_delta"])
 def test_a_penalty_in_the_loss_has_the_gradient_of_the_states_discrepancy(penalty):
-    """-A log p_y + lambda D: in log p_v p sign(p - q) / 2, -q, q p sign(p - q) times lambda, which
-    moves by delta.
+    """The loss -A log p_y + lambda D for three measures D.
+
+    Its gradient in log p_v is p sign(p - q) / 2, -q, or q p sign(p - q) times lambda, which moves
+    by delta.
     """
     settings = dataclasses.replace(SETTINGS, method=penalty, multiplier=0.8, multiplier_max=9.0)
     rollout, rewards, log_p = _rollout()
@@ -249,8 +250,9 @@ def cut_rollout():
 
 @pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
 def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
-    """The engine keeps the 6 top-k tokens: log p_y - log S, its gradient, S and the
-    discrepancy.
+    """An engine that keeps its 6 top-k tokens: log p_y - log S, its gradient, and S.
+
+    The discrepancy too.
     """
     ours, rewards = cut_rollout()
     tables = ours.tables
@@ -310,8 +312,9 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
 
 
 def test_a_cut_batch_that_lags_is_compared_under_the_weights_that_sampled_it():
-    """At the same weights it is the batch without a lag; sampled by others, its measures are a
-    step's at those.
+    """At the same weights the batch is as one without a lag.
+
+    Sampled by other weights, its measures are a step's at those.
     """
     compute = Compute(one_segment=True, logprob_chunk=16)
     create, step, _ = step_runs.programs(SETTINGS, 1, None, compute, False, cut=True)

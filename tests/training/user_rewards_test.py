@@ -1,5 +1,6 @@
-"""Rewards of users in whole runs: what is trained on can be computed again, and every failure is
-one line.
+"""Rewards of users in whole runs: what is trained on can be computed again.
+
+Every failure is one line.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Whole runs against real vLLM whose sidecar is killed again and again: the record is that of an
-undisturbed run.
-"""
+"""Whole runs against real vLLM, whose sidecar is killed, leave an undisturbed run's record."""
 
 import os
 import random
@@ -54,8 +52,9 @@ def _samples(run_dir):
 
 
 def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_property):
-    """SIGKILL at random points, starting, loading, sampling or idle: same tokens, rewards and
-    multiplier.
+    """SIGKILL to the sidecar changes no token, reward or multiplier.
+
+    At random points: starting, loading, sampling or idle.
     """
     steps = 40
     kills = 20
@@ -106,8 +105,9 @@ def test_killing_the_sidecar_changes_nothing(run_environment, tmp_path, record_p
 def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(
     run_environment, tmp_path, record_property
 ):
-    """Lag 1: SIGKILL to the trainer or to the sidecar at random moments, the trainer resumed each
-    time.
+    """Lag 1 with SIGKILL to the trainer or to the sidecar at random moments.
+
+    The trainer is resumed each time.
     """
     steps = 40
     kills = 20
@@ -157,8 +157,9 @@ _ROUNDING = {"rel": 1e-3, "abs": 1e-4}
 def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(
     run_environment, tmp_path, record_property
 ):
-    """Whole runs in float32: one sidecar, two, and two of which one is killed at ten random
-    points.
+    """Whole runs in float32 with one sidecar, with two, and with one of two killed.
+
+    At ten random points.
     """
     steps = 40
     kills = 10
