@@ -64,6 +64,7 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.arguments import Parser, output_file
 from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.commands.flags import parse_with
+from dcmdp_jax.commands.parsers import add_config
 from dcmdp_jax.config.load import for_supervision
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import Lowerable
@@ -102,6 +103,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write the figures to FILE"
     )
+    add_config(parser)
     arguments = parse_with(parser, argv)
     config = for_supervision(arguments.config) if arguments.config.supervised else arguments.config
     lengths = lengths_asked(arguments.lengths, config)

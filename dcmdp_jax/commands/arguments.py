@@ -24,7 +24,8 @@ def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Argument parser with one-line errors for `run_main`, which name the nearest flag."""
 
-    def __init__(self, command: str = "", **options: Any) -> None:
+    def __init__(self, command: str = "", *, example: str = "", **options: Any) -> None:
+        self._example = example
         if command:
             installed = f"dcmdp {command}"
             options["prog"] = installed if sys.argv[0] == installed else f"python -m bin.{command}"
@@ -34,6 +35,13 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+
+    def format_help(self) -> str:
+        """The help, and the example on a line of its own."""
+        text = super().format_help()
+        if self._example:
+            text += f"\nexample:\n  {self._example}\n"
+        return text
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""

@@ -13,11 +13,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from dcmdp_jax.commands.arguments import Parser
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.gguf_convert import convert_gguf
 from dcmdp_jax.models.hf_config import read_model_config, wrapping_class
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
@@ -30,7 +29,6 @@ from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.report import facts, provenance, read_run, verdict
 from dcmdp_jax.version import REPOSITORY
 
-_DTYPES = ("bfloat16", "float32")
 # Rows of the curve's table, at most.
 _POINTS = 12
 _COLUMNS = {
@@ -52,56 +50,11 @@ CITATION = """@article{liu2026dcmdp,
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first) and run the command; failures are exceptions."""
-    arguments = _parser().parse_args(argv[1:])
+    arguments = parsers.convert().parse_args(argv[1:])
     # Conversion needs the host's memory only; a busy or small accelerator must not get in its way.
     jax.config.update("jax_platforms", "cpu")
-    arguments.run(arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser("convert", description="Check and write Hugging Face model directories.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    check = commands.add_parser(
-        "hf-check", help="check a directory's config.json, tokenizer, tensors and values"
-    )
-    check.set_defaults(run=_check)
-    check.add_argument(
-        "hf_dir",
-        type=Path,
-        metavar="HF_DIR",
-        help="config.json, safetensors, tokenizer",
-    )
-
-    gguf = commands.add_parser(
-        "from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory"
-    )
-    gguf.set_defaults(run=_from_gguf)
-    families = ", ".join(family.gguf for family in FAMILIES.values() if family.gguf)
-    gguf.add_argument("file", type=Path, metavar="FILE", help=f"a whole .gguf of {families}")
-    _add_output(gguf, dtype="float32")
-
-    export = commands.add_parser(
-        "export", help="write a training checkpoint as a directory transformers and vLLM load"
-    )
-    export.set_defaults(run=_export)
-    add = export.add_argument
-    add("run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it")
-    add("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
-    about = "then upload OUT_DIR to the Hugging Face Hub"
-    add("--push", default="", metavar="USER/NAME", help=about)
-    add("--adapter", action="store_true", help="write the adapters alone, as PEFT reads them")
-    _add_output(export, dtype="bfloat16")
-    return parser
-
-
-def _add_output(command: argparse.ArgumentParser, *, dtype: str) -> None:
-    """Add the arguments of what is written, by default in `dtype`."""
-    add = command.add_argument
-    add("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
-    about = "of the tensors (default: %(default)s)"
-    add("--dtype", choices=_DTYPES, default=dtype, help=about)
-    add("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
+    actions = {"hf-check": _check, "from-gguf": _from_gguf, "export": _export}
+    actions[arguments.command](arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:

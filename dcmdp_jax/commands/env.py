@@ -12,7 +12,7 @@ import sys
 import jax
 
 import dcmdp_jax
-from dcmdp_jax.commands.arguments import Parser
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.observe.metrics_io import code_commit
 from dcmdp_jax.run.memory_use import free_host_bytes
 
@@ -33,8 +33,7 @@ _VARIABLES = (
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first, none are known), print a line for each fact."""
-    parser = Parser("env", description="Versions, machine and devices, for a bug report.")
-    parser.parse_args(argv[1:])
+    parsers.env().parse_args(argv[1:])
 
     commit = code_commit()
     version = dcmdp_jax.__version__

@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.commands import failures, flags
-from dcmdp_jax.commands.arguments import Parser, real, whole
+from dcmdp_jax.commands import failures, flags, parsers
 from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
@@ -145,7 +144,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     Raises:
         UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
-    arguments, overrides = flags.parse_settings(_parser(), words)
+    arguments, overrides = flags.parse_settings(parsers.evaluate(), words)
     if (arguments.model is None) == (arguments.table is None):
         raise UserError(
             "MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL"
@@ -283,53 +282,3 @@ def _changes_a_score(name: str, config: Config) -> bool:
     return name.startswith(("task.", "rewards.", "rollout.")) and not checks.may_change(
         name, config
     )
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "evaluate",
-        description="avg@K and pass@K of a model, in the paper's table layout. "
-        "--config.section.name=value overrides a setting of the run, such as "
-        "--config.evaluation.task=aime24.jsonl.",
-    )
-    add = parser.add_argument
-
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        type=Path,
-        help="model directory, OWNER/NAME on the Hub, run or checkpoint",
-    )
-    add(
-        "--step",
-        type=whole(0),
-        metavar="N",
-        help="which checkpoint of a run (default: the newest)",
-    )
-    add(
-        "--top-p",
-        type=real(0, 1),
-        help="nucleus mass (default: the run's, else the paper's, 1)",
-    )
-    add(
-        "--overlap",
-        choices=("report", "drop"),
-        help="report problems that task.train has too, or leave them out",
-    )
-    add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="JSON of the scores; FILE.problems.jsonl has all completions (default: in the run "
-        "directory, or here)",
-    )
-    add(
-        "--table",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="only print one table over finished evaluations",
-    )
-    return parser

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-import dcmdp_jax
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.arguments import Parser, nearest
 from dcmdp_jax.config.load import OTHER_NAMES, from_config_dict, parse_value
 from dcmdp_jax.config.settings import Config, setting_names
@@ -28,9 +28,6 @@ from dcmdp_jax.dotted_names import flatten, replace_value
 from dcmdp_jax.errors import UserError, one_line, shorten
 from dcmdp_jax.run.directory import name_suffix
 
-PRESETS = Path(dcmdp_jax.__file__).parent / "presets"
-"""`configs/` of the repository, as the package has it."""
-_NO_PRESETS = ("__init__", "base")
 _OVERRIDE = "config."
 
 
@@ -50,30 +47,14 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
         UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or
             fails, or a setting that `from_config_dict` refuses.
     """
-    about = "Learn from the conversations of task.train"
-    if command == "train":
-        about = "Train a policy"
-    parser = Parser(
-        command,
-        description=f"{about}; the same command resumes a run. dcmdp settings lists settings, "
-        "--config.section.name=value.",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the plan, and stop"
-    )
-    parser.add_argument(
-        "--print-config",
-        action="store_true",
-        help="print every setting, mark what differs, and stop",
-    )
-    return parse_with(parser, argv)
+    return parse_with(parsers.PARSERS[command](), argv)
 
 
 def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Read a command line that has a config and other arguments.
 
     Args:
-        parser: with the other arguments.
+        parser: with the other arguments and `parsers.add_config`'s.
         argv: see `parse`.
 
     Returns:
@@ -82,11 +63,6 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: see `parse`.
     """
-    about = (
-        f"a preset ({', '.join(preset_names())}), a config file and its argument, or a .yaml "
-        "or .toml file"
-    )
-    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
     parsed, overrides = parse_settings(parser, argv[1:])
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=demo")
@@ -222,16 +198,6 @@ def _read(location: str) -> dict[str, Any]:
     return settings
 
 
-def preset_names(folder: str = "") -> list[str]:
-    """Names of the presets, or of the studies."""
-    return [path.stem for path in _programs(PRESETS / folder)]
-
-
-def _programs(folder: Path) -> list[Path]:
-    """The config or study files of a folder."""
-    return [path for path in sorted(folder.glob("*.py")) if path.stem not in _NO_PRESETS]
-
-
 def call_function(
     option: str,
     program: str,
@@ -287,21 +253,21 @@ def call_function(
 
 def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
     """The file, and the directories that are `configs` to it."""
-    presets = preset_names(folder)
+    presets = parsers.preset_names(folder)
     if location in presets:
-        return PRESETS / folder / f"{location}.py", [PRESETS]
+        return parsers.PRESETS / folder / f"{location}.py", [parsers.PRESETS]
     path = Path(location)
     here = Path("configs")
     with contextlib.suppress(OSError):  # a name that is too long
         if path.is_file():
-            directories = [here.resolve(), PRESETS]
+            directories = [here.resolve(), parsers.PRESETS]
             for parent in path.resolve().parents:
                 if parent.name == "configs":
                     directories.insert(0, parent)
                     break
             return path, directories
 
-    files = list(map(str, _programs(here / folder)))
+    files = list(map(str, parsers.config_files(here / folder)))
     hint = nearest(path.stem, presets, f"there are {', '.join(files or presets)}")
     hint = nearest(location, [*files, *presets], hint)
     raise UserError(f"{option}: no file {location}; {hint}")

@@ -9,6 +9,7 @@ import dcmdp_jax
 from dcmdp_jax.activity import command_starts
 from dcmdp_jax.commands.arguments import nearest
 from dcmdp_jax.commands.failures import run_main
+from dcmdp_jax.commands.parsers import PARSERS
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 from dcmdp_jax.errors import UserError
 
@@ -35,18 +36,21 @@ def console(name: str = "") -> NoReturn:
     Args:
         name: the command; empty for the one that `sys.argv` names.
     """
+    if not name:
+        name, *words = sys.argv[1:] or [""]
+        if name not in COMMANDS:
+            run_main(_without_command)
+        sys.argv = [f"dcmdp {name}", *words]
+    if {"-h", "--help"} & set(sys.argv):
+        # Without the command's imports, which take seconds.
+        run_main(lambda argv: PARSERS[name]().parse_args(argv[1:]))
+
     # Before what they import makes threads.
     keep_freed_memory()
     hide_torch()
     command_starts()
     # A reward, remedy or engine may be named `module:name`. `python -m` has this directory first.
     sys.path.append("")
-
-    if not name:
-        name, *words = sys.argv[1:] or [""]
-        if name not in COMMANDS:
-            run_main(_without_command)
-        sys.argv = [f"dcmdp {name}", *words]
     run_main(_command(name))
 
 

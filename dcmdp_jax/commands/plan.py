@@ -15,8 +15,7 @@ import functools
 import json
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands import flags
-from dcmdp_jax.commands.arguments import Parser, output_file
+from dcmdp_jax.commands import flags, parsers
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError, suggestion
 from dcmdp_jax.plan.plan_text import describe_plan, plan_record
@@ -32,7 +31,7 @@ from dcmdp_jax.plan.topologies import (
 
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), compile, print; exit code 1 if it does not fit."""
-    arguments = flags.parse_with(_parser(), argv)
+    arguments = flags.parse_with(parsers.plan(), argv)
     config = arguments.config
     if config.supervised:
         config = load.for_supervision(config)
@@ -79,22 +78,3 @@ def main(argv: list[str]) -> int:
         atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
         tell(f"wrote {arguments.json}")
     return int(not fits)
-
-
-def _parser() -> Parser:
-    parser = Parser("plan", description="Memory of a run at full size, by the compiler.")
-    add = parser.add_argument
-    add("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
-    add(
-        "--programs",
-        metavar="NAME,NAME",
-        default="",
-        help=f"of {', '.join(PROGRAMS)}; default: all",
-    )
-    add(
-        "--search",
-        action="store_true",
-        help="try other meshes and micro-batches of the step; list what fits",
-    )
-    add("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
-    return parser

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.commands.arguments import Parser, output_directory, real, whole
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.flags import load_config, parse_settings
 from dcmdp_jax.config.checks import settings_of
 from dcmdp_jax.config.load import for_sampling
@@ -37,7 +37,7 @@ from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
 from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
 from dcmdp_jax.probe.columns import page
 from dcmdp_jax.probe.columns.analysis import Analysis, Measured, analyze
-from dcmdp_jax.probe.columns.formats import FORMATS, format_of
+from dcmdp_jax.probe.columns.formats import format_of
 from dcmdp_jax.probe.columns.over_training import (
     RecordedFile,
     Recording,
@@ -47,7 +47,7 @@ from dcmdp_jax.probe.columns.over_training import (
 )
 from dcmdp_jax.probe.columns.recording import Columns
 from dcmdp_jax.probe.columns.recording_files import LeftOut
-from dcmdp_jax.probe.live.engines import ProbeSpec, parse_spec, settings_for
+from dcmdp_jax.probe.live.engines import ProbeSpec, settings_for
 from dcmdp_jax.probe.live.session import Session, check_specs, probe_pairs
 from dcmdp_jax.run.directory import read_config
 from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model
@@ -69,25 +69,12 @@ _BY_ENGINE = (
     "rollout.compute_dtype",
     "rollout.kv_cache_dtype",
 )
-# Tokens of a recording that are kept at most: they fit the memory of a laptop. Ours.
-_MAX_TOKENS = 5_000_000
 _FLOOR = "mismatch/noise_floor"
-_TOKEN_COLUMN = "token_ids"
-_OTHER_COLUMNS = {
-    "--train-column": "lists of the training stack's log-probs, nats",
-    "--rollout-column": "lists of the engine's log-probs, nats",
-    "--mask-column": "1 on sampled tokens (default: all are)",
-    "--entropy-column": "the training stack's entropies (default: none)",
-    "--lag-column": "age in steps of the weights that sampled",
-    "--top-column": "the engine's top-k tokens, as Recorder packs them",
-}
-"""Option of a field of `Columns` -> what it names."""
-_RECORDED_BY = "trl", "verl", "skyrl"
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
-    arguments, overrides = parse_settings(_parser(), argv[1:])
+    arguments, overrides = parse_settings(parsers.probe(), argv[1:])
     recorded = arguments.recording
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")
@@ -124,117 +111,13 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "probe",
-        description="How far two engines disagree on the same tokens, and why. "
-        "--config.section.name=value overrides a setting of the run, such as "
-        "--config.task.train=FILE.",
-    )
-    _add_recording(parser)
-    add_engines(parser).add_argument(
-        "--no-rescoring", action="store_true", help="name the cause from the two columns alone"
-    )
-
-    share = real(0, 1)
-    add = parser.add_argument
-    add(
-        "--tolerance",
-        type=share,
-        metavar="C",
-        help="budget to count completions over (default: the recommended)",
-    )
-    add(
-        "--fail-above",
-        type=share,
-        default=1.0,
-        metavar="X",
-        help="exit code 1 where a mean |dp| is above it",
-    )
-    add(
-        "--out",
-        type=output_directory,
-        default=Path("runs/probe"),
-        metavar="DIR",
-        help="where to write (default: %(default)s)",
-    )
-    return parser
-
-
-def add_engines(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the arguments of `open_session`."""
-    group = parser.add_argument_group("engines")
-    add = group.add_argument
-
-    # What is probed.
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="model directory, OWNER/NAME on the Hub, run or checkpoint",
-    )
-    add(
-        "--config",
-        metavar="FILE[:ARGUMENT]",
-        help="a config file: its model.path or last checkpoint, task, engine",
-    )
-
-    # The two engines.
-    add(
-        "--a",
-        action="append",
-        type=_engine,
-        metavar="ENGINE",
-        help="samples; several times for several engines",
-    )
-    add(
-        "--b",
-        type=_engine,
-        default=parse_spec("trainer"),
-        metavar="ENGINE",
-        help="scores (default: trainer)",
-    )
-
-    # What is sampled.
-    add(
-        "--prompts",
-        type=whole(1),
-        default=32,
-        metavar="N",
-        help="problems to ask (default: %(default)s)",
-    )
-    add(
-        "--top-p",
-        type=real(0, 1),
-        default=1.0,
-        metavar="P",
-        help="nucleus mass of sampling (default: %(default)s)",
-    )
-    add(
-        "--earlier",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="weights that a may still hold, all or in part",
-    )
-    return group
-
-
-def _engine(text: str) -> ProbeSpec:
-    try:
-        return parse_spec(text)
-    except UserError as error:  # a ValueError, whose message argparse would drop
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def open_session(
     arguments: argparse.Namespace, overrides: Mapping[str, Any]
 ) -> tuple[Session, list[ProbeSpec]]:
     """Read the probed model and its problems.
 
     Args:
-        arguments: as added by `add_engines`, and `no_rescoring`.
+        arguments: as added by `parsers.add_engines`, and `no_rescoring`.
         overrides: settings on top of the run's own.
 
     Returns:
@@ -352,41 +235,6 @@ def _reserve_device_shares(
         record.reserve_device_share(settings_of(settings_for(spec, rollout), record), count)
 
 
-def _add_recording(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what was recorded, and where."""
-    add = parser.add_argument_group("a recording").add_argument
-    formats = ("auto", *(name for name in FORMATS if name != "recorder"), *_RECORDED_BY)
-
-    # Files.
-    add(
-        "recording",
-        nargs="*",
-        metavar="PATH",
-        help="files, directories, globs, or a run directory",
-    )
-    about = f"refuse others than: {', '.join(formats[1:])} (default: %(default)s)"
-    add("--format", default="auto", choices=formats, metavar="NAME", help=about)
-    add(
-        "--allow-gaps",
-        action="store_true",
-        help="go on where steps or ranks are missing in the middle",
-    )
-    add(
-        "--max-tokens",
-        type=whole(1),
-        default=_MAX_TOKENS,
-        metavar="N",
-        help="read an even share above it",
-    )
-    add("--tokenizer", metavar="DIR", help="shows tokens as text (default: ids)")
-
-    # Columns of a file that no known framework wrote.
-    about = "lists of token ids (default: %(default)s)"
-    add("--token-column", default=_TOKEN_COLUMN, metavar="NAME", help=about)
-    for option, about in _OTHER_COLUMNS.items():
-        add(option, default="", metavar="NAME", help=about)
-
-
 def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
     """Read and measure what the arguments name.
 
@@ -405,7 +253,7 @@ def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
         column = getattr(arguments, f"{field.name}_column")
         if column:
             columns[field.name] = column
-    if columns == {"token": _TOKEN_COLUMN}:
+    if columns == {"token": parsers.TOKEN_COLUMN}:
         return title, _by_format(arguments)
     return title, _by_columns(arguments, columns)
 

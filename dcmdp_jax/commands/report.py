@@ -8,30 +8,14 @@ otherwise.
 
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import Parser
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.observe.jsonl import PLOTS_DIRECTORY
 from dcmdp_jax.observe.report import write_report
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
-    parser = Parser(
-        "report",
-        description="Plots and a self-contained HTML page of one run, or of several, overlaid.",
-    )
-    parser.add_argument(
-        "run_dirs",
-        nargs="+",
-        metavar="RUNDIR",
-        help="a run directory, written by train",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="default: the run's own; report/ for several",
-    )
-    arguments = parser.parse_args(argv[1:])
+    arguments = parsers.report().parse_args(argv[1:])
 
     run_dirs = arguments.run_dirs
     default_dir = run_dirs[0] if len(run_dirs) == 1 else "report"

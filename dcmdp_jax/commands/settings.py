@@ -2,8 +2,7 @@
 
 import sys
 
-from dcmdp_jax.commands.arguments import Parser
-from dcmdp_jax.commands.flags import preset_names
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.main import COMMANDS
 from dcmdp_jax.config.settings import setting_names
 from dcmdp_jax.config.text import settings_page, settings_text
@@ -18,26 +17,11 @@ complete -o default -o nospace -W "%s" dcmdp
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), print the page, or text for a terminal."""
-    parser = Parser(
-        "settings", description="Every setting: in Markdown for a file, as text for a terminal."
-    )
-    parser.add_argument(
-        "word",
-        nargs="?",
-        default="",
-        help="only settings whose name holds it, such as rollout or lr",
-    )
-    parser.add_argument(
-        "--completion",
-        action="store_true",
-        help="print a script that completes commands, presets and settings in bash and zsh: source "
-        "<(...)",
-    )
-    arguments = parser.parse_args(argv[1:])
+    arguments = parsers.settings().parse_args(argv[1:])
 
     if arguments.completion:
         words = [*COMMANDS]
-        words += [f"--config={name}" for name in preset_names()]
+        words += [f"--config={name}" for name in parsers.preset_names()]
         words += [f"--config.{name}=" for name in setting_names()]
         words += ["--dry-run", "--print-config"]
         print(_COMPLETION % " ".join(words), end="")

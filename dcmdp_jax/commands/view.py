@@ -17,22 +17,20 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.arguments import Parser, output_directory, whole
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl, report
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
 from dcmdp_jax.probe.columns import formats, over_training, recording, recording_files
 
-# Completions on a page, which a browser still scrolls through. Ours.
-_MOST = 2000
 _PAGE_FILE = "view.html"
 _EVALUATION = ".problems.jsonl"
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the page, print where it is."""
-    arguments = _parser().parse_args(argv[1:])
+    arguments = parsers.view().parse_args(argv[1:])
     paths: list[Path] = []
     for path in map(Path, arguments.paths):
         paths += _evaluations_in(path) or [path]
@@ -71,32 +69,6 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / _PAGE_FILE, page)
     print(f"wrote {out / _PAGE_FILE}: {len(data['rows']) + data['left_out']:,} completions")
-
-
-def _parser() -> Parser:
-    parser = Parser("view", description="Completions on one page, without any request to anywhere.")
-    add = parser.add_argument
-    add(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="run directories, recordings, or an evaluation's lines",
-    )
-    add(
-        "--out",
-        type=output_directory,
-        metavar="DIR",
-        help="where to write (default: a run's own; else view/)",
-    )
-    add("--tokenizer", metavar="DIR", help="shows tokens as text (default: a run's own, else ids)")
-    add(
-        "--completions",
-        type=whole(1),
-        default=_MOST,
-        metavar="N",
-        help="at most, evenly (default: %(default)s)",
-    )
-    return parser
 
 
 def _evaluations_in(path: Path) -> list[Path]:

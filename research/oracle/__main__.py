@@ -26,7 +26,8 @@ import numpy as np
 from dcmdp_jax.commands.arguments import Parser, output_directory, whole
 from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.commands.flags import parse, split_overrides
-from dcmdp_jax.commands.probe import add_engines, open_session
+from dcmdp_jax.commands.parsers import add_engines
+from dcmdp_jax.commands.probe import open_session
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.errors import UserError

@@ -20,6 +20,7 @@ import pytest
 import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
 from dcmdp_jax.commands.flags import load_config
+from dcmdp_jax.commands.parsers import PARSERS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
 from tests.support.waiting import HANGS_S
@@ -334,6 +335,32 @@ def test_a_command_without_its_dependencies_says_so_in_one_line():
         "environment of its own, with this package installed without --no-deps; a trainer's "
         "environment needs only the recorder and the hooks"
     ]
+
+
+@pytest.mark.parametrize("name", main_module.COMMANDS)
+def test_the_help_of_a_command_needs_neither_jax_nor_a_missing_library(name):
+    program = (
+        "import sys; sys.modules['ml_collections'] = sys.modules['jax'] = None; "
+        f"sys.argv = ['dcmdp', '{name}', '--help']; "
+        "from dcmdp_jax.commands.main import console; console()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=_ROOT, timeout=HANGS_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: dcmdp {name} ")
+
+
+@pytest.mark.parametrize("name", main_module.COMMANDS)
+def test_the_help_ends_with_an_example_that_the_command_takes(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = PARSERS[name]().format_help()
+    *_, title, example = shown.splitlines()
+    program, command, *words = example.split()
+    assert (title, program, command) == ("example:", "dcmdp", name)
+    settings = [word for word in words if word.startswith("--config.")]
+    assert PARSERS[name]().parse_args([word for word in words if word not in settings])
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("word", ["help", "--help", "-h"])

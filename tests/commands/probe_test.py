@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.commands import probe
+from dcmdp_jax.commands import parsers, probe
 from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
@@ -335,7 +335,7 @@ def test_every_column_that_can_be_missing_is_told_as_an_option_that_exists():
     names = [field.name for field in dataclasses.fields(Columns)]
     options = Columns(**dict.fromkeys(names, "x")).options()
     for option in options:
-        assert vars(probe._parser().parse_args([option, "y"]))[option[2:].replace("-", "_")] == "y"
+        assert vars(parsers.probe().parse_args([option, "y"]))[option[2:].replace("-", "_")] == "y"
     assert len(options) == len(names)
 
 
