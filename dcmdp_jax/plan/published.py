@@ -162,7 +162,9 @@ def model_of(config: Config) -> ModelConfig:
     """
     path = config.model.path
     if not path:
-        return fresh_model(config, build_tokenizer())
+        return fresh_model(
+            config.model.architecture, build_tokenizer(), longest=config.max_total_tokens
+        )
     if Path(path).is_dir():
         return read_model_config(path)
     name = Path(path.partition("@")[0]).name

@@ -86,7 +86,8 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
             or a reward function or environment that does not start.
     """
     config = policy.config
-    limit = config.rollout.max_completion_tokens
+    rollout = config.rollout
+    limit = rollout.max_completion_tokens
     room = policy.model.max_position_embeddings
     for task, prompts in held_out:
         check_size(task.name, len(prompts.problems), task.samples, limit, free=free_host_bytes())
@@ -98,7 +99,7 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
             f"most {max(0, room - longest)} fit, and a smaller task.max_prompt_tokens leaves long "
             "prompts out"
         )
-    rows = config.rollout.max_rows
+    rows = rollout.max_rows
     tokens = longest + limit
     if rows * tokens > INT32_MAX:
         raise UserError(
@@ -142,9 +143,10 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
         UserError: in one line, naming the setting.
     """
     config = task.config
+    rollout = config.rollout
     model = task.model
-    dtype = synced_dtype(saved, task.config)
-    kind = find_engine(config.rollout.engine)
+    dtype = synced_dtype(saved, config)
+    kind = find_engine(rollout.engine)
     with as_settings(of_engine(kind)):
         _, arguments = engine_arguments(
             config,
@@ -152,7 +154,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
             model=model,
             platform=kind.check_machine(engine_arguments(config, kind=kind)[1]),
             directory=files.with_suffix(f".{kind.name or 'engine'}"),
-            max_total_tokens=task.longest_prompt + config.rollout.max_completion_tokens,
+            max_total_tokens=task.longest_prompt + rollout.max_completion_tokens,
             mesh=lambda **split: sampling_mesh(
                 make_mesh(data=-1, **split), num_params=num_params(model), **split
             ),
@@ -167,7 +169,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
         completions=completions,
         group_size=1,
         prompt_lengths=lengths,
-        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
         param_dtype=dtype,
         training=False,
     )

@@ -54,7 +54,15 @@ class Run:
         placement = place(task, *engine, hosts, fitted_rows=rows)
         placement.engine.memory.check()
         shardings = model_shardings(task.model, config.model.param_dtype, placement.mesh)
-        weights = Weights(task=task, shardings=shardings)
+        weights = Weights(
+            task=task,
+            shardings=shardings,
+            settings=config.model,
+            seed=config.training.seed,
+            reference=Path(config.run_dir) / "reference",
+            has_kl=config.algorithm.kl_coefficient > 0,
+            warms_up=config.warmup.steps > 0,
+        )
         return cls(task=task, placement=placement, weights=weights)
 
     def start(self) -> Services:

@@ -163,4 +163,4 @@ class Policy:
     @property
     def sampling(self) -> SamplingParams:
         """The distribution that the settings sample from."""
-        return task.sampling(self.config, self.stop_token_ids)
+        return task.sampling(self.config.rollout, self.stop_token_ids)

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
-from dcmdp_jax.config.settings import TEACHER, Config
+from dcmdp_jax.config.rollout import RolloutSettings
+from dcmdp_jax.config.settings import TEACHER, Architecture, Config, ModelSettings
 from dcmdp_jax.data import arithmetic, chat
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
@@ -77,7 +78,7 @@ class Task:
     @property
     def sampling(self) -> SamplingParams:
         """The distribution that training samples from."""
-        return sampling(self.config, self.stop_token_ids)
+        return sampling(self.config.rollout, self.stop_token_ids)
 
     @property
     def first_calls(self) -> list[tuple[list[np.ndarray], SamplingParams]]:
@@ -122,21 +123,22 @@ def read_task(config: Config, started: datetime) -> Task:
         UserError: in one line naming setting or file, value and remedy.
         OSError: for directories and files that can't be read.
     """
+    settings = config.model
     files = "tokenizer and data"
-    if config.model.path:
+    if settings.path:
         files = f"model files, {files}"
     with activity(f"reading {files}"):
         model, tokenizer = read_model(config)
         fix_date(tokenizer, started)
         adapter = None
-        lora = config.model.lora
-        if config.model.adapter:
-            adapter = _adapter(config, model)
+        lora = settings.lora
+        if settings.adapter:
+            adapter = _adapter(settings, model, warms_up=config.warmup.steps > 0)
             lora = adapter.lora
         # Raises if the rank does not fit a layer.
         with as_settings(LORA):
             trained(model, lora)
-        directory = path_of_model(config) if config.model.path else None
+        directory = path_of_model(settings.path) if settings.path else None
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
         load = functools.partial(
@@ -147,7 +149,7 @@ def read_task(config: Config, started: datetime) -> Task:
             stop_token_ids=stop_token_ids,
         )
 
-        train, stream = _train_prompts(config, load)
+        train, stream = _train_prompts(config.task.train, load)
         evaluated_tasks = ()
         if config.evaluation.every_steps:
             evaluated_tasks = held_out(config, tokenizer, tools, stop_token_ids)
@@ -184,21 +186,23 @@ def read_task(config: Config, started: datetime) -> Task:
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     """The shape of the model, checked against the settings, and its tokenizer."""
-    if config.model.path:
-        directory = path_of_model(config)
+    settings = config.model
+    if settings.path:
+        directory = path_of_model(settings.path)
         model = hf_config.read_model_config(directory)
         hf_manifest.check_manifest(directory, model)
-        tokenizer = _tokenizer(config, model.vocab_size)
+        tokenizer = _tokenizer(settings, model.vocab_size)
     else:
-        tokenizer = _tokenizer(config, None)
-        model = fresh_model(config, tokenizer)
+        tokenizer = _tokenizer(settings, None)
+        model = fresh_model(settings.architecture, tokenizer, longest=config.max_total_tokens)
     check_model(config, model)
     return model, tokenizer
 
 
 def check_model(config: Config, model: ModelConfig) -> None:
     """Refuse settings that are too large for the model, or of experts that it has not."""
-    top_logprobs = config.rollout.top_logprobs
+    rollout = config.rollout
+    top_logprobs = rollout.top_logprobs
     if top_logprobs > model.vocab_size:
         raise UserError(
             f"config.rollout.top_logprobs: got {top_logprobs}, must be at most "
@@ -206,14 +210,14 @@ def check_model(config: Config, model: ModelConfig) -> None:
         )
     if config.max_total_tokens > model.max_position_embeddings:
         raise UserError(
-            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and "
+            f"config.rollout.max_completion_tokens: {rollout.max_completion_tokens} and "
             f"task.max_prompt_tokens={config.task.max_prompt_tokens} make "
             f"{config.max_total_tokens}, the model has "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
     router_settings = {
         "algorithm.router_aux_loss": config.algorithm.router_aux_loss,
-        "rollout.router_replay": config.rollout.router_replay,
+        "rollout.router_replay": rollout.router_replay,
     }
     for name, value in router_settings.items():
         if value and not model.num_experts:
@@ -223,9 +227,8 @@ def check_model(config: Config, model: ModelConfig) -> None:
             )
 
 
-def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def sampling(rollout: RolloutSettings, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """The distribution that training samples from."""
-    rollout = config.rollout
     return SamplingParams(
         group_size=rollout.group_size,
         max_completion_tokens=rollout.max_completion_tokens,
@@ -236,25 +239,25 @@ def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     )
 
 
-def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
+def _tokenizer(settings: ModelSettings, vocab_size: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
-    if config.model.tokenizer:
+    if settings.tokenizer:
         with naming("config.model.tokenizer"):
-            return load_tokenizer(config.model.tokenizer, vocab_size=vocab_size)
-    if not config.model.path:
+            return load_tokenizer(settings.tokenizer, vocab_size=vocab_size)
+    if not settings.path:
         return arithmetic.build_tokenizer()
     try:
-        directory = str(hf_hub.model_directory(config.model.path))
+        directory = str(hf_hub.model_directory(settings.path))
         return load_tokenizer(directory, vocab_size=vocab_size)
     except UserError as error:
         hint = "model.tokenizer may name another"
         raise UserError(f"config.model.path: {error}; {hint}") from error
 
 
-def _adapter(config: Config, model: ModelConfig) -> Adapter:
-    """The adapters of `model.adapter`."""
+def _adapter(settings: ModelSettings, model: ModelConfig, *, warms_up: bool) -> Adapter:
+    """The adapters of `model.adapter`; after a warm-up their base is not that of `model.path`."""
     try:
-        adapter = read_adapter(Path(config.model.adapter), model)
+        adapter = read_adapter(Path(settings.adapter), model)
     except UserError as error:
         raise UserError(f"config.model.adapter: {error}") from error
     except FileNotFoundError as error:
@@ -262,16 +265,16 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
             f"config.model.adapter: {error}; give a directory that PEFT or `dcmdp convert export "
             "--adapter` wrote"
         ) from error
-    if config.model.lora_rank not in (0, adapter.lora.rank):
+    if settings.lora_rank not in (0, adapter.lora.rank):
         raise UserError(
-            f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter "
+            f"config.model.lora_rank: got {settings.lora_rank}, the adapters of model.adapter "
             f"have rank {adapter.lora.rank}; set 0"
         )
     # Without a look at all values, which the run's start takes.
-    if adapter.base_digest is not None and config.model.path and not config.warmup.steps:
-        base = path_of_model(config)
+    if adapter.base_digest is not None and settings.path and not warms_up:
+        base = path_of_model(settings.path)
         if adapter.base_digest != hf_weights.directory_digest(base, model):
-            raise other_base(config, base)
+            raise other_base(settings.adapter, base)
     return adapter
 
 
@@ -347,29 +350,34 @@ def _named(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return ", ".join(names)
 
 
-def other_base(config: Config, base: Path) -> UserError:
+def other_base(adapter: str, base: Path) -> UserError:
     """The refusal of adapters that were trained on another base."""
-    name = config.model.adapter
     return UserError(
-        f"config.model.adapter: {name} was trained on another base than {base}; give model.path "
+        f"config.model.adapter: {adapter} was trained on another base than {base}; give model.path "
         "that base"
     )
 
 
-def path_of_model(config: Config) -> Path:
+def path_of_model(path: str) -> Path:
     """The directory of `model.path`, fetched from the Hub where it names a model there."""
     with naming("config.model.path"):
-        return hf_hub.model_directory(config.model.path)
+        return hf_hub.model_directory(path)
 
 
-def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+def fresh_model(
+    shape: Architecture, tokenizer: PreTrainedTokenizerBase, *, longest: int
+) -> ModelConfig:
     """The model of `model.architecture`, with the tokenizer's vocabulary.
 
     Sliding layers see a quarter of the longest row, so that small runs have windows as large ones.
+
+    Args:
+        shape: the settings.
+        tokenizer: the policy's.
+        longest: tokens of the longest prompt and completion together.
     """
-    shape = config.model.architecture
     family = families.FAMILIES[shape.model_type]
-    window = {"sliding_window": max(1, config.max_total_tokens // 4)}
+    window = {"sliding_window": max(1, longest // 4)}
     sizes = {
         **dataclasses.asdict(shape),
         **hf_config.layer_pattern(window, family, shape.num_layers),
@@ -383,7 +391,7 @@ def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConf
         return ModelConfig(
             **sizes,
             vocab_size=len(tokenizer),
-            max_position_embeddings=config.max_total_tokens,
+            max_position_embeddings=longest,
             rope_theta=10000.0,
             tie_word_embeddings=True,
         )
@@ -400,15 +408,14 @@ def checked_rewards(
     config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
     """The rewards, and the columns that functions get; calls them, and starts the environment."""
+    settings = config.rewards
     rewards = tuple(
-        Reward(name, weight)
-        for name, weight in config.rewards.weighted
-        if not name.startswith(TEACHER)
+        Reward(name, weight) for name, weight in settings.weighted if not name.startswith(TEACHER)
     )
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
         with activity("importing the reward functions"):
-            check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
+            check_rewards(rewards, columns, memory_gib=settings.memory_limit)
     except RewardError as error:
         raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
     if config.task.environment and not config.task.tools:
@@ -464,11 +471,11 @@ def environment_pool(
 
 
 def _train_prompts(
-    config: Config, load: Callable[..., EncodedPrompts]
+    locations: str, load: Callable[..., EncodedPrompts]
 ) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
     with naming("config.task.train"):
-        mixture = parse_mixture(config.task.train)
+        mixture = parse_mixture(locations)
     encoded = []
     for task in mixture:
         name = task.name if len(mixture) > 1 else ""
@@ -504,7 +511,8 @@ def _load_prompts(
     else:
         answers = "unused"
 
-    max_prompt_tokens = config.task.max_prompt_tokens
+    task = config.task
+    max_prompt_tokens = task.max_prompt_tokens
     if learned:
         max_prompt_tokens = config.max_total_tokens
     split = "train"
@@ -518,7 +526,7 @@ def _load_prompts(
             location,
             split=split,
             limit=limit,
-            on_bad_row=config.task.on_bad_row,
+            on_bad_row=task.on_bad_row,
             keep_columns=not learned and needs_columns(config),
             answers=answers,
             name=name,
@@ -528,9 +536,9 @@ def _load_prompts(
         return encode_prompts(
             problems,
             tokenizer,
-            prompt_suffix=config.task.prompt_suffix,
+            prompt_suffix=task.prompt_suffix,
             max_prompt_tokens=max_prompt_tokens,
-            chat_template_kwargs=config.task.chat_template_kwargs,
+            chat_template_kwargs=task.chat_template_kwargs,
             learned=learned,
             stop_token_ids=stop_token_ids,
         )
@@ -551,8 +559,9 @@ def held_out(
             "config.rewards.functions: evaluation needs another reward than a teacher, of any "
             "weight"
         )
+    evaluation = config.evaluation
     with as_settings(EVALUATION):
-        tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
+        tasks = held_out_tasks(evaluation.task, evaluation.samples)
     load = functools.partial(
         _load_prompts,
         config,

@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dcmdp_jax.config.settings import ModelSettings
 from dcmdp_jax.models import config, hf_hub, hf_weights, rope
 from dcmdp_jax.models.lora import (
     SavedAdapters,
@@ -181,25 +182,35 @@ def _naming_damage(path: Path) -> Iterator[None]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
     """Parameters of a run on its mesh. A method reads or draws them; nothing is kept.
 
     Attributes:
-        task: the model, and the files that the settings name.
+        task: the model, and its adapters.
         shardings: the sharding of every parameter of the model.
+        settings: path and dtypes of the model.
+        seed: of drawn parameters.
+        reference: directory for the initial policy of this run.
+        has_kl: whether the loss has a KL term against the initial policy.
+        warms_up: whether a warm-up makes the initial policy.
     """
 
     task: Task
     shardings: Params
+    settings: ModelSettings
+    seed: int
+    reference: Path
+    has_kl: bool
+    warms_up: bool
 
     def initial(self) -> Params:
         """The starting parameters, read from `model.path` or drawn from the seed."""
-        settings = self.task.config.model
+        settings = self.settings
         model = self.task.model
         if settings.path:
             return self._load(hf_hub.model_directory(settings.path))
-        key = jax.random.key(self.task.config.training.seed)
+        key = jax.random.key(self.seed)
         return jax.jit(
             lambda: init_params(model, key, settings.param_dtype), out_shardings=self.shardings
         )()
@@ -214,46 +225,40 @@ class Weights:
         adapter = self.task.adapter
         if adapter is None:
             declared = adapter_declarations(task.model, task.lora)
-            key = jax.random.key(task.config.training.seed)
+            key = jax.random.key(self.seed)
             return jax.jit(
-                lambda: draw_params(declared, key, task.config.model.param_dtype),
+                lambda: draw_params(declared, key, self.settings.param_dtype),
                 out_shardings=shardings,
             )()
         if adapter.base_checksum is not None:
             base = load_base(self.frozen_path, task.model, "bfloat16", self.shardings)
             if adapter.base_checksum != base_checksum(base):
-                raise other_base(task.config, self.frozen_path)
+                raise other_base(self.settings.adapter, self.frozen_path)
         return to_global(adapter.params, shardings)
 
     @property
     def has_frozen(self) -> bool:
         """Whether training needs the initial policy: as adapters' base or for a KL term."""
-        return self.task.lora is not None or bool(self.task.config.algorithm.kl_coefficient)
+        return self.task.lora is not None or self.has_kl
 
     @property
     def saves_initial(self) -> bool:
         """Whether the run writes its initial policy to its directory."""
-        kl = bool(self.task.config.algorithm.kl_coefficient)
-        return kl or self.task.lora is not None and self.frozen_path == self._reference
+        return self.has_kl or self.task.lora is not None and self.frozen_path == self.reference
 
     @property
     def frozen_path(self) -> Path:
         """The initial policy's directory: `model.path` if adapters start there, else the run's."""
-        settings = self.task.config.model
-        if self.task.lora and settings.path and not self.task.config.warmup.steps:
-            return hf_hub.model_directory(settings.path)
-        return self._reference
-
-    @property
-    def _reference(self) -> Path:
-        return Path(self.task.config.run_dir) / "reference"
+        if self.task.lora and self.settings.path and not self.warms_up:
+            return hf_hub.model_directory(self.settings.path)
+        return self.reference
 
     def save_initial(self, params: Params, hosts: Hosts) -> None:
         """Collective: write the initial policy to the run's directory."""
         model = self.task.model
-        dtype = self.task.config.model.param_dtype
+        dtype = self.settings.param_dtype
         if hosts.is_writer:
-            hf_weights.save_params(params, model, self._reference, dtype=dtype, overwrite=True)
+            hf_weights.save_params(params, model, self.reference, dtype=dtype, overwrite=True)
         else:
             # Process 0 writes the tensors; the others have parts of them.
             collections.deque(hf_weights.iterate_hf_tensors(params, model, dtype), maxlen=0)
@@ -266,7 +271,7 @@ class Weights:
         return load_base(
             self.frozen_path,
             self.task.model,
-            self.task.config.model.lora_base,
+            self.settings.lora_base,
             self.shardings,
         )
 
@@ -279,16 +284,15 @@ class Weights:
             rank=self.task.lora.rank,
             alpha=self.task.lora.alpha,
             targets=self.task.lora.targets,
-            base_dtype=self.task.config.model.lora_base,
+            base_dtype=self.settings.lora_base,
             base_path=str(self.frozen_path.resolve()),
         )
 
     def _load(self, directory: Path) -> Params:
-        dtype = self.task.config.model.param_dtype
         return hf_weights.load_params(
             directory,
             self.task.model,
-            dtype=dtype,
+            dtype=self.settings.param_dtype,
             shardings=self.shardings,
         )
 
