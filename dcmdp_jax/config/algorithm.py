@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 
@@ -45,20 +45,26 @@ _REMEDIES: Mapping[str, tuple[str, Functions]] = {
 """Setting that names remedies -> their kind, and ours by name."""
 
 
+class CenteredCorrections(NamedTuple):
+    """The corrections with score centering: those that look at each token alone, and the others."""
+
+    single_tokens: tuple[Function, ...]
+    whole_completions: tuple[Function, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Remedies:
     """The functions that the settings name, with their parameters; see `algorithm.remedies`.
 
     Attributes:
-        centered: with score centering the corrections that look at each token alone, and the
-            others; else None.
+        centered: `corrections` in two kinds; None without score centering.
     """
 
     penalty: Function
     corrections: tuple[Function, ...]
     trust_region: Function
     loss: Function
-    centered: tuple[tuple[Function, ...], tuple[Function, ...]] | None = None
+    centered: CenteredCorrections | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,9 +267,15 @@ class AlgorithmSettings:
 
         trust_region = self._only_function("trust_region")
         loss = self._only_function("loss")
-        if not self.calls("loss")[0].own:
+        (loss_call,) = self.calls("loss")
+        if not loss_call.own:  # a user's loss has no trust region
             loss = functools.partial(loss, trust_region=trust_region)
-        centered = (tuple(single_tokens), tuple(whole_completions)) if self.centers else None
+        centered = None
+        if self.centers:
+            centered = CenteredCorrections(
+                single_tokens=tuple(single_tokens),
+                whole_completions=tuple(whole_completions),
+            )
         return Remedies(
             penalty=penalty,
             corrections=tuple(corrections),

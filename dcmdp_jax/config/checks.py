@@ -160,11 +160,12 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
     values = json_object(rollout.engine_args, f"config.{section}")
     names = list(declared(kind.settings))
 
-    def unknown(dotted: str) -> UserError:
-        near = nearest_name(dotted.removeprefix(f"{section}."), names, names or ["none"])
-        return UserError(f"config.{dotted}: no setting of {kind.name}; {near}")
+    def unknown_setting(dotted: str) -> UserError:
+        name = dotted.removeprefix(f"{section}.")
+        hint = nearest_name(name, names, sections=names or ["none"])
+        return UserError(f"config.{dotted}: no setting of {kind.name}; {hint}")
 
-    settings = build(kind.settings, values, unknown, f"{section}.")
+    settings = build(kind.settings, values, unknown_setting, f"{section}.")
     for setting in declared(kind.settings).values():
         name = f"{section}.{setting.name}"
         value = get_value(settings, setting.name)
@@ -543,10 +544,8 @@ def _reward_rules(config: Config) -> Broken:
     names = config.rewards.names
     weights = config.rewards.weights
     for name in names:
-        module, _, function = name.rpartition(":")
-        is_path = module and function.isidentifier()
-        is_teacher = name.startswith(TEACHER) and function
-        if name in BUILT_IN_REWARDS or is_path or is_teacher:
+        is_teacher = name.startswith(TEACHER) and not name.endswith(":")
+        if name in BUILT_IN_REWARDS or is_place(name) or is_teacher:
             continue
         allowed = (
             f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"

@@ -40,6 +40,14 @@ class Removed:
     why: str
     values: tuple[Any, ...] = ()
 
+    def fault(self, value: Any) -> str:
+        """What is wrong with a saved value; empty if it did what is done without it."""
+        if self.values:
+            return "which is gone" if value in self.values else ""
+        if self.meaningless is None or value in self.meaningless:
+            return ""
+        return "no setting any more"
+
 
 REMOVED: dict[str, Removed] = {}
 
@@ -195,16 +203,11 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
     for name, removed in REMOVED.items():
         if version >= removed.version or name not in flat:
             continue
-        value = flat[name]
-        if removed.values:
-            is_refused = value in removed.values
-            fault = "which is gone"
-        else:
-            is_refused = removed.meaningless is not None and value not in removed.meaningless
-            fault = "no setting any more"
+        fault = removed.fault(flat[name])
+        if fault:
+            raise UserError(f"config.{name}: got {shorten(flat[name])}, {fault}; {removed.why}")
+        if not removed.values:
             del flat[name]
-        if is_refused:
-            raise UserError(f"config.{name}: got {shorten(value)}, {fault}; {removed.why}")
 
     nested: dict[str, Any] = {}
     for name, value in flat.items():

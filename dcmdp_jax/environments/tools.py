@@ -81,15 +81,16 @@ class Tools:
         except ValueError as error:
             return f"error: {error}"
         try:
-            text = self._functions[name](**checked)
-            if inspect.iscoroutine(text):
-                text = asyncio.run(text)
-            if not isinstance(text, str):
-                text = json.dumps(text, ensure_ascii=False, default=str)
+            result = self._functions[name](**checked)
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+            text = result
+            if not isinstance(result, str):
+                text = json.dumps(result, ensure_ascii=False, default=str)
         except Exception as error:  # the user's function raises what it likes
             text = f"error: {type(error).__name__}: {error}"
 
-        # No halves of surrogate pairs.
+        # Half a surrogate pair is no UTF-8: it becomes "?".
         text = text.encode(errors="replace").decode()
         if len(text) <= self._longest:
             return text

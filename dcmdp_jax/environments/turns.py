@@ -136,11 +136,15 @@ def answer_text(
             f"(role {role!r}); it must write both for task.environment"
         )
 
+    # Where a template writes by the content, the header is what both renderings share.
     header = os.path.commonprefix([header, after])
-    ends = ends or end_texts(tokenizer)
+    if not ends:
+        ends = end_texts(tokenizer)
     positions = {token: header.find(text) for token, text in ends.items() if text in header}
-    first_end = min(positions, key=positions.get, default=None)
-    if first_end is None or sampled not in (None, first_end):
+    if not positions:
+        return after
+    first_end = min(positions, key=positions.__getitem__)
+    if sampled not in (None, first_end):
         return after
     return after[positions[first_end] + len(ends[first_end]) :]
 
@@ -161,6 +165,12 @@ def end_texts(
         return texts
     decode = token_text(tokenizer)
     return {token: texts.get(token) or decode(token) for token in ends}
+
+
+def _with_space(match: re.Match[str]) -> str:
+    """A control token with a space behind its first character."""
+    token = match[0]
+    return f"{token[0]} {token[1:]}"
 
 
 @dataclasses.dataclass
@@ -418,10 +428,7 @@ class TurnSampler:
         if name:
             source = f"the tool {name}"
             consequence = "a space breaks it"
-            message = {
-                **message,
-                "content": pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text),
-            }
+            message = {**message, "content": pattern.sub(_with_space, text)}
 
         for token in sorted(set(pattern.findall(text))):
             if (source, token) not in self._warned:

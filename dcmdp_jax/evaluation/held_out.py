@@ -82,7 +82,7 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
 
     if not samples:
         samples = tuple(paper_samples(name) for name in names)
-    elif len(samples) < len(names):
+    elif len(samples) == 1:
         samples *= len(names)
     tasks = []
     for name, location, count in zip(names, locations, samples, strict=True):

@@ -114,23 +114,25 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         for number, line in enumerate(self._file):
             position += len(line)
             record = _parse(line)
-            if number == 0 and record is None and not _encode(header).startswith(line):
-                raise UserError(f"{path}: holds no evaluation; choose another file")
             if record is None:
+                # A kill may have cut the header itself.
+                if number == 0 and not _encode(header).startswith(line):
+                    raise UserError(f"{path}: holds no evaluation; choose another file")
                 break
             if number == 0:
                 _check_header(path, record, header)
-            elif "part" not in record:
+                end_of_part = position
+                continue
+            if "part" not in record:
                 problems.append(record)
                 continue
-            else:
-                if record.get("problems") != len(problems):
-                    break
-                try:
-                    self._parts[record["task"], record["part"]] = _result(record, problems)
-                except (KeyError, TypeError, ValueError):  # damaged, and still JSON
-                    break
-                problems = []
+            if record.get("problems") != len(problems):
+                break
+            try:
+                self._parts[record["task"], record["part"]] = _result(record, problems)
+            except (KeyError, TypeError, ValueError):  # damaged, and still JSON
+                break
+            problems = []
             end_of_part = position
         self._file.truncate(end_of_part)
         if not end_of_part:
