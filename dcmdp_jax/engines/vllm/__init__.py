@@ -64,8 +64,7 @@ class VllmKind(EngineKind):
                 f"got {settings.address!r}, must be auto, HOST:PORT or ray://HOST:PORT (1 to "
                 "65535; an IPv6 host in brackets)",
             )
-        # replicas=0 is one with Ray.
-        if settings.min_replicas > max(1, settings.replicas):
+        if settings.min_replicas > settings.known_replicas:
             raise ArgumentError(
                 "min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`"
             )

@@ -35,7 +35,7 @@ def devices_of_replicas(settings: VllmSettings, platform: str, planned_gpus: int
         UserError: if the replicas take more than there are, or it can't be said which there are.
     """
     if platform == "cpu":
-        return [""] * max(1, settings.replicas)
+        return [""] * settings.known_replicas
 
     size = settings.tensor_parallel_size
     names = settings.visible_devices

@@ -87,7 +87,7 @@ class VllmEngine:
         self._by_ray = settings.placement == "ray"
         if self._by_ray:
             # Ray chooses the devices.
-            replica_devices = [""] * max(1, settings.replicas)
+            replica_devices = [""] * settings.known_replicas
         else:
             replica_devices = devices.devices_of_replicas(settings, platform)
         settings = dataclasses.replace(settings, replicas=len(replica_devices))

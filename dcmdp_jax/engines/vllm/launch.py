@@ -386,7 +386,7 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
             "or fp8_per_block",
         )
 
-    max_rows = -(-engine.max_rows // max(1, settings.replicas))
+    max_rows = -(-engine.max_rows // settings.known_replicas)
     length = engine.max_total_tokens + 1  # scoring a whole row samples one token more
     arguments: dict[str, Any] = {
         "model": str(engine.directory),
@@ -477,7 +477,7 @@ def _cache_bytes(engine: EngineArguments, length: int, max_rows: int, available:
     needed = token_bytes * row_tokens * (max_rows + 1)
 
     if engine.platform == "cpu":
-        return max(_LEAST_CACHE, min(needed, available // (3 * max(1, settings.replicas))))
+        return max(_LEAST_CACHE, min(needed, available // (3 * settings.known_replicas)))
     if needed <= _SMALL_CACHE:
         # A reset of the prefix cache goes through all blocks: in half a second where a small
         # model's fill a GPU.

@@ -23,7 +23,7 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     if arguments.platform != "cpu" or settings.address:
         return [shared_weights]
 
-    replicas = settings.replicas or 1
+    replicas = settings.known_replicas
     fewer = "`replicas`, " if replicas > 1 else ""
     available = max(0, (machine.host_bytes or 0) - shared)
     cache_bytes = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]

@@ -55,3 +55,8 @@ class VllmSettings:
     adapters: bool = setting(False)
     start_timeout_s: float = setting(600.0, unit="seconds", minimum=1, free=True)
     probe_tolerance: float = setting(0.0, unit="nats", minimum=0, maximum=20, free=True)
+
+    @property
+    def known_replicas(self) -> int:
+        """`replicas`, or 1 where it is left to the number of GPUs."""
+        return max(1, self.replicas)
