@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from dcmdp_jax.commands.arguments import each_once, whole
+from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.page_kit import LEGEND, make_figure, style_axes
 from dcmdp_jax.training.exit import Interrupted
+from research.arguments import each_once
 from research.dose_tables import holm, t_p_value
 from research.kept_studies import KEPT
 from research.long_tables import BASELINE, CONTROLS, RESPONSES

@@ -24,11 +24,12 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.arguments import each_once, whole
+from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.step_programs import make_step_programs
+from research.arguments import each_once
 from research.studies.sweep import load_study, resolve
 
 STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32)

@@ -106,18 +106,6 @@ def real(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def each_once(number: Callable[[str], Any], noun: str) -> Callable[[str], tuple[Any, ...]]:
-    """An argument type: numbers of a type, joined by commas, no two alike."""
-
-    def numbers(text: str) -> tuple[Any, ...]:
-        values = tuple(number(word.strip()) for word in text.split(","))
-        if len(set(values)) < len(values):
-            raise ArgumentTypeError(f"got {text!r}, every {noun} must be there once")
-        return values
-
-    return numbers
-
-
 def output_file(text: str) -> Path:
     """An argument type: a file that can be written once the work is done; nothing is made yet."""
     path = Path(text)

@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dcmdp_jax.commands import flags
-from dcmdp_jax.commands.arguments import Parser, each_once, whole
+from dcmdp_jax.commands.arguments import Parser, whole
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config import load, settings
 from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.run.directory import check_run_directory
+from research.arguments import each_once
 from research.studies.arms import Values, arm_table, check_arm
 from research.studies.results import read_kept_metrics
 from research.studies.study import (

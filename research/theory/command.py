@@ -9,8 +9,9 @@ all three measures meet action a6 is not ordered diff > log > ratio. docs/theory
 
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import Parser, each_once, real
+from dcmdp_jax.commands.arguments import Parser, real
 from dcmdp_jax.errors import UserError, naming
+from research.arguments import each_once
 from research.theory.policy import SIDES
 from research.theory.toy import BUDGETS, concentration, draw, solve_toy, table
 
