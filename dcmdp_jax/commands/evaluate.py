@@ -19,6 +19,7 @@ The same command continues a killed evaluation; it ends with the same files as a
 """
 
 import argparse
+import dataclasses
 import functools
 import sys
 import time
@@ -34,7 +35,6 @@ from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.dotted_names import flatten
 from dcmdp_jax.engines.process_memory import release_freed_memory
-from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, describe, evaluate, join
 from dcmdp_jax.evaluation.held_out import (
@@ -238,13 +238,11 @@ def _evaluate_task(
     continued evaluation equals an uninterrupted one.
     """
     config = task.config
-    sampling = SamplingParams(
+    sampling = dataclasses.replace(
+        task.sampling,
         group_size=held_out_task.samples,
-        max_completion_tokens=config.rollout.max_completion_tokens,
         temperature=config.evaluation.temperature,
         top_p=top_p,
-        top_k=config.rollout.top_k,
-        stop_token_ids=task.stop_token_ids,
     )
 
     name = held_out_task.name

@@ -72,7 +72,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
     config = run.task.config
     train = run.task.train
     packing = run.placement.packing
-    limit = config.rollout.max_completion_tokens
+    limit = run.task.sampling.max_completion_tokens
     lengths = np.array([*map(len, train.token_ids)])
     control = ""
     if train.with_control_tokens:
@@ -81,14 +81,13 @@ def _described_sampling(run: Run) -> dict[str, str]:
         f", {len(prompts.problems):,} of {task.name} x {task.samples}"
         for task, prompts in run.task.held_out
     )
-    environment = ""
-    if config.task.environment:
-        environment = (
-            f"{config.task.environment}, at most {config.task.max_turns} turns of "
-            f"{config.turn_tokens} tokens"
-        )
+    environment = config.task.environment
+    if environment:
+        environment += f", at most {config.task.max_turns} turns of {config.turn_tokens} tokens"
     completions = packing.mini_batches * packing.completions
-    warm_up = f"{config.warmup.steps} supervised steps" if config.warmup.steps else "none"
+    warm_up = "none"
+    if run.weights.warms_up:
+        warm_up = f"{config.warmup.steps} supervised steps"
 
     return {
         "method": _method(config.algorithm),
@@ -98,7 +97,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
         "mixture": _mixture(run.task),
         "rewards": ", ".join(f"{weight:g} x {name}" for name, weight in config.rewards.weighted),
         "environment": environment,
-        "step": f"{config.training.prompts_per_step} prompts x {config.rollout.group_size} = "
+        "step": f"{config.training.prompts_per_step} prompts x {run.task.sampling.group_size} = "
         f"{completions} completions of at most {limit} tokens, {packing.mini_batches} update(s)",
         "rows": f"{_rows(packing, lengths, limit)} of completions with a median of "
         f"{max(1, limit // 4)} tokens",

@@ -41,7 +41,8 @@ def data_facts(task: Task) -> dict[str, str]:
         facts[f"problems of {held_out.location} of evaluation.task (digest)"] = digest_of(prompts)
     if task.worked_solutions:
         facts["problems of warmup.task (digest)"] = digest_of(task.worked_solutions)
-    if task.config.model.path:
-        directory = model_directory(task.config.model.path)
+    path = task.config.model.path
+    if path:
+        directory = model_directory(path)
         facts["files of model.path (digest)"] = digest(ends_of_files(directory))
     return facts

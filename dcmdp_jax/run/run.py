@@ -42,8 +42,9 @@ class Run:
             OSError: for directories and files that can't be read or written.
         """
         check_run_directory(config)
-        for kind in ("wandb", "trackio"):
-            project = getattr(config.observe, f"{kind}_project")
+        observe = config.observe
+        projects = {"wandb": observe.wandb_project, "trackio": observe.trackio_project}
+        for kind, project in projects.items():
             if project:
                 trackers.require_tracker(kind, project)
         rows = fitted_rows(config)
