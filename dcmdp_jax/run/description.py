@@ -86,7 +86,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
         environment += f", at most {config.task.max_turns} turns of {config.turn_tokens} tokens"
     completions = packing.mini_batches * packing.completions
     warm_up = "none"
-    if run.weights.warms_up:
+    if run.task.worked_solutions is not None:
         warm_up = f"{config.warmup.steps} supervised steps"
 
     return {

@@ -62,7 +62,6 @@ class Run:
             seed=config.training.seed,
             reference=Path(config.run_dir) / "reference",
             has_kl=config.algorithm.kl_coefficient > 0,
-            warms_up=config.warmup.steps > 0,
         )
         return cls(task=task, placement=placement, weights=weights)
 

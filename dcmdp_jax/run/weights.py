@@ -193,7 +193,6 @@ class Weights:
         seed: of drawn parameters.
         reference: directory for the initial policy of this run.
         has_kl: whether the loss has a KL term against the initial policy.
-        warms_up: whether a warm-up makes the initial policy.
     """
 
     task: Task
@@ -202,7 +201,6 @@ class Weights:
     seed: int
     reference: Path
     has_kl: bool
-    warms_up: bool
 
     def initial(self) -> Params:
         """The starting parameters, read from `model.path` or drawn from the seed."""
@@ -249,7 +247,9 @@ class Weights:
     @property
     def frozen_path(self) -> Path:
         """The initial policy's directory: `model.path` if adapters start there, else the run's."""
-        if self.task.lora and self.settings.path and not self.warms_up:
+        # A warm-up makes another initial policy than that of `model.path`.
+        warms_up = self.task.worked_solutions is not None
+        if self.task.lora and self.settings.path and not warms_up:
             return hf_hub.model_directory(self.settings.path)
         return self.reference
 
