@@ -103,18 +103,6 @@ def as_settings(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(message) from error
 
 
-_ARGUMENTS = (
-    "precision",
-    "compute_dtype",
-    "kv_cache_dtype",
-    "max_rows",
-    "min_rows",
-    "top_logprobs",
-    "lag",
-)
-"""Arguments of an engine that are settings of the rollout."""
-
-
 def check_name(name: str) -> None:
     """Refuse a name that does not denote a trainable engine. Nothing is imported.
 
@@ -194,15 +182,20 @@ def engine_arguments(
     directory = kind.name if kind in TRAINABLE.values() else "engine"
     if host:
         directory += f"_{host}"
-    arguments: dict[str, Any] = {
-        "max_total_tokens": config.max_total_tokens,
-        "settings": settings_of(rollout, kind),
-        "routed_experts": rollout.router_replay,
-        "directory": Path(config.run_dir) / directory,
-    }
-    for name in _ARGUMENTS:
-        arguments[name] = getattr(rollout, name)
-    return kind, EngineArguments(**arguments | further)
+    arguments = EngineArguments(
+        precision=rollout.precision,
+        compute_dtype=rollout.compute_dtype,
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        max_total_tokens=config.max_total_tokens,
+        max_rows=rollout.max_rows,
+        min_rows=rollout.min_rows,
+        settings=settings_of(rollout, kind),
+        routed_experts=rollout.router_replay,
+        top_logprobs=rollout.top_logprobs,
+        directory=Path(config.run_dir) / directory,
+        lag=rollout.lag,
+    )
+    return kind, dataclasses.replace(arguments, **further)
 
 
 def check_engine(config: Config, kind: EngineKind | None = None) -> None:

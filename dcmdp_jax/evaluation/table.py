@@ -185,7 +185,8 @@ def format_comparison(runs: Sequence[Scores]) -> str:
     scores_of: dict[str, list[list[float]]] = {}
     for run in runs:
         scores = [run.averages[task] for task in tasks]
-        scores_of.setdefault(run.method, []).append([*scores, math.fsum(scores) / len(scores)])
+        average = math.fsum(scores) / len(scores)
+        scores_of.setdefault(run.method, []).append([*scores, average])
     all_scores = np.concatenate(list(scores_of.values()))
     is_share = ((all_scores >= 0) & (all_scores <= 1)).all(axis=0)
     means = {method: np.mean(scores, axis=0) for method, scores in scores_of.items()}
