@@ -227,6 +227,13 @@ class RewardSettings:
         """Each function with its weight."""
         return tuple(zip(self.names, self.weights or (1.0,) * len(self.names), strict=True))
 
+    @property
+    def judged(self) -> tuple[tuple[str, float], ...]:
+        """Each function but a teacher, with its weight."""
+        return tuple(
+            (name, weight) for name, weight in self.weighted if not name.startswith(TEACHER)
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:

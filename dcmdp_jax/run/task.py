@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.rollout import RolloutSettings
-from dcmdp_jax.config.settings import TEACHER, Architecture, Config, ModelSettings
+from dcmdp_jax.config.settings import Architecture, Config, ModelSettings
 from dcmdp_jax.data import arithmetic, chat
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
@@ -409,9 +409,7 @@ def checked_rewards(
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
     """The rewards, and the columns that functions get; calls them, and starts the environment."""
     settings = config.rewards
-    rewards = tuple(
-        Reward(name, weight) for name, weight in settings.weighted if not name.startswith(TEACHER)
-    )
+    rewards = tuple(Reward(name, weight) for name, weight in settings.judged)
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
         with activity("importing the reward functions"):
@@ -554,7 +552,7 @@ def held_out(
     stop_token_ids: Sequence[int] = (),
 ) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
-    if not config.supervised and all(name.startswith(TEACHER) for name in config.rewards.names):
+    if not config.supervised and not config.rewards.judged:
         raise UserError(
             "config.rewards.functions: evaluation needs another reward than a teacher, of any "
             "weight"
