@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs import base
+from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.commands.main import COMMANDS
 from dcmdp_jax.config.checks import BUILT_IN_REWARDS
 from dcmdp_jax.observe.metric_names import METRICS
@@ -44,6 +45,15 @@ def test_the_pages_name_every_reward():
         re.search(rf"\b{name}\b", _TEXTS[_ROOT / "docs" / "settings.md"])
         for name in BUILT_IN_REWARDS
     )
+
+
+def test_the_page_has_the_template_as_yaml(tmp_path):
+    text = _TEXTS[_ROOT / "docs" / "start.md"]
+    [block] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(block)
+    given = parse(["train", f"--config={tmp_path / 'mine.yaml'}"]).config
+    expected = parse(["train", "--config=template", "--config.run_dir=runs/mine"]).config
+    assert given == expected
 
 
 def test_named_files_modules_and_links_exist():
