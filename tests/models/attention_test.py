@@ -89,8 +89,9 @@ def test_nan_stays_nan(ops):
 
 @both
 def test_gradients_of_packed_rows(ops):
-    """Against autodiff of the library's attention, whose weights are divided by their sum before
-    the product.
+    """Against autodiff of the library's attention.
+
+    It divides the weights by their sum before the product.
     """
     inputs = _inputs(2, 10, 6, 2, 8)
     weights = jax.random.normal(jax.random.key(1), inputs[0].shape)
@@ -114,8 +115,9 @@ def test_gradients_of_packed_rows(ops):
 
 @both
 def test_a_window_hides_what_is_before_it(ops):
-    """Scores of zero: each token gets the mean of what it sees. Window 3 with segments 1 1 1 1 2,
-    values 1 2 3 4 5.
+    """With scores of zero each token gets the mean of what it sees.
+
+    Window 3 with segments 1 1 1 1 2, values 1 2 3 4 5.
     """
     zero = jnp.zeros((1, 5, 1, 2))
     value = jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None, None], (1, 5, 1, 2))
@@ -143,8 +145,10 @@ def test_a_window_hides_what_is_before_it(ops):
     ids=str,
 )
 def test_splash_equals_xla(monkeypatch, shape, window, slides):
-    """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four
-    devices; rows split by a shard_map around it; a window that a traced flag turns on and off.
+    """The TPU kernel, interpreted: values and gradients of grouped queries and segments.
+
+    Two key heads over four devices; rows split by a shard_map around it; a window that a traced
+    flag turns on and off.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -219,8 +223,9 @@ _MESHES = {
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
 @pytest.mark.parametrize("case", _MESHES.values(), ids=_MESHES)
 def test_split_rows_and_heads_give_the_result_of_one_device(case, inside):
-    """Values and gradients of the plain kernel, which gets one device's part and leaves no axis to
-    the compiler.
+    """Values and gradients of the plain kernel on split rows and heads.
+
+    It gets one device's part and leaves no axis to the compiler.
     """
     sizes, heads, own = case
     query, key, value = _inputs(8, 10, *heads, 4)
@@ -258,8 +263,9 @@ def test_split_rows_and_heads_give_the_result_of_one_device(case, inside):
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
 @pytest.mark.parametrize("one_segment", [False, True])
 def test_cudnn_gets_the_rows_and_heads_of_one_device(monkeypatch, inside, one_segment):
-    """cuDNN's arguments, with the library's own attention in its place: causal, within segments,
-    scaled.
+    """cuDNN's arguments, with the library's own attention in its place.
+
+    Causal, within segments, scaled.
     """
     library = jax.nn.dot_product_attention
     mesh = make_mesh(2, 1, 4, devices=jax.devices()[:8])

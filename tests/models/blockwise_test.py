@@ -1,5 +1,6 @@
-"""Blockwise attention against the reference, which computes whole rows: values, gradients, what is
-skipped.
+"""Blockwise attention against the reference: values, gradients, what is skipped.
+
+The reference computes whole rows.
 """
 
 import functools
@@ -25,8 +26,9 @@ Attend = Callable[..., jax.Array]
 
 
 def _row(*lengths, total):
-    """Segments 1, 2, ... of those lengths, a negative one being padding between them, and padding
-    to the end.
+    """Segments 1, 2, ... of those lengths, and padding to the end.
+
+    A negative length is padding between segments.
     """
     ids = [
         0 if n < 0 else segment for segment, n in enumerate(lengths, start=1) for _ in range(abs(n))
@@ -137,8 +139,9 @@ def test_half_precision_accumulates_in_float32(dtype):
 
 
 def test_padding_gets_zeros_and_large_scores_do_not_overflow():
-    """exp(q k) of these is infinite in float32, also at padding, whose log-sum-exp is never
-    computed.
+    """exp(q k) of these is infinite in float32.
+
+    Also at padding, whose log-sum-exp is never computed.
     """
     ids = jnp.asarray([_row(5, -3, 4, total=16)], jnp.int32)
     query, key, value, _ = (30 * x for x in _inputs((1, 16), 2, 1, 8))
@@ -234,8 +237,9 @@ def _blocks(segment_ids, size):
 
 
 def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch):
-    """The blocks of keys that run, counted on the host: those of whole rows of two segments, and of
-    a packed one.
+    """Count the blocks of keys that run, on the host.
+
+    Those of whole rows of two segments, and of a packed one.
     """
     ran = []
     product = blockwise._product
@@ -280,7 +284,9 @@ def test_no_array_has_two_axes_along_the_row():
 
 
 def test_operations_are_those_of_causal_rows():
-    """2 rows of 256 tokens are 4 blocks of 64 each, which see 1 + 2 + 3 + 4 = 10 blocks of keys. A
+    """The compiler's operations are those of the blocks that causal rows need.
+
+    2 rows of 256 tokens are 4 blocks of 64 each, which see 1 + 2 + 3 + 4 = 10 blocks of keys. A
     product of a block has 2 x 64 x 64 x 8 operations for each of 4 heads; there are 2 forward and 5
     backward.
     """

@@ -136,9 +136,7 @@ def hf_directory(hf_model: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 
 @pytest.fixture
 def tiny_model() -> tuple[ModelConfig, dict[str, Any]]:
-    """A Qwen3 without transformers: config and parameters large enough that every part shows in the
-    output.
-    """
+    """A Qwen3 without transformers, large enough that every part shows in the output."""
     config = ModelConfig("qwen3", 97, 32, 64, 3, 4, 2, 16, rope_theta=1e4, initializer_range=0.2)
     params = init_params(config, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
@@ -152,8 +150,9 @@ def tiny_model() -> tuple[ModelConfig, dict[str, Any]]:
 
 @pytest.fixture
 def pack() -> Callable[..., dict[str, jax.Array]]:
-    """Rows of segments: pack([[a, b], [c]], length) -> ids, positions, segments, mask (not the
-    first tokens).
+    """Pack segments into rows: pack([[a, b], [c]], length) -> ids, positions, segments, mask.
+
+    The mask is false on the first tokens.
     """
 
     def build(rows: list[list[np.ndarray]], length: int) -> dict[str, jax.Array]:

@@ -46,8 +46,9 @@ def _forward(params, config, rows, compute):
 
 
 def _logprob_sum(params, config, rows, compute, weights):
-    """Weighted sum of the log-probs and, beside, the log-probs; weights differ so that no token's
-    error hides.
+    """Weighted sum of the log-probs, and the log-probs.
+
+    Weights differ so that no token's error hides.
     """
     logprobs = _forward(params, config, rows, compute)[1]
     return jnp.sum(logprobs * weights), logprobs
@@ -84,8 +85,9 @@ def _assert_trees_close(have, want, *, relative):
     ],
 )
 def test_forward_equals_transformers(hf_directory, pack, family, tied, bias, rope):
-    """Hidden states, logits and log-probs in float32; measured at 4e-6 to 8e-6 on logits of
-    deviation 1.
+    """Hidden states, logits and log-probs in float32.
+
+    Measured at 4e-6 to 8e-6 on logits of deviation 1.
     """
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory(family, tied=tied, rope=rope, bias=bias)
@@ -140,9 +142,7 @@ def test_gradients_equal_torch(hf_directory, pack, family, tied):
 
 
 def test_positions_far_out_equal_transformers(hf_directory, pack):
-    """At position 30,000 frequencies that are off by one unit in the last place give 1e-3, not
-    1e-5.
-    """
+    """Frequencies off by a unit in the last place give 1e-3 at position 30,000, not 1e-5."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory("qwen3")
     config = read_model_config(directory)
@@ -223,8 +223,9 @@ def test_padding_changes_nothing(tiny_model, pack):
     "setting", [{"one_segment": True}, {"scan_unroll": 2}, {"scan_unroll": 3}], ids=str
 )
 def test_how_it_runs_changes_nothing(tiny_model, pack, setting):
-    """One segment to a row, and the scan over three layers unrolled by two (which leaves one over)
-    and by all.
+    """One segment to a row, and unrolled scans over three layers.
+
+    Unrolled by two, which leaves one over, and by all.
     """
     config, params = tiny_model
     rows = pack([[segment] for segment in _segments()], 24)
@@ -313,9 +314,7 @@ def test_rematerialization_changes_memory_only(tiny_model, pack):
 
 
 def test_on_a_gpu_only_what_is_elementwise_is_computed_twice(tiny_model, pack, monkeypatch):
-    """The same products as without rematerialization, of the same gradients, and less kept for
-    them.
-    """
+    """Rematerialization has the same products and gradients, and keeps less for them."""
     config, params = tiny_model
     rows = pack([[np.arange(64)]] * 8, 64)
     weights = jnp.ones((8, 64))
@@ -352,8 +351,9 @@ def _layers(params):
 
 
 def test_scan_equals_blocks_one_by_one(tiny_model, pack):
-    """`block_of` over the layers and `final_norm`, which engines use, against the scanned
-    forward.
+    """`block_of` over the layers and `final_norm` against the scanned forward pass.
+
+    Engines use them.
     """
     config, params = tiny_model
     rows = pack([[np.arange(20)]], 20)
@@ -375,8 +375,9 @@ def test_scan_equals_blocks_one_by_one(tiny_model, pack):
 
 @pytest.mark.parametrize("mlp", [False, True])
 def test_merged_projections_are_the_same_layer(tiny_model, mlp):
-    """Values and the gradients of every parameter, biases and head norms among them where the model
-    has them.
+    """Values and the gradients of every parameter.
+
+    Biases and head norms among them where the model has them.
     """
     config, params = tiny_model
     layer = jax.tree.map(

@@ -47,8 +47,9 @@ def test_values_and_gradient_are_those_of_the_whole_table(fsdp, tensor):
 
 
 def test_the_gradient_is_summed_in_float32():
-    """A token a thousand times, each with a cotangent of 1: a bfloat16 sum stays at 256, as 256 + 1
-    rounds to 256.
+    """The gradient of a token a thousand times is summed in float32.
+
+    Each has a cotangent of 1: a bfloat16 sum stays at 256, as 256 + 1 rounds to 256.
     """
     ids = jnp.ones((8, 125), jnp.int32)
 

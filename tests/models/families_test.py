@@ -1,5 +1,6 @@
-"""Each family of `families.py` against transformers: a published config.json, made small, with its
-own pattern.
+"""Each family of `families.py` against transformers.
+
+A published config.json, made small, with its own pattern.
 """
 
 from __future__ import annotations
@@ -170,9 +171,10 @@ def _close(gradients, theirs: dict[str, np.ndarray], config: ModelConfig) -> Non
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_gradients_are_those_of_transformers(directory, pack, name):
-    """Packed rows longer than the window, every layer kind of the family, scanned; float32, eager
-    attention of transformers one segment at a time. Log-probs measured at 3e-6, gradients at 2e-6
-    of a tensor's largest.
+    """Packed rows longer than the window, every layer kind of the family, scanned.
+
+    In float32, against eager attention of transformers one segment at a time. Log-probs measured at
+    3e-6, gradients at 2e-6 of a tensor's largest.
     """
     model, path, config = directory(name)
     rows = _rows(pack)
@@ -187,8 +189,9 @@ def test_values_and_gradients_are_those_of_transformers(directory, pack, name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_reads_an_export_as_the_same_model(directory, tmp_path, name):
-    """In and out again: equal tensors, equal config, and equal logits of a row beyond the window in
-    transformers.
+    """In and out again: equal tensors, equal config, equal logits in transformers.
+
+    The logits are of a row beyond the window.
     """
     import torch
     import transformers
@@ -216,9 +219,10 @@ def test_transformers_reads_an_export_as_the_same_model(directory, tmp_path, nam
     ids=str,
 )
 def test_how_a_family_runs_changes_nothing(pack, monkeypatch, name, shape):
-    """Against whole rows on one device: blocks of keys outside a window skipped, layers computed
-    again, the scan unrolled by two; on a mesh rows over data and fsdp, heads and the width of
-    OLMo's norm of q and k over tensor.
+    """Skipped blocks, rematerialized layers and meshes give what whole rows on one device give.
+
+    Blocks of keys outside a window are skipped, the scan is unrolled by two; on a mesh rows lie
+    over data and fsdp, heads and the width of OLMo's norm of q and k over tensor.
     """
     scale = 0.1 if name == "Qwen3.5-0.8B" else 0.2  # a recurrence of 8 layers multiplies roundings
     config = from_hf(
@@ -273,7 +277,9 @@ def _named(result) -> dict[str, np.ndarray]:
 
 
 def test_a_window_of_the_whole_row_is_none(pack):
-    """40 tokens, of which 39 predict the last: a window of 40 or more hides nothing, one of 38 the
+    """A window hides exactly what lies before it.
+
+    40 tokens, of which 39 predict the last: a window of 40 or more hides nothing, one of 38 the
     first.
     """
     rows = pack([[np.arange(LENGTH)]], LENGTH)
@@ -308,7 +314,9 @@ def test_published_families_by_shape(name):
 
 
 def test_patterns_of_published_families():
-    """Every sixth layer of Gemma 3, every fourth of OLMo 3 is full; every fourth of SmolLM3 has no
+    """Published patterns of layers: which are full, and which have no rotary embedding.
+
+    Every sixth layer of Gemma 3, every fourth of OLMo 3 is full; every fourth of SmolLM3 has no
     rotary embedding.
     """
     gemma, smollm, olmo = (

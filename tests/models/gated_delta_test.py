@@ -1,5 +1,6 @@
-"""Recurrent layers: chunks against single tokens, packed rows, transformers in float64, adapters,
-checkpoints.
+"""Recurrent layers against single tokens and transformers in float64.
+
+Chunks, packed rows, adapters, checkpoints.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def ids(*rows: tuple[int, ...]) -> jax.Array:
 @pytest.mark.parametrize("same_keys", [False, True], ids=["random keys", "one key"])
 def test_chunks_are_the_recurrence_in_float64(same_keys):
     """Values, state and gradients of 150 tokens with borders inside chunks and on one (64): 1e-12.
+
     One key for all tokens makes the system as far from the identity as it comes. Without the reset
     at a border they differ by 0.5.
     """
@@ -126,7 +128,9 @@ def test_chunks_are_the_recurrence_in_float64(same_keys):
 
 
 def test_convolution_begins_anew_with_a_segment():
-    """Kernel (1, 10, 100, 1000) over ones: 1000, 1100, 1110, 1111, again from 1000 in the second
+    """The convolution begins again with a segment.
+
+    Kernel (1, 10, 100, 1000) over ones: 1000, 1100, 1110, 1111, again from 1000 in the second
     segment.
     """
     ones = jnp.ones((1, 7, 1))
@@ -150,8 +154,10 @@ def _mixed(length: int) -> Mixed:
 
 
 def test_prefill_and_single_tokens_are_the_whole_row():
-    """Prompts of 1, 3 and 70 of 80 padded tokens (shorter than the window, as long, beyond a
-    chunk), then 10 tokens one by one: outputs and states as of the whole rows, 1e-5.
+    """Prefill and single steps give outputs and states of the whole rows, to 1e-5.
+
+    Prompts of 1, 3 and 70 of 80 padded tokens (shorter than the window, as long, beyond a chunk),
+    then 10 tokens one by one.
     """
     lengths = jnp.asarray([1, 3, 70])
     mixed = _mixed(80)
@@ -175,8 +181,9 @@ def test_prefill_and_single_tokens_are_the_whole_row():
 
 @pytest.fixture
 def theirs(request, tmp_path, monkeypatch):
-    """(transformers' model, its directory). Its code with float64 in every place of float32; dense,
-    or of the fields that a test gives.
+    """transformers' model, with float64 in every place of float32, and its directory.
+
+    Dense, or of the fields that a test gives.
     """
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     transformers = pytest.importorskip(
@@ -242,11 +249,13 @@ def _logprobs(
 
 @pytest.mark.parametrize("theirs", [FIELDS, EXPERTS], indirect=True, ids=["dense", "experts"])
 def test_float32_is_transformers_in_float64(theirs, pack):
-    """Log-probs of packed rows, each segment alone in transformers, within 1e-5 (measured 3e-6);
-    gradients of their weighted sum within 3e-5 of each tensor's largest (4e-6 in most runs; 1.4e-5
-    seen once, of a bias that sums over all tokens: a busy CPU splits products otherwise). A second
-    pass over layers (remat) gives the same numbers, and so does a mesh with rows over fsdp and
-    heads over tensor, or rows and experts over expert and their width over tensor.
+    """Log-probs of packed rows within 1e-5 of each segment alone in transformers.
+
+    Measured 3e-6; gradients of their weighted sum within 3e-5 of each tensor's largest (4e-6 in
+    most runs; 1.4e-5 seen once, of a bias that sums over all tokens: a busy CPU splits products
+    otherwise). A second pass over layers (remat) gives the same numbers, and so does a mesh with
+    rows over fsdp and heads over tensor, or rows and experts over expert and their width over
+    tensor.
     """
     import torch
 
@@ -316,8 +325,9 @@ def test_packed_rows_are_the_rows_alone(pack):
 
 
 def test_adapters_of_recurrent_layers(pack):
-    """Every projection of both kinds of layers but the two small gates; with B = 0 the base to the
-    bit; a gradient reaches the adapter of each.
+    """Adapters reach every projection of both kinds of layers but the two small gates.
+
+    With B = 0 the base to the bit; a gradient reaches the adapter of each.
     """
     lora = Lora(2, 4.0)
     rows = _rows(pack)
@@ -343,8 +353,10 @@ def test_adapters_of_recurrent_layers(pack):
 
 @pytest.mark.parametrize("theirs", [FIELDS, EXPERTS], indirect=True, ids=["dense", "experts"])
 def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
-    """Names below model.language_model, all experts of a layer in two tensors, a head stored again,
-    2 tensors of images and 1 of token prediction, counted.
+    """A wrapped checkpoint: other names, stacked experts, and counted tensors of other parts.
+
+    Names below model.language_model, all experts of a layer in two tensors, a head stored again, 2
+    tensors of images and 1 of token prediction.
     """
     model, path = theirs
     shape = read_model_config(path)
@@ -432,8 +444,9 @@ def test_what_recurrent_layers_can_not_be_is_refused_in_one_line(fields, message
 
 @pytest.mark.parametrize("layers", [4, 6])
 def test_layers_that_do_not_repeat_are_one_period(layers):
-    """Kinds that never repeat are unrolled: 4 layers of a period of 4, 6 layers with attention in
-    the second and last of a period of 6; both go to config.json and back.
+    """Patterns of layers go to config.json and back; kinds that never repeat are unrolled.
+
+    4 layers of a period of 4, 6 layers with attention in the second and last of a period of 6.
     """
     kinds = ["linear_attention"] * layers
     for full in (1, layers - 1) if layers == 6 else (3,):
@@ -443,8 +456,9 @@ def test_layers_that_do_not_repeat_are_one_period(layers):
 
 
 def test_qwen35_35b_a3b_by_shape():
-    """Qwen3.5-35B-A3B (defaults of `Qwen3_5MoeTextConfig`): 34.66 billion parameters, of which 2.95
-    compute a token.
+    """Qwen3.5-35B-A3B has 34.66 billion parameters, of which 2.95 compute a token.
+
+    By the defaults of `Qwen3_5MoeTextConfig`.
     """
     sizes = {
         "vocab_size": 248320,

@@ -1,5 +1,6 @@
-"""Gemma 3 270M and Qwen2.5-Coder-0.5B from GGUF files, against transformers and SentencePiece. Each
-file is in several packages, in pieces.
+"""Gemma 3 270M and Qwen2.5-Coder-0.5B from GGUF files that are in several packages.
+
+Against transformers and SentencePiece.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def _sentencepiece(model: GGUFModel):
 
 
 def test_ids_are_those_of_another_reader(converted):
-    """10,000 characters of code and eight languages. Qwen's against transformers' reading of the
-    same header.
+    """10,000 characters of code and eight languages.
+
+    Qwen's against transformers' reading of the same header.
     """
     name, file, directory = converted
     ours = AutoTokenizer.from_pretrained(directory)
@@ -98,8 +100,9 @@ def _file(name: str, directory: Path) -> Path:
 
 
 def test_log_probs_and_greedy_text_are_those_of_transformers(converted):
-    """500 tokens in float32, and 64 greedy tokens of the embedded engine, against transformers'
-    reading of the file. Gemma measured at 7.8e-5.
+    """500 tokens in float32, and 64 greedy tokens of the embedded engine.
+
+    Against transformers' reading of the file. Gemma measured at 7.8e-5.
     """
     torch = pytest.importorskip("torch", reason="needs torch")
     from transformers import AutoConfig, AutoModelForCausalLM

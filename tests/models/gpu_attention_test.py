@@ -1,5 +1,6 @@
-"""cuDNN's packed attention: the arrays that it gets, by a stand-in that reads them as cuDNN
-does.
+"""The arrays that cuDNN's packed attention gets.
+
+A stand-in reads them as cuDNN does.
 """
 
 import functools
@@ -40,9 +41,10 @@ _ROWS = [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 0, 2, 2, 2, 2, 2], [1] * 1
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize(("mesh", "window"), [(None, 0), ((2, 1, 2), 2)], ids=str)
 def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
-    """Values and gradients of the reference; with fewer key heads than query heads, whose offsets
-    JAX scales wrongly before 0.12; each device with the offsets of its own rows and heads. NaN
-    reaches nothing.
+    """Values and gradients of the reference, on one device and on a mesh.
+
+    With fewer key heads than query heads, whose offsets JAX scales wrongly before 0.12; each device
+    with the offsets of its own rows and heads. NaN reaches nothing.
     """
     mesh = mesh and make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     *inputs, weights = _inputs(4, 10, *heads, 8)
@@ -88,8 +90,9 @@ def test_a_layer_of_a_scan_has_its_window_or_none(stand_ins, slides):
 
 
 def test_jax_lowers_what_the_packed_layout_binds():
-    """The primitives are private to JAX: a release may move them, or give them other parameters.
-    Needs no GPU.
+    """JAX lowers the private primitives that the packed layout binds.
+
+    A release may move them, or give them other parameters. Needs no GPU.
     """
 
     def loss(query, key, value, ids):

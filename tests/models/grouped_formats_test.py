@@ -1,5 +1,6 @@
-"""Formats with a scale for each group of inputs: qwix's arithmetic by hand, and engines that hold
-their weights so.
+"""Formats with a scale for each group of inputs, by hand and in engines.
+
+The arithmetic is qwix's.
 """
 
 import dataclasses
@@ -41,8 +42,9 @@ MODEL = dataclasses.replace(
 
 
 def _nearest(x, grid):
-    """The nearest of both signs of `grid`; between two the one at an even place, as e2m1 has an
-    even mantissa there.
+    """The nearest value of `grid`, of both signs.
+
+    Between two the one at an even place, as e2m1 has an even mantissa there.
     """
     magnitude = np.abs(x)[..., None]
     ends = (grid[1:] + grid[:-1]) / 2
@@ -86,9 +88,10 @@ def _by_hand(w, precision):
 @pytest.mark.parametrize("precision", ["mxfp4", "nvfp4", "int4_g32", "int4_g128"])
 @pytest.mark.parametrize("std", [1.0, 0.02])
 def test_values_and_scales_are_those_derived_in_numpy(precision, std):
-    """To the bit but for ties: -7.5, one in 64 in groups of 32, becomes -7 or -8 by a last digit of
-    its scale (XLA may multiply by 1 / 7.5), and XLA without optimization, as tests run it, goes to
-    e2m1 through float16.
+    """Equal to qwix to the bit but for ties.
+
+    -7.5, one in 64 in groups of 32, becomes -7 or -8 by a last digit of its scale (XLA may multiply
+    by 1 / 7.5), and XLA without optimization, as tests run it, goes to e2m1 through float16.
     """
     w = np.random.default_rng(0).normal(scale=std, size=(256, 48)).astype(np.float32)
     found = jax.jit(quantize_kernel, static_argnums=1)(w, precision)
@@ -111,8 +114,9 @@ def test_values_and_scales_are_those_derived_in_numpy(precision, std):
 
 
 def test_a_power_of_two_is_the_scale_where_the_largest_weight_is_six_of_them():
-    """max |w| = 6 2^k: a logarithm that is off by a rounding doubles the scale, as qwix's does at
-    2^-13.
+    """The scale's logarithm is exact at max |w| = 6 2^k.
+
+    One that is off by a rounding doubles the scale, as qwix's does at 2^-13.
     """
     powers = np.arange(-8, 9)
     w = np.zeros((32, powers.size), np.float32)
@@ -231,8 +235,9 @@ def test_two_devices_of_a_tensor_group_hold_the_values_of_one():
 
 @pytest.mark.parametrize("precision", [*PRECISIONS, "float32", "cache"])
 def test_every_format_gives_on_two_and_four_devices_what_it_gives_on_one(precision):
-    """Compared with one matched pass: with scales of activations by device, nvfp4_w4a4 was 6e-3
-    from it on two.
+    """Compared with one matched pass, on a mesh.
+
+    With scales of activations by device, nvfp4_w4a4 was 6e-3 from it on two.
     """
     model = dataclasses.replace(
         MODEL, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=512

@@ -1,5 +1,6 @@
-"""Safetensors in and out: the same bytes, the same model in transformers, and what damaged
-directories get.
+"""Safetensors in and out: the same bytes, and the same model in transformers.
+
+Also what damaged directories get.
 """
 
 import contextlib
@@ -460,8 +461,9 @@ with hf_weights.whole_directory(directory, overwrite=True) as partial:
 
 @pytest.mark.parametrize("step", ["written", "renamed"])
 def test_what_a_killed_writer_leaves_is_removed_and_the_old_directory_comes_back(tmp_path, step):
-    """Killed before anything was renamed, and between the two renames of a file system that can't
-    exchange names.
+    """A writer is killed before a rename, or between the two of it.
+
+    A file system that can't exchange names has two renames.
     """
     directory = tmp_path / "model[1]"
     directory.mkdir()

@@ -85,8 +85,9 @@ def test_swiglu_gradient_by_hand(ops):
 
 @both
 def test_norm_and_rotation_as_complex_numbers(ops):
-    """Value and gradients of the one function for both, against autodiff of the norm and a product
-    with e^(i angle).
+    """Value and gradients of norm and rotation in one function, against autodiff.
+
+    The reference is the norm and a product with e^(i angle).
     """
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
     scale = jax.random.normal(jax.random.key(1), (3, 16))

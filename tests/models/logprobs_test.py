@@ -36,8 +36,9 @@ def _inputs(seed=0):
 
 
 def _reference(x, temperature):
-    """logprobs, entropy, d hidden, d kernel of sum(logprob_bar * logprobs + entropy_bar * entropy),
-    token by token.
+    """The log-probs, the entropy and both gradients in float64, token by token.
+
+    d hidden, d kernel of sum(logprob_bar * logprobs + entropy_bar * entropy).
     """
     hidden = x["hidden"].astype(np.float64)
     kernel = x["kernel"].astype(np.float64)
@@ -109,8 +110,9 @@ def test_every_token_wanted_but_the_first():
 
 
 def test_uniform_and_certain_distributions():
-    """Equal logits: log-prob -log V and entropy log V; one logit far above: 0 and 0, without NaN
-    gradients.
+    """Equal logits have entropy log V; one far above the others 0, without NaN gradients.
+
+    Log-probs are -log V and 0.
     """
     x = _inputs()
     x["mask"][:, 1:] = True
@@ -160,8 +162,9 @@ def test_masked_tokens_take_no_part():
 
 
 def test_bfloat16_adds_the_kernel_gradient_in_float32():
-    """With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a
-    float32 one is not.
+    """The kernel's gradient is summed in float32 over chunks.
+
+    With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry.
     """
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 1025, 16)), jnp.bfloat16)
@@ -182,8 +185,9 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32():
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 def test_memory_at_the_full_vocabulary(ops):
-    """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing
-    is run.
+    """The compiler's memory is a chunk of logits, not all of them.
+
+    1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Nothing is run.
     """
     rows = 2
     length = 512
@@ -227,8 +231,9 @@ def test_shapes_must_agree():
 @pytest.mark.parametrize("vocab", [48, 31 * 2])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2)])
 def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
-    """fsdp, tensor, expert. The vocabulary comes in pieces, 62 / 2 = 31 in one, and padding tokens
-    in none.
+    """A kernel over fsdp, tensor and expert gives the result of one device.
+
+    The vocabulary comes in pieces, 62 / 2 = 31 in one, and padding tokens in none.
     """
     fsdp, tensor, expert = sizes
     mesh = make_mesh(1, fsdp, tensor, expert, devices=jax.devices()[:8])
@@ -285,8 +290,9 @@ def test_blocks_of_tokens():
 
 @pytest.mark.parametrize("chunk", [1000, 7])
 def test_listed_ids_have_values_and_gradients_of_float64(chunk):
-    """Five ids a token, one of them absent, one twice: log-probs, and gradients beside those of the
-    token's own.
+    """Log-probs of listed ids, and their gradients beside those of the token's own.
+
+    Five ids a token, one of them absent, one twice.
     """
     x = _inputs()
     temperature = 0.7

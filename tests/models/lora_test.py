@@ -1,5 +1,6 @@
-"""Adapters against PEFT in torch: values, gradients, files both ways; and what LoRA says by
-hand.
+"""Adapters against PEFT in torch: values, gradients, files both ways.
+
+Also what LoRA says by hand.
 """
 
 import json

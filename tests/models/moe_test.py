@@ -53,8 +53,9 @@ def _forward(params, config, ids, segments, compute, **pin):
 @pytest.mark.parametrize("ops", [CPU, REFERENCE, TPU_INTERPRETED], ids=["cpu", "reference", "tpu"])
 @pytest.mark.parametrize("sizes", [(3, 0, 4, 2), (0, 0, 9, 0), (300, 0, 299, 1)], ids=str)
 def test_grouped_matmul_is_a_product_for_each_group(ops, sizes):
-    """Values and both gradients against a loop in float64. 300 rows are several blocks, the last
-    shared by groups.
+    """Values and both gradients against a loop in float64.
+
+    300 rows are several blocks, the last shared by groups.
     """
     rng = np.random.default_rng(0)
     total = sum(sizes)
@@ -99,8 +100,9 @@ def test_no_platform_multiplies_every_row_by_every_expert(platform):
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_token_is_the_weighted_sum_of_its_top_k_experts(normalized, replayed):
-    """Or of those that are replayed, with the router's own weights; the first token has none to
-    replay.
+    """The experts are the router's, or replayed ones with the router's weights.
+
+    The first token has none to replay.
     """
     config = dataclasses.replace(CONFIG, norm_topk_prob=normalized)
     moe = MoE(config, hf_name="mlp")
@@ -210,8 +212,9 @@ def test_load_and_loss_are_those_of_transformers(hf_directory):
 
 
 def test_router_metrics_by_hand():
-    """Two layers of four experts, 8 tokens with k = 1; in the second layer one expert gets half of
-    all.
+    """The load by hand: two layers of four experts, 8 tokens with k = 1.
+
+    In the second layer one expert gets half of all.
     """
     sums = {
         "router_load": jnp.array([[2.0, 2, 2, 2], [4, 2, 2, 0]]),
@@ -439,9 +442,7 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape):
     pull = rng.normal(size=(2, 4)).astype(np.float32)
 
     def sums(params, rows, **pin):
-        """Loss, load and gradients; the router's probabilities are in the loss by themselves
-        too.
-        """
+        """Loss, load and gradients, with the router's probabilities in the loss by themselves too."""
 
         def loss(params):
             logits, aux = _forward(params, CONFIG, *rows[:2], Compute(), **pin)

@@ -1,6 +1,4 @@
-"""SmolLM2-135M-Instruct from a package's GGUF file, compared with transformers' reading of the same
-file.
-"""
+"""SmolLM2-135M-Instruct from a package's GGUF file, against transformers' reading of it."""
 
 import importlib.metadata
 import unicodedata
@@ -49,8 +47,9 @@ def converted(file, tmp_path_factory):
 
 
 def _text():
-    """10,000 characters: code with its indentation and numbers, and several languages, some
-    decomposed.
+    """10,000 characters of code and several languages, some decomposed.
+
+    Code with its indentation and numbers.
     """
     code = (_ROOT / "dcmdp_jax/data/arithmetic.py").read_text(encoding="utf-8")
     other = "".join(text + unicodedata.normalize("NFD", text) for text in _LANGUAGES)
