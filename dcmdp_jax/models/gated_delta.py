@@ -313,8 +313,9 @@ def in_chunks(
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
     def chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
-        """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the
-        state as it is.
+        """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...], with zeros after the last token.
+
+        Zeros leave the state as it is.
         """
         other_axes = ((0, 0),) * (x.ndim - 2)
         padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *other_axes), mode=mode)

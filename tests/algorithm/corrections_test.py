@@ -128,9 +128,17 @@ def make_correction(name, given):
 
 
 def _tokens(now, old, rollout, advantages, mask, index, completions):
-    completion = dict(completion_mask=mask, completion_index=index, num_completions=completions)
-    logprobs = dict(train_logprobs=now, old_logprobs=old, rollout_logprobs=rollout)
-    return Tokens(advantages=advantages, **logprobs, **completion, multiplier=0.0, tolerance=0.0)
+    return Tokens(
+        advantages=advantages,
+        train_logprobs=now,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        completion_mask=mask,
+        completion_index=index,
+        num_completions=completions,
+        multiplier=0.0,
+        tolerance=0.0,
+    )
 
 
 def _rows(spread, seed=0):

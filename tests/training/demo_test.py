@@ -21,14 +21,14 @@ def run_dir(tmp_path: Path) -> Path:
         "JAX_PLATFORMS": "cpu"
     }
     # Two devices whatever the machine: what is merged over devices is part of the record.
-    command = [
+    finished(
         "-m",
         "bin.train",
         "--config=configs/demo.py",
         f"--config.run_dir={tmp_path}/run",
         "--config.mesh.cpu_devices=2",
-    ]
-    finished(*command, env=environment)
+        env=environment,
+    )
     return tmp_path / "run"
 
 

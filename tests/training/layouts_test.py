@@ -257,8 +257,9 @@ def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypat
                     np.argsort(rows.position_ids[own])
                 ]
         found.append(np.concatenate([values[number] for number in sorted(values)]))
-    assert found[0].std() > 0.5
-    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
+    packed, one_a_row = found
+    assert packed.std() > 0.5
+    np.testing.assert_allclose(packed, one_a_row, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

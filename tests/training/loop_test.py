@@ -345,13 +345,18 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
 
     torch.manual_seed(0)
     source = tmp_path / "source"
-    sizes = dict(
-        vocab_size=104, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8
+    hf_config = Qwen3Config(
+        vocab_size=104,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
     )
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    hf = Qwen3ForCausalLM(
-        Qwen3Config(**sizes, **heads, max_position_embeddings=1024, tie_word_embeddings=True)
-    )
+    hf = Qwen3ForCausalLM(hf_config)
     hf.save_pretrained(source)
     build_tokenizer().save_pretrained(source)
     run_dir = tmp_path / "run"

@@ -21,14 +21,14 @@ FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 
 def _train(environment, run_dir, options, *overrides):
     """Train with configs/demo_moe.py; return the records of the steps."""
-    command = [
+    done = finished(
         "-m",
         "bin.train",
         f"--config=configs/demo_moe.py:{options}",
         f"--config.run_dir={run_dir}",
-        *(f"--config.{each}" for each in overrides),
-    ]
-    done = finished(*command, env=environment)
+        *(f"--config.{override}" for override in overrides),
+        env=environment,
+    )
     assert "qwen3_moe" in done.stdout
     assert not list(contradictions(run_dir))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -90,7 +90,13 @@ def test_a_recorded_run_evaluates(run_environment, run_dir):
 
 
 def test_a_recorded_run_is_refused_with_another_setting(run_dir):
-    start = ("-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}")
-    done = finished(*start, "--config.algorithm.tolerance=0.0006", code=2)
+    done = finished(
+        "-m",
+        "bin.train",
+        "--config=configs/demo.py:debug",
+        f"--config.run_dir={run_dir}",
+        "--config.algorithm.tolerance=0.0006",
+        code=2,
+    )
     assert done.returncode == 2
     assert "holds a run with model.architecture.head_dim=8, this config has 32" in done.stderr

@@ -53,13 +53,21 @@ def _model(directory, kind):
 
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8
-    )
-    sizes |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
-    ends = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)
     config = AutoConfig.for_model(
-        kind, vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes, **ends
+        kind,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=False,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)

@@ -144,8 +144,9 @@ def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[Me
 
 @functools.lru_cache(maxsize=8)
 def _weight_bytes(program: Program, param_dtype: str, cpu: bool) -> tuple[int, int]:
-    """Bytes of the engine's weights and of their largest layer; on a CPU of all devices together,
-    which share them, else on each.
+    """Bytes of the engine's weights and of their largest layer, on each device.
+
+    On a CPU they are of all devices together, which share them.
     """
     weights = abstract_weights(program, param_dtype)
     layer_bytes = []
