@@ -1,6 +1,4 @@
-"""The small tokenizer: exact round trips, fixed ids, and what AutoTokenizer makes of the saved
-one.
-"""
+"""The small tokenizer: exact round trips, fixed ids, and AutoTokenizer's reading of it."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""DAPO-Math-17K as its publisher has it: copies of rows, an instruction of its own, the answer in
-its form.
+"""DAPO-Math-17K as its publisher has it.
+
+Copies of rows, an instruction of its own, the answer in its form.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""What a supervised run learns of a turn is what its row says: read back, ended once, located in
-linear time.
+"""What a supervised run learns of a turn is what its row says.
+
+Read back, ended once, located in linear time.
 """
 
 import json

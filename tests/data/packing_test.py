@@ -15,8 +15,9 @@ from tests.support.sampling import counted_rollout
 
 
 def _unpack(batch):
-    """(mini-batch, completion) -> (prompt and completion ids, completion ids, log-probs), read back
-    from the rows.
+    """Read completions back from the rows.
+
+    (mini-batch, completion) -> (prompt and completion ids, completion ids, log-probs).
     """
     found = {}
     for rows in batch.rows:
@@ -244,7 +245,9 @@ def test_too_long_is_named():
 
 
 def _tool_episode(group, member, start, versions=(4, 6)):
-    """Prompt of 2 tokens, two sampled, two of a tool's output, one sampled two versions later, its
+    """An episode of several turns and versions.
+
+    A prompt of 2 tokens, two sampled, two of a tool's output, one sampled two versions later, its
     end.
     """
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
@@ -257,8 +260,9 @@ def _tool_episode(group, member, start, versions=(4, 6)):
 
 
 def test_tokens_that_the_policy_did_not_sample_are_read_but_not_trained():
-    """Output of a tool between two turns: in the row, outside the mask, and not counted as
-    completion length.
+    """A tool's output between two turns is in the row, outside the mask.
+
+    It is not counted as completion length.
     """
     plan = make_row_shapes(
         row_lengths=(10,),
@@ -347,8 +351,9 @@ def test_an_episode_that_can_not_be_trained_on_is_named(mask, said):
 
 
 def test_one_completion_a_row_is_padded_as_packed_rows_are():
-    """Position 0 and segment 0 in the padding: the experts' grouped product reads it, so its
-    rounding depends on it.
+    """Padding has position 0 and segment 0.
+
+    The experts' grouped product reads it, so its rounding depends on it.
     """
     ids = ([5, 6], [7]), ([8], [9, 10, 11])
     rows = one_a_row(*([np.array(each, np.int32) for each in part] for part in ids), 5, 3)

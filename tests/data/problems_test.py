@@ -1,5 +1,6 @@
-"""Rows of every schema, read to the right prompt and the right answer, and refused by line
-number.
+"""Rows of every schema are read to the right prompt and answer.
+
+Or refused by line number.
 """
 
 import json

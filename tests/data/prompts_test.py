@@ -58,9 +58,7 @@ def test_the_ids_are_those_of_the_template():
 
 
 def _tokenizer_that_thinks():
-    """Its template has Qwen3's switch: without thinking it begins the answer with an empty
-    thought.
-    """
+    """A template with Qwen3's switch: without thinking the answer begins with an empty thought."""
     words = {"</s>": 0, "unk": 1, "one": 2, "go:": 3, "<think></think>": 4}
     backend = Tokenizer(models.WordLevel(words, unk_token="unk"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -209,8 +207,9 @@ def test_a_template_that_refuses_is_one_line():
 
 
 def test_a_template_that_writes_far_more_than_the_chat_is_refused_before_it_is_encoded(tmp_path):
-    """A billion characters took 90 s and 2.4 GiB to encode. A long chat may be written several
-    times.
+    """A billion characters took 90 s and 2.4 GiB to encode.
+
+    A long chat may be written several times.
     """
     tokenizer = build_tokenizer()
     template = tokenizer.chat_template
@@ -385,8 +384,9 @@ def _byte_level(directory, tokenizer_class):
 def test_spaces_and_line_breaks_survive_whatever_class_a_byte_level_tokenizer_names(
     tokenizer_class, tmp_path, caplog
 ):
-    """The class of transformers 5 gives a pre-tokenizer that drops both; what a run saves has the
-    ids that it used.
+    """What a run saves has the ids that it used.
+
+    The class of transformers 5 gives a pre-tokenizer that drops both.
     """
     source = _byte_level(tmp_path / "source", tokenizer_class)
     tokenizer = load_tokenizer(str(source), vocab_size=259)
@@ -496,8 +496,9 @@ def test_control_tokens_in_a_problem_are_counted_and_said(caplog):
 
 
 def test_tags_that_a_tokenizer_does_not_call_special_count_and_runs_of_spaces_do_not():
-    """Qwen3's <think> and DeepSeek's <\uff5cUser\uff5c> are such; runs of spaces are plain text of
-    other tokenizers.
+    """Qwen3's <think> and DeepSeek's <｜User｜> are control tokens.
+
+    Runs of spaces are plain text of other tokenizers.
     """
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<think>", "<\uff5cUser\uff5c>", "   "])

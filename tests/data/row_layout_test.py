@@ -1,5 +1,6 @@
-"""Shapes for a run and places in them: little padding, equal work, a function of plan and lengths
-alone.
+"""Row shapes of a run and places in them: little padding and equal work.
+
+They are a function of the plan and of the lengths alone.
 """
 
 import itertools
@@ -154,8 +155,9 @@ def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards
 
 
 def _draws(seed, limit, prompts, group, shortest, longest):
-    """Prompts of `shortest` to `longest` tokens, completions lognormal with a median of a quarter
-    of the limit.
+    """Prompts of `shortest` to `longest` tokens, and lognormal completions.
+
+    Their median is a quarter of the limit.
     """
     rng = np.random.default_rng(seed)
     asked = rng.integers(shortest, longest + 1, prompts)
@@ -258,8 +260,9 @@ def test_rows_of_several_of_the_longest_need_room_for_few(lengths, segments):
 
 
 def test_no_row_is_chosen_that_no_sequence_fits_into():
-    """Prompts of 28 tokens and up to 5 sampled: rows of 8, 16 and 24 tokens would stay empty for
-    ever.
+    """No row is shorter than the shortest sequence.
+
+    Prompts of 28 tokens and up to 5 sampled: rows of 8, 16 and 24 tokens would stay empty for ever.
     """
     sizes = {
         "micro_batch_tokens": 640,

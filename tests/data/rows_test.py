@@ -1,5 +1,6 @@
-"""Rows without a mathematical answer: prompts alone, chats with tools, a ground truth of any
-JSON.
+"""Rows without a mathematical answer.
+
+Prompts alone, chats with tools, a ground truth of any JSON.
 """
 
 import json

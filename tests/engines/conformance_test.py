@@ -1,6 +1,4 @@
-"""An engine that is chosen by its path: it trains, evaluates and is probed with no edit in the
-package.
-"""
+"""An engine chosen by its path trains, evaluates and is probed with no edit in the package."""
 
 import dataclasses
 import functools

@@ -22,8 +22,9 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def nothing_left() -> Iterator[None]:
-    """No process, segment, socket or temporary file more after a module's tests than before them,
-    killed or not.
+    """After a module's tests there are no more processes or temporary files than before.
+
+    Nor segments or sockets, killed or not.
     """
     processes = sidecars()
     files = left_behind()
@@ -41,8 +42,9 @@ def nothing_left() -> Iterator[None]:
 def start(
     vllm_is_installed: None, nothing_left: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., VllmEngine]]:
-    """start(config, precision="float32", ...) -> a running engine; all are closed at the end of the
-    module.
+    """Start engines: start(config, precision="float32", ...) -> a running engine.
+
+    All are closed at the end of the module.
     """
     engines: list[VllmEngine] = []
 

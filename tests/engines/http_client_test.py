@@ -1,6 +1,4 @@
-"""`RemoteEngine` and `VllmHttpClient` against servers that are broken, and with settings that can't
-be.
-"""
+"""`RemoteEngine` and `VllmHttpClient` against broken servers, and impossible settings."""
 
 import contextlib
 import http.server
@@ -277,8 +275,9 @@ def test_where_the_mode_can_not_be_told_log_probs_are_not_known(broken):
 
 
 def test_top_k_tokens_that_can_not_be_are_refused(broken):
-    """The sampled token is 5, at -0.5 nats; the server lists it beside its two likeliest where it
-    is none of them.
+    """The sampled token is listed beside the two likeliest where it is none of them.
+
+    It is 5, at -0.5 nats.
     """
 
     def spoilt(entries, count=3):

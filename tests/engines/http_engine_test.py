@@ -1,5 +1,6 @@
-"""`RemoteEngine` against a real vLLM server on this machine's CPU; broken servers are in
-http_client_test.py.
+"""`RemoteEngine` against a real vLLM server on this machine's CPU.
+
+Broken servers are in http_client_test.py.
 """
 
 import contextlib
@@ -477,8 +478,9 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
 
 @needs_vllm
 def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path, capsys):
-    """Of the model that it serves, without a weight sync: both legs are float32's, and add up to
-    the gap.
+    """Both legs are float32's and add up to the gap, of the model that the server has.
+
+    Without a weight sync.
     """
     model = Path(vllm.socket).parent / "model"
     server = f"--config.rollout.engine_args={json.dumps({'server': vllm.socket})}"

@@ -163,8 +163,9 @@ def _family(model_type: str, **fields) -> ModelConfig:
     ids=lambda config: config.model_type,
 )
 def test_rows_longer_than_a_window_have_the_training_stacks_logprobs(config):
-    """Prompts of 1 to 16 tokens and 16 more, in a cache that grows and goes round while 15 rows
-    pass six places.
+    """Refilled rows in a cache that grows and goes round.
+
+    Prompts of 1 to 16 tokens and 16 more, while 15 rows pass six places.
     """
     sampling = SamplingParams(
         group_size=3, max_completion_tokens=16, temperature=0.8, stop_token_ids=(3, 4)

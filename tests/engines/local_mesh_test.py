@@ -1,5 +1,6 @@
-"""The embedded engine on meshes: tokens of one device, weights in parts, and weight syncs from any
-training mesh.
+"""The embedded engine on meshes gives the tokens of one device.
+
+Weights in parts, and weight syncs from any training mesh.
 """
 
 import dataclasses
@@ -123,8 +124,9 @@ def test_a_mesh_gives_the_tokens_of_one_device(config, sizes, precision, setting
     ("sizes", "rows"), [({"tensor": 4}, 1), ({"data": 2, "tensor": 2}, 2), ({"data": 4}, 4)]
 )
 def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes, rows, monkeypatch):
-    """Devices that split a row's heads share its tokens: a row for each of them would be computed
-    for nothing.
+    """Devices that split a row's heads share its tokens.
+
+    A row for each of them would be computed for nothing.
     """
     shapes = []
 
@@ -143,8 +145,9 @@ def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes,
 
 
 def test_scores_reshape_no_rows_of_odd_length():
-    """The compiler for TPUs takes five minutes over 16,383 of 16,384 tokens, and seconds over
-    all.
+    """Scores are reshaped with the last position, and cut afterwards.
+
+    The compiler for TPUs takes five minutes over 16,383 of 16,384 tokens, and seconds over all.
     """
     config = DENSE
     mesh = _mesh(tensor=4)
@@ -214,8 +217,9 @@ def test_a_trainer_on_other_devices_syncs_leaf_by_leaf():
 
 
 def test_a_sync_gathers_no_leaf_in_the_trainers_precision():
-    """Trainer over fsdp, engine over tensor: what travels is bfloat16, and no device gets more than
-    its part.
+    """What travels is bfloat16, and no device gets more than its part.
+
+    The trainer is split over fsdp, the engine over tensor.
     """
     config = dataclasses.replace(DENSE, num_kv_heads=8)
     training = make_mesh(1, 8, 1, 1, devices=jax.devices()[:8])
@@ -255,8 +259,9 @@ def _conversions(program, in_loop=False):
 def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used(
     monkeypatch, keeps_quantized
 ):
-    """qkv, o, gate and up, down of two layers, and the output layer: once before the loop on a CPU,
-    else in each step.
+    """Quantized matrices are converted before the loop on a CPU, else in each step.
+
+    qkv, o, gate and up, down of two layers, and the output layer.
 
     Compiled for a TPU v5e (8 layers of width 1,024, 256 MiB of matrices in bfloat16) `decode` has
     208 MiB of temporary memory with the first and 11 with the second. XLA's CPU backend removes the
@@ -335,8 +340,9 @@ def test_a_mesh_that_does_not_divide_the_devices_is_refused():
 
 
 def test_an_embedding_is_converted_by_looked_up_rows_not_whole():
-    """Each call would read and write all of it: 1,866 of the 4,157 MB that two layers of Qwen3-1.7B
-    moved (H100).
+    """The whole embedding is not converted in each call.
+
+    That would read and write 1,866 of the 4,157 MB that two layers of Qwen3-1.7B moved (H100).
     """
     program = Program(LLAMA, "float32", "float32", _mesh())
     weights = program.own_weights(

@@ -1,5 +1,6 @@
-"""The embedded engine with a mixture of experts: its log-probs are the training stack's, in every
-precision.
+"""The embedded engine's log-probs of a mixture of experts are the training stack's.
+
+In every precision.
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ PROMPTS = tuple(
 
 @functools.cache
 def _params():
-    """Experts of very different sizes: a scale shared by experts would be far too coarse for the
-    small ones.
+    """Experts of very different sizes.
+
+    A scale shared by experts would be far too coarse for the small ones.
     """
     params = init_params(CONFIG, jax.random.key(0))
     sizes = jnp.asarray([1.0, 0.3, 0.1, 1.0])[None, :, None, None]
@@ -86,8 +88,9 @@ def test_logprobs_are_the_training_stacks():
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_quantized_experts_have_scales_of_their_own(precision):
-    """The engine equals the training stack on weights that this test rounds by itself, each
-    expert's columns apart.
+    """The engine equals the training stack on weights that this test rounds by itself.
+
+    Each expert's columns apart.
     """
     limit = 127.0 if precision == "int8" else 448.0
 
@@ -139,9 +142,7 @@ def _rows(rollout):
 
 
 def _replayed(rollout, params):
-    """Log-probs of the engine less those of the training stack that replays its experts, and their
-    agreement.
-    """
+    """Log-probs of the engine less those of training with replayed experts, and their agreement."""
     rows = _rows(rollout)
     found = jax.jit(make_row_logprobs(CONFIG, Compute(), temperature=0.8, mesh=None))(params, rows)
     difference = (rows.rollout_logprobs - found.logprobs)[rows.completion_mask]
@@ -152,8 +153,9 @@ def _replayed(rollout, params):
     "shape", [(2, 1, 1, 1), pytest.param((1, 1, 2, 2), marks=pytest.mark.long)], ids=str
 )
 def test_routed_experts_are_those_of_every_token(shape):
-    """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row
-    went through.
+    """In float32 the experts are the trainer's own, of prompts and completions.
+
+    Whatever batches and caches a row went through.
     """
     sampling = SamplingParams(
         group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4)
@@ -193,9 +195,7 @@ def test_routed_experts_are_those_of_every_token(shape):
     [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.long), ("fp8", "float32")],
 )
 def test_replay_brings_engine_and_trainer_nearer(precision, compute):
-    """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and
-    0.8.
-    """
+    """The benchmark's model and tokens give the figures in docs/moe.md: ratios of 0.55 and 0.8."""
     model = router_replay.MODEL
     total = router_replay.TOTAL
     local = local_engine(
@@ -238,8 +238,9 @@ def test_wrong_experts_are_named():
 
 
 def test_bfloat16_is_near_and_not_exact():
-    """Weights in bfloat16 and products in float32; a router that differs in a last bit may send a
-    token elsewhere.
+    """Weights in bfloat16 and products in float32.
+
+    A router that differs in a last bit may send a token elsewhere.
     """
     _, rollout = _rollout("bfloat16", compute_dtype="float32")
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), _params())

@@ -41,8 +41,9 @@ def compiled(monkeypatch):
 
 
 def test_no_call_after_the_first_compiles_a_decode(compiled):
-    """The first call's rows end at once, the others' by chance or at the limit: batches of 8, 4 and
-    2 rows, caches of 4, 8 and 16 tokens.
+    """The first call's rows end at once, the others' by chance or at the limit.
+
+    Batches of 8, 4 and 2 rows, caches of 4, 8 and 16 tokens.
     """
     engine = local_engine(
         MODEL,
@@ -75,8 +76,9 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
 
 
 def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
-    """Of a call that nobody announced, each in a thread of its own; the call waits, and compiles
-    none of them again.
+    """A call that nobody announced compiles its programs in threads, and none of them again.
+
+    Each in a thread of its own; the call waits.
     """
     threads = {}
     both = threading.Barrier(3, timeout=HANGS_S)
@@ -134,8 +136,9 @@ def test_lengths_that_are_scored_are_compiled_side_by_side(compiled, monkeypatch
 def test_first_calls_find_their_programs_compiled(
     compiled, monkeypatch, precision, param_dtype, devices
 ):
-    """In threads, before there are weights: the main thread compiles none of them again for those
-    that are synced.
+    """Programs compile in threads before there are weights.
+
+    The main thread compiles none of them again for weights that are synced.
     """
     monkeypatch.setattr(
         engine_module,

@@ -1,5 +1,6 @@
-"""Rows that enter a batch when others leave it: the same tokens as alone, from a cache that is put
-together again.
+"""Rows that enter a batch when others leave it have the same tokens as alone.
+
+Their cache is put together again.
 """
 
 import dataclasses
@@ -89,8 +90,9 @@ assert_same = functools.partial(assert_same_samples, atol=1e-5)
 
 @pytest.fixture
 def calls(monkeypatch) -> dict[str, list]:
-    """Calls of the scheduler: (rows, slots, steps taken before, prefix) of decode, (to, from) slots
-    of insert.
+    """Calls of the scheduler.
+
+    (rows, slots, steps taken before, prefix) of decode, (to, from) slots of insert.
     """
     seen = {"decode": [], "insert": []}
     originals = decode.decode, schedule.insert
@@ -121,8 +123,10 @@ def test_rows_that_enter_later_equal_rows_by_themselves(calls):
 
 
 def test_states_of_recurrent_layers_move_with_their_rows(monkeypatch):
-    """Refilled, preempted, moved to smaller batches and to longer caches: the samples of rows by
-    themselves; a state that stayed behind, or that a finished row left, would change them by nats.
+    """Rows that are refilled, preempted and moved have the samples of rows by themselves.
+
+    Moved to smaller batches and to longer caches. A state that stayed behind, or that a finished
+    row left, would change them by nats.
     """
     taken = []
     preempt = schedule.Scheduler._preempt
@@ -230,8 +234,9 @@ def test_batches_of_preempted_rows_are_refilled_too(monkeypatch, calls):
 
 
 def test_the_cache_of_a_gpu_gives_the_samples_of_a_cpus(monkeypatch, calls):
-    """Keys stored like values and shares divided before their product, on this CPU: cut, extended
-    and moved too.
+    """The cache layout of a GPU, on this CPU: it is cut, extended and moved too.
+
+    Keys are stored like values, and shares divided before their product.
     """
     expected = alone()
     monkeypatch.setattr(layout.Program, "platform", property(lambda program: "gpu"))

@@ -1,5 +1,6 @@
-"""The embedded engine with Qwen3.5's experts: recurrent layers, routed experts, one that all tokens
-pass through.
+"""The embedded engine with Qwen3.5's recurrent layers and experts.
+
+Routed experts, and one that all tokens pass through.
 """
 
 import jax
@@ -32,9 +33,10 @@ PROMPTS = [
 
 @pytest.mark.parametrize(("precision", "ways"), [("float32", 1), ("float32", 2), ("int8", 1)])
 def test_the_engine_is_the_training_stack_that_replays_its_experts(precision, ways):
-    """On one device and with experts on two; int8 as the training stack on weights rounded here,
-    each expert's columns and the shared one's apart. Its gate and the router stay in full
-    precision.
+    """On one device and with experts on two the log-probs are the training stack's.
+
+    int8 as the training stack on weights rounded here, each expert's columns and the shared one's
+    apart. Its gate and the router stay in full precision.
     """
     params = init_params(CONFIG, jax.random.key(0))
     chosen = quantized_leaves(CONFIG)

@@ -1,6 +1,4 @@
-"""The engine's k top-k tokens: against the whole softmax, on a mesh, and what is refused of
-them.
-"""
+"""The engine's top-k tokens against the whole softmax, on a mesh, and refusals."""
 
 import dataclasses
 
@@ -35,8 +33,9 @@ def _states(episodes, config=QWEN3, temperature=0.8):
 
 @pytest.mark.parametrize("k", [5, 40])
 def test_they_are_those_of_the_whole_softmax(k):
-    """k = V too. Rows are preempted, moved and refilled on the way; the sampled token's entry is
-    its log-prob.
+    """The listed tokens are those of the softmax, also with k = V.
+
+    Rows are preempted, moved and refilled on the way; the sampled token's entry is its log-prob.
     """
     made = engine(top_logprobs=k, max_rows=4, min_rows=2, cache_block=4)
     episodes = collect(made.generate(prompts(), SAMPLING, **NUMBERS))
@@ -81,8 +80,9 @@ def test_a_nucleus_lists_what_it_samples_from_alone():
 
 
 def test_a_draw_of_the_k_top_k_lists_those_renormalized():
-    """top_k = 5, and of them a nucleus of 0.7: first the one cut, then the other. A shorter list is
-    refused.
+    """First top_k cuts, then the nucleus.
+
+    top_k = 5, and of them a nucleus of 0.7. A shorter list is refused.
     """
     for top_p, sizes in ((1.0, {5}), (0.7, {1, 2, 3, 4, 5})):
         sampling = dataclasses.replace(SAMPLING, top_k=5, top_p=top_p)

@@ -1,5 +1,6 @@
-"""avg@K and pass@K against hand counts, with the real verifier and tokenizer and completions
-written out here.
+"""avg@K and pass@K against hand counts.
+
+With the real verifier and tokenizer, and completions written out here.
 """
 
 import dataclasses
@@ -22,8 +23,9 @@ from dcmdp_jax.rewards.scoring import RewardScorer
 
 @dataclasses.dataclass
 class _Script:
-    """An engine that says what it was given: one list of texts for each prompt. A text that ends in
-    "..." is cut.
+    """An engine that says what it was given: one list of texts for each prompt.
+
+    A text that ends in "..." is cut.
     """
 
     texts: list[list[str]]

@@ -1,5 +1,6 @@
-"""Overlap of training and evaluation problems: by hand, and on DAPO-Math-17K with a list made
-independently.
+"""Overlap of training and evaluation problems, by hand and on DAPO-Math-17K.
+
+The list for DAPO was made independently.
 """
 
 import json

@@ -20,8 +20,9 @@ from dcmdp_jax.evaluation.table import (
 
 
 def _result(task, average, *, samples=4, problems=250):
-    """`average` right, the first of each problem's samples before the second; 1 in 16 truncated, 1
-    in 8 unparsed.
+    """`average` right, the first of each problem's samples before the second.
+
+    1 in 16 truncated, 1 in 8 unparsed.
     """
     scores = np.zeros(problems * samples, np.float32)
     scores[: round(average * problems * samples)] = 1
@@ -87,8 +88,9 @@ def test_avg_is_the_plain_mean_of_the_columns(row, average):
 
 
 def test_a_sum_of_rewards_is_no_percentage():
-    """Rewards of 0 and 2.5, half of each: 1.25 a completion, not 125.0%; shares beside it stay in
-    percent.
+    """Rewards of 0 and 2.5, half of each, are 1.25 a completion, not 125.0%.
+
+    Shares beside it stay in percent.
     """
     summed = _result("a", 0.5)
     summed = dataclasses.replace(summed, scores=2.5 * summed.scores)

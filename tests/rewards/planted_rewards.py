@@ -133,8 +133,9 @@ def allocates(completions, source, **columns):
 
 
 def starts_processes(completions, source, **columns):
-    """Start a program and a process without a parent; write their ids to the file `source`; sleep
-    or return.
+    """Start a program and a process without a parent, then sleep or return.
+
+    Their ids are written to the file `source`.
     """
     program = subprocess.Popen(["sleep", "10000"])
     if os.fork() == 0:

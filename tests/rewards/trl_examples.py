@@ -1,5 +1,6 @@
-"""The reward functions of TRL's documentation (docs/source/grpo_trainer.md, trl/rewards), as users
-copy them.
+"""The reward functions of TRL's documentation, as users copy them.
+
+From docs/source/grpo_trainer.md and trl/rewards.
 
 Written out from their documented signatures and results; only the log messages and the slow call
 are shortened.

@@ -1,5 +1,6 @@
-"""TRL's documented reward functions give here what its documentation says, in the process that
-calls them.
+"""TRL's documented reward functions give here what its documentation says.
+
+They run in the process that calls them.
 """
 
 import asyncio

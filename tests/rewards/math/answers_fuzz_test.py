@@ -1,5 +1,6 @@
-"""Whatever a model writes is read in linear work and raises nothing: the trainer's process has no
-time limit.
+"""Whatever a model writes is read in linear work and raises nothing.
+
+The trainer's process has no time limit.
 
 Work is counted here, in lines of Python that run; `python -m benchmarks.answers` measures the
 patterns' seconds.
@@ -40,8 +41,9 @@ def _lines_run(function: Callable[[str], object], text: str) -> int:
 
 @pytest.mark.parametrize("fragment", FRAGMENTS, ids=[repr(fragment) for fragment in FRAGMENTS])
 def test_work_grows_linearly_with_a_repeated_fragment(fragment):
-    """Four times the text runs four times the lines; quadratic work would run sixteen times as
-    many.
+    """Four times the text runs four times the lines.
+
+    Quadratic work would run sixteen times as many.
     """
     short, long = (fragment * (size // len(fragment)) for size in (500, 2_000))
     for function in LINEAR:

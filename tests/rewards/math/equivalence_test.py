@@ -1,5 +1,6 @@
-"""Equality of answers that needs structure or algebra, and the judged sets of other projects'
-verifiers.
+"""Equality of answers that needs structure or algebra, and other projects' judged sets.
+
+The sets are of other verifiers.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Judgments written by hand in the answer formats of the benchmarks: intervals, units, bases,
-matrices, ...
+"""Judgments written by hand in the answer formats of the benchmarks.
+
+Intervals, units, bases, matrices, ...
 """
 
 import json

@@ -7,8 +7,9 @@ from dcmdp_jax.rewards.math.equivalence import equivalent
 
 
 def judge(completion: str, answer: str) -> bool:
-    """Whether the answer that a completion ends with equals the reference answer; False without
-    one.
+    """Whether the answer that a completion ends with equals the reference answer.
+
+    False without one.
     """
     prediction = extract_answer(completion)
     return prediction is not None and equivalent(prediction, answer)
@@ -19,8 +20,9 @@ class _TimeLimitError(Exception):
 
 
 def rewarded(pair):
-    """Reward of (answer, reference), the whole way from a completion; 0 for an error or after two
-    minutes.
+    """Reward of (answer, reference), the whole way from a completion.
+
+    0 for an error or after two minutes.
     """
 
     def stop(number, frame):

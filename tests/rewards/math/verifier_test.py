@@ -131,8 +131,9 @@ def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_
 
 
 def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path):
-    """All of what was begun is compared before `grade` is called, not only what the first idle
-    worker was given.
+    """All that was begun is compared before `grade` is called.
+
+    Not only what the first idle worker was given.
     """
     log = tmp_path / "log"
     _plant(monkeypatch, f"log {log}")

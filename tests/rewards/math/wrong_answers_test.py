@@ -453,8 +453,9 @@ _PAIRS = (
 
 @pytest.fixture(scope="module")
 def rewarded():
-    """`judging.rewarded` of pairs in a process of its own, as in training: no other test has
-    touched its sympy.
+    """`judging.rewarded` of pairs in a process of its own, as in training.
+
+    No other test has touched its sympy.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield lambda pairs: list(pool.map(judging.rewarded, pairs))
@@ -526,8 +527,9 @@ def test_no_attack_on_a_benchmark_is_rewarded(rewarded, name):
 
 
 def _damaged(gold):
-    """An answer of any form with one number in it changed, its sign, its brackets, or with another
-    answer beside it.
+    """An answer of any form with a change that makes it wrong.
+
+    One number changed, its sign, its brackets, or another answer beside it.
     """
     body = gold.strip("$")
     number = re.search(r"(?<![0-9.^_{])[0-9]+(?![0-9.])", body)
