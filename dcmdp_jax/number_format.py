@@ -1,7 +1,11 @@
 """Numbers and tables as text for reports and the console. NaN, a missing value, is "-"."""
 
 import math
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+
+_LABEL_WIDTH = 13
 
 
 def number(value: float, form: str = "") -> str:
@@ -42,6 +46,30 @@ def text_table(rows: Sequence[Sequence[str]], between: str = "  ") -> list[str]:
         cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
         lines.append(between.join(cells).rstrip())
     return lines
+
+
+def labelled(texts: Mapping[str, str]) -> str:
+    """Return lines of label and text, the empty ones left out, wrapped at the terminal's width.
+
+    Without a terminal, in a log, nothing is wrapped.
+    """
+    columns = shutil.get_terminal_size(fallback=(0, 0)).columns
+    indent = " " * _LABEL_WIDTH
+    lines = []
+    for label, text in texts.items():
+        start = label.ljust(_LABEL_WIDTH)
+        for line in text.splitlines():
+            if columns:
+                wrapped = textwrap.wrap(
+                    line,
+                    max(columns - _LABEL_WIDTH, _LABEL_WIDTH),
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                line = f"\n{indent}".join(wrapped)
+            lines.append(start + line)
+            start = indent
+    return "\n".join(lines)
 
 
 def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,8 +3,8 @@ false alarm.
 
     python -m tests.demo_multiplier RUN_DIR [RUN_DIR ...]
 
-Prints the report's sentence for each run. The exit code is 1 if the record breaks the rule, or an
-alarm was raised. Where lambda goes is not promised: it follows the discrepancy, which depends on
+Prints the report's lines on lambda and the discrepancy for each run. The exit code is 1 if the
+record breaks the rule, or an alarm was raised. Where lambda goes is not promised: it follows the discrepancy, which depends on
 the processor.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from dcmdp_jax.observe.alarms import ALARMS
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.report import describe_multiplier, read_run
+from dcmdp_jax.observe.report import describe_discrepancy, describe_multiplier, read_run
 from research.replay import broken_rule
 
 
@@ -35,7 +35,8 @@ def main(run_dirs):
         # The report leaves out the steps that measure c.
         wrong = list(broken_rule(read_metrics(run_dir), run.config))
         raised = false_alarms(run.series)
-        print(f"{run_dir}: {describe_multiplier(run.series)}")
+        print(f"{run_dir}: lambda {describe_multiplier(run.series)}")
+        print(f"{run_dir}: discrepancy {describe_discrepancy(run.series)}")
         for line in [
             *wrong,
             *([f"alarms {', '.join(raised)} in a run where nothing is wrong"] if raised else []),

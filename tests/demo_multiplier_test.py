@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.report import describe_multiplier
+from dcmdp_jax.observe.report import describe_discrepancy, describe_multiplier
 from research.replay import broken_rule
 
 # c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the
@@ -66,14 +66,14 @@ def test_a_record_that_breaks_the_rule_is_found(changes, said):
     assert any(line.startswith(said) for line in broken_rule(_series(**changes), _CONFIG))
 
 
-def test_the_sentence_says_where_lambda_went_and_whether_the_discrepancy_fell():
+def test_the_verdict_says_where_lambda_and_the_discrepancy_went():
     # Over c = 0.78125 at step 3 alone, of the three that have it; c was measured on the first two.
-    assert describe_multiplier(without_placeholder(_series(), 2)) == (
-        "lambda went from 0.125 to 0, with its peak of 0.5625 at step 4; the budget c was "
-        "exceeded in 1 of 3 steps; the discrepancy fell from 0.25 to 0.125 (first and last step)"
-    )
+    series = without_placeholder(_series(), 2)
+    assert describe_multiplier(series) == "from 0.125 to 0, peak 0.5625 at step 4"
     assert (
-        describe_multiplier({"dual/multiplier": (np.arange(3), np.full(3, 0.5))})
-        == "lambda stayed at 0.5"
+        describe_discrepancy(series)
+        == "from 0.25 to 0.125 (first and last step); above the tolerance c in 1 of 3 steps"
     )
-    assert describe_multiplier({}) == ""
+    constant = {"dual/multiplier": (np.arange(3), np.full(3, 0.5))}
+    assert describe_multiplier(constant) == "stayed at 0.5"
+    assert describe_multiplier({}) == describe_discrepancy({}) == ""

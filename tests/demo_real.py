@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dcmdp_jax.number_format import labelled
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.report import read_run, verdict
 
@@ -74,8 +75,8 @@ def contradictions(run_dir):
             )
     said = verdict(read_run(run_dir))
     if (
-        f"{steps} training steps of " not in said
-        or "95% interval" not in said
+        f"{steps} training steps of " not in said["trained"]
+        or "95% interval" not in said["score"]
         or "lambda" not in said
     ):
         yield f"the report begins: {said}"
@@ -92,7 +93,9 @@ def gained(run_dir):
 def main(run_dir):
     """Check a run; the exit code."""
     found = list(contradictions(run_dir))
-    print(f"{run_dir}: {gained(run_dir):+.1f} points held out; {verdict(read_run(run_dir))}")
+    print(
+        f"{run_dir}: {gained(run_dir):+.1f} points held out\n{labelled(verdict(read_run(run_dir)))}"
+    )
     for line in found:
         print(f"{run_dir}: {line}")
     return int(bool(found))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dcmdp_jax.number_format import duration, number, percent
+from dcmdp_jax.number_format import duration, labelled, number, percent
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,16 @@ def test_percent():
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_labelled_lines_are_wrapped_at_the_terminal_s_width_under_their_label(monkeypatch):
+    texts = {"model": "one two three four five", "lag": "", "memory": "first\n  second"}
+    monkeypatch.setenv("COLUMNS", "30")  # 13 for the label, 17 for the text
+    assert labelled(texts).splitlines() == [
+        "model        one two three",
+        "             four five",
+        "memory       first",
+        "               second",
+    ]
+    monkeypatch.delenv("COLUMNS")
+    assert labelled(texts).splitlines()[0] == "model        one two three four five"

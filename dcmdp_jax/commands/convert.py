@@ -189,7 +189,7 @@ def model_card(run_dir: Path, step: int) -> str:
         for fact in facts(run):
             cells = fact.name, fact.value, fact.details
             rows.append([cell.replace("|", r"\|") for cell in cells])
-        sections.append(verdict(run))
+        sections.append("\n".join(f"- {label}: {text}" for label, text in verdict(run).items()))
         sections.append("\n".join(markdown_table(["", "at this step", ""], rows)))
         if "dual/multiplier" in run.series:
             sections += ["## Lambda's curve", _curve(run.series)]

@@ -16,6 +16,7 @@ from dcmdp_jax.activity import COMPILING, activity
 from dcmdp_jax.commands import failures, flags
 from dcmdp_jax.config import checks, load, settings, text
 from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.number_format import labelled
 from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run import facts
 from dcmdp_jax.run.description import describe
@@ -115,7 +116,7 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
 
             with activity("drawing the report"):
                 report = write_report([config.run_dir], config.run_dir)
-            show(verdict(read_run(config.run_dir)))
+            show(labelled(verdict(read_run(config.run_dir))))
             show(f"report: {report}")
     # Not in the block, where it would tell the other hosts of a failure.
     if stopped is not None:

@@ -1,4 +1,4 @@
-"""What a run did: its record, facts, sentence, warnings, and the report of plots and a page."""
+"""What a run did: its record, facts, verdict, warnings, and the report of plots and a page."""
 
 import dataclasses
 import itertools
@@ -191,7 +191,7 @@ def report_content(runs: Runs) -> dict[str, Any]:
     problems = []
     for run in runs:
         label = f"{run.label}: " if several else ""
-        verdicts.append(label + verdict(run))
+        verdicts.append(verdict(run))
         problems += [label + text for text in warnings(run.series)]
     return {
         "title": " / ".join(run.label for run in runs),
@@ -393,36 +393,34 @@ def _supervised(config: Mapping[str, Any]) -> bool:
     return config.get("algorithm.loss") == "likelihood"
 
 
-def verdict(run: RecordedRun) -> str:
-    """One sentence on what happened in a run."""
+def verdict(run: RecordedRun) -> dict[str, str]:
+    """What happened in a run: at most four labels, each with its text."""
     config = run.config
     supervised = _supervised(config)
     kind = "supervised" if supervised else "training"
-    subject = f"{_steps(run.series)} {kind} steps"
+    trained = f"{_steps(run.series)} {kind} steps"
     if config.get("model.path"):
-        subject += f" of {config['model.path']}"
+        trained += f" of {config['model.path']}"
         if not supervised:
             engine = f"{config.get('rollout.engine')} in {config.get('rollout.precision')}"
-            subject += f" against the engine {engine}"
+            trained += f" against the engine {engine}"
+    lines = {"trained": trained}
 
-    clauses = []
     scores = _scores(run.series)
     rewards = finite_values(run.series, "reward/mean")
     if scores:
         first = _score_at(run, scores[0], 0)
         last = _score_at(run, scores[0], -1)
-        clauses.append(f"held-out {scores[0].name} went from {first} to {last}")
+        lines["score"] = f"held-out {scores[0].name} from {first} to {last}"
     elif len(rewards):
         first, last, _ = _ends(rewards)
-        clauses.append(f"the training reward went from {number(first)} to {number(last)}")
-    story = describe_multiplier(run.series)
-    if story and _begins_at_cap(run):
-        story += "; lambda began at its cap"
-    if story:
-        clauses.append(story)
-    if clauses:
-        subject += f": {'; '.join(clauses)}"
-    return f"{subject}."
+        lines["score"] = f"training reward from {number(first)} to {number(last)}"
+    multiplier = describe_multiplier(run.series)
+    if multiplier and _begins_at_cap(run):
+        multiplier += ", began at its cap"
+    lines["lambda"] = multiplier
+    lines["discrepancy"] = describe_discrepancy(run.series)
+    return {label: text for label, text in lines.items() if text}
 
 
 def provenance(run: RecordedRun) -> dict[str, str]:
@@ -456,35 +454,29 @@ def _begins_at_cap(run: RecordedRun) -> bool:
 
 
 def describe_multiplier(series: Series) -> str:
-    """Describe the course of lambda, budget and discrepancy; empty if none of them was recorded."""
+    """The course of lambda; empty if it was not recorded."""
     multiplier = finite_values(series, "dual/multiplier")
+    if not len(multiplier):
+        return ""
+    first = number(multiplier[0])
+    last = number(multiplier[-1])
+    if multiplier.min() == multiplier.max():
+        return f"stayed at {first}"
+    steps, values = series["dual/multiplier"]
+    peak_step = steps[np.nanargmax(values)]
+    return f"from {first} to {last}, peak {number(multiplier.max())} at step {peak_step}"
+
+
+def describe_discrepancy(series: Series) -> str:
+    """The course of the mean discrepancy and the steps over c; empty if neither was recorded."""
     discrepancy = finite_values(series, "discrepancy/mean")
     over = _over_budget(series)
     clauses = []
-
-    if len(multiplier):
-        first = number(multiplier[0])
-        last = number(multiplier[-1])
-        peak = number(multiplier.max())
-        if multiplier.min() == multiplier.max():
-            clauses.append(f"lambda stayed at {first}")
-        else:
-            steps, values = series["dual/multiplier"]
-            peak_step = steps[np.nanargmax(values)]
-            clauses.append(
-                f"lambda went from {first} to {last}, with its peak of {peak} at step {peak_step}"
-            )
-    if len(over):
-        clauses.append(f"the budget c was exceeded in {over.sum()} of {len(over)} steps")
-
     if len(discrepancy) > 1:
         first, last, steps = _ends(discrepancy)
-        verb = "stayed"
-        if last < first:
-            verb = "fell"
-        elif last > first:
-            verb = "rose"
-        clauses.append(f"the discrepancy {verb} from {number(first)} to {number(last)} ({steps})")
+        clauses.append(f"from {number(first)} to {number(last)} ({steps})")
+    if len(over):
+        clauses.append(f"above the tolerance c in {over.sum()} of {len(over)} steps")
     return "; ".join(clauses)
 
 

@@ -10,6 +10,7 @@ from dcmdp_jax.data.lengths import expected_step, typical_lengths
 from dcmdp_jax.data.mixtures import cycle, parse_mixture
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.number_format import labelled
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.task import Task
 
@@ -43,9 +44,9 @@ def describe(run: Run, *, full: bool = True) -> str:
         "hosts": ", ".join(hosts.names) if hosts.count > 1 else "",
         **described,
         "lag": _lag(run),
-        "memory": ("\n" + " " * 13).join(placement.engine.memory.lines(full=full)),
+        "memory": "\n".join(placement.engine.memory.lines(full=full)),
     }
-    return "\n".join(f"{label:13}{text}" for label, text in lines.items() if text)
+    return labelled(lines)
 
 
 def _described_data(run: Run) -> dict[str, str]:
@@ -157,7 +158,7 @@ def _rows(packing: RowShapes, lengths: np.ndarray, limit: int) -> str:
     rows = ", ".join(f"{count} x {length}" for count, length in shapes)
     expected = expected_step(packing, lengths, typical_lengths(limit))
     padding = 1 - expected.tokens / expected.computed
-    return f"micro-batches of {rows} tokens, a program for each; {padding:.0%} padding expected"
+    return f"micro-batches of {rows} tokens, each shape compiled; {padding:.0%} padding expected"
 
 
 def _lag(run: Run) -> str:

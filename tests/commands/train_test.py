@@ -289,7 +289,10 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
     # Four prompts of four completions in two mini-batches of eight.
     assert lines["step"] == "4 prompts x 4 = 16 completions of at most 16 tokens, 2 update(s)"
-    rows = r"micro-batches of (\d+ x \d+, )*\d+ x \d+ tokens, a program for each; \d+% padding expected of completions "
+    rows = (
+        r"micro-batches of (\d+ x \d+, )*\d+ x \d+ tokens, each shape compiled; \d+% padding "
+        r"expected of completions "
+    )
     assert re.fullmatch(rows + "with a median of 4 tokens", lines["rows"])
     assert (
         "c = 0.0012 for 4 steps, then 1.25 times the median discrepancy of these, lambda_0"

@@ -26,7 +26,7 @@ _CONTENT = {
     "labels": ["<b>"],
     "facts": [Fact(name="<i>", value="1 & 2", details='"')],
     "problems": ["</li>"],
-    "verdicts": ["</p>"],
+    "verdicts": [{"lambda": "</p>"}],
     "provenance": [],
     "figures": [('<b>"', inline_svg(_figure("</svg><b>")))],
     "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},

@@ -9,7 +9,7 @@ import pytest
 from dcmdp_jax.observe.metrics_io import without_placeholder
 from dcmdp_jax.observe.report import (
     RecordedRun,
-    describe_multiplier,
+    describe_discrepancy,
     facts,
     legs,
     overlap,
@@ -120,9 +120,9 @@ def test_share_over_tolerance_compares_the_same_steps():
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        (0, "the budget c was exceeded in 3 of 5 steps"),
-        (2, "the budget c was exceeded in 1 of 3 steps"),
-        (5, "the discrepancy rose from 3 to 4 (first and last step)"),
+        (0, "above the tolerance c in 3 of 5 steps"),
+        (2, "above the tolerance c in 1 of 3 steps"),
+        (5, "from 3 to 4 (first and last step)"),
     ],
 )
 def test_steps_that_c_is_measured_on_are_not_held_against_the_setting_in_its_place(measured, said):
@@ -131,7 +131,7 @@ def test_steps_that_c_is_measured_on_are_not_held_against_the_setting_in_its_pla
         "discrepancy/mean": _series([3, 3, 3, 5, 4]),
         "dual/tolerance": _series([1, 1, 4, 4, 4]),
     }
-    assert describe_multiplier(without_placeholder(series, measured)).startswith(said)
+    assert describe_discrepancy(without_placeholder(series, measured)).endswith(said)
 
 
 def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
@@ -243,7 +243,7 @@ def test_where_the_gap_lies_is_of_the_last_step_that_looked():
     assert legs({}) is None
 
 
-def test_the_sentence_of_a_supervised_run_names_no_engine():
+def test_the_verdict_on_a_supervised_run_names_no_engine():
     series = {"policy/loss": ([1, 2], [1.5, 1.25]), "eval/rows/loss": ([0, 2], [0.75, 0.5])}
     series = {name: tuple(map(np.array, both)) for name, both in series.items()}
     config = {
@@ -254,4 +254,7 @@ def test_the_sentence_of_a_supervised_run_names_no_engine():
     }
     said = verdict(_run(series, **config))
     # A loss is no share: not "from 75% to 50%".
-    assert said == "2 supervised steps of m: held-out rows/loss went from 0.75 to 0.5."
+    assert said == {
+        "trained": "2 supervised steps of m",
+        "score": "held-out rows/loss from 0.75 to 0.5",
+    }

@@ -50,8 +50,8 @@ def test_rows_are_told(tmp_path):
         (1,),
     )
     assert re.search(
-        r"^rows +micro-batches of 192 x 56 tokens, a program for each; \d+% padding expected of completions with a "
-        r"median of 9 tokens$",
+        r"^rows +micro-batches of 192 x 56 tokens, each shape compiled; \d+% padding expected of "
+        r"completions with a median of 9 tokens$",
         told,
         re.MULTILINE,
     )
