@@ -4,8 +4,8 @@ false alarm.
     python -m tests.demo_multiplier RUN_DIR [RUN_DIR ...]
 
 Prints the report's lines on lambda and the discrepancy for each run. The exit code is 1 if the
-record breaks the rule, or an alarm was raised. Where lambda goes is not promised: it follows the discrepancy, which depends on
-the processor.
+record breaks the rule, or an alarm was raised. Where lambda goes is not promised: it
+follows the discrepancy, which depends on the processor.
 """
 
 import sys

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
     above = [f"{name} {mean:.3g}" for name, mean in means.items() if mean > arguments.fail_above]
     if above:
         print(
-            f"mean |dp| above --fail-above={arguments.fail_above:g}: {', '.join(above)}",
+            f"mean |p - q| above --fail-above={arguments.fail_above:g}: {', '.join(above)}",
             file=sys.stderr,
         )
         raise SystemExit(1)

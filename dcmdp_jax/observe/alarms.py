@@ -262,7 +262,7 @@ def _staleness(series: Series) -> Iterator[str]:
     over_budget = _over_budget(series)
     if lag and over_budget:
         yield (
-            f"The discrepancy is {over_budget[0]:.3g} at a budget of {over_budget[1]:.3g}, and the "
+            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g}, and the "
             f"tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more often, "
             "or correct by importance weights."
         )
@@ -417,7 +417,7 @@ def _noise(series: Series) -> Iterator[str]:
     floor = _floor(series)
     if np.mean(delta > c) > 0.5 and floor <= c and delta.mean() <= _FLOORS * floor:
         yield (
-            f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the "
+            f"The discrepancy {delta.mean():.3g} is above the tolerance c = {c:.3g} but within the "
             f"noise of the engine, {floor:.3g} against itself: lambda penalizes for rounding. "
             f"Raise c above {2 * floor:.2g}."
         )
@@ -428,7 +428,7 @@ def _mismatch(series: Series) -> Iterator[str]:
     if over_budget:
         floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
         yield (
-            f"The discrepancy is {over_budget[0]:.3g} at a budget of {over_budget[1]:.3g} and a "
+            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g} and a "
             f"noise floor {floor}: the engines differ. Run dcmdp probe on this run for the cause; "
             "then raise c, or the engine's precision."
         )

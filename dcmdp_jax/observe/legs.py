@@ -1,4 +1,4 @@
-"""The two legs of the gap between an engine and a trainer."""
+"""The two legs of a mismatch: decode vs. prefill of the engine, and prefill vs. trainer."""
 
 import dataclasses
 
@@ -25,8 +25,8 @@ class Leg:
     share: float
 
 
-DECODING = "decoding - one pass"
-ONE_PASS = "one pass - trainer"
+DECODING = "decode vs. prefill"
+ONE_PASS = "prefill vs. trainer"
 
 
 def legs_of(decoded: np.ndarray, scored: np.ndarray, trained: np.ndarray) -> list[Leg]:

@@ -32,8 +32,8 @@ _TABLE = """
 @training/step_metrics.py:batch_metrics
 reward/mean | reward | mean over the step's completions of the weighted sum of all rewards
 reward/std | reward | standard deviation of the reward over the step's completions
-reward/all_equal_groups | fraction | prompts whose completions all received the same reward (zero
-    advantage)
+reward/all_equal_groups | fraction | zero-variance groups: prompts whose completions all received the same
+    reward (zero advantage)
 @rewards/scoring.py:reward_metrics
 reward/without_value | completions | completions without a value of any reward; reward 0
 reward/source/{source}/mean | reward | mean reward of data source {source}
@@ -120,8 +120,8 @@ mismatch/effective_sample_size | fraction | effective share of tokens under trai
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the
     median completion's
 @algorithm/distribution.py:distribution_statistics
-distribution/total_variation | probability | with rollout.top_logprobs: mean over states, the tail
-    as one token
+distribution/total_variation | probability | with rollout.top_logprobs: mean over positions, the remaining
+    mass as one token
 distribution/total_variation_bound | probability | how much larger it can be: mean of the smaller
     tail
 distribution/kl_engine | nats | mean over states of KL(engine || train), the tail as one token
@@ -146,11 +146,10 @@ mismatch/noise_floor | discrepancy | of the engine against itself in another bat
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were
     replaced
 @training/rollout_record.py:leg_metrics
-mismatch/leg_decoding | probability | mean |q - s|, s the engine's own in one pass; at recorded
+mismatch/leg_decoding | probability | decode vs. prefill: mean |q - s|, s the engine's prefill; at recorded
     noise-floor steps
-mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
-mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the
-    rest
+mismatch/leg_one_pass | probability | prefill vs. trainer: mean |s - p| of the same tokens; q - p is the sum of both
+mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the rest is prefill vs. trainer
 @engines/vllm/engine.py:VllmEngine.sync_weights
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the weight sync
 replica/{replica}/{measure} | tokens, seconds or restarts | with Ray: of replica {replica} since the
@@ -177,15 +176,14 @@ gap/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_en
 gap/log_ratio_abs_mean | nats | mean of its absolute value
 gap/log_ratio_max | nats | its largest absolute value
 @training/step_metrics.py:step_metrics
-dual/multiplier | advantage / discrepancy | lambda, the price of a unit of discrepancy, as this step
-    used it
-dual/tolerance | discrepancy | c, the budget for the mean discrepancy, or for the quantile of
+dual/multiplier | advantage / discrepancy | lambda, the weight of the penalty, as this step used it
+dual/tolerance | discrepancy | c, the tolerance for the mean discrepancy, or for the quantile of
     algorithm.budget
 optimizer/learning_rate | 1 | learning rate of the step's last update
 optimizer/skipped_in_row | updates | skipped updates since the last that was made
 optimizer/loss_scale | 1 | factor of the loss against underflow of float16 gradients
 @training/step.py:_train_step
-dual/violation | discrepancy | mean discrepancy, or the budget's quantile, minus the tolerance;
+dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.budget, minus c;
     above 0 lambda rises
 correction/weight_mean | 1 | mean weight by corrections over all tokens, 0 where dropped
 correction/effective_sample_size | fraction | effective share of tokens under those weights; 1 is
@@ -224,7 +222,7 @@ moe/routing_agreement | fraction | replayed experts that the trainer's router wo
 @training/giving_up.py:SkippedUpdates.record
 optimizer/skipped_share | fraction | share of the updates of the last 20 steps that was skipped
 @training/phase_timer.py:PHASES
-time/weight_sync | seconds | weights to the inference engine
+time/weight_sync | seconds | weight sync of the inference engine
 time/generate | seconds | sampling the completions
 time/verify | seconds | verifying the answers
 time/noise_floor | seconds | the engine against itself, at the steps that measure it
@@ -234,15 +232,14 @@ time/wait | seconds | with rollout.lag: the trainer waits for the sampler
 @training/batches.py:Batches
 time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, weight syncs included
 @training/phase_timer.py:PhaseTimer.metrics
-time/overlap | seconds | with rollout.lag: the parts of a step in turn, less its time: what overlap
-    won
+time/overlap | seconds | with rollout.lag: seconds that overlap saves, the sum of a step's parts less its time
 time/total | seconds | the whole step, from prompts to record
 throughput/tokens_per_second | tokens / s | prompt and completion tokens over the whole step's time
 throughput/sampled_tokens_per_second | tokens / s | sampled tokens over the time spent generating
 @observe/metrics_io.py:CLOCK
 time/clock | seconds | Unix time at which the line was written
 @observe/alarms.py:ALARMS
-alarm/{alarm} | 0 or 1 | 1 while the alarm {alarm} is raised; observe/alarms.py has its rule
+alarm/{alarm} | 0 or 1 | 1 while the alert {alarm} is raised; observe/alarms.py has its rule
 @evaluation/held_out.py:held_out_metrics
 eval/{task}/avg@{samples} | reward | held-out {task}: mean reward over {samples} samples a problem
 eval/{task}/pass@{samples} | fraction | held-out {task}: problems solved by at least one of

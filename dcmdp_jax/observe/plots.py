@@ -174,8 +174,8 @@ def _finish(axes: Axes, panel: Panel, last_step: int, *, legend: bool) -> None:
     axes.yaxis.set_major_formatter(formatter)
 
 
-def _draw_budget(axes: Axes, runs: Runs) -> None:
-    """Draw each run's budget dashed, from the step that knew it, and its noise floor dotted."""
+def _draw_tolerance(axes: Axes, runs: Runs) -> None:
+    """Draw each run's c dashed, from the step that knew it, and its noise floor dotted."""
     for index, (label, series) in enumerate(runs.items()):
         color = INK
         suffix = ""
@@ -184,14 +184,14 @@ def _draw_budget(axes: Axes, runs: Runs) -> None:
             suffix = f", {label}"
 
         if "dual/tolerance" in series:
-            steps, budgets = series["dual/tolerance"]
-            finite = np.isfinite(budgets)
+            steps, tolerances = series["dual/tolerance"]
+            finite = np.isfinite(tolerances)
             if finite.any():
                 axes.plot(
                     steps[finite],
-                    budgets[finite],
+                    tolerances[finite],
                     linestyle="--",
-                    label=f"budget c = {budgets[finite][-1]:g}{suffix}",
+                    label=f"tolerance c = {tolerances[finite][-1]:g}{suffix}",
                     color=color,
                     linewidth=1.3,
                     zorder=2,
@@ -313,7 +313,7 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
         functools.partial(_draw, "By data source", _source_panels),
     ),
     "discrepancy": (
-        "Mean discrepancy between the engines against the budget c.",
+        "Mean token discrepancy |p - q| of the step, and the tolerance c.",
         _fixed(
             "Discrepancy between training and inference engine",
             Panel(
@@ -322,7 +322,7 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
                 names=("discrepancy/mean",),
                 label="mean discrepancy",
                 from_zero=True,
-                overlay=_draw_budget,
+                overlay=_draw_tolerance,
             ),
             Panel(
                 heading="completions whose own mean is over c",
@@ -334,7 +334,7 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
         ),
     ),
     "multiplier": (
-        "The price of discrepancy: it rises while the budget is exceeded and falls after.",
+        "Lambda, the weight of the penalty: it rises while the discrepancy is above c, and falls below.",
         _fixed(
             "Lagrange multiplier",
             Panel(heading="lambda", unit="lambda", names=("dual/multiplier",), smoothed=False),

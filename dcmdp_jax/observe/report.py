@@ -44,8 +44,8 @@ _COUNTS = {
     "reward/verifier_timeouts": "The verifier ran out of time on {:.0f} answers; they got reward "
     "0.",
     "reward/verifier_errors": "The verifier failed on {:.0f} answers; they got reward 0.",
-    "reward/verifier_over_budget": "The verifier's budget for a batch ran out on {:.0f} answers. "
-    "Raise the budget.",
+    "reward/verifier_over_budget": "The verifier's time for a batch ran out on {:.0f} answers. "
+    "Raise task.verifier_budget.",
     "optimizer/skipped_updates": "{:.0f} optimizer updates were skipped because their gradient "
     "was not finite.",
 }
@@ -340,10 +340,10 @@ def _mismatch_facts(series: Series) -> Iterator[Fact]:
     discrepancy = finite_values(series, "discrepancy/mean")
     if len(discrepancy):
         c = last_value(series, "dual/tolerance")
-        details = "no budget c yet"
+        details = "no tolerance c yet"
         if not math.isnan(c):
             share = percent(_mean(_over_budget(series)))
-            details = f"budget c = {number(c)}, exceeded in {share} of steps"
+            details = f"tolerance c = {number(c)}, exceeded in {share} of steps"
         yield Fact("Mean discrepancy", number(_mean(discrepancy)), details=details)
 
     floor = last_value(series, "mismatch/noise_floor")
@@ -499,18 +499,17 @@ def overlap(series: Series) -> Fact | None:
 
 
 def legs(series: Series) -> Fact | None:
-    """Describe where the gap to the engine was, when last measured; None where it was not."""
+    """Describe where the mismatch arose, when last measured; None where it was not."""
     if "mismatch/leg_decoding_share" not in series:
         return None
     steps, shares = series["mismatch/leg_decoding_share"]
     decoding = float(series["mismatch/leg_decoding"][1][-1])
     one_pass = float(series["mismatch/leg_one_pass"][1][-1])
     return Fact(
-        "Where the gap is",
-        f"{percent(float(shares[-1]))} while the engine decodes",
-        details=f"step {steps[-1]}: mean |dp| "
-        f"{number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from "
-        "there to the trainer",
+        "Mismatch from decoding",
+        percent(float(shares[-1])),
+        details=f"step {steps[-1]}: mean |p - q| {number(decoding)} from decode to prefill, "
+        f"{number(one_pass)} from prefill to the trainer",
     )
 
 
@@ -534,14 +533,14 @@ def warnings(series: Series) -> list[str]:
     floor = _mean(finite_values(series, "mismatch/noise_floor"))
     if c < floor:
         texts.append(
-            f"The budget c = {c:.4g} is below the noise floor {floor:.4g}, the mismatch the "
+            f"The tolerance c = {c:.4g} is below the noise floor {floor:.4g}, the mismatch the "
             "engine shows against itself: no policy can meet it. Raise c."
         )
     stuck = _steps_at_cap(series)
     if stuck >= _STUCK_STEPS:
         texts.append(
             f"Lambda stayed at {finite_values(series, 'dual/multiplier').max():.4g} over the last "
-            f"{stuck} steps with the budget exceeded: it is at its cap. Raise the cap or c."
+            f"{stuck} steps with c exceeded: it is at its cap. Raise the cap or c."
         )
 
     texts += [alarm.text for alarm in alarms(series)]
@@ -590,7 +589,7 @@ def _over_budget(series: Series) -> np.ndarray:
 
 
 def _steps_at_cap(series: Series) -> int:
-    """Count the last steps with lambda at its maximum and the discrepancy over budget."""
+    """Count the last steps with lambda at its maximum and the discrepancy above c."""
     multiplier = finite_values(series, "dual/multiplier")
     over = _over_budget(series)
     if not 0 < len(over) <= len(multiplier) or multiplier.min() == multiplier.max():

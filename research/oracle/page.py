@@ -52,7 +52,7 @@ def table(verdicts: Verdicts) -> str:
     rows.insert(0, heading)
     lines = [
         f"{verdicts.engine} on {verdicts.model}: {verdicts.batches} batches of {verdicts.prompts} "
-        f"prompts x {verdicts.group_size}, mean |dp| {verdicts.discrepancy:.2g}, reward "
+        f"prompts x {verdicts.group_size}, mean |p - q| {verdicts.discrepancy:.2g}, reward "
         f"{verdicts.reward:.3f} (exact {verdicts.control_reward:.3f})",
         *text_table(rows),
         *state_lines(verdicts.states),

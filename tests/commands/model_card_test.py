@@ -35,9 +35,11 @@ def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tm
         "| Lambda, lowest and highest | 0.07154 to 0.1 | rose 0 times, fell 1 times; last 0.07154 |"
         in card
     )
-    assert r"step 1: mean \|dp\| 1.879e-09 to the engine's own scores" in card
+    assert r"step 1: mean \|p - q\| 1.879e-09 from decode to prefill" in card
     # (3.0760e-05 + 3.2593e-05) / 2
-    assert "| Mean discrepancy | 3.168e-05 | budget c = 0.0006, exceeded in 0.0% of steps |" in card
+    assert (
+        "| Mean discrepancy | 3.168e-05 | tolerance c = 0.0006, exceeded in 0.0% of steps |" in card
+    )
     assert "| Noise floor | 1.879e-09 |" in card
     assert "\n- trained: 2 training steps\n- score: held-out arithmetic/avg@2 from 0.0% " in card
     assert "| 1 | 0.1 | 3.076e-05 | 0.0006 | 0 |\n| 2 | 0.07154 | 3.259e-05 | 0.0006 | 0 |" in card

@@ -56,7 +56,7 @@ def test_a_cache_in_fp8_is_the_only_difference_of_right_weights(start):
         and "cache of layer 0 (and 1 more like it) gives" in found.findings[0].evidence[0]
     )
     assert re.search(
-        "11 operators on the same input, half within .*; the first to stand out: cache of",
+        "11 operators compared on the same input: median relative error .*, first outlier cache of",
         table([found]),
     )
     # vLLM reads the cache in one pass too: its decoding is its scores.
@@ -83,7 +83,7 @@ def test_a_wrong_matrix_is_named_with_its_layer(engine, path, cause, place):
     found = analysis(engine, jax.tree_util.tree_map_with_path(synced, RIGHT, OTHER))
     assert [str(each) for each in outliers(found.evidence.operators)] == [place]
     assert [finding.cause for finding in found.findings][:1] == [cause]
-    assert f"the {place} gives something else" in found.findings[0].evidence[0]
+    assert f"the {place} gives another output" in found.findings[0].evidence[0]
     assert found.evidence.legs[1].share > 0.99
 
 

@@ -89,7 +89,7 @@ def test_each_runs_budget_is_dashed_in_its_color():
     axes = _draw("discrepancy", {"a": run(0.0037)}).axes[0]
     dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [
-        ("budget c = 0.0037", [0.0037] * 2)
+        ("tolerance c = 0.0037", [0.0037] * 2)
     ]
     axes = _draw("discrepancy", {"a": run(0.0037), "b": run(0.005)}).axes[0]
     dashed = {
@@ -265,7 +265,7 @@ def test_all_panels_have_one_step_axis_and_c_is_drawn_from_where_it_is_known():
     ]
     assert {axes.get_xlim() for figure in drawn for axes in figure.axes} == {(-0.08, 4.08)}
     [line] = [line for line in drawn[1].axes[0].get_lines() if line.get_linestyle() == "--"]
-    assert (line.get_label(), list(line.get_xdata())) == ("budget c = 0.004", [3, 4])
+    assert (line.get_label(), list(line.get_xdata())) == ("tolerance c = 0.004", [3, 4])
 
 
 def test_nothing_recorded_is_no_figure():

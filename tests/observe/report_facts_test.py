@@ -63,7 +63,7 @@ def test_facts_by_hand():
         ),
         # (0.005 + 0.003 + 0.0037 + 0.004) / 4. A mean that equals c is within the budget: two of
         # four, not three.
-        ("Mean discrepancy", "0.003925", "budget c = 0.0037, exceeded in 50.0% of steps"),
+        ("Mean discrepancy", "0.003925", "tolerance c = 0.0037, exceeded in 50.0% of steps"),
         ("Noise floor", "0.002", "the engine against itself, last measurement"),
         ("Lambda, lowest and highest", "0.1 to 0.4", "rose 2 times, fell 1 times; last 0.4"),
         ("Throughput", "100 tokens/s", "median step; 1:03 in training steps"),
@@ -113,7 +113,7 @@ def test_share_over_tolerance_compares_the_same_steps():
     assert _texts(facts(_run(series)))[1] == (
         "Mean discrepancy",
         "5",
-        "budget c = 2, exceeded in 0.0% of steps",
+        "tolerance c = 2, exceeded in 0.0% of steps",
     )
 
 
@@ -167,7 +167,7 @@ def test_what_was_not_recorded_is_no_fact():
         _run({"discrepancy/mean": _series([0.5]), "throughput/tokens_per_second": _series([2.0])})
     )
     assert _texts(unmeasured[1:]) == [
-        ("Mean discrepancy", "0.5", "no budget c yet"),
+        ("Mean discrepancy", "0.5", "no tolerance c yet"),
         ("Throughput", "2 tokens/s", "median step; - in training steps"),
     ]
 
@@ -234,11 +234,10 @@ def test_where_the_gap_lies_is_of_the_last_step_that_looked():
     fact = legs(series)
     # A share of -0.0004 is no "-0%".
     none = series | {"mismatch/leg_decoding_share": (np.array([1]), np.array([-0.0004]))}
-    assert legs(none).value == "0.0% while the engine decodes"
-    assert fact.value == "25.0% while the engine decodes"
+    assert legs(none).value == "0.0%"
+    assert fact.value == "25.0%"
     assert fact.details == (
-        "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to "
-        "the trainer"
+        "step 17: mean |p - q| 0.001 from decode to prefill, 0.003 from prefill to the trainer"
     )
     assert legs({}) is None
 

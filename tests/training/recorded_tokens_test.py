@@ -206,7 +206,7 @@ def test_the_torch_module_on_the_runs_batches_penalizes_and_moves_lambda_as_the_
 
 def test_the_probe_of_a_run_directory_names_a_cause_and_agrees(run, tmp_path, capsys):
     code, output, errors = run_command(probe.main, "probe", capsys, run, "--out", tmp_path)
-    assert (code, errors) == (0, "") and "over 20 steps: mean |dp|" in output
+    assert (code, errors) == (0, "") and "over 20 steps: mean |p - q|" in output
     [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     # The columns look like rounding; the run's settings say that the engine's weights are fp8.
     assert pair["findings"][0]["cause"] == "quantized_weights" and pair["floors"]["local:fp8"] > 0

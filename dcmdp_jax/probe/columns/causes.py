@@ -10,7 +10,7 @@ class Cause:
     Attributes:
         title: one noun phrase.
         remedy: advice, one line.
-        defect: to be repaired. The others are the price of a fast engine, which a budget c can
+        defect: to be repaired. The others are the price of a fast engine, which a tolerance c can
             bound.
     """
 
@@ -85,8 +85,8 @@ CAUSES = {
     ),
     "stale_weights": Cause(
         "stale weights in the engine",
-        "Sync the weights before each step and prove the weight sync by checksums; a lag that is "
-        "meant needs a correction.",
+        "Sync the weights before each step and verify the weight sync by checksums; intended "
+        "off-policy steps need an importance weight.",
     ),
     "unseen_updates": Cause(
         "updates that do not reach the engine",

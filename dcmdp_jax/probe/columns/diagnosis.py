@@ -197,7 +197,7 @@ def _causes(evidence: Evidence) -> list[Finding]:
             candidates = list(rule(evidence))
     if not candidates:
         level = (
-            f"Mean |dp| {evidence.mean:.2g}, median |log-ratio| {evidence.median_log_ratio:.2g} "
+            f"Mean |p - q| {evidence.mean:.2g}, median |log-ratio| {evidence.median_log_ratio:.2g} "
             "nats."
         )
         _, lines = _temperature(evidence)
@@ -223,7 +223,7 @@ def _agreeing(evidence: Evidence) -> Finding:
     bound = "what float32 rounds"
     if evidence.floor and evidence.mean <= evidence.floor:
         bound = f"the noise floor {evidence.floor:.2g}"
-    line = f"Mean |dp| {evidence.mean:.2g} is within {bound}."
+    line = f"Mean |p - q| {evidence.mean:.2g} is within {bound}."
     surprise = evidence.surprise
     if np.isnan(surprise.mean):
         return _say(
@@ -378,7 +378,7 @@ def _stale(evidence: Evidence) -> Iterator[Finding]:
     older = _OLDER_TIMES * (means[0].mean + means[0].margin)
     if any(mean.mean - mean.margin > older for mean in means.values()):
         by_age = ", ".join(f"{lag}: {mean.mean:.2g}" for lag, mean in sorted(means.items()))
-        yield _say("stale_weights", f"Mean |dp| by the age of the weights in steps: {by_age}.")
+        yield _say("stale_weights", f"Mean |p - q| by the age of the weights in steps: {by_age}.")
 
 
 def _shifted(evidence: Evidence) -> Finding:
@@ -624,7 +624,7 @@ def _power_of_tests(evidence: Evidence) -> list[str]:
     lines = []
     possible = ", ".join(text for text, was_possible in tests if was_possible)
     if possible:
-        lines.append(f"Looked for and not found; would have been seen: {possible}.")
+        lines.append(f"Also tested and not found (detection limits): {possible}.")
     impossible = ", ".join(text for text, was_possible in tests if not was_possible)
     if impossible:
         lines.append(f"Not checked: {impossible}.")
@@ -725,7 +725,7 @@ def _settings(evidence: Evidence) -> Iterator[Finding]:
         if cause not in measured:
             yield _say(
                 cause,
-                f"By its settings, not by measurement: {setting}. Mean |dp| {evidence.mean:.2g} "
+                f"By its settings, not by measurement: {setting}. Mean |p - q| {evidence.mean:.2g} "
                 f"{scored}.",
             )
         elif measured[cause].share > _LIFTED_AT_ALL:
@@ -735,8 +735,8 @@ def _settings(evidence: Evidence) -> Iterator[Finding]:
 def _decoding(evidence: Evidence) -> Iterator[Finding]:
     legs = {leg.name: leg for leg in evidence.legs}
     decoding = legs.pop(DECODING, None)
-    # Where the trainer is the engine's own one pass, another rounding of the same dtype is all of
-    # the gap.
+    # Where the trainer is the engine's own prefill, another rounding of the same dtype is all of
+    # the mismatch.
     one_pass = max((leg.mean for leg in legs.values()), default=0.0)
     if decoding is None or (evidence.rounding is None and one_pass <= FLOAT32_ROUNDING):
         return
@@ -746,8 +746,8 @@ def _decoding(evidence: Evidence) -> Iterator[Finding]:
             cause = "recurrent"
         yield _say(
             cause,
-            f"{decoding.share:.0%} of the gap lies between its decoding and its own scores: mean "
-            f"|dp| {decoding.mean:.2g}.",
+            f"{decoding.share:.0%} of the mismatch arises between its decode and its own prefill: mean "
+            f"|p - q| {decoding.mean:.2g}.",
         )
 
 
@@ -766,8 +766,9 @@ def _operator(evidence: Evidence) -> Iterator[Finding]:
     median = float(np.median([operator.relative for operator in evidence.operators]))
     yield _say(
         first.operator,
-        f"On the same input the {first}{others} gives something else: by {first.relative:.2g} of "
-        f"its size, where half of the {len(evidence.operators)} operators are within {median:.1g}.",
+        f"On the same input the {first}{others} gives another output: relative error "
+        f"{first.relative:.2g}, against a median of {median:.1g} over {len(evidence.operators)} "
+        "operators.",
     )
 
 
@@ -796,12 +797,12 @@ def _rounding(evidence: Evidence) -> Iterator[Finding]:
     if evidence.mean <= _TIMES * (evidence.floor or 0.0):
         yield _say(
             "rounding",
-            f"Mean |dp| {evidence.mean:.2g}; an engine differs from itself by {evidence.floor:.2g} "
+            f"Mean |p - q| {evidence.mean:.2g}; an engine differs from itself by {evidence.floor:.2g} "
             "in another batch shape.",
         )
     elif evidence.rounding is not None and evidence.mean <= _TIMES * evidence.rounding:
         yield _say(
             "rounding",
-            f"Mean |dp| {evidence.mean:.2g}; the training stack differs from itself by "
+            f"Mean |p - q| {evidence.mean:.2g}; the training stack differs from itself by "
             f"{evidence.rounding:.2g} when it computes in the engine's dtype.",
         )

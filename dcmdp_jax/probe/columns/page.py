@@ -111,11 +111,10 @@ def table(analyses: Sequence[Analysis]) -> str:
             also = "also "
         lines.append(f"  {analysis.recommendation.reasoning}")
         legs = ", ".join(
-            f"{leg.name} {leg.mean:.3g} ({leg.share:.0%} of the gap)"
-            for leg in analysis.evidence.legs
+            f"{leg.name} {leg.mean:.3g} ({percent(leg.share)})" for leg in analysis.evidence.legs
         )
         if legs:
-            lines.append(f"  mean |dp| of its legs: {legs}")
+            lines.append(f"  Mismatch by source, mean |p - q|: {legs}.")
         lines += _first_operator(analysis)
         lines += state_lines(analysis.states)
         if analysis.over_training is not None:
@@ -130,12 +129,12 @@ def _first_operator(analysis: Analysis) -> list[str]:
         return []
     half = float(np.median([operator.relative for operator in operators]))
     outliers = evidence.outliers(operators)
-    first = "none stands out"
+    first = "no outlier"
     if outliers:
-        first = f"the first to stand out: {outliers[0]}, {outliers[0].relative:.2g}"
+        first = f"first outlier {outliers[0]}, {outliers[0].relative:.2g}"
     return [
-        f"  {len(operators)} operators on the same input, half within {half:.2g} of their size; "
-        f"{first}"
+        f"  {len(operators)} operators compared on the same input: median relative error "
+        f"{half:.2g}, {first}."
     ]
 
 
@@ -143,7 +142,7 @@ def state_lines(states: Sequence[StateMeasure]) -> list[str]:
     """A table for a terminal; no line without states."""
     if not states:
         return []
-    rows = [["  whole states", "exact", "at most more", "sampled tokens say", "+-"]]
+    rows = [["  whole distributions", "over top-k", "at most more", "by sampled tokens", "+-"]]
     for state in states:
         values = (state.exact, state.bound, state.sampled, state.noise)
         rows.append([state.title, *(number(value, ".4g") for value in values)])
@@ -153,7 +152,7 @@ def state_lines(states: Sequence[StateMeasure]) -> list[str]:
 _LABELS = (
     "tokens",
     "completions",
-    "mean |dp|",
+    "mean |p - q|",
     "p50",
     "p99",
     "max",
@@ -199,7 +198,7 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     first = over.steps[0].step
     last = over.steps[-1].step
     lines = [
-        f"over {len(means)} steps: mean |dp| {means[first]:.3g} in step {first}, {means[last]:.3g} "
+        f"over {len(means)} steps: mean |p - q| {means[first]:.3g} in step {first}, {means[last]:.3g} "
         f"in step {last}, at most {means[largest]:.3g} in step {largest}"
     ]
     for heading, slices in (("by rank", over.ranks), ("by source", over.sources)):
@@ -210,7 +209,7 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     c = "no c"
     if math.isfinite(over.tolerance):
         c = f"c = {over.tolerance:.3g}, {over.tolerance_from}"
-    heading = f"alarms over the steps ({c}):"
+    heading = f"alerts over the steps ({c}):"
     if not over.alarms:
         heading += " none"
     lines.append(heading)

@@ -1,4 +1,4 @@
-"""Sampled tokens with two log-probs each, statistics of their gap, and the budget c for it."""
+"""Sampled tokens with two log-probs each, statistics of their mismatch, and the tolerance c for it."""
 
 import dataclasses
 import functools
@@ -235,7 +235,7 @@ _FLOORS = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A budget for the mean |p_train - p_rollout|.
+    """A tolerance c for the mean |p_train - p_rollout|.
 
     Attributes:
         tolerance: c; NaN if none is recommended.
@@ -251,7 +251,7 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
 
         c = max(BUDGET_ROOM mean, 2 floor), rounded up to two digits
 
-    Ours. The paper tunes c and gives no rule. Just above today's mean the multiplier rests while
+    Ours. The paper tunes c and gives no rule. Just above today's mean lambda does not rise while
     the mismatch stays as it is, and rises when it grows by a quarter. A mean within the noise floor
     can't be lowered by any policy.
 
@@ -270,14 +270,14 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
         )
         return Recommendation(tolerance=math.nan, reasoning=advice)
     if mean == 0 and not floor:
-        agreement = "None: the two agree to the last bit, there is nothing to bound."
+        agreement = "No tolerance c is needed: the two agree to the last bit."
         return Recommendation(tolerance=math.nan, reasoning=agreement)
 
     by_mean = BUDGET_ROOM * mean
     by_floor = _FLOORS * (floor or 0.0)
     if by_mean >= by_floor:
         why = (
-            f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the "
+            f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: lambda does not rise while the "
             "mismatch stays as it is, and rises when it grows by a quarter"
         )
     else:

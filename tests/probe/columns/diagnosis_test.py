@@ -387,7 +387,7 @@ def test_a_gap_of_decoding_in_a_float32_engine_is_no_rounding():
     # trainer's may round so.
     legs = [
         Leg(name=DECODING, mean=0.003, log_ratio=0.0, share=0.99),
-        Leg(name="one pass - trainer", mean=1e-6, log_ratio=0.0, share=0.01),
+        Leg(name="prefill vs. trainer", mean=1e-6, log_ratio=0.0, share=0.01),
     ]
     small = {"legs": legs, "median_log_ratio": 0.01, "square": 1e-4, "mean": 0.003}
     assert _decide(**small, rounding=1e-5)[0].cause == "decoding"

@@ -104,7 +104,7 @@ def test_globs_files_and_a_rank_that_stands_out(tmp_path):
         [0.01, 0.01, 0.2]
     )
     assert found.over_training.notes == (
-        "rank 2 stands out: mean |dp| 0.2, the others' median is 0.01.",
+        "rank 2 stands out: mean |p - q| 0.2, the others' median is 0.01.",
     )
     assert found.over_training.odd_rank == "rank 2 stands out"
     # One token in three: (0.01 + 0.01 + 0.2) / 3.
@@ -217,7 +217,7 @@ def test_what_is_missing_in_the_middle_is_one_line(dropped, message, tmp_path, c
     code, said, error = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
     assert (code, said) == (2, "") and message in error and error.count("\n") == 1
     code, said, error = _probe(capsys, tmp_path / "r", "--allow-gaps", "--out", tmp_path / "out")
-    assert (code, error) == (0, "") and "mean |dp|" in said
+    assert (code, error) == (0, "") and "mean |p - q|" in said
 
 
 def test_steps_that_are_recorded_every_k_are_no_gap(tmp_path):
@@ -510,7 +510,7 @@ def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys)
     code, said, error = _probe(capsys, *arguments, "--fail-above=0.067")
     assert (code, error) == (
         1,
-        "mean |dp| above --fail-above=0.067: columns r 0.0671\n",
+        "mean |p - q| above --fail-above=0.067: columns r 0.0671\n",
     ) and "wrote" in said
 
 

@@ -94,7 +94,7 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     code, output, errors = run_command(
         probe.main, "probe", capsys, tmp_path, "--out", tmp_path / "out"
     )
-    assert (code, errors) == (0, "") and "whole states" in output
+    assert (code, errors) == (0, "") and "whole distributions" in output
     [pair] = json.loads((tmp_path / "out/probe.json").read_text())["pairs"]
     p = np.exp(lists[1])
     q = np.exp(lists[2])
@@ -108,7 +108,7 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     assert found["mass of the engine's top 16 tokens"]["exact"] == pytest.approx(
         q.sum(-1).mean(), rel=1e-3
     )
-    assert "<h3>Whole states" in (tmp_path / "out/probe.html").read_text()
+    assert "<h3>Whole distributions" in (tmp_path / "out/probe.html").read_text()
 
 
 @pytest.mark.parametrize(

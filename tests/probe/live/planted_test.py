@@ -378,7 +378,7 @@ def test_an_operator_that_differs_is_named_with_its_layer(plant, cause, place):
     found = analyze(compare("pair", {}, sampled(engine), pair, setup))
     assert (
         found.findings[0].cause == cause
-        and f"the {place} gives something else" in found.findings[0].evidence[0]
+        and f"the {place} gives another output" in found.findings[0].evidence[0]
     )
     decoding, one_pass = found.evidence.legs
     assert one_pass.share > 0.99 and decoding.mean < 1e-5
