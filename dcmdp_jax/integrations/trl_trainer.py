@@ -11,7 +11,9 @@ takes it from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ class DcGrpoTrainer(GRPOTrainer):
 
     Raises:
         ValueError: with `use_liger_kernel`, whose fused loss drops the ratio and the tokens'
-            advantages.
+            advantages; without an engine that reports log-probs.
     """
 
     def __init__(
@@ -48,12 +50,7 @@ class DcGrpoTrainer(GRPOTrainer):
     ) -> None:
         self.dc_grpo = dc_grpo
         self._on_batch = on_batch
-        for argument in (*args, *options.values()):
-            if isinstance(argument, GRPOConfig) and argument.use_liger_kernel:
-                raise ValueError(
-                    "DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a "
-                    "token"
-                )
+        _check(inspect.signature(GRPOTrainer).bind_partial(*args, **options).arguments)
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))
 
@@ -105,6 +102,26 @@ class DcGrpoTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.dc_grpo.load(Path(resume_from_checkpoint))
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `GRPOTrainer`, by name, with which the penalty cannot work."""
+    # The class has the defaults.
+    config = arguments.get("args") or GRPOConfig
+    if config.use_liger_kernel:
+        raise ValueError(
+            "DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a token"
+        )
+    if not config.use_vllm and arguments.get("rollout_func") is None:
+        raise ValueError(
+            "DcGrpoTrainer: use_vllm=False: transformers reports no log-probs of what it samples; "
+            "set use_vllm=True, or give a rollout_func that returns logprobs"
+        )
+    if config.use_vllm and config.vllm_importance_sampling_correction:
+        logging.getLogger(__name__).warning(
+            "DcGrpoTrainer: vllm_importance_sampling_correction=True: TRL's importance weights are "
+            "applied on top of the penalty; set it to False for the penalty alone"
+        )
 
 
 _MODEL_INPUTS = """

@@ -108,7 +108,9 @@ def test_with_top_k_tokens_it_has_their_remedies_and_measures_of_whole_states():
             remedies[name].moments, remedies[NOTHING].moments, rtol=1e-3, err_msg=name
         )
     assert [each.exact for each in found.states[:-1]] == pytest.approx([0] * 4, abs=1e-5)
-    assert 4 / CONFIG.vocab_size < found.states[-1].exact < 1 and "whole distributions" in table(found)
+    assert 4 / CONFIG.vocab_size < found.states[-1].exact < 1 and "whole distributions" in table(
+        found
+    )
 
 
 def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens():

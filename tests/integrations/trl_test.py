@@ -38,6 +38,7 @@ from dcmdp_jax.data.arithmetic import (  # noqa: E402
     arithmetic_rows,
     build_tokenizer,  # noqa: E402
 )
+from dcmdp_jax.integrations import trl_trainer  # noqa: E402
 from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo  # noqa: E402
 from dcmdp_jax.integrations.trl_trainer import DcGrpoTrainer  # noqa: E402
 from dcmdp_jax.record import Recorder, record_trl  # noqa: E402
@@ -287,6 +288,25 @@ def test_the_fused_loss_of_liger_is_refused(tmp_path):
         ValueError, match="DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage"
     ):
         DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], args=args)
+
+
+@pytest.mark.parametrize("given", ["args", "nothing"])
+def test_an_engine_that_reports_no_logprobs_is_refused_before_anything_is_loaded(given, tmp_path):
+    options = {}
+    if given == "args":
+        options["args"] = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="DcGrpoTrainer: use_vllm=False: transformers reports no"):
+        DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], **options)
+
+
+def test_importance_weights_on_top_of_the_penalty_are_a_warning(caplog):
+    config = GRPOConfig(use_cpu=True, bf16=False, use_vllm=True)
+    trl_trainer._check({"args": config})
+    assert "vllm_importance_sampling_correction=True: TRL's importance weights" in caplog.text
+    caplog.clear()
+    config.vllm_importance_sampling_correction = False
+    trl_trainer._check({"args": config})
+    assert caplog.text == ""
 
 
 def test_the_example_learns_with_and_without_the_penalty_and_records_both(
