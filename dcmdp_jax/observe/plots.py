@@ -81,9 +81,9 @@ def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> 
     recorded_panels = [panel for panel in panels(runs) if _recorded(runs, panel.names)]
     if not recorded_panels:
         return None
-    # Inches. Figures of many panels are wider, a single row is higher.
+    # Inches. Panels of a figure of many are smaller, a single row is higher.
     columns = min(len(recorded_panels), 2)
-    width = 10.8
+    width = 5.4 * columns
     if len(recorded_panels) > 6:
         columns = 4
         width = 14.4
@@ -209,6 +209,15 @@ def _draw_tolerance(axes: Axes, runs: Runs) -> None:
             )
 
 
+def _draw_interval(axes: Axes, runs: Runs, *, task: str) -> None:
+    """Shade the 95% interval of each run's avg@K of a task, in the color of its curve."""
+    for index, series in enumerate(runs.values()):
+        bounds = [series.get(f"eval_interval/{task}/{bound}") for bound in ("low", "high")]
+        if None not in bounds:
+            (steps, low), (_, high) = bounds
+            axes.fill_between(steps, low, high, color=_color(index), alpha=0.15, linewidth=0)
+
+
 def _draw_phases(axes: Axes, runs: Runs) -> None:
     """Draw the seconds of each phase as bars: the median over steps, which excludes compilation."""
     phases = [phase for phase in STEP_PHASES if _recorded(runs, (f"time/{phase}",))]
@@ -275,13 +284,18 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
             if name in series
         )
         unit = "" if is_share else "mean reward"
+        task, _, score = name.removeprefix("eval/").rpartition("/")
+        overlay = None
+        if score.startswith("avg@"):
+            overlay = functools.partial(_draw_interval, task=task)
         yield Panel(
-            heading=name.removeprefix("eval/").replace("/", " "),
+            heading=f"{task} {score}".replace("/", " "),
             unit=unit,
             names=(name,),
             percent=is_share,
             smoothed=False,
             marker="o",
+            overlay=overlay,
         )
 
 

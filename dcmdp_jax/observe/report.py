@@ -17,6 +17,7 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl, metric_names, page_kit, plots
 from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values, last_value
+from dcmdp_jax.observe.collapse import collapse_signs
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
 _STUCK_STEPS = 5
@@ -201,6 +202,7 @@ def report_content(runs: Runs) -> dict[str, Any]:
         "facts": facts(runs[0]),
         "comparison": _comparison(runs),
         "problems": problems,
+        "collapses": [collapse_signs(run.series) for run in runs],
         "held_out": _held_out(runs),
         "settings": _settings(runs),
         "metrics": _metrics(runs),
@@ -380,13 +382,13 @@ def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
     if not _supervised(config):
         for name in _ENGINE_SETTINGS:
             if config.get(name) is not None:
-                engine.append(f"{name.rpartition('.')[2]} {config[name]}")
-    settings = {"Engine": ", ".join(engine), "Training data": config.get("task.train")}
+                engine.append(f"{name.rpartition('.')[2]} {config[name]}".removeprefix("engine "))
+    if engine:
+        yield Fact("Engine", engine[0], details=", ".join(engine[1:]))
+    if config.get("task.train"):
+        yield Fact("Training data", str(config["task.train"]))
     if config:
-        settings["Started from"] = config.get("model.path") or "a fresh model"
-    for name, value in settings.items():
-        if value:
-            yield Fact(name, str(value))
+        yield Fact("Started from", config.get("model.path") or "a fresh model")
 
 
 def _supervised(config: Mapping[str, Any]) -> bool:

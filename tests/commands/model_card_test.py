@@ -45,7 +45,8 @@ def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tm
     assert "| 1 | 0.1 | 3.076e-05 | 0.0006 | 0 |\n| 2 | 0.07154 | 3.259e-05 | 0.0006 | 0 |" in card
     config = json.loads((run / "config.json").read_text())
     assert (
-        f"engine {config['rollout']['engine']}, precision {config['rollout']['precision']}" in card
+        f"| Engine | {config['rollout']['engine']} | precision {config['rollout']['precision']}"
+        in card
     )
     assert (
         "    train --config=demo\n" in card

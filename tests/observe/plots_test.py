@@ -272,3 +272,23 @@ def test_nothing_recorded_is_no_figure():
     assert [draw({"r": {"other": _series([1.0])}}) for _, draw in FIGURES.values()] == [None] * len(
         FIGURES
     )
+
+
+def test_the_interval_of_a_held_out_score_is_shaded_and_only_of_avg_at_k():
+    steps = np.array([0, 20])
+    series = {
+        "eval/t/avg@8": (steps, np.array([0.25, 0.5])),
+        "eval/t/pass@8": (steps, np.array([0.5, 0.75])),
+        "eval_interval/t/low": (steps, np.array([0.125, 0.375])),
+        "eval_interval/t/high": (steps, np.array([0.375, 0.625])),
+    }
+    _, draw = FIGURES["evaluation"]
+    average, passed = draw({"run": series}).axes
+    [area] = average.collections
+    assert {tuple(point) for point in area.get_paths()[0].vertices.tolist()} == {
+        (0.0, 0.125),
+        (0.0, 0.375),
+        (20.0, 0.375),
+        (20.0, 0.625),
+    }
+    assert len(passed.collections) == 0

@@ -67,7 +67,7 @@ def test_facts_by_hand():
         ("Noise floor", "0.002", "the engine against itself, last measurement"),
         ("Lambda, lowest and highest", "0.1 to 0.4", "rose 2 times, fell 1 times; last 0.4"),
         ("Throughput", "100 tokens/s", "median step; 1:03 in training steps"),
-        ("Engine", "engine vllm, precision fp8", ""),
+        ("Engine", "vllm", "precision fp8"),
         ("Started from", "m", ""),
     ]
     # Up to step 10 the score was at its best, and the later noise floor was not measured.
@@ -198,7 +198,7 @@ def test_a_healthy_run_has_no_warnings():
         ),
         ("reward/verifier_timeouts", [0, 2, 1], "ran out of time on 3 answers"),
         ("reward/verifier_errors", [0, 2], "failed on 2 answers"),
-        ("reward/verifier_over_budget", [0, 4, 1], "budget for a batch ran out on 5 answers"),
+        ("reward/verifier_over_budget", [0, 4, 1], "time for a batch ran out on 5 answers"),
         ("optimizer/skipped_updates", [1, 0, 1], "2 optimizer updates were skipped"),
         (
             "reward/all_equal_groups",

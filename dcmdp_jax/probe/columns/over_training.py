@@ -11,6 +11,7 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
+from dcmdp_jax.observe.collapse import CollapseSigns, collapse_signs
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 from dcmdp_jax.probe.columns.formats import (
     RecordedFile,
@@ -23,6 +24,7 @@ from dcmdp_jax.probe.columns.formats import (
 from dcmdp_jax.probe.columns.pairs import (
     Statistics,
     TokenPairs,
+    mean_of,
     measure,
     probability_difference,
     recommend,
@@ -50,6 +52,7 @@ class StepMismatch:
         entropy: mean over its tokens, nats; NaN if not known.
         lag: oldest weights that sampled a token of it, in steps; NaN if not known.
         engine_surprise: mean of -log q, nats.
+        reward: mean over its completions; NaN if not recorded.
     """
 
     step: int
@@ -57,6 +60,7 @@ class StepMismatch:
     entropy: float
     lag: float
     engine_surprise: float
+    reward: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,12 +80,13 @@ class OverTraining:
     Attributes:
         steps: in order.
         ranks, sources: empty where there is only one or none is recorded.
-        odd_rank: the first rank that stands out, in words: no budget bounds other weights on one
+        odd_rank: the first rank that stands out, in words: no c bounds other weights on one
             rank; "" without one.
         notes: sentences about outliers among ranks and sources.
         alarms: alarms over the steps; see `observe.alarms`.
         tolerance: c that the alarms compare with; NaN if there is none.
         tolerance_from: where it comes from.
+        collapse: whether a fall of the reward is the mismatch's; None where it did not fall.
     """
 
     steps: tuple[StepMismatch, ...]
@@ -92,6 +97,7 @@ class OverTraining:
     alarms: tuple[Alarm, ...]
     tolerance: float
     tolerance_from: str
+    collapse: CollapseSigns | None
 
     def without_recommendation(self) -> "OverTraining":
         """The same where no c is recommended: without the alarms that compare with one."""
@@ -214,6 +220,7 @@ def read_run(
     # Rows, tokens and sum of |p - q| of each rank, and of each source.
     rank_sums = collections.defaultdict(lambda: np.zeros(3))
     source_sums = collections.defaultdict(lambda: np.zeros(3))
+    rewards = collections.defaultdict(list)
 
     def rows() -> Iterator[tuple[int | None, Row]]:
         for file in files:
@@ -229,6 +236,9 @@ def read_run(
                     rank_sums[step_rank.rank] += sums
                 if source is not None:
                     source_sums[source] += sums
+                reward = cells.get("reward")
+                if isinstance(reward, int | float):
+                    rewards[step_rank.step].append(reward)
                 yield step_rank.step, row
 
     steps: dict[int, StepMismatch] = {}
@@ -239,7 +249,8 @@ def read_run(
             raise UserError(
                 f"step {step}: its rows are not together; probe the files of one run alone"
             )
-        steps[step] = _step_mismatch(step, [row for _, row in group])
+        step_rows = [row for _, row in group]
+        steps[step] = _step_mismatch(step, step_rows, mean_of(np.array(rewards[step])))
     if not allow_gaps:
         # Raises by the rows too: one file may hold several steps and ranks.
         _refuse_gaps(recorded)
@@ -301,7 +312,7 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     )
 
 
-def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
+def _step_mismatch(step: int, rows: list[Row], reward: float) -> StepMismatch:
     """Measure the rows of one step."""
     pairs = pairs_of(rows)
     entropy = lag = np.nan
@@ -315,6 +326,7 @@ def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
         entropy=entropy,
         lag=lag,
         engine_surprise=-float(pairs.rollout_logprobs.mean(dtype=np.float64)),
+        reward=reward,
     )
 
 
@@ -384,6 +396,7 @@ def _over_training(
         alarms=tuple(alarms(series)),
         tolerance=tolerance,
         tolerance_from=origin,
+        collapse=collapse_signs(series),
     )
 
 
@@ -394,6 +407,7 @@ def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray
         statistics = step.statistics
         rows.append(
             {
+                "reward/mean": step.reward,
                 "policy/entropy": step.entropy,
                 "engine/surprise": step.engine_surprise,
                 "rollout/staleness_max": step.lag,

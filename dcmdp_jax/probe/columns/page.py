@@ -217,14 +217,21 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
 
 
 def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
-    """Draw mean and 99% quantile of |p - q| of each step, and c; None without several steps."""
+    """Draw the reward, and mean and 99% quantile of |p - q|, by step; None without several."""
     from matplotlib.ticker import MaxNLocator
 
     over = analysis.over_training
     if over is None or len(over.steps) < 2:
         return None
-    figure, (axes,) = make_figure(7.2, 4.2)
+    rewards = [step.reward for step in over.steps]
+    with_rewards = not np.isnan(rewards).any()
+    figure, panels = make_figure(5.4 * (1 + with_rewards), 4.0, columns=1 + with_rewards)
+    axes = panels[-1]
     steps = [step.step for step in over.steps]
+    if with_rewards:
+        panels[0].plot(steps, rewards, "o-", color=COLORS[2], markersize=3)
+        style_axes(panels[0], x="step", y="mean reward")
+        panels[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for name, color in (("mean", COLORS[0]), ("p99", COLORS[1])):
         values = [getattr(step.statistics, name) for step in over.steps]
         axes.plot(steps, values, "o-", color=color, markersize=3, label=name)
@@ -241,7 +248,7 @@ def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> "Figure":
     every = -(-len(pairs.token_ids) // _POINTS)
     p = np.exp(pairs.train_logprobs[::every].astype(np.float64))
     q = np.exp(pairs.rollout_logprobs[::every].astype(np.float64))
-    figure, (axes,) = make_figure(5.2, 4.2)
+    figure, (axes,) = make_figure(5.4, 4.0)
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8)
     axes.scatter(q, p, s=5, alpha=0.35, color=COLORS[0], linewidths=0, rasterized=True)
     style_axes(axes, x="probability under the engine, q", y="under the training stack, p")
@@ -252,7 +259,7 @@ def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> "Figure":
     """Draw the share of tokens above each |p - q|, the mean, the noise floors and c."""
     delta = np.sort(pairs.discrepancy)
     positive = delta[delta > 0]
-    figure, (axes,) = make_figure(7.2, 4.2)
+    figure, (axes,) = make_figure(5.4, 4.0)
     if len(positive):
         above = np.arange(len(positive), 0, -1) / len(delta)
         drawn = np.unique(np.linspace(0, len(positive) - 1, 2000).astype(int))
@@ -277,7 +284,7 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     if not operators:
         return None
     layers = 1 + max(operator.layer for operator in operators if operator.layer is not None)
-    figure, (axes,) = make_figure(7.2, 4.2)
+    figure, (axes,) = make_figure(5.4, 4.0)
     colors = itertools.cycle(COLORS)
     for name in dict.fromkeys(operator.operator for operator in operators):
         # Before the first layer, or after the last.
@@ -298,7 +305,7 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
 
 
 _FIGURES: "dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]]" = {
-    "steps": ("|p - q| over training.", _draw_steps),
+    "steps": ("Over training: |p - q|, and the reward where it was recorded.", _draw_steps),
     "scatter": ("Each token's probability under both.", _draw_scatter),
     "distribution": (
         "Share of tokens above each |p - q|; mean, noise floors and c.",

@@ -553,3 +553,21 @@ def test_entropies_reach_the_recording_of_each_framework(tmp_path):
             entropies=np.array([[0.5, 0.25]]),
         )
         assert _read(directory).pairs.entropies.tolist() == [0.5, 0.25]
+
+
+def test_the_reward_of_a_recording_is_shown_over_its_mismatch_with_the_signs(tmp_path, capsys):
+    """Two completions a step: rewards of mean 0.75, then of 0.25 from step 9 on."""
+    recorder = Recorder(tmp_path / "r", "trl")
+    p = np.full((2, 3), np.log(0.5))
+    for step in range(1, 13):
+        rewards = [0.5, 1.0] if step < 9 else [0.0, 0.5]
+        q = np.full((2, 3), np.log(0.51 if step < 7 else 0.55))
+        recorder.write(step, np.arange(6).reshape(2, 3), p, q, rewards=rewards)
+    over = _read(tmp_path / "r").over_training
+    assert [step.reward for step in over.steps] == [0.75] * 8 + [0.25] * 4
+    assert over.collapse.step == 9
+    assert over.collapse.supporting[0].startswith("The discrepancy had doubled by step 7, before")
+    assert _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")[0] == 0
+    page = (tmp_path / "out" / "probe.html").read_text()
+    assert "The reward fell below half its best in step 9: is the mismatch why?" in page
+    assert "mean reward" in page and "The discrepancy had doubled by step 7" in page

@@ -1,0 +1,74 @@
+"""Signs that a mismatch explains a fall of the reward, and signs of another cause."""
+
+import numpy as np
+
+from dcmdp_jax.observe.collapse import collapse_signs
+
+_STEPS = 20
+
+
+def _signs(rewards, **columns):
+    columns = {"reward/mean": rewards} | {
+        name.replace("__", "/"): values for name, values in columns.items()
+    }
+    return collapse_signs(
+        {name: (np.arange(1, _STEPS + 1), np.array(values)) for name, values in columns.items()}
+    )
+
+
+# Windows of two steps: 0.8 up to step 12, 0.5 at 13, and 0.2, below half, from 14 on.
+_FALLS = [0.8] * 12 + [0.2] * 8
+
+
+def test_a_reward_that_holds_or_comes_back_has_no_signs():
+    assert _signs([0.8] * _STEPS) is None
+    assert _signs([0.8] * 5 + [0.1] * 10 + [0.8] * 5) is None
+    assert _signs([0.0] * _STEPS) is None
+    assert collapse_signs({}) is None
+
+
+def test_a_discrepancy_that_doubles_first_speaks_for_the_mismatch():
+    # Means of two steps: 0.001 up to step 8, then 0.003 in step 9, more than twice.
+    early = _signs(_FALLS, discrepancy__mean=[0.001] * 8 + [0.005] * 12)
+    assert early.step == 14
+    assert early.supporting[0].startswith("The discrepancy had doubled by step 9, before")
+    assert early.opposing == ()
+    late = _signs(_FALLS, discrepancy__mean=[0.001] * 14 + [0.005] * 6)
+    assert late.supporting == ()
+    assert late.opposing[0].startswith("The discrepancy had not doubled when the reward fell")
+
+
+def test_alerts_and_the_effective_sample_size_count_up_to_the_fall():
+    raised = [0] * 10 + [1] * 10
+    signs = _signs(
+        _FALLS,
+        alarm__mismatch=raised,
+        alarm__truncation=raised,
+        alarm__collapse=[0] * 14 + [1] * 6,
+        mismatch__effective_sample_size=[0.99] * 13 + [0.6] * 7,
+    )
+    assert signs.supporting[0] == "The alert mismatch was raised in step 11."
+    assert signs.supporting[1].startswith("The effective sample size fell to 0.60")
+    assert len(signs.supporting) == 2
+
+
+def test_other_causes_are_named_with_what_to_do():
+    # Ten steps up to the fall in step 14.
+    signs = _signs(
+        _FALLS,
+        reward__all_equal_groups=[0.0] * 4 + [0.95] * 16,
+        completion__truncated_fraction=[0.4] * _STEPS,
+        policy__kl=[0.01] * 12 + [0.2] * 8,
+        policy__entropy=[1.0] * 13 + [0.05] * 7,
+    )
+    assert [sentence.partition(":")[0] for sentence in signs.opposing] == [
+        "Nearly all groups have one reward, so there is no signal",
+        "The policy moved far from its start (policy/kl)",
+        "The policy's entropy is nearly gone",
+    ]
+    assert (
+        _signs(
+            _FALLS, policy__kl=[0.01] * 12 + [0.05] * 8, policy__entropy=[1.0] * 12 + [0.5] * 8
+        ).opposing
+        == ()
+    )
