@@ -18,15 +18,12 @@ class Machine:
         device_bytes: bytes of each that JAX may use; None if unknown, and on a CPU.
         host_bytes: bytes that can still be allocated, swap included; None if the system does not
             report it.
-        process_bytes: bytes that this process has already, which `host_bytes` counts too; 0 if
-            unknown.
     """
 
     platform: str
     devices: int
     device_bytes: int | None
     host_bytes: int | None
-    process_bytes: int = 0
 
     def part(
         self,

@@ -10,7 +10,6 @@ import bisect
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -51,11 +50,7 @@ _WEIGHT_SYNC = frozenset({"weight_sync"})
 _SAMPLE = frozenset({"sample"})
 _STEP = frozenset({"step"})
 _Maker = Callable[..., MemoryPart]
-_KEPT_BYTES = int(1.05 * _GIB)
-"""What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has
-freed, and compiled programs.
-"""
-_NOT_COUNTED = "not counted: temporary memory of the training step (activations, logits)"
+_NOT_COUNTED = "not counted: temporary memory of the training step (activations, logits), programs"
 CUDNN_WORKSPACE = "cuDNN's workspace"
 """A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment
 that a row may have, by what cuDNN 9.19 took on an H200 for 7 segments a row and for 16.
@@ -207,12 +202,6 @@ def fit_engine(
     rows = arguments.max_rows
     if fitted_rows:
         rows = min(rows, fitted_rows)
-    if machine.process_bytes:
-        others = (
-            MemoryPart("Python and libraries", host=machine.process_bytes),
-            MemoryPart("compiled programs, freed memory", host=_KEPT_BYTES, certain=False),
-            *others,
-        )
 
     def use(rows: int) -> MemoryUse:
         with as_settings(names):
@@ -247,39 +236,17 @@ def fit_engine(
 def this_machine(platform: str) -> Machine:
     """The machine that this process runs on."""
     devices = jax.local_devices()
-    free = free_host_bytes()
+    device_bytes = None
     if platform != "cpu":
-        stats = devices[0].memory_stats() or {}
-        return Machine(
-            platform=platform,
-            devices=len(devices),
-            device_bytes=stats.get("bytes_limit"),
-            host_bytes=free,
-        )
-    if free is None:
-        return Machine(platform=platform, devices=len(devices), device_bytes=None, host_bytes=None)
+        device_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
+    # The conversion of a model, or an earlier run, leaves memory that this one takes again.
+    release_freed_memory()
     return Machine(
         platform=platform,
         devices=len(devices),
-        device_bytes=None,
-        host_bytes=free + _resident_bytes(),
-        process_bytes=_first_resident_bytes(),
+        device_bytes=device_bytes,
+        host_bytes=free_host_bytes(),
     )
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-@functools.cache
-def _first_resident_bytes() -> int:
-    """What this process had at the first call: a run leaves memory that the next takes again.
-
-    So does the conversion of a model: what it freed is returned first.
-    """
-    release_freed_memory()
-    return _resident_bytes()
 
 
 def free_host_bytes() -> int | None:

@@ -1,15 +1,9 @@
 """Memory of a run: figures by hand for known models, and one measured run."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from platform import libc_ver
 
 import jax
-import numpy as np
 import pytest
 
 from configs import base, demo, qwen3_8b, qwen3_30b_a3b
@@ -28,14 +22,11 @@ from dcmdp_jax.run import memory_use as memory_plan
 from dcmdp_jax.run.memory_use import (
     MemoryUse,
     fit_engine,
-    free_host_bytes,
     loaded_parameters,
-    this_machine,
 )
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.weights import Weights
 from tests.support.memory_plans import QWEN3_8B, bytes_of, memory_plan_of, part_of
-from tests.support.processes import finished
 from tests.support.refusals import refused
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -286,15 +277,6 @@ def test_a_cpus_devices_share_the_hosts_memory():
         ("engine's weights", 1),
     ):
         assert part_of(four, name).host == times * part_of(one, name).host
-    # Besides, what the process has already, a quarter, and what it keeps, 1.05 GiB.
-    begun = memory_plan_of(
-        config,
-        model,
-        dataclasses.replace(machine, process_bytes=_GIB // 4),
-        (1, 1, 1),
-        prompts=(20,),
-    )
-    assert begun.total("step", "host") == one.total("step", "host") + _GIB // 4 + int(1.05 * _GIB)
     # Rows are divided: the caches of all devices together are as large as one's.
     assert bytes_of(four, "key-value cache") == bytes_of(one, "key-value cache")
 
@@ -399,9 +381,6 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     # 8 devices: a run takes a mesh from the settings; the machine says what it has.
     config.mesh.data, config.mesh.fsdp = -1, 1
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
-    # As in a process that no run was in before, and that gives nothing back.
-    for held in ("_resident_bytes", "_first_resident_bytes"):
-        monkeypatch.setattr(memory_plan, held, lambda: 10**9)
     monkeypatch.setattr(Weights, "initial", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
         ValueError,
@@ -409,72 +388,3 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     ) as caught:
         Run.check(from_config_dict(config))
     assert "\n" not in str(caught.value) and "smaller with" in str(caught.value)
-
-
-_RUN = """
-from dcmdp_jax.engines.process_memory import keep_freed_memory
-keep_freed_memory()
-import json, sys
-from pathlib import Path
-from configs import base
-from dcmdp_jax.config.checks import engine_arguments
-from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
-from dcmdp_jax.engines.local import LocalSettings
-from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.engines.machine import Machine
-from dcmdp_jax.training.loop import train
-from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.weights import Weights
-from dcmdp_jax.models.params import num_params
-config = base.get_config("debug")
-config.run_dir, config.task.prompt_suffix, config.mesh.cpu_devices = sys.argv[1], "", 1
-config.model.compute_dtype = "float32"
-config.training.steps, config.rollout.max_rows = 1, 16
-architecture = config.model.architecture
-architecture.hidden_size, architecture.intermediate_size, architecture.num_layers = 512, 16384, 2
-plan = Run.check(from_config_dict(config))
-train(plan, show=lambda line: None)
-status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-print(json.dumps([plan.placement.engine.memory.peak("host")[1], int(status["VmHWM"].split()[0]) * 1024]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
-def test_a_small_run_peaks_at_about_what_is_announced(tmp_path):
-    # 51 million parameters, and a command, which keeps freed memory: by its script's name.
-    # Measured: 2.92 GiB, with 3.28 announced. VmHWM, because Linux's ru_maxrss starts at the peak
-    # of the process that started this one.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
-    (tmp_path / "dcmdp_jax").write_text(_RUN)
-    done = finished(tmp_path / "dcmdp_jax", tmp_path / "run", env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    announced, peak = json.loads(done.stdout.splitlines()[-1])
-    assert 0.75 * announced < peak < 1.25 * announced, (announced, peak)
-
-
-def test_a_second_run_of_a_process_takes_the_memory_of_the_first():
-    first = this_machine("cpu")
-    held = np.ones(2**25)
-    second = this_machine("cpu")
-    assert held.all() and second.process_bytes == first.process_bytes > 2**26
-    # What is held is still counted as memory that this process may use.
-    assert second.host_bytes > free_host_bytes() + held.nbytes
-
-
-@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_what_was_freed_before_the_plan_does_not_count_as_libraries():
-    # As converting a model leaves it: 300 MB in blocks that glibc keeps, as `keep_freed_memory`
-    # tells it to.
-    program = (
-        "import ctypes, jax\nfrom dcmdp_jax.run import memory_use\nfor parameter, value in ((-8, "
-        "1), (-4, 0), (-1, -1)): ctypes.CDLL(None).mallopt(parameter, value)\njax.devices(); "
-        "before = memory_use._resident_bytes()\nheld = [bytes([1]) * 10**6 for _ in range(300)]; "
-        "del held\nprint(memory_use.this_machine('cpu').process_bytes - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 100e6
