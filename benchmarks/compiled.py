@@ -57,7 +57,7 @@ from benchmarks.compiled_parts.lengths import (
     forward_flops,
     lengths_asked,
 )
-from benchmarks.compiled_parts.roofline import ASSUMPTIONS, roofline
+from benchmarks.compiled_parts.roofline import ASSUMPTIONS, DATA_SHEETS, DataSheet, roofline
 from benchmarks.compiled_parts.traffic import L2_BYTES
 from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
@@ -171,9 +171,13 @@ def account_record(plan: CompiledRun) -> dict[str, Any]:
     }
 
 
+def _data_sheet(plan: CompiledRun) -> DataSheet:
+    return DATA_SHEETS[plan.topology.name.partition(":")[0]]
+
+
 def _program_record(plan: CompiledRun, compiled: Compiled) -> dict[str, Any]:
     read = compiled.account
-    bound = roofline(compiled.account, plan.topology.chip)
+    bound = roofline(compiled.account, _data_sheet(plan))
     return {
         "product_flops": read.flops.products,
         "attention_kernel_flops": read.flops.attention,
@@ -311,13 +315,13 @@ def _times(plan: CompiledRun) -> list[str]:
     ]
     for name, compiled in plan.programs.items():
         if compiled.refused is None:
-            bound = roofline(compiled.account, plan.topology.chip)
+            bound = roofline(compiled.account, _data_sheet(plan))
             lines.append(
                 f"  {name:12} {bound.compute:8.3g} {bound.memory:8.3g} {bound.communication:15.3g} "
                 f"{bound.overlapped:12.3g} {bound.in_turn:9.3g}"
             )
     if is_compiled(plan, "decode") and plan.engine is not None:
-        bound = roofline(plan.programs["decode"].account, plan.topology.chip)
+        bound = roofline(plan.programs["decode"].account, _data_sheet(plan))
         lines.append(
             f"  decode is one token of {plan.engine.rows} rows: at most "
             f"{plan.engine.rows / bound.overlapped:,.0f} tokens/s with full caches"

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from benchmarks.accelerator_parts.sizes import Size, Tell
 from benchmarks.compiled_parts.account import account
 from benchmarks.compiled_parts.hlo import TripCounts
-from benchmarks.compiled_parts.roofline import roofline
+from benchmarks.compiled_parts.roofline import DATA_SHEETS, DataSheet, roofline
 from benchmarks.compiled_parts.trips import blocks_at_most
 from benchmarks.timing import interleave, matmul_gflops
 from dcmdp_jax.engines.engine_kind import Lowerable
 from dcmdp_jax.plan.run_plan import Compiled, compile_program
-from dcmdp_jax.plan.topologies import CHIPS, Chip
 
 GOAL_FLOPS = {"h200": 790e12}
 """bfloat16 operations a second of which half is the goal for a training step."""
@@ -28,7 +27,7 @@ _KINDS = {"H200": "h200", "H100": "h100", "v5 lite": "v5e", "v5e": "v5e", "v5": 
 
 
 def chip_name(device: jax.Device) -> str:
-    """A key of `CHIPS`; empty for a device without a data sheet."""
+    """A key of `DATA_SHEETS`; empty for a device without a data sheet."""
     return next((name for part, name in _KINDS.items() if part in device.device_kind), "")
 
 
@@ -42,23 +41,20 @@ def measured_rates(size: Size) -> tuple[float, float]:
     return 1e9 * matmul_gflops(size.product, "bfloat16"), 2 * size.copied_bytes / seconds
 
 
-def chip_here(size: Size) -> tuple[Chip, str]:
+def chip_here(size: Size) -> tuple[DataSheet, str]:
     """The chip that programs are judged by, and where its figures come from."""
     device = jax.local_devices()[0]
     if name := chip_name(device):
-        return CHIPS[name], "data sheet"
+        return DATA_SHEETS[name], "data sheet"
     flops, bandwidth = measured_rates(size)
     unlimited = float("inf")
-    chip = Chip(
+    chip = DataSheet(
         name=device.device_kind,
         flops=flops,
         memory_bandwidth=bandwidth,
-        memory_gib=0,
-        usable_gib=0,
         link_bandwidth=unlimited,
         far_bandwidth=unlimited,
         devices_near=1,
-        shapes=(),
     )
     return chip, "measured here, no data sheet"
 
@@ -88,7 +84,9 @@ def read(program: Lowerable, trip_counts: TripCounts) -> tuple[jax.stages.Compil
     return kept[0], compiled
 
 
-def limits(compiled: Compiled, chip: Chip, seconds: float, needed_flops: float) -> dict[str, Any]:
+def limits(
+    compiled: Compiled, chip: DataSheet, seconds: float, needed_flops: float
+) -> dict[str, Any]:
     """Compare a measured time with the chip's figures.
 
     Args:

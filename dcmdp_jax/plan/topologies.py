@@ -19,83 +19,46 @@ from dcmdp_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Figures of a device for a roofline, from the vendor's data sheet.
+    """A device to compile for.
 
     Attributes:
         name: in words.
-        flops: bfloat16 operations a second, dense.
-        memory_bandwidth: bytes a second.
         memory_gib: device memory, GiB.
         usable_gib: memory that the compiler or JAX's allocator can use, GiB.
-        link_bandwidth: bytes a second that a device receives from others in one slice or host.
-        far_bandwidth: the same from other hosts, where that is another network.
-        devices_near: devices that share the fast network.
+        devices_near: devices that share the fast network; slices of a TPU are of any size.
         shapes: example topologies.
     """
 
     name: str
-    flops: float
-    memory_bandwidth: float
     memory_gib: float
     usable_gib: float
-    link_bandwidth: float
-    far_bandwidth: float
     devices_near: int
     shapes: tuple[str, ...]
 
 
-# Link bandwidth of a TPU: all its links in one direction. A collective along one mesh axis may use
-# fewer of them. Its slices are of any size.
 _V5E = Chip(
     name="TPU v5e",
-    flops=197e12,
-    memory_bandwidth=819e9,
     memory_gib=16,
     usable_gib=15.75,
-    link_bandwidth=2e11,
-    far_bandwidth=2e11,
     devices_near=1 << 20,
     shapes=("2x2", "2x4", "4x4", "4x8", "8x8", "16x16"),
 )
 _V5P = dataclasses.replace(
     _V5E,
     name="TPU v5p",
-    flops=459e12,
-    memory_bandwidth=2765e9,
     memory_gib=95,
     usable_gib=95.74,
-    link_bandwidth=6e11,
-    far_bandwidth=6e11,
     shapes=("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x2", "4x4x4"),
 )
-_V6E = dataclasses.replace(
-    _V5E,
-    name="TPU v6e",
-    flops=918e12,
-    memory_bandwidth=1640e9,
-    memory_gib=32,
-    usable_gib=31.25,
-    link_bandwidth=4.48e11,
-    far_bandwidth=4.48e11,
-)
+_V6E = dataclasses.replace(_V5E, name="TPU v6e", memory_gib=32, usable_gib=31.25)
 _H100 = Chip(
     name="H100 80GB SXM",
-    flops=989e12,
-    memory_bandwidth=3352e9,
     memory_gib=80,
     usable_gib=79.1 * 0.9,
-    link_bandwidth=4.5e11,
-    far_bandwidth=5e10,
     devices_near=8,
     shapes=("1", "8", "16", "32", "64"),
 )
-_H200 = dataclasses.replace(
-    _H100,
-    name="H200 141GB SXM",
-    memory_bandwidth=4800e9,
-    memory_gib=141,
-    usable_gib=139.8 * 0.9,
-)
+_H200 = dataclasses.replace(_H100, name="H200 141GB SXM", memory_gib=141, usable_gib=139.8 * 0.9)
 CHIPS = {"v5e": _V5E, "v5p": _V5P, "v6e": _V6E, "h100": _H100, "h200": _H200}
 
 # The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are
