@@ -265,15 +265,11 @@ class SamplingShapes:
                 stops=self.stops,
                 sharded=sharded,
             )
+            slot_layout = decode.SlotLayout(prompt_slots=self.bucket, prefix_slots=prefix)
             decoding = Compilation(
                 function=decode.decode,
                 arguments=(weights, *arguments),
-                options={
-                    "program": program,
-                    "mode": self.mode,
-                    "prompt_slots": self.bucket,
-                    "prefix_slots": prefix,
-                },
+                options={"program": program, "mode": self.mode, "slot_layout": slot_layout},
             )
             compilations.append(decoding)
         return compilations
