@@ -1,4 +1,4 @@
-"""The site of docs/*.md, README.md and the docstrings: `make docs` builds it, notebooks too."""
+"""The site of docs/*.md and README.md: `make docs` builds it, notebooks too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGES = {"README.md": "index.md", "BUILD.md": "build.md"}
 project = "dcmdp_jax"
 author = copyright = "The dcmdp_jax maintainers"
 html_title = "dcmdp_jax"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb"]
 exclude_patterns = ["test_long.md"]
 html_theme = "sphinx_book_theme"
 html_theme_options = {
@@ -33,9 +33,6 @@ html_css_files = ["site.css"]
 nitpicky = False
 myst_heading_anchors = 4
 default_role = "code"
-napoleon_use_rtype = False
-autodoc_typehints = "none"
-autodoc_member_order = "bysource"
 pygments_style = "friendly"
 
 # Notebooks run at each build, without network and without the cell that installs the package
@@ -85,23 +82,6 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = _on_the_site(source[0], path.parent)
 
 
-def _plain_docstring(
-    app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]
-) -> None:
-    """Docstrings are plain English with equations: outside backticks no character is markup."""
-    del app, what, name, of, options
-
-    def plain(line: str) -> str:
-        parts = re.split(r"(``?[^`]+``?)", line)
-        return "".join(
-            part if part.startswith("`") else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", part)
-            for part in parts
-        )
-
-    lines[:] = [plain(line) for line in lines]
-
-
 def setup(app: Sphinx) -> None:
-    """Connect the changes of text above."""
+    """Connect the change of text above."""
     app.connect("source-read", _read)
-    app.connect("autodoc-process-docstring", _plain_docstring, priority=100)

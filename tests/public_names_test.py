@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dcmdp_jax
+from docs import api_reference
 from tests.support.waiting import HANGS_S
 
 _SEVEN = [
@@ -157,3 +158,14 @@ def test_the_page_of_names_has_each_with_the_first_sentence_of_its_help():
     for name in names:
         first, *_ = inspect.getdoc(getattr(dcmdp_jax, name)).split("\n\n")
         assert rows[name] == " ".join(first.split()), name
+
+
+def test_the_api_reference_is_that_of_the_docstrings():
+    page = api_reference.page()
+    assert api_reference.PAGE.read_text(encoding="utf-8") == page, "python -m docs.api_reference"
+    entries = set(re.findall(r"^### dcmdp_jax\.(\w+)$", page, re.MULTILINE))
+    assert entries == set(dcmdp_jax.__all__) - {"__version__"}
+    # A function's arguments are a list under its signature; a class's methods follow it.
+    assert "### dcmdp_jax.dual_update\n\n```python\ndual_update(multiplier, mean_disc" in page
+    assert "- `learning_rate`: eta, multiplier units per unit of discrepancy." in page
+    assert "#### sync_weights\n" in page and "#### _" not in page

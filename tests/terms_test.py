@@ -41,8 +41,8 @@ _OLDER = {
 # Written by programs from texts of the code, docstrings shown as they are, recipes of the code, and
 # rules that were written before a study's runs.
 _OTHERS = set(
-    """settings.md metrics.md translations.md certificates.md test_long.md api.md architecture.md
-    extending.md doses.md paper_regime.md""".split()
+    """settings.md metrics.md translations.md certificates.md test_long.md api.md
+    api_reference.md architecture.md extending.md doses.md paper_regime.md""".split()
 )
 # Setting names are words of messages too.
 _IN_CODE = ("alert", "mitigation", "SFT warm start", "validation", "variant", "experiment")
