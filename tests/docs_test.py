@@ -13,6 +13,7 @@ from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.commands.main import COMMANDS
 from dcmdp_jax.config.checks import BUILT_IN_REWARDS
 from dcmdp_jax.observe.metric_names import METRICS
+from docs.stored_outputs import shown_text
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NAMES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "benchmarks/README.md")
@@ -138,6 +139,18 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
         said == "no checkout around this notebook: upload it whole, or run %pip install "
         "PATH_OF_A_CHECKOUT\n"
     )
+
+
+def test_notebooks_keep_their_outputs_without_paths_of_a_machine():
+    for path in sorted((_ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        outputs = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
+        assert sum(map(bool, outputs)) >= 3, f"python -m docs.stored_outputs {path.stem}"
+        shown = json.dumps(outputs)
+        assert re.findall(r"/(?:tmp|home|root|work|usr)/", shown) == [], path.name
+        assert '"error"' not in shown, path.name
+    said = f"2026-11-29 12:13:48  starting: 4 s\r\nwrote /tmp/tmpab_1/x {_ROOT}/docs\r\n"
+    assert shown_text(said) == "wrote OUT/x docs\n"
 
 
 _PROGRAMS = "dcmdp|python|make|pip|hf"
