@@ -142,7 +142,8 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
 
 
 def test_notebooks_keep_their_outputs_without_paths_of_a_machine():
-    for path in sorted((_ROOT / "docs" / "notebooks").glob("*.ipynb")):
+    for name in ("is_my_engine_wrong", "remedies_as_functions"):
+        path = _ROOT / "docs" / "notebooks" / f"{name}.ipynb"
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         outputs = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
         assert sum(map(bool, outputs)) >= 3, f"python -m docs.stored_outputs {path.stem}"

@@ -8,7 +8,7 @@ from transformers.utils import get_json_schema
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.chat import find_call_format
-from dcmdp_jax.fields import load_object
+from dcmdp_jax.user_files import load_object
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _FILE = str(_EXAMPLES / "sft_then_tool.py")
