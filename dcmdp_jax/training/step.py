@@ -1,4 +1,4 @@
-"""The compiled training step, Algorithm 1 of the paper: (state, batch) -> (state, metrics, tokens)."""
+"""The compiled training step, Algorithm 1: (state, batch) -> (state, metrics, tokens)."""
 
 import dataclasses
 import functools
