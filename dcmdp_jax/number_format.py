@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 _LABEL_WIDTH = 13
+_NO_TERMINAL = 1 << 20
+"""Columns of a log: no line is as long."""
 
 
 def number(value: float, form: str = "") -> str:
@@ -53,21 +55,20 @@ def labelled(texts: Mapping[str, str]) -> str:
 
     Without a terminal, in a log, nothing is wrapped.
     """
-    columns = shutil.get_terminal_size(fallback=(0, 0)).columns
+    columns = shutil.get_terminal_size(fallback=(_NO_TERMINAL, 0)).columns
     indent = " " * _LABEL_WIDTH
     lines = []
     for label, text in texts.items():
         start = label.ljust(_LABEL_WIDTH)
         for line in text.splitlines():
-            if columns:
-                wrapped = textwrap.wrap(
-                    line,
-                    max(columns - _LABEL_WIDTH, _LABEL_WIDTH),
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-                line = f"\n{indent}".join(wrapped)
-            lines.append(start + line)
+            lines += textwrap.wrap(
+                line,
+                columns,
+                initial_indent=start,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             start = indent
     return "\n".join(lines)
 

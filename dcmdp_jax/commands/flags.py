@@ -47,7 +47,7 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
         UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or
             fails, or a setting that `from_config_dict` refuses.
     """
-    return parse_with(parsers.PARSERS[command](), argv)
+    return parse_with(getattr(parsers, command)(), argv)
 
 
 def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:

@@ -7,9 +7,9 @@ from typing import NoReturn
 
 import dcmdp_jax
 from dcmdp_jax.activity import command_starts
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.arguments import nearest
 from dcmdp_jax.commands.failures import run_main
-from dcmdp_jax.commands.parsers import PARSERS
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 from dcmdp_jax.errors import UserError
 
@@ -43,7 +43,7 @@ def console(name: str = "") -> NoReturn:
         sys.argv = [f"dcmdp {name}", *words]
     if {"-h", "--help"} & set(sys.argv):
         # Without the command's imports, which take seconds.
-        run_main(lambda argv: PARSERS[name]().parse_args(argv[1:]))
+        run_main(lambda argv: getattr(parsers, name)().parse_args(argv[1:]))
 
     # Before what they import makes threads.
     keep_freed_memory()

@@ -1,11 +1,10 @@
-"""Arguments of each command.
+"""Arguments of each command, by a function of its name.
 
 Nothing here imports JAX, nor a module that does: `dcmdp COMMAND --help` answers at once, and in an
 environment without the libraries that the command itself needs.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -461,18 +460,3 @@ def env() -> Parser:
         description="Versions, machine and devices, for a bug report.",
         example="dcmdp env",
     )
-
-
-PARSERS: dict[str, Callable[[], Parser]] = {
-    "train": train,
-    "sft": sft,
-    "evaluate": evaluate,
-    "report": report,
-    "view": view,
-    "probe": probe,
-    "plan": plan,
-    "convert": convert,
-    "settings": settings,
-    "env": env,
-}
-"""Command -> its parser."""

@@ -209,8 +209,9 @@ def _draw_tolerance(axes: Axes, runs: Runs) -> None:
             )
 
 
-def _draw_interval(axes: Axes, runs: Runs, *, task: str) -> None:
-    """Shade the 95% interval of each run's avg@K of a task, in the color of its curve."""
+def _draw_interval(axes: Axes, runs: Runs, *, name: str) -> None:
+    """Shade each run's 95% interval of `eval/TASK/avg@K` in the color of its curve."""
+    task = name.removeprefix("eval/").partition("/avg@")[0]
     for index, series in enumerate(runs.values()):
         bounds = [series.get(f"eval_interval/{task}/{bound}") for bound in ("low", "high")]
         if None not in bounds:
@@ -284,18 +285,14 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
             if name in series
         )
         unit = "" if is_share else "mean reward"
-        task, _, score = name.removeprefix("eval/").rpartition("/")
-        overlay = None
-        if score.startswith("avg@"):
-            overlay = functools.partial(_draw_interval, task=task)
         yield Panel(
-            heading=f"{task} {score}".replace("/", " "),
+            heading=name.removeprefix("eval/").replace("/", " "),
             unit=unit,
             names=(name,),
             percent=is_share,
             smoothed=False,
             marker="o",
-            overlay=overlay,
+            overlay=functools.partial(_draw_interval, name=name),
         )
 
 

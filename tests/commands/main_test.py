@@ -19,8 +19,8 @@ import pytest
 
 import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.flags import load_config
-from dcmdp_jax.commands.parsers import PARSERS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
 from tests.support.waiting import HANGS_S
@@ -357,12 +357,12 @@ def test_the_help_of_a_command_needs_neither_jax_nor_a_missing_library(name):
 @pytest.mark.parametrize("name", main_module.COMMANDS)
 def test_the_help_ends_with_an_example_that_the_command_takes(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = PARSERS[name]().format_help()
+    shown = getattr(parsers, name)().format_help()
     *_, title, example = shown.splitlines()
     program, command, *words = example.split()
     assert (title, program, command) == ("example:", "dcmdp", name)
     settings = [word for word in words if word.startswith("--config.")]
-    assert PARSERS[name]().parse_args([word for word in words if word not in settings])
+    assert getattr(parsers, name)().parse_args([word for word in words if word not in settings])
     assert max(map(len, shown.splitlines())) <= 80
 
 
