@@ -21,7 +21,7 @@ from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run import facts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training import exit, loop
+from dcmdp_jax.training import exit, loop, sft
 
 
 def main(argv: list[str], *, supervised: bool = False) -> int:
@@ -105,8 +105,9 @@ def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool 
         if dry_run:
             return
 
+        train_run = sft.train if config.supervised else loop.train
         try:
-            loop.train(run, show=show)
+            train_run(run, show=show)
         except exit.Interrupted as error:
             show(f"{error}; the same command resumes")
             stopped = error

@@ -204,7 +204,7 @@ policy/ratio_min | ratio | smallest importance ratio
 policy/loss | advantage | the minimized loss, mean of the updates that were made
 optimizer/grad_norm | norm | global gradient norm before clipping
 optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
-@training/loop.py:SupervisedTrainer._evaluate
+@training/sft.py:_evaluate
 eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of held-out {task}
 @training/objective.py:SURROGATE
 policy/surrogate | advantage | its first term, recorded where the loss has others too

@@ -117,8 +117,7 @@ class Progress(Activity):
         """Every quantity, in order."""
         values = collections.defaultdict(lambda: math.nan, self._values)
         fields = []
-        supervised = "reward/mean" not in values and _UPDATE["loss"] in values
-        if not supervised:
+        if "reward/mean" in values or _UPDATE["loss"] not in values:
             c = ""
             if not math.isnan(values["dual/tolerance"]) and self.done > self._measured:
                 c = f" (c {number(values['dual/tolerance'], '.5f')})"

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,17 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm import discrepancy, dual
-from dcmdp_jax.config.checks import PACKING, SUPERVISED_PACKING, in_settings
-from dcmdp_jax.data import episode, lengths, prompts
+from dcmdp_jax.config.checks import PACKING, in_settings
+from dcmdp_jax.config.settings import TrainingSettings
+from dcmdp_jax.data import lengths
+from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.packing import pack, staleness_metrics
 from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
 from dcmdp_jax.engines.protocol import check_versions
 from dcmdp_jax.parallel.sharding import to_global
-from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training import exit, objective, rescore, step_programs
+from dcmdp_jax.training import exit, objective, step_programs
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
@@ -39,6 +40,76 @@ logger = logging.getLogger(__name__)
 
 # Share of padding in a step that people are told of, once.
 _MUCH_PADDING = 0.3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A batch, and what packing it took.
+
+    Attributes:
+        on_host: as NumPy arrays.
+        on_devices: the same, sharded over the mesh.
+        padding_fraction: padding among the tokens that are computed.
+    """
+
+    on_host: Batch
+    on_devices: Batch
+    padding_fraction: float
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class BatchPacker:
+    """Packs batches, and warns of much padding once.
+
+    Attributes:
+        placement: devices and shapes of a batch.
+        training: the settings of rows.
+        setting_names: argument in `lengths.padding_advice` -> the setting to name.
+        has_warned: whether it has.
+    """
+
+    placement: Placement
+    training: TrainingSettings
+    setting_names: Mapping[str, str]
+    has_warned: bool = False
+
+    def pack(
+        self,
+        episodes: Sequence[Episode],
+        rewards: np.ndarray,
+        *,
+        step: int,
+        dropped: np.ndarray,
+        mask_truncated: bool = False,
+    ) -> PackedBatch:
+        """Pack the completions of a step, from 0, whose arguments are those of `packing.pack`."""
+        batch, (tokens, computed) = pack(
+            episodes,
+            rewards,
+            self.placement.packing,
+            mask_truncated=mask_truncated,
+            dropped=dropped,
+        )
+        padding = 1.0 - tokens / computed
+        if padding > _MUCH_PADDING and not self.has_warned:
+            self.has_warned = True
+            advice = lengths.padding_advice(
+                self.placement.packing,
+                automatic=not self.training.row_lengths,
+                limited=self.training.segments_per_row > 0,
+            )
+            logger.warning(
+                "step %d: %.0f%% of what is computed is padding; %s",
+                step + 1,
+                100 * padding,
+                in_settings(advice, self.setting_names),
+            )
+
+        return PackedBatch(
+            on_host=batch,
+            on_devices=to_global(batch, batch_shardings(self.placement.mesh)),
+            padding_fraction=padding,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +126,8 @@ class Sampled:
 
     rollout: StepRollout
     timer: PhaseTimer
-    floor: float | None = None
-    scored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    floor: float | None
+    scored: dict[int, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +154,7 @@ class Batches:
     """Makes batches in the order of their steps.
 
     Attributes:
-        services: engine, scorer and turns; None for a supervised run.
+        services: engine, scorer and turns.
         placement: hosts, devices and shapes of a batch.
         task: the problems, and how they are sampled.
         programs: the step's programs.
@@ -92,7 +163,7 @@ class Batches:
         compiled: collective, waits for the programs that are being compiled.
     """
 
-    services: Services | None
+    services: Services
     placement: Placement
     task: Task
     programs: step_programs.StepPrograms
@@ -110,7 +181,6 @@ class Batches:
         self._position = 0
         self._in_flight: dict[int, Future[Sampled]] = {}
         self._sampled_until: float | None = None
-        self._padding_told = False
         self._thread: exit.ThreadExit | None = None
         self._pool: ThreadPoolExecutor | None = None
         if self._lag and self.placement.samples_while_training:
@@ -124,6 +194,12 @@ class Batches:
             self._hosts,
             self._thread or self.leave,
             collective=not self._exchanges,
+        )
+
+        self._packer = BatchPacker(
+            placement=self.placement,
+            training=self._config.training,
+            setting_names=PACKING,
         )
 
         # Parameters: those that the engine has, and copies that batches in flight need. In their
@@ -209,7 +285,7 @@ class Batches:
         with timer.phase("pack"):
             if self._exchanges:
                 rollout = self._rollouts.exchange(rollout)
-            batch, rows, metrics = self._pack(rollout, step)
+            packed, metrics = self._pack(rollout, step)
         if step in NOISE_FLOOR_STEPS:
             # c must be moved by the same number on all hosts.
             own_floor = -1.0 if sampled.floor is None else sampled.floor
@@ -224,7 +300,7 @@ class Batches:
         version = max(0, step - self._lag)
         with timer.phase("step"):
             params = state.params if version == step else self._versions[version]
-            batch = self._score(params, batch, metrics)
+            batch = self._score(params, packed.on_devices, metrics)
         if self._lag:
             self._keep(state.params, step)
         scored_again = {}
@@ -233,7 +309,7 @@ class Batches:
         return StepBatch(
             rollout=rollout,
             batch=batch,
-            rows=rows,
+            rows=packed.on_host.rows,
             metrics=metrics,
             scored=scored_again,
         )
@@ -257,7 +333,7 @@ class Batches:
                 future = self._pool.submit(self._sample, self._next, version, sampling_timer)
             self._in_flight[self._next] = future
             self._next += 1
-        if self._pool is None and self.services is not None:
+        if self._pool is None:
             # Before the step, whose peak they would add to; the next weight sync brings new ones
             # anyway.
             self.services.engine.release_weights()
@@ -296,50 +372,27 @@ class Batches:
             return float(np.mean(values))
         return float(np.quantile(values, quantile))
 
-    def _pack(
-        self, rollout: StepRollout, step: int
-    ) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
-        """The batch on the devices, its rows on the host, and metrics."""
-        selected = rollout.rows
-        batch, (tokens, computed) = pack(
-            [rollout.episodes[row] for row in selected],
-            rollout.scores.totals[selected],
-            self.placement.packing,
+    def _pack(self, rollout: StepRollout, step: int) -> tuple[PackedBatch, dict[str, Any]]:
+        """The batch, and its metrics."""
+        rows = rollout.rows
+        packed = self._packer.pack(
+            [rollout.episodes[row] for row in rows],
+            rollout.scores.totals[rows],
+            step=step,
+            dropped=rollout.dropped[rows],
             mask_truncated=self._config.algorithm.mask_truncated,
-            dropped=rollout.dropped[selected],
         )
-        padding = 1.0 - tokens / computed
-        metrics = {
+        return packed, {
             "rollout/dropped_completions": int(rollout.dropped.sum()),
-            "rollout/padding_fraction": padding,
-            **staleness_metrics(batch, step),
+            "rollout/padding_fraction": packed.padding_fraction,
+            **staleness_metrics(packed.on_host, step),
         }
-        if padding > _MUCH_PADDING and not self._padding_told:
-            self._padding_told = True
-            self._warn_of_padding(step, padding)
-        on_devices = to_global(batch, batch_shardings(self.placement.mesh))
-        return on_devices, batch.rows, metrics
-
-    def _warn_of_padding(self, step: int, padding: float) -> None:
-        training = self._config.training
-        advice = lengths.padding_advice(
-            self.placement.packing,
-            automatic=not training.row_lengths,
-            limited=training.segments_per_row > 0,
-        )
-        names = SUPERVISED_PACKING if self._config.supervised else PACKING
-        logger.warning(
-            "step %d: %.0f%% of what is computed is padding; %s",
-            step + 1,
-            100 * padding,
-            in_settings(advice, names),
-        )
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
         """Add log-probs of other passes: a teacher's, and those of the weights that sampled."""
         self.compiled()
         programs = self.programs
-        params = programs.policy(params, self.frozen)
+        params = programs.setup.policy(params, self.frozen)
         if programs.teacher is not None:
             batch = programs.teacher(batch)
         if programs.rescore is not None:
@@ -354,72 +407,3 @@ class Batches:
             if version < step + 1 - self._lag:
                 del self._versions[version]
         self._versions[step] = self._copy(params)
-
-
-class ConversationBatches(Batches):
-    """The batches of a supervised run: conversations of the data, not what an engine samples."""
-
-    def sync_weights(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
-        """No engine gets the policy."""
-        return {}
-
-    def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
-        """The next conversations of the stream."""
-        training = self._config.training
-        count = training.prompts_per_step
-        rows = self.task.stream.at(seed=training.seed, first=step * count, count=count)
-        return Sampled(rollout=self._conversations(self.task.train, rows), timer=timer)
-
-    def loss(self, params: Params, conversations: prompts.EncodedPrompts) -> float:
-        """The mean negative log-likelihood of all targets, in nats."""
-        self.compiled()
-        params = self.programs.policy(params, self.frozen)
-        total = 0.0
-        size = self._config.training.prompts_per_step
-        count = len(conversations.token_ids)
-        for first in range(0, count, size):
-            rows = np.arange(first, min(first + size, count))
-            batch, *_ = self._pack(self._conversations(conversations, rows), 0)
-            for bucket in self.programs.old_logprobs(params, batch).rows:
-                total -= float(jnp.sum(bucket.columns[rescore.OLD_LOGPROBS]))
-        return total / sum(int(targets.sum()) for targets in conversations.targets)
-
-    def _conversations(
-        self, conversations: prompts.EncodedPrompts, rows: np.ndarray
-    ) -> StepRollout:
-        """Rows of the data as completions; what is missing to a whole step is dropped."""
-        with self.leave.scope():
-            self.leave.check()
-
-        count = self._config.training.prompts_per_step
-        numbers = np.resize(rows, count)
-        episodes = []
-        for group, number in enumerate(numbers):
-            targets = conversations.targets[number]
-            columns = {
-                name: np.zeros(len(targets), episode.COLUMNS[name].dtype)
-                for name in self.placement.columns
-            }
-            conversation = episode.Episode(
-                token_ids=conversations.token_ids[number],
-                sampled_mask=targets,
-                group=group,
-                member=0,
-                finish_reason="stop",
-                columns=columns,
-            )
-            episodes.append(conversation)
-        return StepRollout(
-            problems=numbers,
-            episodes=episodes,
-            texts=[],
-            scores=BatchScores(
-                totals=np.zeros(count, np.float32),
-                values={},
-                failed={},
-                grades=None,
-            ),
-            dropped=np.arange(count) >= len(rows),
-            batch_groups=count,
-            prompts_taken=count,
-        )

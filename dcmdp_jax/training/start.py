@@ -11,9 +11,7 @@ from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training import exit, warmup
-from dcmdp_jax.training.state import (
-    initial_dual,
-)
+from dcmdp_jax.training.state import initial_dual
 from dcmdp_jax.training.step_programs import StepPrograms
 from dcmdp_jax.types import Params, TrainState
 

@@ -42,9 +42,9 @@ class StepPrograms:
         train_step: see `make_train_step`; compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
             sampler's; else None.
-        old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; in a
-            supervised run those under any, for its evaluation; else None.
-        policy: (trained, frozen parameters) -> parameters of the training stack's forward pass.
+        old_logprobs: adds the log-probs under the weights that sampled, with rollout.lag; those of
+            any weights in `dcmdp sft`; else None.
+        setup: what the step is made of.
         watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained
             parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
@@ -58,7 +58,7 @@ class StepPrograms:
     train_step: Callable
     rescore: Callable | None
     old_logprobs: Callable | None
-    policy: Callable[[Params, Params | None], Params]
+    setup: StepSetup
     merged: Callable[[Params, Params | None], tuple[Params, objective.Metrics]]
     watched: Callable[[Params], list[jax.Array]]
     arrival: Callable[[list[jax.Array], Params], objective.Metrics]
@@ -93,7 +93,7 @@ class StepPrograms:
         waits = [compile_later("the step", self.train_step, state, batch, frozen)]
         for program in (self.rescore, self.old_logprobs):
             if program is not None:
-                params = self.policy(state.params, frozen)
+                params = self.setup.policy(state.params, frozen)
                 waits.append(compile_later(program.__name__, program, params, sampled))
 
         @functools.cache
@@ -158,7 +158,7 @@ def make_step_programs(
     )
     batch = packing.abstract_batch(placement.packing, placement.columns)
     old_logprobs = None
-    if config.rollout.lag or config.supervised:
+    if config.rollout.lag:
         old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
     quantized = quantized_leaves(model)
     programs = StepPrograms(
@@ -168,7 +168,7 @@ def make_step_programs(
         train_step=make_train_step(setup, shardings),
         rescore=make_rescore(row_logprobs, mesh=mesh) if exact else None,
         old_logprobs=old_logprobs,
-        policy=setup.policy,
+        setup=setup,
         merged=lambda params, _: (params, {}),
         watched=jax.jit(functools.partial(watched_columns, quantized=quantized)),
         arrival=jax.jit(

@@ -79,11 +79,12 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, hosts=ONE_PROCESS,
     first = []
     monkeypatch.setattr(module, "StepRollouts", sampler)
     monkeypatch.setattr(module, "noise_floor", noise_floor)
-    monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: ("batch", (), {}))
+    packed = SimpleNamespace(on_devices="batch", on_host=SimpleNamespace(rows=()))
+    monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: (packed, {}))
     task = small_task(group=8, rollout={"lag": lag}, training={"steps": steps})
     placement = small_placement(hosts=hosts, samples_while_training=beside)
     programs = SimpleNamespace(
-        policy=lambda params, _: params,
+        setup=SimpleNamespace(policy=lambda params, _: params),
         merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
@@ -218,7 +219,7 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
     monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
     task = small_task(training={"prompts_per_step": 2, "prompts_per_mini_batch": 2, "seed": 5})
     programs = SimpleNamespace(
-        policy=lambda params, _: params,
+        setup=SimpleNamespace(policy=lambda params, _: params),
         merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,

@@ -13,10 +13,9 @@ import pytest
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.config.load import for_supervision
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.batches import ConversationBatches
-from dcmdp_jax.training.exit import CollectiveExit, StopSignal
+from dcmdp_jax.training.rescore import make_old_logprobs
+from dcmdp_jax.training.sft import Conversations
 from dcmdp_jax.training.state import initial_dual
 from dcmdp_jax.training.step_programs import make_step_programs
 from tests.support.runs import finish, read_digests, read_records, start
@@ -75,7 +74,7 @@ def _model(directory, kind):
     return model
 
 
-def _batches(rows, directory, segments):
+def _conversations(rows, directory, segments):
     """The batches of a run of one update a step on all rows, its programs and its state."""
     settings = {
         "model.path": str(directory),
@@ -94,27 +93,18 @@ def _batches(rows, directory, segments):
     }
     config = for_supervision(load_config("demo:debug", settings))
     run = Run.check(config)
-    task = run.task
-    placement = run.placement
-    programs = make_step_programs(config, task.model, placement)
-    leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    batches = ConversationBatches(None, placement, task, programs, leave)
-    return (
-        batches,
-        task,
-        programs,
-        programs.create(run.weights.initial(), initial_dual(config.algorithm)),
-    )
+    programs = make_step_programs(config, run.task.model, run.placement)
+    state = programs.create(run.weights.initial(), initial_dual(config.algorithm))
+    return Conversations(task=run.task, placement=run.placement), programs, state
 
 
-def _trained(batches, programs, state):
+def _trained(conversations, programs, state):
     """Loss, gradient norm and parameters of one step, and how many rows hold something."""
-    from dcmdp_jax.training.phase_timer import PhaseTimer
-
-    batches.sync_weights(state.params, 0, PhaseTimer())
-    made = batches.make(state, 0, PhaseTimer())
-    after, metrics, _ = programs.train_step(state, made.batch, None)
-    used = sum(int(np.any(bucket.completion_mask, axis=-1).sum()) for bucket in made.rows)
+    _, packed = conversations.of_step(0)
+    after, metrics, _ = programs.train_step(state, packed.on_devices, None)
+    used = 0
+    for bucket in packed.on_host.rows:
+        used += int(np.any(bucket.completion_mask, axis=-1).sum())
     return (
         float(metrics["policy/loss"]),
         float(metrics["optimizer/grad_norm"]),
@@ -130,18 +120,21 @@ def test_the_loss_is_that_of_transformers_packed_or_not(rows, tmp_path, kind):
     model = _model(tmp_path / "model", kind)
     results = {}
     for segments in (1, 6):
-        batches, task, programs, state = _batches(rows, tmp_path / "model", segments)
-        held = batches.loss(state.params, task.train)
-        results[segments] = held, *_trained(batches, programs, state)
+        conversations, programs, state = _conversations(rows, tmp_path / "model", segments)
+        train = conversations.task.train
+        setup = programs.setup
+        old_logprobs = make_old_logprobs(setup.row_logprobs, mesh=setup.mesh)
+        held = conversations.mean_loss(old_logprobs, state.params, train, lambda: None)
+        results[segments] = held, *_trained(conversations, programs, state)
     total = 0.0
     count = 0
-    for ids, targets in zip(task.train.token_ids, task.train.targets, strict=True):
+    for ids, targets in zip(train.token_ids, train.targets, strict=True):
         labels = torch.tensor(np.where(targets, ids, -100))[None].long()
         with torch.no_grad():
             found = model(torch.tensor(ids)[None].long(), labels=labels).loss
         total = total + float(found) * int(targets.sum())
         count = count + int(targets.sum())
-    assert count == sum(int(targets.sum()) for targets in task.train.targets) and count > 60
+    assert count == sum(int(targets.sum()) for targets in train.targets) and count > 60
     for held, loss, *_ in results.values():
         # A mean of the conversations' means would give the answers of one digit a third of the
         # weight.
