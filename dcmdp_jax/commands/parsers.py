@@ -363,16 +363,6 @@ def plan() -> Parser:
         default="",
         help="programs to compile, such as step,decode (default: all)",
     )
-    add(
-        "--search",
-        action="store_true",
-        help="try other meshes and micro-batches of the step; list what fits",
-    )
-    add(
-        "--lengths",
-        default="",
-        help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory",
-    )
     add("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     return parser
 

@@ -1,10 +1,10 @@
-"""A run at full size: programs compiled for a topology, memory by kind, the search for a mesh."""
+"""A run at full size: programs compiled for a topology, memory by kind."""
 
 import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, forward_scheme, of_engine
-from dcmdp_jax.config.settings import Config, MeshSettings
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import (
     DeviceShare,
@@ -317,7 +317,6 @@ def compile_run(
     *,
     only: Sequence[str] = (),
     on_program: Callable[[str], None] = lambda name: None,
-    refuse: bool = False,
     read: Callable[
         [PlannedRun, Lowerable, jax.stages.Compiled], Any
     ] = lambda run, program, executable: None,
@@ -329,12 +328,11 @@ def compile_run(
         topology: the devices.
         only: names of the programs to compile; empty for all.
         on_program: called with a program's name before it is compiled.
-        refuse: raise before compiling if the run's certain memory does not fit.
         read: called with the run, a program and its executable; `Compiled.account` has its result.
 
     Raises:
         UserError: if the mesh does not fit the devices or the model, a setting does not fit the
-            model or the platform, or with `refuse`.
+            model or the platform.
     """
     model = check_run(config, platform_of(topology.name), len(topology.devices))
     usable, reason = usable_memory(config, topology)
@@ -356,8 +354,6 @@ def compile_run(
             host_bytes=None,
         ),
     )
-    if refuse:
-        run.placement.engine.memory.check()
     step = plan_step(run)
     engine = plan_engine(run, run.placement.engine.memory.rows)
     if only and engine is None and "step" not in only:
@@ -461,145 +457,3 @@ def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], An
         arguments=arguments,
         account=read(executable),
     )
-
-
-_WAYS = (1, 2, 4, 8)
-"""Sizes of the axes tensor and expert to try."""
-_ROW_MULTIPLE = 512
-"""Tokens; rows of the splash kernel have a multiple of this length."""
-_ROWS = (1, 2, 4)
-"""Rows of a micro-batch on each device to try."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A mesh and a size of micro-batches with their plan.
-
-    Attributes:
-        mesh: the settings.
-        micro_batch_tokens: on each device.
-        plan: with the step compiled; None if the mesh does not fit the model.
-        refused: why, if so.
-    """
-
-    mesh: MeshSettings
-    micro_batch_tokens: int
-    plan: CompiledRun | None = None
-    refused: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits."""
-        return self.plan is not None and self.plan.fits
-
-    @property
-    def peak(self) -> int | None:
-        """Bytes of the largest phase; None without a plan."""
-        if self.plan is None:
-            return None
-        return max(phase.total for phase in self.plan.phases)
-
-
-def table(candidates: Sequence[Candidate]) -> str:
-    """A line for each candidate."""
-    lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB"]
-    for rank, candidate in enumerate(candidates, 1):
-        mesh = candidate.mesh
-        result = candidate.refused or f"{candidate.peak / GIB:8.2f}"
-        if not candidate.fits:
-            rank = "-"
-            if candidate.plan is not None:
-                result += "  does not fit"
-        lines.append(
-            f"{rank:>4}  {mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  "
-            f"{candidate.micro_batch_tokens:18}  {result}"
-        )
-    if not any(candidate.fits for candidate in candidates):
-        lines.append("nothing of these fits")
-    return "\n".join(lines)
-
-
-def search_record(candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """The table as a tree for JSON."""
-    records = []
-    for candidate in candidates:
-        records.append(
-            {
-                "mesh": dataclasses.asdict(candidate.mesh),
-                "micro_batch_tokens": candidate.micro_batch_tokens,
-                "refused": candidate.refused,
-                "fits": candidate.fits,
-                "peak_bytes": candidate.peak,
-            }
-        )
-    return {"candidates": records}
-
-
-def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> list[Candidate]:
-    """Compile the step for every candidate; minutes for each of a large model.
-
-    Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp.
-    Micro-batches of 1, 2 and 4 rows on each device; no more once one does not fit. Where what a
-    phase holds for certain does not fit, nothing is compiled.
-
-    Args:
-        config: the settings.
-        topology: the devices.
-        tell: called with a line for each candidate.
-
-    Returns:
-        The candidates: fitting ones first, then those with the fewest devices that exchange
-        activations in every layer, then the fewest gathers of parameters, by larger micro-batches.
-
-    Raises:
-        UserError: if all are refused for one and the same reason.
-    """
-    candidates = []
-    longest = -(-config.max_total_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    for mesh in candidate_meshes(len(topology.devices), model_of(config).num_experts > 0):
-        for rows in _ROWS:
-            tokens = rows * longest
-            training = dataclasses.replace(config.training, micro_batch_tokens=tokens)
-            changed = dataclasses.replace(config, mesh=mesh, training=training)
-            plan = None
-            refused = ""
-            try:
-                plan = compile_run(changed, topology, only=("step",), refuse=True)
-            except UserError as error:
-                refused = str(error)
-            candidate = Candidate(mesh=mesh, micro_batch_tokens=tokens, plan=plan, refused=refused)
-            candidates.append(candidate)
-
-            result = refused or f"{candidate.peak / GIB:.2f} GiB"
-            if plan is not None and not plan.fits:
-                result += ", does not fit"
-            tell(
-                f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a "
-                f"device: {result}"
-            )
-            if not candidate.fits:
-                break
-
-    reason, *other_reasons = {candidate.refused for candidate in candidates}
-    if reason and not other_reasons:
-        raise UserError(reason)
-    return sorted(candidates, key=_rank)
-
-
-def _rank(candidate: Candidate) -> tuple[bool, int, int]:
-    mesh = candidate.mesh
-    return not candidate.fits, mesh.tensor * mesh.expert, -candidate.micro_batch_tokens
-
-
-def candidate_meshes(devices: int, experts: bool) -> Iterator[MeshSettings]:
-    """Meshes to try, the ones without a tensor axis first."""
-    expert_ways = _WAYS if experts else (1,)
-    for expert in expert_ways:
-        for tensor in _WAYS:
-            if devices % (expert * tensor) == 0:
-                yield MeshSettings(
-                    data=1,
-                    fsdp=devices // (expert * tensor),
-                    tensor=tensor,
-                    expert=expert,
-                )

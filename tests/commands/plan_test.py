@@ -35,11 +35,6 @@ def test_a_mesh_that_does_not_fit_is_refused_before_a_compiler_is_asked_for():
         plan.main(["bin.plan", _CONFIG, "--topology=h100:8", "--config.mesh.tensor=3"])
 
 
-def test_programs_that_a_search_would_ignore_are_refused():
-    with pytest.raises(UserError, match="^--programs: got with --search, which compiles the step"):
-        plan.main(["bin.plan", _CONFIG, "--topology=h100:8", "--search", "--programs=decode"])
-
-
 def test_it_prints_and_writes_a_plan(tmp_path, monkeypatch, capsys):
     devices = Topology(name="v5e:2x2", chip=CHIPS["v5e"], devices=jax.devices()[:1])
     monkeypatch.setattr(plan, "load_topology", lambda name: devices)
