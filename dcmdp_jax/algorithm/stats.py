@@ -6,6 +6,7 @@ the end. Every type works on arrays of any one shape, under jit too.
 """
 
 import functools
+import operator
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -252,11 +253,9 @@ def merge(a: Any, b: Any) -> Any:
 
 def merge_stacked(tree: Any) -> Any:
     """Merge statistics that are stacked along the leading axis of their arrays, first to last."""
-
-    merged = jax.tree.map(lambda x: x[0], tree)
+    merged = jax.tree.map(operator.itemgetter(0), tree)
     for i in range(1, len(jax.tree.leaves(tree)[0])):
-        entry = jax.tree.map(lambda x, i=i: x[i], tree)
-        merged = merge(merged, entry)
+        merged = merge(merged, jax.tree.map(operator.itemgetter(i), tree))
     return merged
 
 

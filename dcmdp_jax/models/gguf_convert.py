@@ -220,8 +220,8 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     if model_kind != "gpt2" and (model_kind, prefix) != ("llama", False):
         raise UserError(
-            f"{path}: tokenizer.ggml.model is {shorten(model_kind)}, supported are gpt2 (byte-level BPE) "
-            "and llama without a first space (Gemma)"
+            f"{path}: tokenizer.ggml.model is {shorten(model_kind)}, supported are gpt2 "
+            "(byte-level BPE) and llama without a first space (Gemma)"
         )
     tokens = model.field("tokenizer.ggml.tokens", list)
     numbers = header_tokens(fields)

@@ -1,4 +1,4 @@
-"""Alarms over the metrics of a run: they name its kind of mismatch, as `probe.columns.diagnosis`."""
+"""Alarms over the metrics of a run name its kind of mismatch, as `probe.columns.diagnosis`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -162,7 +162,7 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
-    """The last `count` values; all NaN if they are fewer or one is not finite: no rule then holds."""
+    """The last `count` values; all NaN, so that no rule holds, if fewer or one is not finite."""
     values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
     if len(values) < count or not np.isfinite(values).all():
         return np.full(count, np.nan)
@@ -262,8 +262,8 @@ def _staleness(series: Series) -> Iterator[str]:
     over_budget = _over_budget(series)
     if lag and over_budget:
         yield (
-            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g}, and the "
-            f"tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more often, "
+            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g}, "
+            f"and the tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more often, "
             "or correct by importance weights."
         )
 
@@ -428,8 +428,8 @@ def _mismatch(series: Series) -> Iterator[str]:
     if over_budget:
         floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
         yield (
-            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g} and a "
-            f"noise floor {floor}: the engines differ. Run dcmdp probe on this run for the cause; "
+            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g} "
+            f"and a noise floor {floor}: the engines differ. Run dcmdp probe on this run for the cause; "
             "then raise c, or the engine's precision."
         )
 

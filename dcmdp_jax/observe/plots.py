@@ -345,7 +345,8 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
         ),
     ),
     "multiplier": (
-        "Lambda, the weight of the penalty: it rises while the discrepancy is above c, and falls below.",
+        "Lambda, the weight of the penalty: it rises while the discrepancy is above c, and falls "
+        "below.",
         _fixed(
             "Lagrange multiplier",
             Panel(heading="lambda", unit="lambda", names=("dual/multiplier",), smoothed=False),

@@ -746,8 +746,8 @@ def _decoding(evidence: Evidence) -> Iterator[Finding]:
             cause = "recurrent"
         yield _say(
             cause,
-            f"{decoding.share:.0%} of the mismatch arises between its decode and its own prefill: mean "
-            f"|p - q| {decoding.mean:.2g}.",
+            f"{decoding.share:.0%} of the mismatch arises between its decode and its own prefill: "
+            f"mean |p - q| {decoding.mean:.2g}.",
         )
 
 
@@ -797,8 +797,8 @@ def _rounding(evidence: Evidence) -> Iterator[Finding]:
     if evidence.mean <= _TIMES * (evidence.floor or 0.0):
         yield _say(
             "rounding",
-            f"Mean |p - q| {evidence.mean:.2g}; an engine differs from itself by {evidence.floor:.2g} "
-            "in another batch shape.",
+            f"Mean |p - q| {evidence.mean:.2g}; an engine differs from itself by "
+            f"{evidence.floor:.2g} in another batch shape.",
         )
     elif evidence.rounding is not None and evidence.mean <= _TIMES * evidence.rounding:
         yield _say(

@@ -439,8 +439,8 @@ def _outliers(slices: Sequence[Slice]) -> dict[str, str]:
         median = float(np.median(others))
         if candidate.mean > max(_STANDS_OUT * median, _ROUNDING):
             sentences[candidate.name] = (
-                f"{candidate.name} stands out: mean |p - q| {candidate.mean:.2g}, the others' median "
-                f"is {median:.2g}."
+                f"{candidate.name} stands out: mean |p - q| {candidate.mean:.2g}, the others' "
+                f"median is {median:.2g}."
             )
     return sentences
 

@@ -198,8 +198,8 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     first = over.steps[0].step
     last = over.steps[-1].step
     lines = [
-        f"over {len(means)} steps: mean |p - q| {means[first]:.3g} in step {first}, {means[last]:.3g} "
-        f"in step {last}, at most {means[largest]:.3g} in step {largest}"
+        f"over {len(means)} steps: mean |p - q| {means[first]:.3g} in step {first}, "
+        f"{means[last]:.3g} in step {last}, at most {means[largest]:.3g} in step {largest}"
     ]
     for heading, slices in (("by rank", over.ranks), ("by source", over.sources)):
         if slices:

@@ -1,4 +1,4 @@
-"""Sampled tokens with two log-probs each, statistics of their mismatch, and the tolerance c for it."""
+"""Sampled tokens with two log-probs each, statistics of their mismatch, and a tolerance c."""
 
 import dataclasses
 import functools
