@@ -19,16 +19,16 @@ from dcmdp_jax.run.services import Services
 from dcmdp_jax.training import phase_timer, rollout_record, rollout_sampler
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.giving_up import AlarmWatch, SkippedUpdates
-from dcmdp_jax.training.session import Session, claimed_directory, open_session
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_programs import StepPrograms, make_step_programs, make_teacher
+from dcmdp_jax.training.training_session import TrainingSession, claimed_directory, open_session
 from dcmdp_jax.types import TrainState
 
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
 
 
-def _train(session: Session, step_batches: Batches) -> None:
+def _train(session: TrainingSession, step_batches: Batches) -> None:
     """Train to the last step, or until a signal comes; save on the way and at the end.
 
     A signal ends sampling and evaluation at once: the state has been final since the last update.
@@ -96,7 +96,7 @@ def _train(session: Session, step_batches: Batches) -> None:
         session.save_and_evaluate(evaluate_policy)
 
 
-def _with_measured_tolerance(session: Session, state: TrainState) -> TrainState:
+def _with_measured_tolerance(session: TrainingSession, state: TrainState) -> TrainState:
     """The state with c from the metrics of the steps so far, which are written."""
     config = session.config
     measured = -1.0
@@ -107,7 +107,7 @@ def _with_measured_tolerance(session: Session, state: TrainState) -> TrainState:
     return state._replace(dual=state.dual._replace(tolerance=tolerance))
 
 
-def _evaluate(session: Session, step_batches: Batches) -> None:
+def _evaluate(session: TrainingSession, step_batches: Batches) -> None:
     """Score the policy on every held-out task, avg@K; save their mean with its checkpoint.
 
     The policy is saved already. The record of all tasks comes last: it says that nothing is left to

@@ -19,8 +19,8 @@ from dcmdp_jax.training import phase_timer, rescore
 from dcmdp_jax.training.batches import BatchPacker, PackedBatch
 from dcmdp_jax.training.giving_up import SkippedUpdates
 from dcmdp_jax.training.rollout_record import length_metrics
-from dcmdp_jax.training.session import Session, claimed_directory, open_session
 from dcmdp_jax.training.step_programs import make_step_programs
+from dcmdp_jax.training.training_session import TrainingSession, claimed_directory, open_session
 from dcmdp_jax.types import Batch, Params
 
 _STEP_METRICS = (
@@ -68,7 +68,7 @@ def train(run: Run, *, show: Callable[[str], None]) -> None:
         _learn(session)
 
 
-def _learn(session: Session) -> None:
+def _learn(session: TrainingSession) -> None:
     """Learn to the last step, or until a signal comes; save on the way and at the end."""
     config = session.config
     first_step = session.step
@@ -103,7 +103,7 @@ def _learn(session: Session) -> None:
         session.save_and_evaluate(evaluate)
 
 
-def _evaluate(session: Session, conversations: "Conversations") -> None:
+def _evaluate(session: TrainingSession, conversations: "Conversations") -> None:
     """Save minus the mean loss of the held-out conversations with the policy's checkpoint."""
     session.compiled()
     params = session.programs.setup.policy(session.state.params, session.frozen)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Session:
+class TrainingSession:
     """The state after the last finished step, and where it is saved and recorded.
 
     Attributes:
@@ -183,7 +183,7 @@ def open_session(
     *,
     show: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
-) -> Iterator[Session]:
+) -> Iterator[TrainingSession]:
     """Begin at the newest checkpoint, or anew; wait for the last checkpoint at the end.
 
     Args:
@@ -231,7 +231,7 @@ def open_session(
         frozen = frozen_params(weights, checkpoints, step)
         if weights.has_frozen:
             compiled = programs.compile_ahead(hosts, frozen)
-        yield Session(
+        yield TrainingSession(
             run=run,
             programs=programs,
             checkpoints=checkpoints,
