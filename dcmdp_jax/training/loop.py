@@ -55,10 +55,9 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
             weights_before = programs.watched(state.params)
             state, metrics, recorded = programs.train_step(state, step_batch.batch, session.frozen)
             metrics |= programs.arrival(weights_before, state.params)
-            metrics = jax.device_get(metrics)
+            metrics, discrepancy = jax.device_get((metrics, recorded.discrepancy))
         step += 1
 
-        discrepancy = metrics.pop("completions/discrepancy")
         metrics |= sync_metrics | step_batch.metrics
         metrics |= timer.metrics(step_batch.rollout.episodes, lags=config.rollout.lag > 0)
         metrics |= rollout_record.rollout_metrics(
