@@ -95,6 +95,7 @@ class Compute:
                 raise ValueError(f"{name}: got {getattr(self, name)}, must be at least 1")
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderInputs:
     """Packed rows as the decoder reads them.

@@ -255,13 +255,13 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
     heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.dtype(config.model.compute_dtype))
     ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
     for segments in (1, segments_of(config, "cudnn")):
-        row_attention = functools.partial(
-            attention.row_attention,
-            kernel="cudnn",
+        kernel = attention.RowKernel(
+            name="cudnn",
+            ops=choose_ops(platform),
             one_segment=segments == 1,
             segments=segments,
-            ops=choose_ops(platform),
         )
+        row_attention = functools.partial(attention.row_attention, kernel=kernel)
         try:
             jax.jit(row_attention).lower(heads, heads, heads, ids).compile()
         except (

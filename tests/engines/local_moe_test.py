@@ -16,7 +16,13 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_routed_experts
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, hidden_states_and_aux, output_kernel
+from dcmdp_jax.models.decoder import (
+    Compute,
+    DecoderInputs,
+    hidden_states,
+    hidden_states_and_aux,
+    output_kernel,
+)
 from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
@@ -62,9 +68,8 @@ def _differences(rollout, params, compute="float32"):
     ids = np.stack([np.pad(row, (0, 32 - row.size)) for row in rows])
     positions = np.broadcast_to(np.arange(32), ids.shape)
     segments = (positions < np.asarray([row.size for row in rows])[:, None]).astype(np.int32)
-    hidden = jax.jit(hidden_states, static_argnums=(1, 5))(
-        params, CONFIG, ids, positions, segments, Compute(compute)
-    )
+    inputs = DecoderInputs(input_ids=ids, position_ids=positions, segment_ids=segments)
+    hidden = jax.jit(hidden_states, static_argnums=(1, 3))(params, CONFIG, inputs, Compute(compute))
     logits = (hidden @ output_kernel(params).astype(hidden.dtype)).astype(jnp.float32)
     logprobs = np.asarray(jax.nn.log_softmax(logits / 0.8))
     found = []
@@ -173,14 +178,14 @@ def test_routed_experts_are_those_of_every_token(shape):
             routed[-1] == -1
         ).all()
     rows = _rows(rollout)
-    _, sums = jax.jit(hidden_states_and_aux, static_argnums=(1, 5))(
-        _params(),
-        CONFIG,
-        rows.input_ids,
-        rows.position_ids,
-        rows.segment_ids,
-        Compute(),
+    inputs = DecoderInputs(
+        input_ids=rows.input_ids,
+        position_ids=rows.position_ids,
+        segment_ids=rows.segment_ids,
         replayed=rows.columns["routed_experts"],
+    )
+    _, sums = jax.jit(hidden_states_and_aux, static_argnums=(1, 3))(
+        _params(), CONFIG, inputs, Compute()
     )
     np.testing.assert_array_equal(
         sums["router_agreement"], 2 * sum(len(episode.token_ids) for episode in episodes)

@@ -11,7 +11,7 @@ import pytest
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import launch
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel, unpacked_inputs
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import from_hf, layer_pattern
 from dcmdp_jax.plan.published import PUBLISHED
@@ -67,8 +67,8 @@ def test_logprobs_are_the_training_stacks_after_each_sync(start, config):
             ids = np.pad(np.concatenate([prompt, answer]), (0, 32 - prompt.size - answer.size))[
                 None
             ]
-            hidden = jax.jit(hidden_states, static_argnums=(1, 5))(
-                params, config, ids, np.arange(32)[None], np.ones_like(ids), Compute()
+            hidden = jax.jit(hidden_states, static_argnums=(1, 3))(
+                params, config, unpacked_inputs(ids), Compute()
             )
             logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ output_kernel(params) / 0.7))
             want = [logprobs[prompt.size - 1 + step, token] for step, token in enumerate(answer)]
