@@ -83,7 +83,7 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
     ]
     planned = _run(train.main, capsys, *command, "--dry-run")
     [line] = [line for line in planned.splitlines() if "stub's buffer" in line]
-    assert line.split()[-2:] == ["buffer", "0.50"] and not run.exists() and not server.asked
+    assert line.split()[-2:] == ["buffer", "512.00"] and not run.exists() and not server.asked
     trained = _run(train.main, capsys, *command)
     assert (run / "report.html").exists(), trained
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
