@@ -190,7 +190,14 @@ def one_a_row(
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids = np.concatenate([prompt, completion])
         sampled = np.arange(len(ids)) >= len(prompt)
-        episode = Episode(ids, sampled, row, 0, "stop", {})
+        episode = Episode(
+            token_ids=ids,
+            sampled_mask=sampled,
+            group=row,
+            member=0,
+            finish_reason="stop",
+            columns={},
+        )
         _write(rows, (row,), start=0, segment=1, index=row, episode=episode)
     index = np.arange(shape[0], dtype=np.int32)[:, None]
     return rows._replace(completion_index=np.broadcast_to(index, shape))

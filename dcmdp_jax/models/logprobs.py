@@ -327,7 +327,13 @@ def _blocked_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, kernel, options.scale)
         normalizer, *outputs = _block(logits, targets, listed, options)
-        return tuple(outputs), _Residuals(inputs, normalizer, outputs[1], logits)
+        residuals = _Residuals(
+            inputs=inputs,
+            normalizer=normalizer,
+            entropy=outputs[1],
+            logits=logits,
+        )
+        return tuple(outputs), residuals
 
     def body(i: jax.Array, outputs: _Outputs) -> _Outputs:
         block_listed = None

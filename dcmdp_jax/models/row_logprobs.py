@@ -128,12 +128,14 @@ def make_row_logprobs(
             hidden = hidden.astype(head_dtype)
         mask = rows.completion_mask
         listed = rows.columns.get(TOP_IDS)
-        outputs = token_logprobs(hidden, output, rows.input_ids, mask, listed)
+        token, entropy, *listed_logprobs = token_logprobs(
+            hidden, output, rows.input_ids, mask, listed
+        )
         if listed is None:
-            return RowOutputs(*outputs, router)
-        token, entropy, top = outputs
+            return RowOutputs(logprobs=token, entropy=entropy, router=router)
+        [top] = listed_logprobs
         if not cut:
-            return RowOutputs(token, entropy, router, top)
+            return RowOutputs(logprobs=token, entropy=entropy, router=router, top_logprobs=top)
 
         # log S: log p_y - log S is the log-prob among the listed tokens.
         present = listed >= 0

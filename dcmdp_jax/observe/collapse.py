@@ -9,56 +9,85 @@ from dcmdp_jax.observe.alarms import ALARMS, Series
 _LEAST_STEPS = 10
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sign:
+    """A rule about a metric just before the reward fell.
+
+    Attributes:
+        metric: its name.
+        advice: what was seen, and what to do.
+        is_relative: compare the last value over the first one, not the last value itself.
+        above, below: the rule holds beyond these bounds.
+    """
+
+    metric: str
+    advice: str
+    is_relative: bool = False
+    above: float = np.inf
+    below: float = -np.inf
+
+    def holds(self, values: np.ndarray, window: int) -> bool:
+        """Whether the mean of the last `window` values is beyond a bound; no value: False."""
+        if not len(values):
+            return False
+        last = values[-window:].mean()
+        if self.is_relative:
+            first = values[:window].mean()
+            if first <= 0:  # nothing to compare with
+                return False
+            last /= first
+        return bool(last > self.above or last < self.below)
+
+
 _SUPPORTING = (
-    (
-        "discrepancy/mean",
-        True,
-        (0, 2),
-        "The discrepancy had doubled before the reward fell: repair what dcmdp probe names; else "
-        "use a more precise engine, or fewer updates per weight sync.",
+    _Sign(
+        metric="discrepancy/mean",
+        is_relative=True,
+        above=2,
+        advice="The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
+        "else use a more precise engine, or fewer updates per weight sync.",
     ),
-    (
-        "mismatch/effective_sample_size",
-        False,
-        (0.8, 1),
-        "The effective sample size was below 80%: few tokens carry the update. Compare the "
+    _Sign(
+        metric="mismatch/effective_sample_size",
+        below=0.8,
+        advice="The effective sample size was below 80%: few tokens carry the update. Compare the "
         "mitigations of docs/remedies.md.",
     ),
 )
-"""Metric, whether it is divided by its first values, bounds beyond which it is a sign, advice."""
 _OPPOSING = (
-    (
-        "discrepancy/mean",
-        True,
-        (2, np.inf),
-        "The discrepancy had not doubled when the reward fell; a policy that breaks changes its "
-        "mismatch as well.",
+    _Sign(
+        metric="discrepancy/mean",
+        is_relative=True,
+        below=2,
+        advice="The discrepancy had not doubled when the reward fell; a policy that breaks changes "
+        "its mismatch as well.",
     ),
-    (
-        "reward/all_equal_groups",
-        False,
-        (0, 0.9),
-        "Nearly all groups have one reward, so there is no signal: change the difficulty of the "
-        "prompts, or use dynamic sampling.",
+    _Sign(
+        metric="reward/all_equal_groups",
+        above=0.9,
+        advice="Nearly all groups have one reward, so there is no signal: change the difficulty of "
+        "the prompts, or use dynamic sampling.",
     ),
-    (
-        "completion/truncated_fraction",
-        False,
-        (0, 0.5),
-        "Most completions are cut by the length limit: raise rollout.max_completion_tokens.",
+    _Sign(
+        metric="completion/truncated_fraction",
+        above=0.5,
+        advice="Most completions are cut by the length limit: raise rollout.max_completion_tokens.",
     ),
-    (
-        "policy/kl",
-        True,
-        (0, 10),
-        "The policy moved far from its start (policy/kl): lower the learning rate, or raise "
+    _Sign(
+        # Nats a token. It is 0 before the first update, so there is nothing to be relative to.
+        metric="policy/kl",
+        above=0.5,
+        advice="The policy moved far from its start (policy/kl): lower the learning rate, or raise "
         "algorithm.kl_coefficient.",
     ),
-    (
-        "policy/entropy",
-        True,
-        (0.1, np.inf),
-        "The policy's entropy is nearly gone: lower the learning rate, and look at the reward.",
+    _Sign(
+        metric="policy/entropy",
+        is_relative=True,
+        below=0.1,
+        advice="The policy's entropy is nearly gone: lower the learning rate, and look at the "
+        "reward.",
     ),
 )
 
@@ -83,35 +112,40 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
 
     The rules are ours. A value is a mean over a tenth of the steps.
     """
-    if "reward/mean" not in series or len(series["reward/mean"][0]) < _LEAST_STEPS:
+    steps, rewards = _finite(series, "reward/mean")
+    if len(steps) < _LEAST_STEPS:
         return None
-    steps, values = series["reward/mean"]
-    window = max(1, len(steps) // 10)
-    rewards = np.convolve(values, np.full(window, 1 / window), "valid")
-    best = int(np.argmax(rewards))
-    low = rewards < rewards[best] / 2
-    if not low[-1]:
+    window = len(steps) // 10
+    means = np.convolve(rewards, np.full(window, 1 / window), "valid")
+    best = int(np.argmax(means))
+    is_low = means < means[best] / 2
+    if not is_low[-1]:
         return None
-    fall = int(steps[window - 1 + best + np.argmax(low[best:])])
+    first_low = best + int(np.argmax(is_low[best:]))
+    fall = int(steps[first_low + window - 1])
 
-    def before(name: str) -> np.ndarray:
-        times, recorded = series.get(name, (np.zeros(0), np.zeros(0)))
-        return recorded[times < fall]
+    values_before = {}
+    for name in series:
+        times, values = _finite(series, name)
+        values_before[name] = values[times < fall]
 
-    def sentences(rules: tuple) -> list[str]:
-        texts = []
-        for name, is_relative, (lower, upper), text in rules:
-            recorded = before(name)
-            if len(recorded):
-                value = recorded[-window:].mean()
-                if is_relative:
-                    value /= recorded[:window].mean()
-                if value < lower or value > upper:
-                    texts.append(text)
-        return texts
+    def advice_of(signs: tuple[_Sign, ...]) -> list[str]:
+        nothing = np.zeros(0)
+        return [
+            sign.advice
+            for sign in signs
+            if sign.holds(values_before.get(sign.metric, nothing), window)
+        ]
 
-    supporting = sentences(_SUPPORTING)
+    supporting = advice_of(_SUPPORTING)
     for name, metric in ALARMS.items():
-        if name not in _OTHER_ALERTS and before(metric).any():
+        if name not in _OTHER_ALERTS and np.any(values_before.get(metric, False)):
             supporting.append(f"The alert {name} was raised before the reward fell.")
-    return CollapseSigns(step=fall, supporting=supporting, opposing=sentences(_OPPOSING))
+    return CollapseSigns(step=fall, supporting=supporting, opposing=advice_of(_OPPOSING))
+
+
+def _finite(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric, where they are finite."""
+    steps, values = series.get(name, (np.zeros(0), np.zeros(0)))
+    is_finite = np.isfinite(values)
+    return steps[is_finite], values[is_finite]

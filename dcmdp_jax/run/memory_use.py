@@ -210,7 +210,7 @@ def fit_engine(
         for item in engine_components:
             components.append(dataclasses.replace(item, lower=in_settings(item.lower, names)))
         note = in_settings(kind.memory_note(arguments), names)
-        return MemoryUse(tuple(components), machine, note, rows)
+        return MemoryUse(parts=tuple(components), machine=machine, note=note, rows=rows)
 
     def fits(rows: int) -> bool:
         return use(rows).total("sample", "device") <= machine.device_bytes

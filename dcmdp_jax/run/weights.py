@@ -167,7 +167,13 @@ def find_params(run_dir: str | Path, step: int | None = None) -> SavedParams:
             **meta["model"] | {"rope_scaling": rope.RopeScaling(**meta["model"]["rope_scaling"])}
         )
         adapters = SavedAdapters(**meta["adapters"]) if "adapters" in meta else None
-        return SavedParams(path, model, adapters, meta["digests"], meta["param_dtype"])
+        return SavedParams(
+            path=path,
+            model=model,
+            adapters=adapters,
+            digests=meta["digests"],
+            dtype=meta["param_dtype"],
+        )
 
 
 @contextlib.contextmanager

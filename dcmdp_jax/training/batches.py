@@ -189,10 +189,10 @@ class Batches:
         # The sampler's thread calls nothing collective: the trainer's exchanges what it leaves.
         self._exchanges = self._thread is not None and self._hosts.count > 1
         self._rollouts = StepRollouts(
-            self.services,
-            self.task,
-            self._hosts,
-            self._thread or self.leave,
+            services=self.services,
+            task=self.task,
+            hosts=self._hosts,
+            leave=self._thread or self.leave,
             collective=not self._exchanges,
         )
 

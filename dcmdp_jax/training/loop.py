@@ -187,11 +187,11 @@ def train(
                 teacher = make_teacher(task, placement)
                 session.programs = dataclasses.replace(programs, teacher=teacher)
             step_batches = Batches(
-                services,
-                placement,
-                task,
-                session.programs,
-                session.exit,
+                services=services,
+                placement=placement,
+                task=task,
+                programs=session.programs,
+                leave=session.exit,
                 frozen=session.frozen if task.lora else None,
                 compiled=session.compiled,
             )

@@ -57,7 +57,7 @@ def test_other_causes_are_named_with_what_to_do():
         _FALLS,
         reward__all_equal_groups=[0.0] * 4 + [0.95] * 16,
         completion__truncated_fraction=[0.4] * _STEPS,
-        policy__kl=[0.01] * 11 + [0.2] * 9,
+        policy__kl=[0.0] * 11 + [0.6] * 9,
         policy__entropy=[1.0] * 11 + [0.05] * 9,
     )
     assert [sentence.partition(":")[0] for sentence in signs.opposing] == [
@@ -65,5 +65,15 @@ def test_other_causes_are_named_with_what_to_do():
         "The policy moved far from its start (policy/kl)",
         "The policy's entropy is nearly gone",
     ]
-    calm = {"policy__kl": [0.01] * 11 + [0.05] * 9, "policy__entropy": [1.0] * 11 + [0.5] * 9}
+    calm = {"policy__kl": [0.0] * 11 + [0.4] * 9, "policy__entropy": [1.0] * 11 + [0.5] * 9}
     assert _signs(_FALLS, **calm).opposing == []
+
+
+def test_what_was_nothing_at_first_has_not_grown_and_a_missing_reward_is_no_fall():
+    # Both would divide by zero: no sign of either kind.
+    signs = _signs(_FALLS, discrepancy__mean=[0.0] * 8 + [0.005] * 12, policy__entropy=[0.0] * 20)
+    assert signs.supporting == signs.opposing == []
+    # A NaN is no reward: 0.8 at 19 steps, which holds.
+    assert _signs([0.8] * 12 + [np.nan] + [0.8] * 7) is None
+    # Nineteen rewards, so means of one step: the first low one is step 13.
+    assert _signs([0.8] * 5 + [np.nan] + [0.8] * 6 + [0.2] * 8).step == 13

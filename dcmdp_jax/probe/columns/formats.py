@@ -304,7 +304,12 @@ FORMATS = {
     "nemo-rl": Format(
         patterns=("train_data_step*.jsonl",),
         keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
-        columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
+        columns=Columns(
+            token="token_ids",
+            train="prev_logprobs",
+            rollout="generation_logprobs",
+            mask="token_loss_mask",
+        ),
         source="agent_ref",
         named=r"step(\d+)\.jsonl[^/]*$",
         numbered=(),
@@ -314,7 +319,12 @@ FORMATS = {
     "prime-rl": Format(
         patterns=("step_*/rank_*.jsonl",),
         keys=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
-        columns=Columns("token_ids", "trainer_logprobs", "inference_logprobs", "loss_mask"),
+        columns=Columns(
+            token="token_ids",
+            train="trainer_logprobs",
+            rollout="inference_logprobs",
+            mask="loss_mask",
+        ),
         optional={"entropy": "entropy"},
         source="env_name",
         named=r"step_(\d+)/rank_(\d+)\.jsonl",
@@ -325,7 +335,9 @@ FORMATS = {
         keys=frozenset(
             {"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}
         ),
-        columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
+        columns=Columns(
+            token="tokens", train="log_probs", rollout="rollout_log_probs", mask="loss_masks"
+        ),
         numbered=("rollout_id", "data_parallel_rank"),
         prepare=_slime_sample,
         writer="slime, --save-debug-train-data",
@@ -343,10 +355,10 @@ FORMATS = {
             }
         ),
         columns=Columns(
-            "token_ids",
-            "train_logprobs",
-            "rollout_logprobs",
-            "mask",
+            token="token_ids",
+            train="train_logprobs",
+            rollout="rollout_logprobs",
+            mask="mask",
             lag="policy_versions",
         ),
         optional={"lag": "lag", "top": "top"},
