@@ -16,6 +16,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What a slow machine says while a command works is no part of what the tests compare.
 os.environ.setdefault("DCMDP_ACTIVITY", "off")
+# A worker of pytest-xdist has 80, at which our lines would wrap; in a log nothing wraps.
+os.environ.pop("COLUMNS", None)
 # jaxlib 0.11 dropped the older generator with its flag, and ends the process at a flag that it does
 # not know.
 _OLDER_GENERATOR = tuple(
