@@ -28,7 +28,7 @@ _SHORT = 192
 # Of cuDNN's packed layout: with more, what it keeps is more than a mask.
 _MOST_SEGMENTS = 32
 
-AttendRows = Callable[..., jax.Array]
+AttendRows = Callable[..., Array]
 """(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]; scalars may
 follow.
 """
@@ -99,7 +99,7 @@ def row_attention(
     *,
     window: int = 0,
     slides: Bool[Array, ""] | None = None,
-) -> Float[jax.Array, "R L H h"]:
+) -> Float[Array, "R L H h"]:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
 
     With a window w, at most w - 1 tokens before it.
@@ -155,17 +155,17 @@ def statistics_kept(kernel: str, segments: int) -> int:
     return 0
 
 
-def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
+def _windowed(attend: Callable[..., Array], window: int, *, traced: bool) -> AttendRows:
     """A kernel whose window holds where `slides`; a static window becomes a choice of two."""
     windowed = functools.partial(attend, window=window)
 
     def attended(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array,
-        slides: jax.Array | None = None,
-    ) -> jax.Array:
+        query: Array,
+        key: Array,
+        value: Array,
+        segment_ids: Array,
+        slides: Array | None = None,
+    ) -> Array:
         if slides is None:
             return windowed(query, key, value, segment_ids)
         if traced:
@@ -220,12 +220,12 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
         return attend
 
     def mapped(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array,
-        *flags: jax.Array,
-    ) -> jax.Array:
+        query: Array,
+        key: Array,
+        value: Array,
+        segment_ids: Array,
+        *flags: Array,
+    ) -> Array:
         ways = mesh.shape["tensor"]
         heads = query.shape[2]
         if heads % ways:
@@ -254,14 +254,14 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
 
 
 def _cudnn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array,
     *,
     kernel: RowKernel,
     window: int = 0,
-) -> jax.Array:
+) -> Array:
     if not kernel.one_segment and statistics_kept("cudnn", kernel.segments):
         return gpu.packed_attention(
             query,

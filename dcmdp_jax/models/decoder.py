@@ -42,21 +42,21 @@ from dcmdp_jax.types import Array, Params
 HF_OUTPUT = "lm_head.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], the caller's cache)."""
 
-Reduce = Callable[[jax.Array], jax.Array]
+Reduce = Callable[[Array], Array]
 """Adds the partial results of the devices that share the heads and the MLP of a layer."""
 
-Observe = Callable[[str, Callable[[jax.Array], Any], jax.Array], Any]
+Observe = Callable[[str, Callable[[Array], Any], Array], Any]
 """(name of an operator of a layer, operator, its input) -> its output; "attention" and "mlp" give a
 cache or a report with it. To record what the operators of a layer read and give, or to run them on
 other inputs.
 """
 
-Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
-LookUp = Callable[[jax.Array, jax.Array], jax.Array]
+LookUp = Callable[[Array, Array], Array]
 """(table [V, D], input_ids [R, L]) -> [R, L, D] in the compute dtype."""
 
 
@@ -185,11 +185,11 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Array,
         rotary: Rotary,
         attend: Attend,
         ops: Ops,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
         query_width = config.num_heads * config.head_dim
@@ -238,11 +238,11 @@ class Attention(nnx.Module):
 
     def _rotated(
         self,
-        x: jax.Array,
-        scale: jax.Array | None,
+        x: Array,
+        scale: Array | None,
         rotary: Rotary,
         ops: Ops,
-    ) -> jax.Array:
+    ) -> Array:
         if scale is None:
             return ops.rotate(x, rotary)
         eps = self.config.rms_norm_eps
@@ -315,7 +315,7 @@ class Block(nnx.Module):
         reduce: Reduce | None = None,
         replayed: Integer[Array, "B T k"] | None = None,
         observe: Observe = lambda name, operator, x: operator(x),
-    ) -> tuple[Float[jax.Array, "B T D"], Any, Aux]:
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """Run the layer with the caller's attention.
 
         Args:
@@ -336,16 +336,16 @@ class Block(nnx.Module):
         """
         reduce = reduce or (lambda partial: partial)
 
-        def normed(name: str, x: jax.Array) -> jax.Array:
+        def normed(name: str, x: Array) -> Array:
             norm = getattr(self, name)
             if norm is None:
                 return x
             return observe(name, norm, x)
 
-        def attention(x: jax.Array) -> tuple[jax.Array, Any]:
+        def attention(x: Array) -> tuple[Array, Any]:
             return self.attention(x, rotary, attend, ops)
 
-        def feed_forward(x: jax.Array) -> tuple[jax.Array, Aux]:
+        def feed_forward(x: Array) -> tuple[Array, Aux]:
             if isinstance(self.mlp, MLP):
                 return self.mlp(x, ops), {}
             return self.mlp(x, ops, mesh, replayed)
@@ -413,11 +413,11 @@ def _block_graph(
     )
 
 
-_LayerInputs = tuple[Params, jax.Array | None, dict[str, jax.Array]]
+_LayerInputs = tuple[Params, Array | None, dict[str, Array]]
 """A layer's parameters, its replayed experts, and what else differs by layer."""
-_LayerOutputs = tuple[jax.Array, Aux]
+_LayerOutputs = tuple[Array, Aux]
 """The residual stream after a layer, and what the layer reports."""
-_Layer = Callable[[jax.Array, _LayerInputs], _LayerOutputs]
+_Layer = Callable[[Array, _LayerInputs], _LayerOutputs]
 
 
 def platform_of(mesh: Mesh | None) -> str:
@@ -437,7 +437,7 @@ def hidden_states_and_aux(
     look_up: LookUp | None = None,
     mesh: Mesh | None = None,
     scheme: Scheme = FULL,
-) -> tuple[Float[jax.Array, "R L D"], Aux]:
+) -> tuple[Float[Array, "R L D"], Aux]:
     """Final normed hidden states of packed rows, and what the layers report.
 
     `hidden[t]` predicts token t + 1.
@@ -475,7 +475,7 @@ def hidden_states_and_aux(
     ropes = config.layer_ropes
     windows = config.layer_windows(length)
     # What differs by layer travels with the layers of the scan.
-    by_layer: dict[str, jax.Array] = {}
+    by_layer: dict[str, Array] = {}
     if len(tables) > 1:
         stacked = jax.tree.map(lambda *kinds: jnp.stack(kinds), *tables.values())
         table_index = list(tables).index
@@ -487,13 +487,13 @@ def hidden_states_and_aux(
     fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1) and not has_adapters(params)
     axes = ("rows", "length", "hidden")
 
-    def layer(x: jax.Array, xs: _LayerInputs) -> _LayerOutputs:
+    def layer(x: Array, xs: _LayerInputs) -> _LayerOutputs:
         layer_params, replayed, by_layer = xs
         rotary = tables[ropes[0]]
         if "rope" in by_layer:
             rotary = jax.tree.map(lambda x: x[by_layer["rope"]], stacked)
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
             attended = row_attention(
                 query,
                 round_cache(key, scheme.cache),
@@ -552,7 +552,7 @@ def _rematerialized(layer: _Layer, remat: str, platform: str) -> _Layer:
 def _scan_periods(
     config: ModelConfig,
     layer: _Layer,
-    x: jax.Array,
+    x: Array,
     xs: _LayerInputs,
     *,
     unroll: int,
@@ -561,7 +561,7 @@ def _scan_periods(
     layers, replayed, by_layer = xs
     count = config.num_layers // config.period
 
-    def period(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> _LayerOutputs:
+    def period(x: Array, xs: tuple[Params, Array | None]) -> _LayerOutputs:
         layers, replayed = xs
         reports = []
         for index in range(config.period):
@@ -592,7 +592,7 @@ def look_up_split(
     *,
     dtype: jnp.dtype,
     axes: KernelAxes,
-) -> Float[jax.Array, "R L D"]:
+) -> Float[Array, "R L D"]:
     """Look rows up in a table that is split over devices, without holding the whole table on one.
 
     x[r, t] = table[input_ids[r, t]], for code inside a `shard_map` that splits rows over
@@ -635,12 +635,12 @@ def hidden_states(
     *,
     mesh: Mesh | None = None,
     scheme: Scheme = FULL,
-) -> Float[jax.Array, "R L D"]:
+) -> Float[Array, "R L D"]:
     """`hidden_states_and_aux` without what the layers report."""
     return hidden_states_and_aux(params, config, inputs, compute, mesh=mesh, scheme=scheme)[0]
 
 
-def output_kernel(params: Params) -> jax.Array:
+def output_kernel(params: Params) -> Array:
     """The output matrix [D, V]: the transposed embedding when tied."""
     if "output" in params:
         return params["output"]
@@ -735,7 +735,7 @@ def block_of(layer_params: Params, config: ModelConfig) -> Block:
     return nnx.merge(graph, nnx.State(leaves))
 
 
-def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+def final_norm(params: Params, config: ModelConfig, x: Array) -> Array:
     """The norm before the output layer, for callers of `block_of`."""
     norm = _last_norm(config)
     norm.scale.set_value(params["norm"]["scale"])

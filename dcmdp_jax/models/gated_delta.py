@@ -26,6 +26,7 @@ from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.layers import Linear, RMSNorm
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.products import products_in
+from dcmdp_jax.types import Array
 
 CHUNK = 64
 _LEAST_NORM = 1e-6
@@ -41,10 +42,10 @@ class Mixed(NamedTuple):
         rate: [B, T, H], b.
     """
 
-    channels: jax.Array
-    kernel: jax.Array
-    log_decay: jax.Array
-    rate: jax.Array
+    channels: Array
+    kernel: Array
+    log_decay: Array
+    rate: Array
 
 
 class State(NamedTuple):
@@ -55,11 +56,11 @@ class State(NamedTuple):
         window: [B, C, K - 1] float32, channels of the last tokens, 0 before the first.
     """
 
-    memory: jax.Array
-    window: jax.Array
+    memory: Array
+    window: Array
 
 
-Recur = Callable[[Mixed], tuple[jax.Array, Any]]
+Recur = Callable[[Mixed], tuple[Array, Any]]
 """(what the layer reads) -> (y [B, T, H, v], the caller's `State` or None)."""
 
 
@@ -70,11 +71,11 @@ class Heads(NamedTuple):
     `log_decay` and `rate` [B, T, H].
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    log_decay: jax.Array
-    rate: jax.Array
+    query: Array
+    key: Array
+    value: Array
+    log_decay: Array
+    rate: Array
 
 
 class GatedDeltaNet(nnx.Module):
@@ -145,11 +146,11 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Array,
         rotary: Any,
         recur: Recur,
         ops: Ops,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Array, Any]:
         speed = jnp.exp(at_least_float32(self.a_log.get_value()))
         wait = at_least_float32(self.decay(x)) + self.dt_bias.get_value()
         mixed = Mixed(
@@ -167,23 +168,23 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _log_uniform(
-    key: jax.Array,
+    key: Array,
     shape: tuple[int, ...],
     dtype: jnp.dtype,
-) -> jax.Array:
+) -> Array:
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
 
 
-def at_least_float32(x: jax.Array) -> jax.Array:
+def at_least_float32(x: Array) -> Array:
     """`x` in float32, or in float64 where it is."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def rows(
     config: ModelConfig,
-    segment_ids: Int[jax.Array, "R L"],
+    segment_ids: Int[Array, "R L"],
     mixed: Mixed,
-) -> tuple[jax.Array, None]:
+) -> tuple[Array, None]:
     """A `Recur` of packed rows: state and convolution begin anew with each segment."""
     tokens = heads(config, convolved(mixed, segment_ids), mixed)
     y, _ = in_chunks(tokens, segment_ids)
@@ -192,9 +193,9 @@ def rows(
 
 def prefill(
     config: ModelConfig,
-    lengths: Int[jax.Array, " R"],
+    lengths: Int[Array, " R"],
     mixed: Mixed,
-) -> tuple[jax.Array, State]:
+) -> tuple[Array, State]:
     """A `Recur` of right-padded rows of one segment, with the state after each row's last token."""
     length = mixed.channels.shape[1]
     real = (jnp.arange(length) < lengths[:, None])[..., None]
@@ -217,7 +218,7 @@ def decode(
     config: ModelConfig,
     state: State,
     mixed: Mixed,
-) -> tuple[jax.Array, State]:
+) -> tuple[Array, State]:
     """A `Recur` of one token for each row, from the state before it."""
     window = jnp.concatenate([state.window, mixed.channels.swapaxes(1, 2)], axis=2)
     sums = jnp.sum(window * mixed.kernel, axis=2)[:, None]
@@ -229,8 +230,8 @@ def decode(
 
 def convolved(
     mixed: Mixed,
-    segment_ids: Int[jax.Array, "R L"],
-) -> Float[jax.Array, "R L C"]:
+    segment_ids: Int[Array, "R L"],
+) -> Float[Array, "R L C"]:
     """silu(sum_i w_i x_(t-i)) over the tokens of t's own segment, for each channel by itself."""
     channels = mixed.channels
     size = mixed.kernel.shape[1]
@@ -244,7 +245,7 @@ def convolved(
     return jax.nn.silu(total).astype(channels.dtype)
 
 
-def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
+def heads(config: ModelConfig, channels: Array, mixed: Mixed) -> Heads:
     """Split the convolved channels into heads; a key head serves several value heads."""
     key_heads = config.linear_num_key_heads
     value_heads = config.linear_num_value_heads
@@ -252,7 +253,7 @@ def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
     width = key_heads * size
     query, key, value = jnp.split(at_least_float32(channels), (width, 2 * width), axis=-1)
 
-    def unit(x: jax.Array) -> jax.Array:
+    def unit(x: Array) -> Array:
         x = x.reshape(*x.shape[:2], key_heads, size)
         x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _LEAST_NORM)
         return jnp.repeat(x, value_heads // key_heads, axis=2)
@@ -268,9 +269,9 @@ def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
 
 
 def step(
-    memory: Float[jax.Array, "B H k v"],
+    memory: Float[Array, "B H k v"],
     token: Heads,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """The recurrence for one token of each row; `token` without the axis of tokens.
 
     Returns:
@@ -285,9 +286,9 @@ def step(
 
 def in_chunks(
     tokens: Heads,
-    segment_ids: Int[jax.Array, "B L"],
+    segment_ids: Int[Array, "B L"],
     chunk: int = CHUNK,
-) -> tuple[Float[jax.Array, "B L H v"], Float[jax.Array, "B H k v"]]:
+) -> tuple[Float[Array, "B L H v"], Float[Array, "B H k v"]]:
     """The recurrence over rows, `chunk` tokens at a time.
 
     As `torch_chunk_gated_delta_rule` of transformers.
@@ -312,7 +313,7 @@ def in_chunks(
     batch, length = segment_ids.shape
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
-    def chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
+    def chunks(x: Array, mode: str = "constant") -> Array:
         """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...], with zeros after the last token.
 
         Zeros leave the state as it is.
@@ -323,9 +324,9 @@ def in_chunks(
         return jnp.moveaxis(in_parts, (1, 2), (0, 3))
 
     def advance(
-        memory: jax.Array,
-        xs: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, jax.Array]:
+        memory: Array,
+        xs: tuple[Array, ...],
+    ) -> tuple[Array, Array]:
         fresh, recalled, within, query, key, decay = xs
         change = fresh - recalled @ memory
         next_memory = memory * decay + jnp.swapaxes(key, -1, -2) @ change
@@ -366,7 +367,7 @@ def in_chunks(
     return y[:, :length], memory
 
 
-def _unit_inverse(system: Float[jax.Array, "... c c"]) -> Float[jax.Array, "... c c"]:
+def _unit_inverse(system: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
     """The inverse of 1 + the strict lower triangle of `system`, by products that a mesh can split.
 
     Of a matrix of two blocks with inverses A and B on the diagonal and C below, the block below is

@@ -23,6 +23,7 @@ from dcmdp_jax.models.quantize import (
     round_inputs,
 )
 from dcmdp_jax.models.rope import RopeScaling
+from dcmdp_jax.types import Array
 
 _ONE = np.float32(1)
 
@@ -41,15 +42,15 @@ class LoraKernel:
     """
 
     base: Kernel
-    a: jax.Array
-    b: jax.Array
+    a: Array
+    b: Array
     scale: float
 
 
 def kernel_matmul(
-    x: jax.Array,
+    x: Array,
     kernel: Kernel | RoundsInputs | scheme_products.SchemeKernel | LoraKernel,
-) -> jax.Array:
+) -> Array:
     """x W, and with an adapter x W + scale (x A) B, in the dtype of `x` [T, in]."""
     if isinstance(kernel, LoraKernel):
         y = kernel_matmul(x, kernel.base)
@@ -112,7 +113,7 @@ class Linear(nnx.Module):
         else:
             self.bias = None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that
         # contracts two.
         y = kernel_matmul(x.reshape(-1, x.shape[-1]), self.kernel.get_value())
@@ -149,18 +150,18 @@ class RMSNorm(nnx.Module):
         self.unit_offset = family.unit_offset
         self.float32 = family.float32_norm
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return rms_norm(self.read(x), self.factors, self.eps).astype(x.dtype)
 
     @property
-    def factors(self) -> jax.Array:
+    def factors(self) -> Array:
         """Factor of the normed vector, w, or 1 + w in float32."""
         scale = self.scale.get_value()
         if self.unit_offset:
             return scale.astype(jnp.float32) + 1
         return scale
 
-    def read(self, x: jax.Array) -> jax.Array:
+    def read(self, x: Array) -> Array:
         """`x` in the dtype that the norm multiplies in."""
         if self.float32:
             return x.astype(jnp.float32)
@@ -206,7 +207,7 @@ class MLP(nnx.Module):
             self.up = linear("up_proj", (embed, self.width))
         self.down = linear("down_proj", (self.width, embed), ("mlp", "embed"))
 
-    def __call__(self, x: jax.Array, ops: Ops) -> jax.Array:
+    def __call__(self, x: Array, ops: Ops) -> Array:
         if self.fused:
             both = self.gate_up(x)
             gate = both[..., : self.width]
@@ -308,7 +309,7 @@ def yarn_attention_factor(scaling: RopeScaling) -> float:
     return scale(1.0)
 
 
-def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "global") -> Rotary:
+def rotary_tables(config: ModelConfig, position_ids: Array, rope: str = "global") -> Rotary:
     """Cosines and sines of the angles of one of `ModelConfig.layer_ropes`, for `Ops.rotate`.
 
     Returns:
@@ -322,7 +323,7 @@ def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "glo
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
-def all_rotary_tables(config: ModelConfig, position_ids: jax.Array) -> dict[str, Rotary]:
+def all_rotary_tables(config: ModelConfig, position_ids: Array) -> dict[str, Rotary]:
     """`rotary_tables` of each rotary embedding that the model has.
 
     The barrier keeps XLA from recomputing cosines in every layer's fusion.
@@ -332,7 +333,7 @@ def all_rotary_tables(config: ModelConfig, position_ids: jax.Array) -> dict[str,
     return jax.lax.optimization_barrier(tables)
 
 
-def embedding_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
+def embedding_scale(config: ModelConfig, x: Array) -> Array:
     """Embeddings as the first layer reads them: in some families times sqrt(D), in their dtype."""
     if config.family.scaled_embedding:
         return x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)

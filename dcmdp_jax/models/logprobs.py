@@ -115,7 +115,7 @@ def token_logprobs(
     listed: Int[Array, "R L k"] | None = None,
     *,
     options: LogprobOptions,
-) -> tuple[Float[jax.Array, "R L ..."], ...]:
+) -> tuple[Float[Array, "R L ..."], ...]:
     """log pi(token t | tokens before t), and the entropy of the distribution it was drawn from.
 
     With z = h_{t-1} W / temperature:
@@ -164,12 +164,12 @@ def token_logprobs(
         axes=options.kernel_axes,
     )
 
-    def in_blocks(x: jax.Array) -> jax.Array:
+    def in_blocks(x: Array) -> Array:
         """[R (L - 1), ...] -> [blocks, size, ...]."""
         padding = ((0, blocks * size - total), (0, 0))
         return jnp.pad(x, padding[: x.ndim]).reshape(blocks, size, *x.shape[1:])
 
-    def in_rows(x: jax.Array) -> jax.Array:
+    def in_rows(x: Array) -> Array:
         """[blocks, size, ...] -> [R, L, ...], 0 for the first token of a row."""
         x = x.reshape(blocks * size, *x.shape[2:])[:total][inverse_order]
         x = x.reshape(rows, length - 1, *x.shape[1:])
@@ -201,12 +201,12 @@ def token_logprobs(
     return logprobs, entropy, jnp.where(is_listed, listed_logprobs[0], 0.0)
 
 
-def predicting(mask: Bool[Array, "R L"]) -> Bool[jax.Array, "R L"]:
+def predicting(mask: Bool[Array, "R L"]) -> Bool[Array, "R L"]:
     """Return the positions whose hidden state predicts a token of `mask`."""
     return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 
-def _true_first(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _true_first(flags: Array) -> tuple[Array, Array]:
     """The permutation that puts true entries first, and its inverse; XLA's CPU sort is slow."""
     before = jnp.cumsum(flags) - flags
     index = jnp.arange(flags.size)
@@ -234,7 +234,7 @@ class _Inputs(NamedTuple):
     listed: Array | None
 
 
-_Outputs = tuple[jax.Array, ...]
+_Outputs = tuple[Array, ...]
 """Arrays in blocks: log-probs, entropy, and log-probs of further ids if there are any."""
 
 
@@ -248,31 +248,31 @@ class _Residuals(NamedTuple):
     """
 
     inputs: _Inputs
-    normalizer: jax.Array
-    entropy: jax.Array
-    logits: jax.Array | None = None
+    normalizer: Array
+    entropy: Array
+    logits: Array | None = None
 
 
-def _across_vocab(x: jax.Array, axes: KernelAxes) -> jax.Array:
+def _across_vocab(x: Array, axes: KernelAxes) -> Array:
     if axes.vocab is None:
         return x
     return lax.psum(x, axes.vocab)
 
 
-def _own_ids(ids: jax.Array, size: int, axes: KernelAxes) -> jax.Array:
+def _own_ids(ids: Array, size: int, axes: KernelAxes) -> Array:
     """Ids counted from this device's first column, outside [0, size) on another device."""
     if axes.vocab is None:
         return ids
     return ids - size * lax.axis_index(axes.vocab)
 
 
-def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
+def _logits(hidden: Array, kernel: Array, scale: float) -> Array:
     precision = precision_of(hidden.dtype)
     logits = jnp.matmul(hidden, kernel, precision=precision, preferred_element_type=jnp.float32)
     return logits * scale
 
 
-def _logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
+def _logits_at(logits: Array, ids: Array) -> Array:
     """Logits at ids [..., k], 0 for an id outside the columns."""
     size = logits.shape[-1]
     clipped = jnp.take_along_axis(logits, jnp.clip(ids, 0, size - 1), axis=-1)
@@ -280,16 +280,16 @@ def _logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _block(
-    logits: jax.Array,
-    targets: jax.Array,
-    listed: jax.Array | None,
+    logits: Array,
+    targets: Array,
+    listed: Array | None,
     options: LogprobOptions,
 ) -> _Outputs:
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
     axes = options.kernel_axes
     size = logits.shape[-1]
 
-    def logits_at(ids: jax.Array) -> jax.Array:
+    def logits_at(ids: Array) -> Array:
         own_ids = _own_ids(ids, size, axes)
         if axes.vocab is None:
             return jnp.take_along_axis(logits, jnp.clip(own_ids, 0, size - 1), axis=-1)
@@ -335,7 +335,7 @@ def _blocked_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs
         )
         return tuple(outputs), residuals
 
-    def body(i: jax.Array, outputs: _Outputs) -> _Outputs:
+    def body(i: Array, outputs: _Outputs) -> _Outputs:
         block_listed = None
         if listed is not None:
             block_listed = listed[i]
@@ -352,7 +352,7 @@ def _blocked_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs
     return tuple(outputs), _Residuals(inputs, normalizer, outputs[1])
 
 
-_Grads = tuple[jax.Array, jax.Array]
+_Grads = tuple[Array, Array]
 """Of the hidden states and of the kernel."""
 
 
@@ -366,13 +366,13 @@ class _TokenBars(NamedTuple):
         listed_bar: [C, T, k] float32, or None.
     """
 
-    targets: jax.Array
-    normalizer: jax.Array
-    entropy: jax.Array
-    logprob_bar: jax.Array
-    entropy_bar: jax.Array
-    listed: jax.Array | None = None
-    listed_bar: jax.Array | None = None
+    targets: Array
+    normalizer: Array
+    entropy: Array
+    logprob_bar: Array
+    entropy_bar: Array
+    listed: Array | None = None
+    listed_bar: Array | None = None
 
 
 def _token_bars(
@@ -404,7 +404,7 @@ def _blocked_backward(
     bars = _token_bars(saved, cotangents, options)
     precision = precision_of(hidden.dtype)
 
-    def pulled(i: jax.Array | int, logits: jax.Array) -> _Grads:
+    def pulled(i: Array | int, logits: Array) -> _Grads:
         """The gradients of block i's hidden states and, from it, of the kernel."""
         block = hidden[i]
         logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars))
@@ -413,7 +413,7 @@ def _blocked_backward(
         block_bar = jnp.matmul(logits_bar, kernel.T, precision=precision)
         return block_bar.astype(block.dtype), kernel_bar
 
-    def body(i: jax.Array, grads: _Grads) -> _Grads:
+    def body(i: Array, grads: _Grads) -> _Grads:
         hidden_bar, kernel_bar = grads
         logits = _logits(hidden[i], kernel, options.scale)
         block_bar, block_kernel_bar = pulled(i, logits)
@@ -432,7 +432,7 @@ def _blocked_backward(
 _blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _gradients(inputs: _Inputs, hidden_bar: jax.Array, kernel_bar: jax.Array) -> _Inputs:
+def _gradients(inputs: _Inputs, hidden_bar: Array, kernel_bar: Array) -> _Inputs:
     return _Inputs(
         hidden=hidden_bar.astype(inputs.hidden.dtype),
         targets=None,
@@ -442,7 +442,7 @@ def _gradients(inputs: _Inputs, hidden_bar: jax.Array, kernel_bar: jax.Array) ->
     )
 
 
-def _kernel_bar(hidden: jax.Array, logits_bar: jax.Array) -> jax.Array:
+def _kernel_bar(hidden: Array, logits_bar: Array) -> Array:
     """h^T (d loss / d z) of a block, [D, V] float32."""
     return lax.dot_general(
         hidden,
@@ -453,7 +453,7 @@ def _kernel_bar(hidden: jax.Array, logits_bar: jax.Array) -> jax.Array:
     )
 
 
-def _logits_bar(logits: jax.Array, bars: _TokenBars, first: jax.Array | int = 0) -> jax.Array:
+def _logits_bar(logits: Array, bars: _TokenBars, first: Array | int = 0) -> Array:
     """Gradient of scaled logits [T, V], whose columns begin at `first` of this device's.
 
     d logprob / d z = onehot - p, d entropy / d z = -p (log p + entropy).
@@ -490,14 +490,14 @@ class _Running(NamedTuple):
         listed: logits of further ids, [C, T, k], or None.
     """
 
-    largest: jax.Array
-    mass: jax.Array
-    weighted: jax.Array
-    target: jax.Array
-    listed: jax.Array | None = None
+    largest: Array
+    mass: Array
+    weighted: Array
+    target: Array
+    listed: Array | None = None
 
 
-def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed: str) -> jax.Array:
+def _gathered_piece(kernel: Array, piece: Array, dtype: jnp.dtype, embed: str) -> Array:
     """[D, V / pieces] in the compute dtype. Cast before it travels."""
     width = kernel.shape[-1] // _pieces(kernel.shape[-1])
     columns = lax.dynamic_slice_in_dim(kernel, piece * width, width, axis=1)
@@ -519,11 +519,11 @@ def _pieced_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs,
     if listed is not None:
         own_listed = _own_ids(listed, vocab, axes)
 
-    def add_piece(piece: jax.Array, running: _Running) -> _Running:
+    def add_piece(piece: Array, running: _Running) -> _Running:
         piece_kernel = _gathered_piece(kernel, piece, hidden.dtype, axes.embed)
         first = piece * piece_kernel.shape[-1]
 
-        def add_block(i: jax.Array, running: _Running) -> _Running:
+        def add_block(i: Array, running: _Running) -> _Running:
             before = jax.tree.map(lambda x: x[i], running)
             logits = _logits(hidden[i], piece_kernel, options.scale)
             largest = jnp.maximum(before.largest, options.ops.softmax_maximum(logits)[..., 0])
@@ -594,11 +594,11 @@ def _pieced_backward(
     bars = _token_bars(saved, cotangents, options)
     precision = precision_of(hidden.dtype)
 
-    def add_piece(piece: jax.Array, grads: _Grads) -> _Grads:
+    def add_piece(piece: Array, grads: _Grads) -> _Grads:
         piece_kernel = _gathered_piece(kernel, piece, hidden.dtype, embed)
         first = piece * piece_kernel.shape[-1]
 
-        def add_block(i: jax.Array, grads: _Grads) -> _Grads:
+        def add_block(i: Array, grads: _Grads) -> _Grads:
             hidden_bar, piece_bar = grads
             logits = _logits(hidden[i], piece_kernel, options.scale)
             logits_bar = _logits_bar(logits, jax.tree.map(lambda x: x[i], bars), first)

@@ -46,7 +46,7 @@ from dcmdp_jax.models.quantize import (
     stored,
 )
 from dcmdp_jax.parallel.sharding import to_host
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 
 @functools.lru_cache(maxsize=32)
@@ -210,7 +210,7 @@ def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = 
     arrive.
     """
 
-    def merge(kernel: Kernel, a: jax.Array, b: jax.Array) -> jax.Array:
+    def merge(kernel: Kernel, a: Array, b: Array) -> Array:
         change = _product(a, b) * lora.scale
         if rounded_to is not None:
             change = _arriving(kernel, change, rounded_to)
@@ -219,7 +219,7 @@ def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = 
     return jax.tree.map(in_float32, _joined(base, adapters, merge), is_leaf=is_quantized)
 
 
-def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -> jax.Array:
+def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -> Array:
     """Relative error of the adapters' change after an engine's rounding Q of the merged matrices.
 
         ||Q(W + D) - Q(W) - D|| / ||D||,     D = (alpha / r) A B,
@@ -237,7 +237,7 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
     errors = []
     changes = []
 
-    def measure(kernel: Kernel, a: jax.Array, b: jax.Array) -> None:
+    def measure(kernel: Kernel, a: Array, b: Array) -> None:
         change = _product(a, b) * lora.scale
         errors.append(jnp.sum((_arriving(kernel, change, precision) - change) ** 2))
         changes.append(jnp.sum(change**2))
@@ -251,20 +251,20 @@ def merged_and_measured(
     adapters: Params,
     lora: Lora,
     precision: str,
-) -> tuple[Params, dict[str, jax.Array]]:
+) -> tuple[Params, dict[str, Array]]:
     """`merged`, and `merge_rounding` as a metric. Arguments as of `merge_rounding`."""
     return merged(base, adapters, lora), {
         "mismatch/merge_rounding": merge_rounding(base, adapters, lora, precision)
     }
 
 
-def _arriving(kernel: Kernel, change: jax.Array, precision: str) -> jax.Array:
+def _arriving(kernel: Kernel, change: Array, precision: str) -> Array:
     """Q(W + D) - Q(W)."""
     w = in_float32(kernel)
     return in_float32(stored(w + change, precision)) - in_float32(stored(w, precision))
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=products.PRECISE)
 
 
@@ -275,7 +275,7 @@ def _joined(base: Params, adapters: Params, join: Any) -> Params:
     return base | {name: _joined(base[name], node, join) for name, node in adapters.items()}
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     bound = 1 / math.sqrt(shape[-2])
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 

@@ -23,11 +23,12 @@ from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
 from dcmdp_jax.models.quantize import Kernel, QuantizedKernel, in_float32
 from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
+from dcmdp_jax.types import Array
 
 EXPERT = "expert"
 """The mesh axis that splits experts; the tokens are split over it too."""
 
-Aux = dict[str, jax.Array]
+Aux = dict[str, Array]
 """Statistics of a layer by name; a dense layer has none."""
 
 
@@ -151,11 +152,11 @@ class MoE(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Array,
         ops: Ops,
         mesh: Mesh | None = None,
-        replayed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Aux]:
+        replayed: Array | None = None,
+    ) -> tuple[Array, Aux]:
         """Route [B, T, D] tokens and compute their experts.
 
         Args:
@@ -208,7 +209,7 @@ class MoE(nnx.Module):
         return y.astype(x.dtype), aux
 
 
-def router_sums(aux: Aux, counted: jax.Array) -> Aux:
+def router_sums(aux: Aux, counted: Array) -> Aux:
     """Sum what the router of one layer reports over the tokens that count.
 
     Args:
@@ -240,12 +241,12 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
     return sums
 
 
-def _sent(experts: jax.Array, num_experts: int) -> jax.Array:
+def _sent(experts: Array, num_experts: int) -> Array:
     """[..., E] float32, 1 where a token goes to an expert."""
     return jax.nn.one_hot(experts, num_experts, dtype=jnp.float32).sum(axis=-2)
 
 
-def router_metrics(sums: Aux) -> dict[str, jax.Array]:
+def router_metrics(sums: Aux) -> dict[str, Array]:
     """Measure how evenly a router uses the experts.
 
     `MoE` drops no token, so no share of dropped tokens is reported.
@@ -275,7 +276,7 @@ def router_metrics(sums: Aux) -> dict[str, jax.Array]:
     return metrics
 
 
-def load_balancing_loss(sums: Aux) -> jax.Array:
+def load_balancing_loss(sums: Aux) -> Array:
     """E sum_e f_e P_e, the loss of an uneven use of the experts.
 
     f_e is the share of tokens sent to expert e (k altogether), P_e its mean probability.
@@ -307,13 +308,13 @@ class _Routes:
         group_sizes: [experts] int32.
     """
 
-    order: jax.Array
-    inverse: jax.Array
-    owner: jax.Array
-    group_sizes: jax.Array
+    order: Array
+    inverse: Array
+    owner: Array
+    group_sizes: Array
 
 
-def _routes(experts: jax.Array, num_experts: int) -> _Routes:
+def _routes(experts: Array, num_experts: int) -> _Routes:
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     index = jnp.arange(order.size, dtype=jnp.int32)
@@ -325,7 +326,7 @@ def _routes(experts: jax.Array, num_experts: int) -> _Routes:
     )
 
 
-def _linear(x: jax.Array, kernel: Kernel, routes: _Routes, ops: Ops) -> jax.Array:
+def _linear(x: Array, kernel: Kernel, routes: _Routes, ops: Ops) -> Array:
     if isinstance(kernel, QuantizedKernel) and kernel.grouped:
         kernel = in_float32(kernel).astype(x.dtype)
     if not isinstance(kernel, QuantizedKernel):
@@ -335,15 +336,15 @@ def _linear(x: jax.Array, kernel: Kernel, routes: _Routes, ops: Ops) -> jax.Arra
 
 
 def _compute(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
+    x: Array,
+    experts: Array,
+    weights: Array,
     kernels: tuple[Kernel, ...],
     *,
     num_experts: int,
     ops: Ops,
     elsewhere: bool = False,
-) -> jax.Array:
+) -> Array:
     """The weighted sum of the experts whose kernels are given, [B, T, D] float32.
 
     With `elsewhere` a token's expert may be on another device: it is then `num_experts`, and adds
@@ -375,15 +376,15 @@ def _compute(
 
 
 def _expert_parallel(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    kernels: tuple[jax.Array, ...],
+    x: Array,
+    experts: Array,
+    weights: Array,
+    kernels: tuple[Array, ...],
     *,
     num_experts: int,
     ops: Ops,
     mesh: Mesh,
-) -> jax.Array:
+) -> Array:
     """`_compute` on a mesh: rows over data, fsdp, expert; experts over expert; width over tensor.
 
     Devices along the expert axis gather each other's tokens, compute the tokens of their own
@@ -407,11 +408,11 @@ def _expert_parallel(
         width = "tensor"
 
     def local(
-        x: jax.Array,
-        experts: jax.Array,
-        weights: jax.Array,
-        kernels: tuple[jax.Array, ...],
-    ) -> jax.Array:
+        x: Array,
+        experts: Array,
+        weights: Array,
+        kernels: tuple[Array, ...],
+    ) -> Array:
         if ways > 1:
             gather = functools.partial(lax.all_gather, axis_name=EXPERT, axis=0, tiled=True)
             x = gather(x)

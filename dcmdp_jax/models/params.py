@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Declaration, Stack, declarations
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 
 @functools.lru_cache(maxsize=32)
@@ -70,12 +70,12 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(declared.shape) for declared in model_declarations(config))
 
 
-def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
+def init_params(config: ModelConfig, key: Array, dtype: str = "float32") -> Params:
     """Draw fresh parameters of a model, see `draw_params`."""
     return draw_params(model_declarations(config), key, dtype)
 
 
-def draw_params(declared: Iterable[Declaration], key: jax.Array, dtype: str) -> Params:
+def draw_params(declared: Iterable[Declaration], key: Array, dtype: str) -> Params:
     """Draw declared parameters, each with its initializer.
 
     The key of a parameter is `key` folded with a checksum of its path, so that a parameter that is
@@ -90,7 +90,7 @@ def draw_params(declared: Iterable[Declaration], key: jax.Array, dtype: str) -> 
         Nested dict; `layers` leaves carry a leading axis of `num_layers`.
     """
 
-    def draw(declaration: Declaration) -> jax.Array:
+    def draw(declaration: Declaration) -> Array:
         leaf_key = jax.random.fold_in(key, zlib.crc32(".".join(declaration.path).encode()))
         return declaration.init(leaf_key, declaration.shape, jnp.dtype(jnp.float32)).astype(dtype)
 

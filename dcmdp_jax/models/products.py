@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 _T = TypeVar("_T")
 
@@ -50,13 +50,13 @@ def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
     return None
 
 
-def euclidean_norm(tree: Params) -> jax.Array:
+def euclidean_norm(tree: Params) -> Array:
     """The norm of all leaves together.
 
     By dot products: a sum of squares would write the squares first.
     """
 
-    def squared(leaf: jax.Array) -> jax.Array:
+    def squared(leaf: Array) -> Array:
         axes = tuple(range(leaf.ndim))
         return jax.lax.dot_general(leaf, leaf, ((axes, axes), ((), ())), precision=PRECISE)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.models.scheme import GROUPED, Grouped
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; beyond it a cast gives NaN, not infinity."""
@@ -27,8 +27,8 @@ class QuantizedKernel(NamedTuple):
         scale: [out] float32, positive; [G, out] of `GROUPED`, of G groups of inputs.
     """
 
-    values: jax.Array
-    scale: jax.Array
+    values: Array
+    scale: Array
 
     @property
     def grouped(self) -> bool:
@@ -36,7 +36,7 @@ class QuantizedKernel(NamedTuple):
         return self.scale.ndim == self.values.ndim
 
 
-Kernel = jax.Array | QuantizedKernel
+Kernel = Array | QuantizedKernel
 """A matrix of a linear layer, or of many stacked."""
 
 
@@ -58,7 +58,7 @@ class RoundsInputs:
     axis: str = ""
 
 
-def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
+def quantized_product(x: Array, kernel: QuantizedKernel) -> Array:
     """x (values * scale) in float32.
 
     A scale for each output is applied after the product, scales of groups before.
@@ -99,7 +99,7 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
     return jax.tree.map(leaf, weights, is_leaf=is_quantized)
 
 
-def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
+def quantize_kernel(kernel: Array, precision: str) -> QuantizedKernel:
     """Symmetric quantization of the columns of [..., in, out], weights only.
 
         scale = max_in |W| / M,    values = round(W / scale),
@@ -144,7 +144,7 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     return QuantizedKernel(jnp.round(scaled).astype(jnp.int8), scale)
 
 
-def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKernel:
+def _in_groups(kernel: Array, form: Grouped, axis: str = "") -> QuantizedKernel:
     import qwix  # an optional extra
 
     matrix_scale = inverse = 1.0
@@ -171,7 +171,7 @@ def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKer
     return QuantizedKernel(array.qvalue.astype(dtype), array.scale * matrix_scale)
 
 
-def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
+def round_inputs(x: Array, precision: str, axis: str = "") -> Array:
     """Inputs [T, in] of a product, each token rounded like a column; gradients pass through.
 
     Args:
@@ -200,7 +200,7 @@ def with_rounded_inputs(layer_params: Params, precision: str, axis: str = "") ->
     return jax.tree_util.tree_map_with_path(leaf, layer_params, is_leaf=is_quantized)
 
 
-def stored(w: jax.Array, precision: str) -> Kernel:
+def stored(w: Array, precision: str) -> Kernel:
     """A float32 matrix [..., in, out] with the values that an engine of a precision holds.
 
     Args:
@@ -224,7 +224,7 @@ def stored(w: jax.Array, precision: str) -> Kernel:
     return lax.reduce_precision(w, info.nexp, info.nmant)
 
 
-def in_float32(x: Kernel) -> jax.Array:
+def in_float32(x: Kernel) -> Array:
     """The numbers that a matrix stands for."""
     if not is_quantized(x):
         return x.astype(jnp.float32)
@@ -242,7 +242,7 @@ def in_float32(x: Kernel) -> jax.Array:
 def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
     """`quantize_kernel` of the leaves that the tree `params.quantized_leaves` marks."""
 
-    def leaf(x: jax.Array, marked: bool) -> Kernel:
+    def leaf(x: Array, marked: bool) -> Kernel:
         if marked:
             return quantize_kernel(x, precision)
         return x
@@ -263,7 +263,7 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
         precision: one of `PRECISIONS`.
     """
 
-    def leaf(x: jax.Array, marked: bool) -> jax.Array:
+    def leaf(x: Array, marked: bool) -> Array:
         if not marked:
             return x
         exact = lax.stop_gradient(x)
@@ -282,7 +282,7 @@ _NUMBERS = 1 << 18
 """Numbers that are looked at of each parameter; the mean of so many has an error below 0.1%."""
 
 
-def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
+def watched_columns(params: Params, quantized: Params) -> list[Array]:
     """Columns [..., in, some of out] of each matrix that `params.quantized_leaves` marks.
 
     Whole columns, since these share a scale; evenly chosen, 2^18 numbers of each matrix or one
@@ -298,11 +298,11 @@ def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
 
 
 def arrival(
-    before: list[jax.Array],
+    before: list[Array],
     params: Params,
     quantized: Params,
     precision: str,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Share of the engine's weights that an update changes, and what rounding does to it.
 
     Of an update D = W' - W and a rounding Q:
@@ -321,7 +321,7 @@ def arrival(
         precision: the engine's, see `stored`.
     """
 
-    def values(x: Kernel) -> jax.Array:
+    def values(x: Kernel) -> Array:
         if is_quantized(x):
             return x.values
         return x
@@ -342,6 +342,6 @@ def arrival(
     }
 
 
-def relative_error(error: jax.Array, size: jax.Array) -> jax.Array:
+def relative_error(error: Array, size: Array) -> Array:
     """sqrt(error / size) of two sums of squares; 0 where `size` is 0."""
     return jnp.where(size > 0, jnp.sqrt(error / jnp.where(size > 0, size, 1.0)), 0.0)

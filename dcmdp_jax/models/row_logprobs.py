@@ -34,11 +34,11 @@ class RowOutputs(NamedTuple):
             to them; or None.
     """
 
-    logprobs: jax.Array
-    entropy: jax.Array
+    logprobs: Array
+    entropy: Array
     router: moe.Aux
-    top_logprobs: jax.Array | None = None
-    kept_mass: jax.Array | None = None
+    top_logprobs: Array | None = None
+    kept_mass: Array | None = None
 
 
 RowLogprobs = Callable[[Params, Rows], RowOutputs]
@@ -221,7 +221,7 @@ def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe
     )
     compiled = jax.jit(mapped, out_shardings=sharding.replicated(mesh))
 
-    def probe(params: Params, ids: np.ndarray) -> jax.Array:
+    def probe(params: Params, ids: np.ndarray) -> Array:
         count, tokens = ids.shape
         shards = row_shards(mesh)
         multiple = 1

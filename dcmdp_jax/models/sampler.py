@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dcmdp_jax.types import Array
+
 MODES = ("sample", "nucleus", "greedy")
 _BLOCK = 128
 
@@ -24,13 +26,13 @@ class Draw(NamedTuple):
         stop_ids: [E] int32.
     """
 
-    inverse_temperature: jax.Array
-    top_p: jax.Array
-    stop_ids: jax.Array
+    inverse_temperature: Array
+    top_p: Array
+    stop_ids: Array
 
 
 @jax.jit
-def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
+def row_keys(seed: Array, step: Array, rows: Array) -> Array:
     """Make raw threefry keys, [R, 2] uint32: fold_in(fold_in(key(seed), step), row).
 
     Args:
@@ -45,7 +47,7 @@ def row_keys(seed: jax.Array, step: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.random.key_data(keys)
 
 
-def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
+def token_words(keys: Array, tokens: Array) -> Array:
     """Make random words, [R, 2] uint32, for one token of each row.
 
     From fold_in(row key, token), for `tokens[r]` [R] int32.
@@ -64,10 +66,10 @@ def token_words(keys: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _threefry(
-    keys: jax.Array,
-    high: jax.Array,
-    low: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    keys: Array,
+    high: Array,
+    low: Array,
+) -> tuple[Array, Array]:
     """Compute Threefry-2x32 with 20 rounds, equal to jax.random's.
 
     Salmon et al. 2011; for keys [R, 2] and words [R].
@@ -98,7 +100,7 @@ def _threefry(
     return high, low
 
 
-def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
+def nucleus(scaled: Array, top_p: Array) -> Array:
     """Mask the nucleus: the smallest set of most likely tokens whose mass reaches `top_p`.
 
     All tokens tied with the last one needed are included, so the result does not depend on the
@@ -117,7 +119,7 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(weights, jnp.int32)
     needed_mass = top_p * jnp.sum(weights, axis=-1)
 
-    def halve(i: int, threshold: jax.Array) -> jax.Array:
+    def halve(i: int, threshold: Array) -> Array:
         bit = jnp.int32(1) << (30 - i)
         higher = threshold | bit
         inside = bits >= higher[:, None]
@@ -137,13 +139,13 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def choose_tokens(
-    logits: jax.Array,
-    words: jax.Array,
-    inverse_temperature: jax.Array,
-    top_p: jax.Array,
+    logits: Array,
+    words: Array,
+    inverse_temperature: Array,
+    top_p: Array,
     mode: str,
     top: int = 0,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Sample one token for each row and return the log-prob it was sampled with.
 
     Tokens are split into blocks of 128. One word selects a block by the cumulative sum of block
@@ -225,7 +227,7 @@ def choose_tokens(
     return tokens, logprobs, top_ids, top_logprobs
 
 
-def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:
+def _invert(masses: Array, words: Array) -> Array:
     """Return the first index whose cumulative mass exceeds u * total.
 
     u < 1 is the word's upper 24 bits / 2^24.

@@ -27,7 +27,7 @@ from jax import lax
 from dcmdp_jax.models.products import PRECISE
 from dcmdp_jax.models.quantize import FP8_MAX, quantize_kernel, with_rounded_inputs
 from dcmdp_jax.models.scheme import Scheme
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 BLOCK = 128
 _E5M2_MAX = 57344.0
@@ -53,8 +53,8 @@ class SchemeKernel:
         products: `Scheme.products`.
     """
 
-    weights: jax.Array
-    scale: jax.Array
+    weights: Array
+    scale: Array
     products: str
 
 
@@ -88,27 +88,27 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     return {**layer_params, "attention": attention, "mlp": mlp}
 
 
-def scheme_matmul(x: jax.Array, kernel: SchemeKernel) -> jax.Array:
+def scheme_matmul(x: Array, kernel: SchemeKernel) -> Array:
     """Q(x) Q(W) of `x` [T, in], in its dtype; see the module."""
     return _product(x, kernel.weights, kernel.scale, kernel.products)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(
-    x: jax.Array,
-    weights: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    weights: Array,
+    scale: Array,
     products: str,
-) -> jax.Array:
+) -> Array:
     return _forward(x, weights, scale, products)[0]
 
 
 def _forward(
-    x: jax.Array,
-    weights: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    weights: Array,
+    scale: Array,
     products: str,
-) -> tuple[jax.Array, tuple]:
+) -> tuple[Array, tuple]:
     values, x_scale = _round_tokens(x, products)
     columns = _round_weights(weights, scale, products)
     if products == "int8":
@@ -147,8 +147,8 @@ def _forward(
 def _backward(
     products: str,
     saved: tuple,
-    y_bar: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    y_bar: Array,
+) -> tuple[Array, Array, Array]:
     values, x_scale, weights, scale = saved
     rounded_x = _scaled_tokens(values.astype(jnp.float32), x_scale)
     columns = _round_weights(weights, scale, products)
@@ -161,7 +161,7 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-def round_cache(x: jax.Array, cache: str) -> jax.Array:
+def round_cache(x: Array, cache: str) -> Array:
     """Keys or values as an engine with this cache reads them; the gradient passes straight through.
 
     e4m3 ("fp8") and e5m2, saturating, with scale 1. "_truncated": towards zero, as vLLM's CPU build
@@ -187,7 +187,7 @@ def round_cache(x: jax.Array, cache: str) -> jax.Array:
     return rounded.astype(x.dtype) + (x - exact)  # the difference is exactly 0
 
 
-def _truncate(x: jax.Array, info: jnp.finfo) -> jax.Array:
+def _truncate(x: Array, info: jnp.finfo) -> Array:
     """Finite float32 towards zero, to the mantissa of a dtype or the steps of its subnormals."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     mask = (0xFFFFFFFF << (23 - info.nmant)) & 0xFFFFFFFF
@@ -196,7 +196,7 @@ def _truncate(x: jax.Array, info: jnp.finfo) -> jax.Array:
     return jnp.where(jnp.abs(x) < 2.0**info.minexp, jnp.trunc(x * steps) / steps, normal)
 
 
-def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
+def _scales(kernels: list[Array], products: str) -> list[Array]:
     """[G, out] float32 scales of matrices that the engine holds as one, side by side."""
     kernels = [lax.stop_gradient(kernel) for kernel in kernels]
     if products == "int8":
@@ -218,7 +218,7 @@ def _scales(kernels: list[jax.Array], products: str) -> list[jax.Array]:
     return scales
 
 
-def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
+def _block_scales(magnitudes: Array, widths: list[int]) -> list[Array]:
     rows, columns = magnitudes.shape
     padded = jnp.pad(magnitudes, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -233,12 +233,12 @@ def _block_scales(magnitudes: jax.Array, widths: list[int]) -> list[jax.Array]:
     return scales
 
 
-def _as_synced(kernel: jax.Array) -> jax.Array:
+def _as_synced(kernel: Array) -> Array:
     """vLLM quantizes to fp8 what it was given, which is bfloat16."""
     return kernel.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def rounded_in_blocks(weights: jax.Array) -> jax.Array:
+def rounded_in_blocks(weights: Array) -> Array:
     """A matrix in float8_e4m3fn, a scale for each 128 x 128, as vLLM rounds its bfloat16 form."""
     [scale] = _scales([weights], "fp8_per_block")
     values = _round_weights(weights, scale, "fp8_per_block")
@@ -246,10 +246,10 @@ def rounded_in_blocks(weights: jax.Array) -> jax.Array:
 
 
 def _round_weights(
-    weights: jax.Array,
-    scale: jax.Array,
+    weights: Array,
+    scale: Array,
     products: str,
-) -> jax.Array:
+) -> Array:
     """[in, out] float32, whole numbers or e4m3 values, to be multiplied by the scale."""
     if products == "int8":
         return jnp.round(jnp.clip(weights.astype(jnp.float32) / scale, -127.0, 127.0))
@@ -266,24 +266,24 @@ def _round_weights(
 
 
 def _scaled_weights(
-    values: jax.Array,
-    scale: jax.Array,
+    values: Array,
+    scale: Array,
     products: str,
-) -> jax.Array:
+) -> Array:
     rounded = values * _by_input(scale, values.shape[0])
     if products == "fp8_weights_per_block":
         return _as_synced(rounded)
     return rounded
 
 
-def _by_input(scale: jax.Array, size: int) -> jax.Array:
+def _by_input(scale: Array, size: int) -> Array:
     """[in or 1, out] of [G, out]."""
     if len(scale) == 1:
         return scale
     return jnp.repeat(scale, BLOCK, axis=0)[:size]
 
 
-def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
+def _round_tokens(x: Array, products: str) -> tuple[Array, Array]:
     """Values [T, in] float32, and their scales [T, groups]."""
     x = x.astype(jnp.float32)
     if products == "int8":
@@ -305,16 +305,16 @@ def _round_tokens(x: jax.Array, products: str) -> tuple[jax.Array, jax.Array]:
     return x, jnp.ones((len(x), 1), jnp.float32)
 
 
-def _scaled_tokens(values: jax.Array, scale: jax.Array) -> jax.Array:
+def _scaled_tokens(values: Array, scale: Array) -> Array:
     if scale.shape[1] > 1:
         scale = jnp.repeat(scale, BLOCK, axis=1)[:, : values.shape[1]]
     return values * scale
 
 
-def _over_448(largest: jax.Array) -> jax.Array:
+def _over_448(largest: Array) -> Array:
     """XLA multiplies by the inverse of a constant, and a last digit decides many ties."""
     return largest / lax.optimization_barrier(jnp.full_like(largest, FP8_MAX))
 
 
-def _to_e4m3(x: jax.Array) -> jax.Array:
+def _to_e4m3(x: Array) -> Array:
     return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models import gated_delta, quantize
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.types import Array
 
 FLOAT8 = "float8_e4m3fn"
 
-Layer = tuple[jax.Array, jax.Array]
+Layer = tuple[Array, Array]
 """Keys, see `key_axes`, and values [R, K, S, h], float8 as uint8 bits; or the arrays of a
 `State`.
 """
@@ -75,7 +76,7 @@ def slots_of(cache: Cache) -> int:
     return values.shape[2]
 
 
-def store(x: jax.Array, cache_dtype: str) -> jax.Array:
+def store(x: Array, cache_dtype: str) -> Array:
     """Cast to the cache's dtype; float8 saturates where a plain cast gives NaN.
 
     Its scale is 1, vLLM's default. It is stored as uint8 bits: XLA:CPU has no float8 copy and would
@@ -87,7 +88,7 @@ def store(x: jax.Array, cache_dtype: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(saturated.astype(cache_dtype), jnp.uint8)
 
 
-def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def load(stored: Array, dtype: jnp.dtype) -> Array:
     """Convert stored values back to `dtype`."""
     if stored.dtype == jnp.uint8:
         stored = jax.lax.bitcast_convert_type(stored, FLOAT8)
@@ -129,13 +130,13 @@ def take(
 @functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
 def _take_of_layer(
     layer: Layer,
-    rows: jax.Array | None,
+    rows: Array | None,
     *,
     extra: int,
     sharding: NamedSharding,
     local: bool,
 ) -> Layer:
-    def longer(layer: Layer, rows: jax.Array | None) -> Layer:
+    def longer(layer: Layer, rows: Array | None) -> Layer:
         if rows is not None:
             layer = jax.tree.map(lambda x: x[rows], layer)
         if isinstance(layer, gated_delta.State):
@@ -163,8 +164,8 @@ def _take_of_layer(
 def insert(
     cache: Cache,
     source: Cache,
-    rows: jax.Array,
-    places: jax.Array,
+    rows: Array,
+    places: Array,
     *,
     sharding: NamedSharding,
 ) -> Cache:

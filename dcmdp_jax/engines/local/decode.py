@@ -23,7 +23,7 @@ from dcmdp_jax.models import gated_delta, layers, products
 from dcmdp_jax.models.gated_delta import State
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.models.sampler import Draw, token_words
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 _STEPS_ALONE = 4
 
@@ -42,24 +42,24 @@ class RowState(NamedTuple):
             layers, which alone read it.
     """
 
-    keys: jax.Array
-    prompt_lengths: jax.Array
-    last: jax.Array
-    sampled: jax.Array
-    done: jax.Array
-    slot_tokens: jax.Array | None = None
+    keys: Array
+    prompt_lengths: Array
+    last: Array
+    sampled: Array
+    done: Array
+    slot_tokens: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
 @products.in_compute_dtype
 def prefill(
     weights: Params,
-    prompts: jax.Array,
-    lengths: jax.Array,
+    prompts: Array,
+    lengths: Array,
     *,
     program: Program,
     groups: int,
-) -> tuple[Cache, jax.Array, jax.Array | None]:
+) -> tuple[Cache, Array, Array | None]:
     """Run each prompt once.
 
     Args:
@@ -76,12 +76,12 @@ def prefill(
         int16, else None.
     """
 
-    def local(weights: Params, prompts: jax.Array, lengths: jax.Array) -> tuple[Any, ...]:
+    def local(weights: Params, prompts: Array, lengths: Array) -> tuple[Any, ...]:
         weights = program.own_weights(weights)
 
         def run(
-            chunk: tuple[jax.Array, jax.Array],
-        ) -> tuple[jax.Array, list[Layer], jax.Array | None]:
+            chunk: tuple[Array, Array],
+        ) -> tuple[Array, list[Layer], Array | None]:
             tokens, lengths = chunk
             hidden, stored, routed = forward_rows(weights, tokens, lengths, program)
             return hidden[jnp.arange(hidden.shape[0]), lengths - 1], stored, routed
@@ -108,14 +108,14 @@ def prefill(
 @products.in_compute_dtype
 def first_tokens(
     weights: Params,
-    hidden: jax.Array,
-    row_prompts: jax.Array,
-    keys: jax.Array,
+    hidden: Array,
+    row_prompts: Array,
+    keys: Array,
     draw: Draw,
     *,
     program: Program,
     mode: str,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[Array, Array, tuple[Array, ...]]:
     """Sample the first token of each row from the hidden state of its prompt.
 
     Args:
@@ -132,7 +132,7 @@ def first_tokens(
         them, ids and log-probs [R, k].
     """
 
-    def local(weights: Params, rows: jax.Array, keys: jax.Array, draw: Draw) -> tuple[Any, ...]:
+    def local(weights: Params, rows: Array, keys: Array, draw: Draw) -> tuple[Any, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
         tokens, logprobs, *top = sample_tokens(
             program.own_weights(weights),
@@ -168,17 +168,17 @@ class Decoded(NamedTuple):
             them; else ().
     """
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    steps: jax.Array
-    sampled: jax.Array
-    done: jax.Array
-    routed_experts: jax.Array | None = None
-    top: tuple[jax.Array, ...] = ()
+    tokens: Array
+    logprobs: Array
+    steps: Array
+    sampled: Array
+    done: Array
+    routed_experts: Array | None = None
+    top: tuple[Array, ...] = ()
 
 
 # State between two steps: the cache, the last sampled tokens, and the result so far.
-_State = tuple[Cache, jax.Array, Decoded]
+_State = tuple[Cache, Array, Decoded]
 
 
 class Limits(NamedTuple):
@@ -190,9 +190,9 @@ class Limits(NamedTuple):
         live_floor: [] int32, unfinished rows.
     """
 
-    clock: jax.Array
-    steps: jax.Array
-    live_floor: jax.Array
+    clock: Array
+    steps: Array
+    live_floor: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,10 +300,10 @@ def _decode_local(
 
     def forward(
         cache: Cache,
-        last: jax.Array,
-        sampled: jax.Array,
-        now: jax.Array,
-    ) -> tuple[Cache, jax.Array, jax.Array | None]:
+        last: Array,
+        sampled: Array,
+        now: Array,
+    ) -> tuple[Cache, Array, Array | None]:
         slot = prefix_slots + now % window
         ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
         tokens_in_ring = sampled - 1 - (prefix_slots - prompt_slots)  # without the last
@@ -402,10 +402,10 @@ def _repeat(
     Devices with rows of their own count the unfinished rows of all every `period` steps.
     """
 
-    def live(state: _State) -> jax.Array:
+    def live(state: _State) -> Array:
         return jnp.sum(~state[2].done, dtype=jnp.int32)
 
-    def until(state: _State, end: jax.Array, floor: jax.Array | int) -> _State:
+    def until(state: _State, end: Array, floor: Array | int) -> _State:
         return jax.lax.while_loop(
             lambda state: (state[2].steps < end) & (live(state) > floor), take_step, state
         )
@@ -413,13 +413,13 @@ def _repeat(
     if program.row_shards == 1:
         return until(state, limits.steps, limits.live_floor)
 
-    def everywhere(state: _State) -> jax.Array:
+    def everywhere(state: _State) -> Array:
         return jax.lax.psum(live(state), ROW_AXES)
 
     # Devices that exchange tokens take every step together.
     together = program.expert_mesh is not None
 
-    def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
+    def alone(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, start, _ = carry
         end = jnp.minimum(start + (1 if together else period), limits.steps)
         state = take_step(state) if together else until(state, end, 0)
@@ -435,15 +435,15 @@ def _repeat(
 
 
 def _attend_cached(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
-    cache: tuple[jax.Array, jax.Array],
-    slot: jax.Array,
-    bias: jax.Array,
+    cache: tuple[Array, Array],
+    slot: Array,
+    bias: Array,
     program: Program,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[Array, tuple[Array, Array]]:
     """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
     rows, _, heads, width = query.shape
     kv_heads = key.shape[2]

@@ -15,7 +15,7 @@ from dcmdp_jax.engines.local.cache import Layer, load, store
 from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, weight_specs
 from dcmdp_jax.models import attention, decoder, gated_delta, layers, products, quantize
 from dcmdp_jax.models.sampler import Draw, choose_tokens
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 _SCORE_CHUNK = 1024
 
@@ -46,10 +46,10 @@ def on_devices(
 
 def forward_rows(
     weights: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    tokens: Array,
+    lengths: Array,
     program: Program,
-) -> tuple[jax.Array, list[Layer], jax.Array | None]:
+) -> tuple[Array, list[Layer], Array | None]:
     """Run the device's padded rows [R, L] without a cache.
 
     Returns:
@@ -68,12 +68,12 @@ def forward_rows(
     tables = layers.all_rotary_tables(config, jnp.arange(length)[None])
 
     def attend(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        query: Array,
+        key: Array,
+        value: Array,
         *,
         window: int,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[Array, tuple[Array, Array]]:
         stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
         attended = attention.row_attention(
             query,
@@ -97,11 +97,11 @@ def forward_rows(
 
 def run_layers(
     weights: Params,
-    x: jax.Array,
+    x: Array,
     rotary: Any,
-    mixers: Sequence[Callable[..., tuple[jax.Array, Layer]]],
+    mixers: Sequence[Callable[..., tuple[Array, Layer]]],
     program: Program,
-) -> tuple[jax.Array, list[Layer], jax.Array | None]:
+) -> tuple[Array, list[Layer], Array | None]:
     """Run all layers and the final norm.
 
     Args:
@@ -137,7 +137,7 @@ def run_layers(
     return decoder.final_norm(weights, config, x), cache, routed
 
 
-def own_tokens(tokens: jax.Array, program: Program) -> tuple[jax.Array, jax.Array | bool]:
+def own_tokens(tokens: Array, program: Program) -> tuple[Array, Array | bool]:
     """Token ids in the device's part of the vocabulary, and which tokens are in it.
 
     Others are clipped to the part. True: each device has all of the vocabulary.
@@ -149,7 +149,7 @@ def own_tokens(tokens: jax.Array, program: Program) -> tuple[jax.Array, jax.Arra
     return jnp.clip(ids, 0, size - 1), (ids >= 0) & (ids < size)
 
 
-def embed(weights: Params, tokens: jax.Array, program: Program) -> jax.Array:
+def embed(weights: Params, tokens: Array, program: Program) -> Array:
     """Look up embeddings as the first layer reads them: [..., D] for `tokens` [...]."""
     tokens, ours = own_tokens(tokens, program)
     if "embedding" in weights:
@@ -162,7 +162,7 @@ def embed(weights: Params, tokens: jax.Array, program: Program) -> jax.Array:
     return layers.embedding_scale(program.config, x)
 
 
-def logits(weights: Params, hidden: jax.Array) -> jax.Array:
+def logits(weights: Params, hidden: Array) -> Array:
     """Compute logits of the device's part of the vocabulary, [..., V] float32."""
     kernel = decoder.output_kernel(weights)
     if isinstance(kernel, quantize.QuantizedKernel):
@@ -172,12 +172,12 @@ def logits(weights: Params, hidden: jax.Array) -> jax.Array:
 
 def sample_tokens(
     weights: Params,
-    hidden: jax.Array,
-    words: jax.Array,
+    hidden: Array,
+    words: Array,
     draw: Draw,
     mode: str,
     program: Program,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """`choose_tokens` for the device's rows [R, D].
 
     Where the vocabulary is split, devices of a tensor group take an equal share of their rows each,
@@ -206,12 +206,12 @@ def sample_tokens(
 @products.in_compute_dtype
 def score(
     weights: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    inverse_temperature: jax.Array,
+    tokens: Array,
+    lengths: Array,
+    inverse_temperature: Array,
     *,
     program: Program,
-) -> jax.Array:
+) -> Array:
     """Compute teacher-forced log-probs of rows, with the rounding of weights and cache.
 
     Args:
@@ -228,10 +228,10 @@ def score(
 
     def local(
         weights: Params,
-        tokens: jax.Array,
-        lengths: jax.Array,
-        inverse_temperature: jax.Array,
-    ) -> jax.Array:
+        tokens: Array,
+        lengths: Array,
+        inverse_temperature: Array,
+    ) -> Array:
         weights = program.own_weights(weights)
         hidden, _, _ = forward_rows(weights, tokens, lengths, program)
         # The last position is computed too, against the first token, and dropped: rows without it
@@ -243,7 +243,7 @@ def score(
         chunk_size = -(-targets.size // chunks)
         padding = chunks * chunk_size - targets.size
 
-        def chunk_logprobs(chunk: tuple[jax.Array, ...]) -> jax.Array:
+        def chunk_logprobs(chunk: tuple[Array, ...]) -> Array:
             hidden, targets, in_own_part = chunk
             scaled = logits(weights, hidden) * inverse_temperature
             target_logits = jnp.take_along_axis(scaled, targets[:, None], axis=-1)[:, 0]

@@ -21,7 +21,7 @@ from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.parallel.sharding import to_local
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 
 def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
@@ -140,7 +140,7 @@ class Conversion:
                 check_vma=False,
             )
 
-        def layer(layers: Params, index: jax.Array, kind: str) -> Params:
+        def layer(layers: Params, index: Array, kind: str) -> Params:
             source = jax.tree.map(lambda leaf: leaf[index], layers)
             separate = _cast(source, marks[kind], precision)
             if ways > 1:
@@ -157,7 +157,7 @@ class Conversion:
         def source_checksums(
             params: Params,
             one_device: bool,
-        ) -> list[jax.Array]:
+        ) -> list[Array]:
             converted = convert(params)
             layers = config.by_kind(converted.pop("layers"))
             sums = []
@@ -167,7 +167,7 @@ class Conversion:
             sums.append(_checksums(converted, flat=one_device))
             return sums
 
-        def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
+        def layer_checksums(engine_layer: Params, kind: str) -> Array:
             split = functools.partial(_separated, config=config, ways=ways)
             split_parts = on_parts(split, fused[kind], unfused[kind])
             separate = split_parts(engine_layer)
@@ -209,13 +209,13 @@ class Conversion:
         specs = weight_specs(shapes, self._config, self._mesh)
         layer_specs = self._config.by_kind(specs["layers"])
 
-        def move(leaf: jax.Array, spec: P) -> jax.Array:
+        def move(leaf: Array, spec: P) -> Array:
             sharding = NamedSharding(self._mesh, spec)
             own_part = to_local(leaf, sharding)
             return jax.device_put(own_part, sharding)
 
         def layer(kind: str, index: int) -> Params:
-            def move_one(leaf: jax.Array, spec: P) -> jax.Array:
+            def move_one(leaf: Array, spec: P) -> Array:
                 return move(leaf[index][None], P(None, *spec))
 
             moved = jax.tree.map(move_one, layers[kind], layer_specs[kind])
@@ -286,7 +286,7 @@ def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     return {**layer, "attention": attention, "mlp": decoder.map_mlps(halves, layer["mlp"])}
 
 
-def _devices(leaf: jax.Array) -> list[jax.Device]:
+def _devices(leaf: Array) -> list[jax.Device]:
     """The devices of an array, in the order of its mesh."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
@@ -314,7 +314,7 @@ def share_copies(weights: Params, mesh: Mesh) -> Params:
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return weights
 
-    def shared(leaf: jax.Array) -> jax.Array:
+    def shared(leaf: Array) -> Array:
         sharding = NamedSharding(mesh, leaf.sharding.spec)
         copies = {_bounds(shard.index): shard.data for shard in leaf.addressable_shards}
         arrays = []
@@ -333,10 +333,10 @@ def _bounds(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ..
     return tuple((axis.start, axis.stop) for axis in index)
 
 
-def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
+def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> Array:
     """`array_checksum` of each leaf, [leaves]; of each layer of stacked ones, [layers, leaves]."""
 
-    def checksum(x: jax.Array) -> jax.Array:
+    def checksum(x: Array) -> Array:
         # Flattened, which costs half as much on one device and would gather an array on several.
         if flat:
             x = x.reshape(-1)

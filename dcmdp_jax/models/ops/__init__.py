@@ -8,10 +8,9 @@ import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 
-import jax
-
 from dcmdp_jax.models.ops import blocks, cpu, reference, tpu
 from dcmdp_jax.models.ops.reference import Rotary
+from dcmdp_jax.types import Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,13 +29,13 @@ class Ops:
             matrices concatenated.
     """
 
-    attention: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-    swiglu: Callable[[jax.Array, jax.Array], jax.Array]
-    rotate: Callable[[jax.Array, Rotary], jax.Array]
-    norm_and_rotate: Callable[[jax.Array, jax.Array, Rotary, float], jax.Array]
-    split: Callable[[jax.Array, int, int], tuple[jax.Array, jax.Array]]
-    grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    softmax_maximum: Callable[[jax.Array], jax.Array]
+    attention: Callable[[Array, Array, Array, Array], Array]
+    swiglu: Callable[[Array, Array], Array]
+    rotate: Callable[[Array, Rotary], Array]
+    norm_and_rotate: Callable[[Array, Array, Rotary, float], Array]
+    split: Callable[[Array, int, int], tuple[Array, Array]]
+    grouped_matmul: Callable[[Array, Array, Array], Array]
+    softmax_maximum: Callable[[Array], Array]
     fuse_qkv: bool
 
 

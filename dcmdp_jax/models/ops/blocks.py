@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.types import Array
+
 BLOCKS = "expert_blocks"
 """Prefix of the name scope of a loop over blocks of rows; their largest number follows."""
 # Rows of one product: fewer read a matrix too often, more compute rows of other groups for nothing.
@@ -24,10 +26,10 @@ class _Blocks:
     """
 
     size: int
-    owner: jax.Array
-    first: jax.Array
-    rows: jax.Array
-    count: jax.Array
+    owner: Array
+    first: Array
+    rows: Array
+    count: Array
 
     @property
     def scope(self) -> str:
@@ -35,7 +37,7 @@ class _Blocks:
         return f"{BLOCKS}_{self.owner.size}"
 
 
-def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
+def _blocks(group_sizes: Array, rows: int) -> _Blocks:
     groups = group_sizes.shape[0]
     mean_rows = rows // groups
     power_of_two = 1 << mean_rows.bit_length()
@@ -62,10 +64,10 @@ def _blocks(group_sizes: jax.Array, rows: int) -> _Blocks:
 
 @jax.custom_vjp
 def grouped_matmul(
-    x: jax.Array,
-    kernels: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
+    x: Array,
+    kernels: Array,
+    group_sizes: Array,
+) -> Array:
     """`reference.grouped_matmul` block by block.
 
     XLA computes `ragged_dot` on CPU as the product of every row with every matrix: 4 to 60 times as
@@ -76,17 +78,17 @@ def grouped_matmul(
 
 
 def _by_blocks(
-    x: jax.Array,
-    kernels: jax.Array,
-    group_sizes: jax.Array,
+    x: Array,
+    kernels: Array,
+    group_sizes: Array,
     contracted: int,
-) -> jax.Array:
+) -> Array:
     """Each row times the matrix of its group; `contracted` is the matrix's axis, 1 transposes."""
     blocks = _blocks(group_sizes, x.shape[0])
     # Blocks are written in order: what one writes beyond its group the next ones overwrite.
     padded = jnp.pad(x, ((0, blocks.size), (0, 0)))
 
-    def body(i: jax.Array, y: jax.Array) -> jax.Array:
+    def body(i: Array, y: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.owner[i], keepdims=False)
         product = jax.lax.dot_general(block, kernel, (((1,), (contracted,)), ((), ())))
@@ -100,24 +102,24 @@ def _by_blocks(
 
 
 def _grouped_forward(
-    x: jax.Array,
-    kernels: jax.Array,
-    group_sizes: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    x: Array,
+    kernels: Array,
+    group_sizes: Array,
+) -> tuple[Array, tuple[Array, Array, Array]]:
     return grouped_matmul(x, kernels, group_sizes), (x, kernels, group_sizes)
 
 
 def _grouped_backward(
-    saved: tuple[jax.Array, jax.Array, jax.Array],
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array, None]:
+    saved: tuple[Array, Array, Array],
+    cotangent: Array,
+) -> tuple[Array, Array, None]:
     x, kernels, group_sizes = saved
     blocks = _blocks(group_sizes, x.shape[0])
     padding = ((0, blocks.size), (0, 0))
     padded = jnp.pad(x, padding)
     padded_bar = jnp.pad(cotangent, padding)
 
-    def body(i: jax.Array, grads: jax.Array) -> jax.Array:
+    def body(i: Array, grads: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(padded, blocks.first[i], blocks.size)
         bar = jax.lax.dynamic_slice_in_dim(padded_bar, blocks.first[i], blocks.size)
         in_group = jnp.arange(blocks.size) < blocks.rows[i]

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.models.ops.cpu import softmax_maximum
+from dcmdp_jax.types import Array
 
 # Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one
 # segment: of all queries, and of the keys of a row's last queries.
 QUERY_BLOCKS = "attention_query_blocks"
 KEY_BLOCKS = "attention_key_blocks"
-_Carry = tuple[jax.Array, ...]
+_Carry = tuple[Array, ...]
 _HIDDEN = -1e30
 _LONG = 1024
 
@@ -29,14 +30,14 @@ def block_size(length: int) -> int:
 
 
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array,
     *,
     block: int | None = None,
-    window: int | jax.Array = 0,
-) -> jax.Array:
+    window: int | Array = 0,
+) -> Array:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
 
     A block of queries begins at the first token of a segment, or where the block before it ends; it
@@ -86,15 +87,15 @@ class _Segments(NamedTuple):
             none.
     """
 
-    first: jax.Array
-    after: jax.Array
-    real: jax.Array
+    first: Array
+    after: Array
+    real: Array
 
 
 def _segments(
-    segment_ids: jax.Array,
+    segment_ids: Array,
     size: int,
-    window: int | jax.Array,
+    window: int | Array,
 ) -> _Segments:
     total = segment_ids.size
     ids = segment_ids.reshape(-1)
@@ -131,19 +132,19 @@ class _Queries:
         following: [] int32, the first query of the next block.
     """
 
-    at: jax.Array
-    valid: jax.Array
-    first: jax.Array
-    index: jax.Array
-    begin: jax.Array
-    count: jax.Array
-    following: jax.Array
+    at: Array
+    valid: Array
+    first: Array
+    index: Array
+    begin: Array
+    count: Array
+    following: Array
 
     @classmethod
     def of(
         cls,
         segments: _Segments,
-        begin: jax.Array,
+        begin: Array,
         size: int,
         group: int,
     ) -> "_Queries":
@@ -170,7 +171,7 @@ class _Queries:
             following=segments.real[after],
         )
 
-    def keys(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def keys(self, block: Array) -> tuple[Array, Array]:
         """First key of a block, and [B, n] bool: which a query sees. The queries' own come last."""
         size = self.valid.shape[0]
         at = jnp.minimum(self.begin + block * size, self.at)
@@ -179,7 +180,7 @@ class _Queries:
         last_seen = jnp.minimum(self.index, last)
         return at, (key_index >= self.first) & (key_index <= last_seen)
 
-    def write(self, target: jax.Array, columns: jax.Array) -> jax.Array:
+    def write(self, target: Array, columns: Array) -> Array:
         """`target` [T, K, G, ...] with the block's [K, ..., n] at its valid queries."""
         size = self.valid.shape[0]
         block = columns.reshape(*columns.shape[:-1], -1, size)
@@ -192,21 +193,21 @@ class _Queries:
         return lax.dynamic_update_slice_in_dim(target, block, self.at, 0)
 
 
-def _rows(x: jax.Array, at: jax.Array | int, size: int) -> jax.Array:
+def _rows(x: Array, at: Array | int, size: int) -> Array:
     return lax.dynamic_slice_in_dim(x, at, size)
 
 
-def _as_rows(x: jax.Array) -> jax.Array:
+def _as_rows(x: Array) -> Array:
     """[B, K, G, h] -> [K, n, h]."""
     return x.transpose(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[3])
 
 
-def _as_columns(x: jax.Array) -> jax.Array:
+def _as_columns(x: Array) -> Array:
     """[B, K, G, h] -> [K, h, n]."""
     return x.transpose(1, 3, 2, 0).reshape(x.shape[1], x.shape[3], -1)
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(x: Array, y: Array) -> Array:
     """[K, a, b] [K, b, c] in float32: the order of axes that XLA's CPU products are fastest in."""
     return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
@@ -219,13 +220,13 @@ def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attended(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     segments: _Segments,
     size: int,
     length: int,
-) -> jax.Array:
+) -> Array:
     """Attended heads [T, K, G, h] for query [T, K, G, h], key and value [T, K, h].
 
     Scores are [K, keys, n]: queries are columns, so that reductions over keys are vectorized over
@@ -235,13 +236,13 @@ def _attended(
 
 
 def _attended_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     segments: _Segments,
     size: int,
     length: int,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[Array, tuple[Any, ...]]:
     total, kv_heads, group, width = query.shape
     query_scope, key_scope = _scopes(total, length, size)
 
@@ -250,7 +251,7 @@ def _attended_forward(
         block = _Queries.of(segments, begin, size, group)
         columns = _as_columns(_rows(query, block.at, size))
 
-        def keys(index: jax.Array, carry: _Carry) -> _Carry:
+        def keys(index: Array, carry: _Carry) -> _Carry:
             maximum, weight, product = carry
             at, visible = block.keys(index)
             keys = _rows(key, at, size).transpose(1, 0, 2)
@@ -295,8 +296,8 @@ def _attended_backward(
     size: int,
     length: int,
     saved: tuple[Any, ...],
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    cotangent: Array,
+) -> tuple[Array, Array, Array, None]:
     query, key, value, segments, attended, log_sum = saved
     total, kv_heads, group, width = query.shape
     query_scope, key_scope = _scopes(total, length, size)
@@ -321,7 +322,7 @@ def _attended_backward(
             )
         )
 
-        def keys(index: jax.Array, carry: _Carry) -> _Carry:
+        def keys(index: Array, carry: _Carry) -> _Carry:
             block_bar, key_bar, value_bar = carry
             at, visible = block.keys(index)
             block_key = _rows(key, at, size)
@@ -333,7 +334,7 @@ def _attended_backward(
             scores_bar = scores_bar.astype(query.dtype)
             block_bar += _product(block_key.transpose(1, 2, 0), scores_bar)
 
-            def add(sums: jax.Array, product: jax.Array) -> jax.Array:
+            def add(sums: Array, product: Array) -> Array:
                 added = _rows(sums, at, size) + product.transpose(1, 0, 2)
                 return lax.dynamic_update_slice_in_dim(sums, added, at, 0)
 

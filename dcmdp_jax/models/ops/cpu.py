@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from dcmdp_jax.models.ops.blocks import grouped_matmul as grouped_matmul
 from dcmdp_jax.models.ops.reference import Rotary
+from dcmdp_jax.types import Array
 
 HIDDEN = -1e30
 """Added to the score of a key that a query does not see."""
 
 
 @jax.custom_vjp
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu(gate: Array, up: Array) -> Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
     The backward pass computes the sigmoid again: kept from the forward pass it is one more array of
@@ -28,16 +29,16 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _swiglu_forward(
-    gate: jax.Array,
-    up: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    gate: Array,
+    up: Array,
+) -> tuple[Array, tuple[Array, Array]]:
     return swiglu(gate, up), (gate, up)
 
 
 def _swiglu_backward(
-    saved: tuple[jax.Array, jax.Array],
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    saved: tuple[Array, Array],
+    cotangent: Array,
+) -> tuple[Array, Array]:
     # The barrier keeps XLA from finding the forward pass's sigmoid equal and keeping it.
     gate, up = jax.lax.optimization_barrier(saved)
     gate32 = gate.astype(jnp.float32)
@@ -52,7 +53,7 @@ def _swiglu_backward(
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
+def softmax_maximum(x: Array, axis: int = -1) -> Array:
     """max(x) over an axis, kept as an axis of size 1.
 
     Not differentiable; the axis may not be split over devices.
@@ -61,7 +62,7 @@ def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
     exponentials.
     """
 
-    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    def larger(a: Array, b: Array) -> Array:
         return jax.lax.select(a > b, a, b)
 
     least = jnp.asarray(-jnp.inf, x.dtype)
@@ -69,7 +70,7 @@ def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
+def split(x: Array, at: int, axis: int) -> tuple[Array, Array]:
     """The first `at` entries along an axis, and the rest. The backward pass copies whole rows.
 
     Inside a fusion XLA would compute its concatenation one element at a time.
@@ -78,10 +79,10 @@ def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _split_forward(
-    x: jax.Array,
+    x: Array,
     at: int,
     axis: int,
-) -> tuple[tuple[jax.Array, jax.Array], None]:
+) -> tuple[tuple[Array, Array], None]:
     return split(x, at, axis), None
 
 
@@ -89,15 +90,15 @@ def _split_backward(
     at: int,
     axis: int,
     saved: None,
-    cotangents: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array]:
+    cotangents: tuple[Array, Array],
+) -> tuple[Array]:
     return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
 
 
 split.defvjp(_split_forward, _split_backward)
 
 
-def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
+def rotate(x: Array, rotary: Rotary) -> Array:
     """`reference.rotate` by a reversal: XLA computes a concatenation one element at a time."""
     cos, sin = (table[:, :, None] for table in rotary)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -106,21 +107,21 @@ def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def norm_and_rotate(
-    x: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    scale: Array,
     rotary: Rotary,
     eps: float,
-) -> jax.Array:
+) -> Array:
     """`reference.norm_and_rotate` with a backward pass that reads its inputs once."""
     return _norm_and_rotate_forward(x, scale, rotary, eps)[0]
 
 
 def _norm_and_rotate_forward(
-    x: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    scale: Array,
     rotary: Rotary,
     eps: float,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[Array, tuple[Any, ...]]:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     normed = (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
@@ -130,7 +131,7 @@ def _norm_and_rotate_forward(
 def _norm_and_rotate_backward(
     eps: float,
     saved: tuple[Any, ...],
-    cotangent: jax.Array,
+    cotangent: Array,
 ) -> tuple[Any, ...]:
     x, inverse, scale, rotary = saved
 
@@ -151,11 +152,11 @@ norm_and_rotate.defvjp(_norm_and_rotate_forward, _norm_and_rotate_backward)
 
 
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    visible: jax.Array,
-) -> jax.Array:
+    query: Array,
+    key: Array,
+    value: Array,
+    visible: Array,
+) -> Array:
     """`reference.attention` in half its time, forward and backward.
 
     The query heads that share a key head are laid along the query axis, [R, K, (H / K) L, h], so
@@ -195,11 +196,11 @@ def attention(
 
 @jax.custom_vjp
 def _attended(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array,
-) -> jax.Array:
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array,
+) -> Array:
     """softmax(q k^T + bias) v.
 
     For query [R, K, Q, h], key and value [R, K, S, h], bias [R or 1, 1, Q, S].
@@ -212,11 +213,11 @@ def _attended(
 
 
 def _attended_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array,
+) -> tuple[Array, tuple[Array, ...]]:
     scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) + bias
     exponentials = jnp.exp(scores - softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
@@ -233,9 +234,9 @@ def _attended_forward(
 
 
 def _attended_backward(
-    saved: tuple[jax.Array, ...],
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    saved: tuple[Array, ...],
+    cotangent: Array,
+) -> tuple[Array, Array, Array, Array]:
     query, key, value, bias, exponentials, inverse, attended = saved
     cotangent32 = cotangent.astype(jnp.float32)
     along = jnp.sum(cotangent32 * attended.astype(jnp.float32), axis=-1, keepdims=True) * inverse

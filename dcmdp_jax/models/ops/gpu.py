@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.types import Array
 
 
 class _Sequences(NamedTuple):
@@ -33,22 +34,22 @@ class _Sequences(NamedTuple):
         excess: [] bool, whether there are more than R M.
     """
 
-    lengths: jax.Array
-    query_offsets: jax.Array
-    key_offsets: jax.Array
-    real: jax.Array
-    excess: jax.Array
+    lengths: Array
+    query_offsets: Array
+    key_offsets: Array
+    real: Array
+    excess: Array
 
 
 def packed_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array,
     *,
     segments: int,
     window: int = 0,
-) -> jax.Array:
+) -> Array:
     """Causal attention of packed rows within their segments; see `attention.row_attention`.
 
     cuDNN takes each segment as a sequence of its own, so it computes no scores between two of them
@@ -77,7 +78,7 @@ def packed_attention(
 
 
 def _sequences(
-    segment_ids: jax.Array,
+    segment_ids: Array,
     segments: int,
     query_stride: int,
     key_stride: int,
@@ -112,22 +113,22 @@ def _sequences(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attended(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     sequences: _Sequences,
     window: int | None,
-) -> jax.Array:
+) -> Array:
     return _attended_forward(query, key, value, sequences, window)[0]
 
 
 def _attended_forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     sequences: _Sequences,
     window: int | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+) -> tuple[Array, tuple[Any, ...]]:
     attended, statistics = _bind(
         "fwd",
         query,
@@ -141,8 +142,8 @@ def _attended_forward(
 
 
 def _attended_backward(
-    window: int | None, saved: tuple[Any, ...], cotangent: jax.Array
-) -> tuple[jax.Array | None, ...]:
+    window: int | None, saved: tuple[Any, ...], cotangent: Array
+) -> tuple[Array | None, ...]:
     *inputs, statistics, attended = saved
     gradients = _bind("bwd", *inputs, statistics, attended, cotangent, window=window)
     real = inputs[3].real[..., None, None]
@@ -154,14 +155,14 @@ _attended.defvjp(_attended_forward, _attended_backward)
 
 def _bind(
     direction: str,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     sequences: _Sequences,
-    *saved: jax.Array,
+    *saved: Array,
     window: int | None,
     **options: bool,
-) -> list[jax.Array]:
+) -> list[Array]:
     """Bind JAX's primitive: the public function scales the offsets, and needs a GPU to trace."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

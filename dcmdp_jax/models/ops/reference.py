@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-Rotary = tuple[jax.Array, jax.Array]
+from dcmdp_jax.types import Array
+
+Rotary = tuple[Array, Array]
 """(cos, cos) and (-sin, sin), each [B, T, 2, h / 2], from `layers.rotary_tables`; no gradient."""
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """y = w * x / sqrt(mean(x^2) + eps), the mean in float32 as in Hugging Face's Qwen code.
 
     Args:
@@ -20,12 +22,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu(gate: Array, up: Array) -> Array:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x))."""
     return jax.nn.silu(gate) * up
 
 
-def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
+def rotate(x: Array, rotary: Rotary) -> Array:
     """Rotate the halves (a, b) of each head to (a cos - b sin, b cos + a sin), computed in float32.
 
     Args:
@@ -39,11 +41,11 @@ def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
 
 
 def norm_and_rotate(
-    x: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    scale: Array,
     rotary: Rotary,
     eps: float,
-) -> jax.Array:
+) -> Array:
     """RMS norm of each head, then `rotate`, applied by Qwen3 to queries and keys.
 
     Args:
@@ -56,11 +58,11 @@ def norm_and_rotate(
 
 
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    visible: jax.Array,
-) -> jax.Array:
+    query: Array,
+    key: Array,
+    value: Array,
+    visible: Array,
+) -> Array:
     """softmax(q k^T / sqrt(h)) v over the visible keys, softmax in float32.
 
     Args:
@@ -80,21 +82,21 @@ def attention(
     )
 
 
-def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
+def split(x: Array, at: int, axis: int) -> tuple[Array, Array]:
     """The first `at` entries along an axis, and the rest."""
     return tuple(jnp.split(x, [at], axis=axis))
 
 
-def softmax_maximum(x: jax.Array) -> jax.Array:
+def softmax_maximum(x: Array) -> Array:
     """max(x) over the last axis, kept as an axis of size 1; a softmax needs no gradient of it."""
     return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
 
 
 def grouped_matmul(
-    x: jax.Array,
-    kernels: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
+    x: Array,
+    kernels: Array,
+    group_sizes: Array,
+) -> Array:
     """x_r W_g(r) for rows that lie group by group.
 
     Args:
@@ -111,23 +113,23 @@ def grouped_matmul(
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def permute(x: Array, order: Array, inverse: Array) -> Array:
     """x[order]; its transpose gathers by `inverse`, where autodiff would scatter row by row."""
     return x[order]
 
 
 def _permute_forward(
-    x: jax.Array,
-    order: jax.Array,
-    inverse: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    x: Array,
+    order: Array,
+    inverse: Array,
+) -> tuple[Array, Array]:
     return x[order], inverse
 
 
 def _permute_backward(
-    inverse: jax.Array,
-    cotangent: jax.Array,
-) -> tuple[jax.Array, None, None]:
+    inverse: Array,
+    cotangent: Array,
+) -> tuple[Array, None, None]:
     return cotangent[inverse], None, None
 
 

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.types import Array
 
 
 def splash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array,
     *,
     window: int = 0,
-) -> jax.Array:
+) -> Array:
     """Causal attention of packed rows within their segments; see `attention.row_attention`.
 
     Raises:
@@ -49,12 +50,12 @@ _TILE = (512, 1024, 1024)
 
 
 def grouped_matmul(
-    x: jax.Array,
-    kernels: jax.Array,
-    group_sizes: jax.Array,
+    x: Array,
+    kernels: Array,
+    group_sizes: Array,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """`reference.grouped_matmul` by megablox. Not run on a TPU yet.
 
     Args:

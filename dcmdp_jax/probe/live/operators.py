@@ -28,7 +28,7 @@ from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.probe.columns.evidence import OperatorDifference, in_order
 from dcmdp_jax.probe.columns.pairs import Ragged
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 _TOKENS = 256
 """Tokens that operators are compared on: their outputs are held for all layers."""
@@ -36,10 +36,10 @@ NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
 Pair = tuple[Any, Any]
 """What an operator read and gave, [T, width] each, floating point."""
-Sizes = dict[str, jax.Array]
+Sizes = dict[str, Array]
 """Operator -> relative difference."""
 
-Cached = Callable[[jax.Array], jax.Array]
+Cached = Callable[[Array], Array]
 """Keys or values -> the same as a cache gives them back."""
 
 
@@ -160,7 +160,7 @@ def _observed(engine: Any, tokens: OnePass) -> Observed | None:
 def _mixer(
     layer: Params,
     config: ModelConfig,
-    segment_ids: jax.Array,
+    segment_ids: Array,
     window: int,
     platform: str,
     cached: Cached,
@@ -177,7 +177,7 @@ def _mixer(
     if is_recurrent(layer):
         return functools.partial(recurrent_rows, config, segment_ids)
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+    def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
         kernel = attention.RowKernel(
             name=attention.choose_kernel("auto", query.dtype, platform, query.shape[1]),
             ops=choose_ops(platform),
@@ -195,7 +195,7 @@ def _mixer(
     return attend
 
 
-def _relative(output: jax.Array, trained: jax.Array) -> jax.Array:
+def _relative(output: Array, trained: Array) -> Array:
     size = jnp.maximum(jnp.linalg.norm(trained), jnp.finfo(jnp.float32).tiny)
     return jnp.linalg.norm(output.astype(jnp.float32) - trained) / size
 
@@ -204,8 +204,8 @@ def _relative(output: jax.Array, trained: jax.Array) -> jax.Array:
 def _layer(
     layer: Params,
     pairs: dict[str, Pair],
-    positions: jax.Array,
-    segment_ids: jax.Array,
+    positions: Array,
+    segment_ids: Array,
     *,
     config: ModelConfig,
     rope: str,
@@ -229,7 +229,7 @@ def _layer(
     mixer = functools.partial(_mixer, layer, config, segment_ids, window, platform)
     sizes = {}
 
-    def compare(name: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
+    def compare(name: str, operator: Callable[[Array], Any], _: Array) -> Any:
         read, output = pairs[name]
         trained = operator(read.astype(jnp.float32)[None])
         sizes[name] = _relative(output, jax.tree.leaves(trained)[0][0])
@@ -249,7 +249,7 @@ def _layer(
 def _last(params: Params, norm: Pair, head: Pair, *, config: ModelConfig) -> Sizes:
     """The last norm, and the head's logits less their mean."""
 
-    def centered(logits: jax.Array) -> jax.Array:
+    def centered(logits: Array) -> Array:
         return logits - jnp.mean(logits, -1, keepdims=True)
 
     with products.products_in("float32"):
@@ -320,14 +320,14 @@ def _of_embedded(engine: LocalEngine, tokens: OnePass) -> Observed:
 @products.in_compute_dtype
 def _engine_layer(
     layer: Params,
-    x: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
+    x: Array,
+    positions: Array,
+    segment_ids: Array,
     *,
     program: layout.Program,
     rope: str,
     window: int,
-) -> tuple[jax.Array, dict[str, Pair]]:
+) -> tuple[Array, dict[str, Pair]]:
     """The residual stream after the layer, and what its operators read and gave."""
     config = program.config
     block = block_of(program.own_weights(layer), config)
@@ -335,7 +335,7 @@ def _engine_layer(
     mixer = functools.partial(_mixer, layer, config, segment_ids, window, program.platform)
     pairs = {}
 
-    def record(name: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
+    def record(name: str, operator: Callable[[Array], Any], read: Array) -> Any:
         output = operator(read)
         pairs[name] = read[0], jax.tree.leaves(output)[0][0]
         return output
@@ -350,6 +350,6 @@ def _engine_layer(
 
 @functools.partial(jax.jit, static_argnames=("program",))
 @products.in_compute_dtype
-def _engine_last(weights: Params, x: jax.Array, *, program: layout.Program) -> tuple[Pair, Pair]:
+def _engine_last(weights: Params, x: Array, *, program: layout.Program) -> tuple[Pair, Pair]:
     hidden = final_norm(weights, program.config, x)
     return (x, hidden), (hidden, forward.logits(weights, hidden))
