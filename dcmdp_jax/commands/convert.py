@@ -39,8 +39,10 @@ _COLUMNS = {
 }
 _PROJECT = f"[dcmdp_jax]({REPOSITORY})" if REPOSITORY else "dcmdp_jax"
 CITATION = """@article{liu2026dcmdp,
-  title = {Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy},
-  author = {Liu, Jiashun and Liu, Runze and Wan, Xu and Liang, Jing and Tang, Hongyao and Pan, Ling},
+  title = {Reformulate LLM Reinforcement Learning for Efficient Training
+           under Black-box Discrepancy},
+  author = {Liu, Jiashun and Liu, Runze and Wan, Xu and Liang, Jing and
+            Tang, Hongyao and Pan, Ling},
   year = {2026}
 }
 @software{dcmdp_jax,

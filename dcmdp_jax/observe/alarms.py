@@ -113,29 +113,52 @@ class Alarm:
 def alarms(series: Series) -> list[Alarm]:
     """The alarms of a run, from its metrics so far; empty for a healthy one.
 
-    c is `dual/tolerance`, delta `discrepancy/mean`; noise and mismatch compare with c the quantile that
-    `algorithm.budget` names, if it does. Unless it is said, a rule looks at the last 10 steps.
+    c is `dual/tolerance`, delta `discrepancy/mean`; noise and mismatch compare with c the quantile
+    that `algorithm.budget` names, if it does. Unless it is said, a rule looks at the last 10 steps.
 
-    | alarm | rule |
-    |---|---|
-    | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
-    | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
-    | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | penalty | one of three. The median of `dual/penalty_share` of the last 5 steps is above 0.1, over the steps that have a prompt with unequal rewards (at least half of them). lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest penalty of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
-    | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no penalty alarm says why, and the entropy does not move as under collapse |
-    | unseen_updates | delta rises steadily (rank correlation of 0.8 or more over all steps, at least 10) to ten times its first and 3 noise floors, no weights are stale, and the engine stands still: `mismatch/sync_rounding` is 0.7 or more in the median of the last 10 steps; in a recording the first step's median log-ratio is 0.04 nats at most and the engine's mean -log q moves by 20% at most |
-    | identical | `completion/identical_fraction` is above `completion/identical_chance` by 0.1 and four standard errors over steps: samples that are not independent |
-    | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
-    | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but penalty says why |
-    | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
-    | rounding | in each of the last 2 steps all prompts have equal rewards, no teacher, KL or load-balancing term has a gradient, and lambda penalizes a delta within 3 noise floors, or below 1e-6: the update is rounding alone |
-    | truncation | 90% or more of the completions are cut by the length limit in each of the last 2 steps, and half or fewer were in some step before |
-    | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines diverge |
+    support: mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an
+        effective sample size of 0.8 or more
+    retokenization: in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no
+        weights are stale
+    staleness: with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the
+        clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors,
+        and weights of earlier steps sampled (`rollout/staleness_max`)
+    penalty: one of three. The median of `dual/penalty_share` of the last 5 steps is above 0.1, over
+        the steps that have a prompt with unequal rewards (at least half of them). lambda rises
+        steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later
+        5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or
+        more. delta rises as for weight_sync while the largest penalty of a token, lambda
+        `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps
+    weight_sync: delta of each of the last 3 steps is above 5 times the median of the steps before
+        the window and 3 noise floors, no weights are stale, no completion is broken, the reward of
+        the 3 steps before the rise was not below the usual by half of its size, no penalty alarm
+        says why, and the entropy does not move as under collapse
+    unseen_updates: delta rises steadily (rank correlation of 0.8 or more over all steps, at least
+        10) to ten times its first and 3 noise floors, no weights are stale, and the engine stands
+        still: `mismatch/sync_rounding` is 0.7 or more in the median of the last 10 steps; in a
+        recording the first step's median log-ratio is 0.04 nats at most and the engine's mean -log
+        q moves by 20% at most
+    identical: `completion/identical_fraction` is above `completion/identical_chance` by 0.1 and
+        four standard errors over steps: samples that are not independent
+    noise: delta is above c on most steps, and within 3 noise floors; c is not below the floor
+        itself, of which the report warns anyway
+    mismatch: delta is above 1.5 c and 3 noise floors, and no alarm above but penalty says why
+    collapse: over 20 steps delta at least doubles and the entropy changes by 40% or more, both
+        steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a
+        weight_sync alarm
+    rounding: in each of the last 2 steps all prompts have equal rewards, no teacher, KL or load-
+        balancing term has a gradient, and lambda penalizes a delta within 3 noise floors, or below
+        1e-6: the update is rounding alone
+    truncation: 90% or more of the completions are cut by the length limit in each of the last 2
+        steps, and half or fewer were in some step before
+    displacement: over 20 steps the 95th percentile of |logit p - logit q| grows by half or more,
+        steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from
+        delta that the engines diverge
 
-    The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
-    window raises none but `penalty` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
-    other numbers of `penalty` are guesses.
-    """  # noqa: E501 - a table
+    The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run
+    shorter than the window raises none but `penalty` by its share. That share and its 5 steps were
+    chosen on long completions (docs/evidence.md), the other numbers of `penalty` are guesses.
+    """
     raised: dict[str, Alarm] = {}
     for name, rule in _RULES.items():
         if raised.keys() & _EXPLAINED_BY.get(name, set()):
@@ -263,8 +286,8 @@ def _staleness(series: Series) -> Iterator[str]:
     if lag and over_budget:
         yield (
             f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g}, "
-            f"and the tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more often, "
-            "or correct by importance weights."
+            f"and the tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more "
+            "often, or correct by importance weights."
         )
 
 
@@ -429,8 +452,8 @@ def _mismatch(series: Series) -> Iterator[str]:
         floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
         yield (
             f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g} "
-            f"and a noise floor {floor}: the engines differ. Run dcmdp probe on this run for the cause; "
-            "then raise c, or the engine's precision."
+            f"and a noise floor {floor}: the engines differ. Run dcmdp probe on this run for the "
+            "cause; then raise c, or the engine's precision."
         )
 
 

@@ -32,8 +32,8 @@ _TABLE = """
 @training/step_metrics.py:batch_metrics
 reward/mean | reward | mean over the step's completions of the weighted sum of all rewards
 reward/std | reward | standard deviation of the reward over the step's completions
-reward/all_equal_groups | fraction | zero-variance groups: prompts whose completions all received the same
-    reward (zero advantage)
+reward/all_equal_groups | fraction | zero-variance groups: prompts whose completions all received
+    the same reward (zero advantage)
 @rewards/scoring.py:reward_metrics
 reward/without_value | completions | completions without a value of any reward; reward 0
 reward/source/{source}/mean | reward | mean reward of data source {source}
@@ -89,8 +89,8 @@ rollout/padding_fraction | fraction | padding among the tokens that the training
 @training/step.py:_objective
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the
     tolerance
-dual/penalty_share | fraction | penalty in the update: C / (C + S), C = sum |penalty| (1 - p), S = sum
-    |advantage| (1 - p)
+dual/penalty_share | fraction | penalty in the update: C / (C + S), C = sum |penalty| (1 - p), S =
+    sum |advantage| (1 - p)
 policy/entropy | nats | mean entropy of the policy over sampled tokens
 policy/teacher_kl | nats | mean of log p^Train - log p of the teacher: about KL(policy || teacher)
 @config/algorithm.py:AlgorithmSettings.bounded_metric
@@ -120,8 +120,8 @@ mismatch/effective_sample_size | fraction | effective share of tokens under trai
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the
     median completion's
 @algorithm/distribution.py:distribution_statistics
-distribution/total_variation | probability | with rollout.top_logprobs: mean over positions, the remaining
-    mass as one token
+distribution/total_variation | probability | with rollout.top_logprobs: mean over positions, the
+    remaining mass as one token
 distribution/total_variation_bound | probability | how much larger it can be: mean of the smaller
     tail
 distribution/kl_engine | nats | mean over states of KL(engine || train), the tail as one token
@@ -146,12 +146,15 @@ mismatch/noise_floor | discrepancy | of the engine against itself in another bat
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were
     replaced
 @training/rollout_record.py:leg_metrics
-mismatch/leg_decoding | probability | decode vs. prefill: mean |q - s|, s the engine's prefill; at recorded
-    noise-floor steps
-mismatch/leg_one_pass | probability | prefill vs. trainer: mean |s - p| of the same tokens; q - p is the sum of both
-mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the rest is prefill vs. trainer
+mismatch/leg_decoding | probability | decode vs. prefill: mean |q - s|, s the engine's prefill; at
+    recorded noise-floor steps
+mismatch/leg_one_pass | probability | prefill vs. trainer: mean |s - p| of the same tokens; q - p
+    is the sum of both
+mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the rest is prefill
+    vs. trainer
 @engines/vllm/engine.py:VllmEngine.sync_weights
-mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the weight sync
+mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the
+    weight sync
 replica/{replica}/{measure} | tokens, seconds or restarts | with Ray: of replica {replica} since the
     last weight sync
 @models/lora.py:merged_and_measured
@@ -230,9 +233,11 @@ time/pack | seconds | packing tokens into rows
 time/step | seconds | the compiled training step
 time/wait | seconds | with rollout.lag: the trainer waits for the sampler
 @training/batches.py:Batches
-time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, weight syncs included
+time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, weight syncs
+    included
 @training/phase_timer.py:PhaseTimer.metrics
-time/overlap | seconds | with rollout.lag: seconds that overlap saves, the sum of a step's parts less its time
+time/overlap | seconds | with rollout.lag: seconds that overlap saves, the sum of a step's parts
+    less its time
 time/total | seconds | the whole step, from prompts to record
 throughput/tokens_per_second | tokens / s | prompt and completion tokens over the whole step's time
 throughput/sampled_tokens_per_second | tokens / s | sampled tokens over the time spent generating
