@@ -90,13 +90,13 @@ def colored(text: str, color: str) -> str:
 
 
 def _compiling() -> str:
-    """The programs that threads are compiling: `; compiling beside: the step, decode`."""
+    """The programs that threads are compiling: `; also compiling: the step, decode`."""
     names = [
         thread.name.removeprefix(COMPILING)
         for thread in threading.enumerate()
         if thread.name.startswith(COMPILING)
     ]
-    return f"; compiling beside: {', '.join(names)}" if names else ""
+    return f"; also compiling: {', '.join(names)}" if names else ""
 
 
 class _Painter:

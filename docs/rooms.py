@@ -21,7 +21,7 @@ _BEGIN = "<!-- rooms: written by python -m docs.rooms -->\n"
 _END = "<!-- end of rooms -->\n"
 _SIZE = re.compile(r"^(\| `(\w+)` \|.*\|) [\d,]+ \|$", re.MULTILINE)
 _WALK = re.compile(
-    r"^(\*\*[^*]+\*\*) \((\d+) places, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )",
+    r"^(\*\*[^*]+\*\*) \((\d+) definitions, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )",
     re.MULTILINE | re.DOTALL,
 )
 _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
@@ -153,8 +153,8 @@ def floors(table: Rooms) -> list[list[str]]:
 
 def page_block(table: Rooms) -> str:
     """The generated part of the page."""
-    image = "![Rooms, each above those that it imports](images/rooms.svg)"
-    lines = [f"{image}\n\n| room | what it has | tokens |\n|---|---|---|\n"]
+    image = "![Packages, each above those that it imports](images/rooms.svg)"
+    lines = [f"{image}\n\n| package | content | tokens |\n|---|---|---|\n"]
     for floor in floors(table):
         for room in floor:
             module = ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
@@ -164,7 +164,8 @@ def page_block(table: Rooms) -> str:
         f"`{path.stem}`" for path in _PACKAGE.glob("*.py") if not path.stem.startswith("__")
     )
     return (
-        "".join(lines) + f"\nModules beside the rooms, which all may import: {', '.join(beside)}.\n"
+        "".join(lines)
+        + f"\nModules beside the packages, which all may import: {', '.join(beside)}.\n"
     )
 
 
@@ -256,7 +257,7 @@ def with_lines(page: str) -> str:
     def walk(match: re.Match[str]) -> str:
         count, lines = walk_of(match[5])
         return (
-            f"{match[1]} ({count} places, {lines} lines, {-(-lines // LINES_A_MINUTE)} "
+            f"{match[1]} ({count} definitions, {lines} lines, {-(-lines // LINES_A_MINUTE)} "
             f"minutes){match[5]}"
         )
 

@@ -374,7 +374,7 @@ embedded engine sampled, and 64 tokens of greedy text of 4 prompts. Our tokenize
 text. Exceptions: DIFFERS. The toys have the built-in task's tokenizer, which transformers reads with
 Qwen2's own pre-tokenizer in a directory of that family.
 MISSING
-The tail (p99), the displacement eps = logit p - logit q, dates, commands and versions:
+The tail (p99), the logit difference eps = logit p - logit q, dates, commands and versions:
 `research/tables/certificates.txt`, from `docs/certificates/*.json`.
 """
 

@@ -55,9 +55,9 @@ def test_what_threads_compile_is_named_while_they_do(shown):
     for thread in threads:
         thread.start()
     try:
-        assert shown(104.0) == ["sampling: 4 s so far; compiling beside: the step, decode (2)"]
+        assert shown(104.0) == ["sampling: 4 s so far; also compiling: the step, decode (2)"]
         [line] = Activity("sampling", began=100.0).lines(200, 104.0)
-        assert "sampling: 4 s; compiling beside: the step, decode (2)" in line
+        assert "sampling: 4 s; also compiling: the step, decode (2)" in line
     finally:
         done.set()
         for thread in threads:

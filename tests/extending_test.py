@@ -110,7 +110,7 @@ def test_all_recipes_of_code_together(tmp_path):
     headings = re.findall(r"^## (?:A|An) (.*)", _RECIPES, re.MULTILINE)
     names = [
         "reward",
-        "remedy",
+        "mitigation",
         "setting",
         "metric",
         "model parameter",
@@ -119,7 +119,7 @@ def test_all_recipes_of_code_together(tmp_path):
         "precision",
         "recording format",
         "cause of the probe",
-        "alarm",
+        "alert",
         "command",
         "field of the state",
     ]

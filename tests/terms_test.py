@@ -38,14 +38,12 @@ _OLDER = {
 }
 """Term -> the words that it replaced, as a pattern."""
 
-# Written by programs from texts of the code, docstrings shown as they are, recipes of the code, and
-# rules that were written before a study's runs.
-_OTHERS = set(
-    """settings.md metrics.md translations.md certificates.md test_long.md api.md
-    api_reference.md architecture.md extending.md doses.md paper_regime.md""".split()
+# Docstrings as they are, and rules that were written before an experiment's runs.
+_OTHERS = set("api_reference.md doses.md paper_regime.md".split())
+# Names of settings, files and commands are words of messages too.
+_NAMES = re.compile(
+    r"[\w.]+[./_:][\w{][\w./:{}]*|{\w+}|--[\w.-]+|`[^`]*`|power charge voltage|charge: C coulomb"
 )
-# Setting names are words of messages too.
-_IN_CODE = ("alert", "mitigation", "SFT warm start", "validation", "variant", "experiment")
 
 
 def _pages():
@@ -60,7 +58,7 @@ def _pages():
 def _prose(text):
     """A page without code, without the targets of its links, and without the list of older words."""
     text = text.partition("\n## Older words\n")[0]
-    text = re.sub(r"```.*?```|^ {4}.*?$|`[^`]*`", " ", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"```.*?```|^ {4}.*?$|`[^`]*`|{\w+}", " ", text, flags=re.DOTALL | re.MULTILINE)
     return " ".join(re.sub(r"\]\([^)]*\)", "]", text).split())
 
 
@@ -89,30 +87,37 @@ def test_the_glossary_has_every_term():
     assert [term for term in _OLDER if term not in glossary] == []
 
 
+def _without_names(text):
+    return " ".join(_NAMES.sub(" ", text).split())
+
+
 def test_messages_use_the_terms():
-    terms = [term for term in _OLDER if term not in _IN_CODE]
     text = (_ROOT / "tests" / "recorded" / "messages.txt").read_text(encoding="utf-8")
-    assert _found(re.sub(r"`[^`]*`", " ", text), terms) == []
+    assert _found(_without_names(text), _OLDER) == []
 
 
-def test_help_uses_the_terms():
-    """Texts of the commands: every string with a space that is no docstring."""
-    terms = [term for term in _OLDER if term not in _IN_CODE]
+def _texts(path):
+    """Strings of a module with a space, but for docstrings and remarks below a name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    remarks = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Constant) and node.value
+        if isinstance(text, str) and " " in text and id(node) not in remarks:
+            yield text
+
+
+def test_help_console_and_errors_use_the_terms():
     found = {}
-    for path in sorted((_ROOT / "dcmdp_jax" / "commands").glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        docstrings = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        texts = [
-            node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            if " " in node.value and id(node) not in docstrings
-        ]
-        found[path.name] = _found(" ".join(texts), terms)
-    assert {name: words for name, words in found.items() if words} == {}
+    for path in sorted((_ROOT / "dcmdp_jax").rglob("*.py")):
+        words = _found(_without_names(" ".join(_texts(path))), _OLDER)
+        if words:
+            found[path.name] = words
+    assert found == {}
+
+
+def test_templates_of_reports_use_the_terms():
+    """Text outside of tags, expressions, scripts and styles."""
+    code = r"<(script|style).*?</\1>|<!--.*?-->|<[^>]*>|{[{%#].*?[}%#]}"
+    for path in sorted((_ROOT / "dcmdp_jax" / "observe" / "templates").glob("*.html")):
+        text = re.sub(code, " ", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert _found(text, _OLDER) == [], path.name

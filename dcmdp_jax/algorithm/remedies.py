@@ -34,7 +34,7 @@ Statistics = dict[str, Statistic]
 
 
 class Tokens(NamedTuple):
-    """Input of every remedy, rows [R, L]. All tokens of a completion are in the same call.
+    """Input of every mitigation, rows [R, L]. All tokens of a completion are in the same call.
 
     What lies outside `completion_mask` is undefined for penalties and corrections, and 0 for trust
     regions and losses.
@@ -175,7 +175,7 @@ def check_terms(kind: str, function: Function) -> None:
     """Trace a remedy on small rows of two shapes: nothing is computed.
 
     Args:
-        kind: "penalty", "correction", "trust region" or "loss".
+        kind: "penalty", "correction", "policy-loss variant" or "loss".
         function: the remedy.
 
     Raises:
@@ -238,7 +238,7 @@ def check_values(kind: str, function: Function) -> None:
     )
 
     checked = dict(terms)
-    if kind in ("trust region", "loss"):
+    if kind in ("policy-loss variant", "loss"):
         if not any(np.any(value) for value in gradient.values()):
             raise ValueError(
                 f"returned {next(iter(terms))} without any gradient, so that nothing is learned; "
@@ -277,7 +277,7 @@ def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> N
 _KINDS = {
     "penalty": "advantages",
     "correction": Corrected,
-    "trust region": Region,
+    "policy-loss variant": Region,
     "loss": "losses",
 }
 _FLAGS = ("keep", "truncated", "low", "high")

@@ -135,7 +135,8 @@ def parse_settings(
     settings |= {name: name for name in setting_names()}
     for word in arguments:
         name = word.removeprefix("--").partition("=")[0]
-        if name != word and name in settings and f"--{name}" not in parser.flags():
+        is_flag = f"--{name.replace('_', '-')}" in parser.flags()
+        if name != word and name in settings and not is_flag:
             raise UserError(
                 f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE"
             )

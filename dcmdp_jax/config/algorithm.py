@@ -39,10 +39,10 @@ _REMEDIES: Mapping[str, tuple[str, Functions]] = {
         },
     ),
     "corrections": ("correction", {**CORRECTIONS, _CENTERING: distribution.score_centering}),
-    "trust_region": ("trust region", trust_regions.TRUST_REGIONS),
+    "trust_region": ("policy-loss variant", trust_regions.TRUST_REGIONS),
     "loss": ("loss", losses.LOSSES),
 }
-"""Setting that names remedies -> their kind, and ours by name."""
+"""Setting that names mitigations -> their kind, and ours by name."""
 
 
 class CenteredCorrections(NamedTuple):
@@ -87,7 +87,7 @@ class AlgorithmSettings:
             (30B-A3B).
         budget: Statistic of the tokens' discrepancy that c bounds and that moves lambda: mean, or a
             quantile over all tokens of the step. Source: paper: mean.
-        tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050
+        tolerance: c, the bound of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050
             (30B-A3B).
         tolerance_steps: Calibrate c on this many first steps, during which lambda stays at lambda_0
             and c at `tolerance`. Then c is tolerance_factor times the median over these steps of
@@ -97,8 +97,8 @@ class AlgorithmSettings:
             ours: the rule of dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
         multiplier_max: Upper end of lambda; the lower one is 0. The paper states none, and its
-            lambda rises above 0.1. A fixed lambda of 1 ended learning on long completions
-            (docs/evidence.md): watch the alarm penalty. Source: ours.
+            lambda rises above 0.1. With lambda fixed at 1 runs collapsed on long completions
+            (docs/evidence.md): watch the alert penalty. Source: ours.
         trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo,
             acr, with parameters such as low and high, or a function of yours as
             path.py:function(parameter=value) (docs/remedies.md). clip bounds the ratio (low=0.2,

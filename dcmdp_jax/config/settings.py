@@ -186,7 +186,7 @@ SERVERS = ("http:", "https:", "unix:")
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    r"""Rewards in training and of held-out tasks.
+    r"""Rewards in training and of validation tasks.
 
     Attributes:
         functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*),
@@ -344,7 +344,7 @@ class WarmupSettings:
             joined by commas.
         steps: Supervised steps. 0: none.
         batch_size: Solutions of a supervised step.
-        learning_rate: Highest learning rate of the warm-up.
+        learning_rate: Highest learning rate of the SFT warm start.
     """
 
     task: str = setting("")
@@ -355,10 +355,10 @@ class WarmupSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """Held-out evaluation by the inference engine's policy while training.
+    """Validation by the inference engine's policy while training.
 
     Attributes:
-        task: Held-out problems, as `task.train`; several tasks are joined by commas. The paper's
+        task: Validation prompts, as `task.train`; several tasks are joined by commas. The paper's
             own evaluation of a model, with 32,768 tokens: dcmdp evaluate.
         every_steps: Steps between evaluations. 0: none.
         samples: K of avg@K, completions of each problem: one number for each task, or one for all.
@@ -387,7 +387,7 @@ class CheckpointSettings:
     Attributes:
         every_steps: Steps between checkpoints.
         keep_last: Newest checkpoints kept.
-        keep_best: Checkpoints kept with the best held-out avg@K; none without evaluation.
+        keep_best: Checkpoints kept with the best validation avg@K; none without evaluation.
     """
 
     every_steps: int = setting(20, unit="steps", minimum=1, free=True)
@@ -405,7 +405,7 @@ class ObserveSettings:
             rollouts/step_N.parquet, for the probe; about 13 bytes a token. Above 1 GiB the oldest
             are deleted. 0: none.
         samples: Sample completions written each time.
-        on_alarm: What an alarm does (docs/probe.md lists them). warn: a line on the console. stop:
+        on_alarm: What an alert does (docs/probe.md lists them). warn: a line on the console. stop:
             it also saves the state and ends the run; the same command goes on.
         wandb_project: Weights & Biases project. Empty: not used.
         trackio_project: Trackio project; local unless TRACKIO_SPACE_ID names a Space. Empty: not

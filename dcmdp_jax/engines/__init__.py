@@ -1,1 +1,1 @@
-"""Inference engines: the protocol, the embedded engine, vLLM as a sidecar, a server over HTTP."""
+"""Inference engines: the protocol, the embedded engine, vLLM in its own process, an HTTP server."""

@@ -1,1 +1,1 @@
-"""avg@K and pass@K of a policy on held-out problems."""
+"""avg@K and pass@K of a policy on validation prompts."""

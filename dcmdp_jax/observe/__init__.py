@@ -1,1 +1,1 @@
-"""Metrics, alarms, progress and reports of a run."""
+"""Metrics, alerts, progress and reports of a run."""

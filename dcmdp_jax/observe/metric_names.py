@@ -77,7 +77,7 @@ completion/source/{source}/length_mean | tokens | mean length of the completions
     {source}
 rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, replaced groups included
 rollout/refill_rounds | calls | further calls of the engine by dynamic sampling
-rollout/unfilled_groups | prompts | groups of all-equal rewards that dynamic sampling found no other
+rollout/unfilled_groups | prompts | zero-variance groups that dynamic sampling found no other
     for
 @data/packing.py:staleness_metrics
 rollout/staleness_mean | steps | mean age of the sampled tokens: the trained policy's step minus
@@ -208,7 +208,7 @@ policy/loss | advantage | the minimized loss, mean of the updates that were made
 optimizer/grad_norm | norm | global gradient norm before clipping
 optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
 @training/sft.py:_evaluate
-eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of held-out {task}
+eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of validation {task}
 @training/objective.py:SURROGATE
 policy/surrogate | advantage | its first term, recorded where the loss has others too
 policy/kl | nats | its divergence from the initial policy, before algorithm.kl_coefficient
@@ -246,14 +246,14 @@ time/clock | seconds | Unix time at which the line was written
 @observe/alarms.py:ALARMS
 alarm/{alarm} | 0 or 1 | 1 while the alert {alarm} is raised; observe/alarms.py has its rule
 @evaluation/held_out.py:held_out_metrics
-eval/{task}/avg@{samples} | reward | held-out {task}: mean reward over {samples} samples a problem
-eval/{task}/pass@{samples} | fraction | held-out {task}: problems solved by at least one of
+eval/{task}/avg@{samples} | reward | validation {task}: mean reward over {samples} samples a problem
+eval/{task}/pass@{samples} | fraction | validation {task}: problems solved by at least one of
     {samples} samples
-eval_interval/{task}/{bound} | reward | held-out {task}, {bound} bound of avg@K's 95% interval:
+eval_interval/{task}/{bound} | reward | validation {task}, {bound} bound of avg@K's 95% interval:
     bootstrap over problems
-eval_reward/{task}/{reward} | reward | held-out {task}/{reward}: mean of this one of several
+eval_reward/{task}/{reward} | reward | validation {task}/{reward}: mean of this one of several
     rewards, before its weight
-eval_logged/{task}/{name} | as logged | {task}/{name}: what reward functions logged on a held-out
+eval_logged/{task}/{name} | as logged | {task}/{name}: what reward functions logged on a validation
     task (log_metric)
 """
 """Under `@FILE:FUNCTION` its metrics, in the order to show them. Indented lines go on."""

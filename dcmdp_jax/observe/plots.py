@@ -378,8 +378,8 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
         ),
     ),
     "evaluation": (
-        "Scores on held-out problems.",
-        functools.partial(_draw, "Held-out evaluation", _evaluation_panels),
+        "Scores on validation prompts.",
+        functools.partial(_draw, "Validation", _evaluation_panels),
     ),
     "mismatch": (
         "Mismatch of the engines' probabilities on the same tokens.",

@@ -331,7 +331,7 @@ def _score_facts(series: Series) -> Iterator[Fact]:
         gained = f"{100 * gain:+.1f} points" if score.text is percent else f"{gain:+.4g}"
         best = int(np.argmax(values))
         yield Fact(
-            f"Held-out {score.name}",
+            f"Validation {score.name}",
             f"{score.text(values[0])} → {score.text(values[-1])}",
             details=f"{gained} from step {score.steps[0]} to {score.steps[-1]}; best "
             f"{score.text(values[best])} at step {score.steps[best]}",
@@ -413,7 +413,7 @@ def verdict(run: RecordedRun) -> dict[str, str]:
     if scores:
         first = _score_at(run, scores[0], 0)
         last = _score_at(run, scores[0], -1)
-        lines["score"] = f"held-out {scores[0].name} from {first} to {last}"
+        lines["score"] = f"validation {scores[0].name} from {first} to {last}"
     elif len(rewards):
         first, last, _ = _ends(rewards)
         lines["score"] = f"training reward from {number(first)} to {number(last)}"

@@ -88,7 +88,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
     completions = packing.mini_batches * packing.completions
     warm_up = "none"
     if run.task.worked_solutions is not None:
-        warm_up = f"{config.warmup.steps} supervised steps"
+        warm_up = f"{config.warmup.steps} supervised steps on {config.warmup.task}"
 
     return {
         "method": _method(config.algorithm),
@@ -102,7 +102,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
         f"{completions} completions of at most {limit} tokens, {packing.mini_batches} update(s)",
         "rows": f"{_rows(packing, lengths, limit)} of completions with a median of "
         f"{max(1, limit // 4)} tokens",
-        "warm-up": warm_up,
+        "warm start": warm_up,
     }
 
 

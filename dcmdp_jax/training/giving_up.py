@@ -132,7 +132,7 @@ class AlarmWatch:
         self._news = [alarm for alarm in raised if alarm.name not in self._raised]
         self._raised = {alarm.name for alarm in raised}
         for alarm in self._news:
-            logger.warning("step %d: alarm %s: %s", step, alarm.name, alarm.text)
+            logger.warning("step %d: alert %s: %s", step, alarm.name, alarm.text)
         for name, metric in ALARMS.items():
             new_metrics[metric] = float(name in self._raised)
         return new_metrics
@@ -146,8 +146,8 @@ class AlarmWatch:
         """Raise TrainingStopped, which says where the run goes on; the state is saved already."""
         names = ", ".join(alarm.name for alarm in self._news) or "raised on another host"
         raise TrainingStopped(
-            f"alarm {names} at step {step}, saved (observe.on_alarm=stop); the same command goes "
-            "on from there, with --config.observe.on_alarm=warn without a stop at the next alarm"
+            f"alert {names} at step {step}, saved (observe.on_alarm=stop); the same command goes "
+            "on from there, with --config.observe.on_alarm=warn without a stop at the next alert"
         )
 
     def _add(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ def _warm_up(
     placement = run.placement
     mesh = placement.mesh
     compute = placement.compute
-    show(f"warm-up: {settings.steps} supervised steps on {settings.task}")
+    show(f"SFT warm start: {settings.steps} supervised steps on {settings.task}")
     # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
     row_logprobs = make_row_logprobs(task.model, compute, temperature=1.0, mesh=mesh)
     began = time.monotonic()
@@ -118,12 +118,12 @@ def _warm_up(
         check()
         [signal_number] = placement.hosts.largest(stop.received or 0)
         if signal_number:
-            raise exit.Interrupted(int(signal_number), "in the warm-up, which starts again")
+            raise exit.Interrupted(int(signal_number), "in the SFT warm start, which starts again")
         if step % 500 == 0 or step == settings.steps:
             seconds = time.monotonic() - began
-            show(f"warm-up: step {step}, loss {loss:.4f} nats a token, {seconds:.0f} s")
+            show(f"SFT warm start: step {step}, loss {loss:.4f} nats a token, {seconds:.0f} s")
 
-    with activity("warming up (it compiles first)", settings.steps, "steps") as progress:
+    with activity("SFT warm start (it compiles first)", settings.steps, "steps") as progress:
         return warmup.warm_up(
             params,
             task.worked_solutions,

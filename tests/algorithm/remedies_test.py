@@ -206,8 +206,8 @@ def test_ours_keep_the_convention_too(name):
 
 @pytest.mark.parametrize("name", TRUST_REGIONS)
 def test_trust_regions_of_ours_keep_it_too(name):
-    check_terms("trust region", TRUST_REGIONS[name])
-    check_values("trust region", TRUST_REGIONS[name])
+    check_terms("policy-loss variant", TRUST_REGIONS[name])
+    check_values("policy-loss variant", TRUST_REGIONS[name])
 
 
 def test_statistics_are_named_after_the_function_and_have_no_gradient():

@@ -41,7 +41,7 @@ def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tm
         "| Mean discrepancy | 3.168e-05 | tolerance c = 0.0006, exceeded in 0.0% of steps |" in card
     )
     assert "| Noise floor | 1.879e-09 |" in card
-    assert "\n- trained: 2 training steps\n- score: held-out arithmetic/avg@2 from 0.0% " in card
+    assert "\n- trained: 2 training steps\n- score: validation arithmetic/avg@2 from 0.0% " in card
     assert "| 1 | 0.1 | 3.076e-05 | 0.0006 | 0 |\n| 2 | 0.07154 | 3.259e-05 | 0.0006 | 0 |" in card
     config = json.loads((run / "config.json").read_text())
     assert (

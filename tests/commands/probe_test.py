@@ -110,6 +110,7 @@ def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismat
             ("--model", "none", "--seed=1"),
             "--seed: no such argument; settings are given as --config.training.seed=",
         ),
+        (("--model", "none", "--top_p=1"), "--top_p=1: no such argument; did you mean --top-p?"),
         (("R", "--config.training.seed=1"), "config.training.seed: a recording has no settings"),
         (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
         (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),

@@ -120,7 +120,7 @@ def test_one_that_never_starts_again_ends_the_run_only_below_the_least(least):
         assert [works() for _ in range(9)] == [0] * 9 and lost.work["restarts"] == 9
     else:
         with pytest.raises(
-            EngineError, match="replica 1 sidecar failed 6 times in a row, at last: no device"
+            EngineError, match="replica 1 process failed 6 times in a row, at last: no device"
         ):
             for _ in range(9):
                 works()

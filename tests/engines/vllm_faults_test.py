@@ -227,7 +227,7 @@ def test_a_full_disk_costs_the_log_only(start, tmp_path, caplog):
     assert (
         len(sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0).completion_ids) == 4
     )
-    assert "No space left on device; the sidecar's output is no longer kept" in caplog.text
+    assert "No space left on device; the process's output is no longer kept" in caplog.text
     engine.close()
 
 

@@ -859,7 +859,5 @@ def test_names_and_types_of_the_sidecar():
 
 def test_other_systems_are_told_before_anything_is_looked_for(monkeypatch):
     monkeypatch.setattr(launch.sys, "platform", "darwin")
-    with pytest.raises(
-        ValueError, match="^engine: the vLLM sidecar needs Linux, this is darwin; use loc"
-    ):
+    with pytest.raises(ValueError, match="^engine: vLLM needs Linux, this is darwin; use loc"):
         launch.check_machine(_engine(precision="bfloat16"))

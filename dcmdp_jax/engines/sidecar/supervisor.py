@@ -76,7 +76,7 @@ class Calls:
                     continue
                 if kind == "error":
                     if type(value) is Stopped:
-                        raise EngineError("ended by a later request to the sidecar")
+                        raise EngineError("ended by a later request to the process")
                     raise value
                 if kind == "end":
                     running -= 1
@@ -137,7 +137,7 @@ class Supervisor:
         try:
             self._begin(calls)
         except SidecarBroken as error:
-            raise EngineError(f"the {self.name} sidecar does not start: {error}") from error
+            raise EngineError(f"the {self.name} process does not start: {error}") from error
 
     def _begin(self, calls: Calls) -> None:
         self.sidecar = self._start(calls.stopped)
@@ -192,13 +192,13 @@ class Supervisor:
         failures = self._failures
         if failures > self.max_restarts:
             self._failures = 0
-            message = f"the {self.name} sidecar failed {failures} times in a row, at last: {error}"
+            message = f"the {self.name} process failed {failures} times in a row, at last: {error}"
             if lines:
                 message += f"; the end of its log:\n{lines}"
             raise EngineError(message) from error
 
         pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
-        logger.warning("%s sidecar: %s; restart %d in %.1f s", self.name, error, failures, pause)
+        logger.warning("%s process: %s; restart %d in %.1f s", self.name, error, failures, pause)
         self._not_before = time.monotonic() + pause
 
     def take_work(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ _QUANTIZED = ("int8", "fp8", "fp8_per_block")
 
 
 class VllmKind(EngineKind):
-    """Stock vLLM in sidecars. One dtype holds whatever is not quantized."""
+    """Stock vLLM in processes of its own. One dtype holds whatever is not quantized."""
 
     name = "vllm"
     settings = VllmSettings

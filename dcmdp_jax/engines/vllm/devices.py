@@ -160,6 +160,6 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
         raise ArgumentError(
             "memory_share",
             f"got {settings.memory_share:g}, and the trainer has {fraction:g} of the "
-            f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
+            f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give vLLM GPUs of its own with "
             "`visible_devices` and the trainer others with CUDA_VISIBLE_DEVICES",
         )

@@ -312,7 +312,7 @@ class VllmEngine:
                 for complete in values:
                     yield complete or []
                     if calls.stopped.is_set():
-                        raise EngineError("generate: ended by a later request to the sidecar")
+                        raise EngineError("generate: ended by a later request to the process")
 
         return groups()
 

@@ -89,9 +89,7 @@ def check_machine(arguments: EngineArguments) -> str:
     settings = arguments.settings
     precision = arguments.precision
     if sys.platform != "linux":
-        raise ArgumentError(
-            "engine", f"the vLLM sidecar needs Linux, this is {sys.platform}; use local"
-        )
+        raise ArgumentError("engine", f"vLLM needs Linux, this is {sys.platform}; use local")
 
     if settings.address:
         version, platform = installed_in_cluster(settings)
@@ -299,7 +297,7 @@ def vllm_of(packages: dict[str, str], where: str) -> tuple[str, str]:
         )
     if codec is None:
         raise ArgumentError(
-            "python", f"{where} has no msgpack, which the sidecar speaks; install it there"
+            "python", f"{where} has no msgpack, which the vLLM process speaks; install it there"
         )
 
     [(name, version)] = packages.items()

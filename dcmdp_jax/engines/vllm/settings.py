@@ -1,4 +1,4 @@
-"""Settings of the vLLM sidecars."""
+"""Settings of the vLLM processes."""
 
 import dataclasses
 
@@ -7,18 +7,18 @@ from dcmdp_jax.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """The vLLM sidecar, used with `rollout.engine=vllm`.
+    """The vLLM process, used with `rollout.engine=vllm`.
 
     Attributes:
         python: Python interpreter that has vLLM. Empty: the trainer's, or each node's.
         tensor_parallel_size: Devices that each layer is split over.
-        placement: local: sidecars of this machine. ray: actors of a Ray cluster.
+        placement: local: processes of this machine. ray: actors of a Ray cluster.
         address: The Ray cluster: auto, HOST:PORT, ray://HOST:PORT. Empty: this machine alone.
         min_replicas: With Ray: fewer for start_timeout_s end the run.
-        replicas: Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt
+        replicas: Data-parallel processes, each with tensor_parallel_size devices of its own. Prompt
             p goes to replica p mod replicas; all load one copy of the weights. 0: as many as the
             GPUs hold, 1 on a CPU or with Ray.
-        visible_devices: GPUs of the sidecars, as CUDA_VISIBLE_DEVICES. Empty: the trainer's GPUs,
+        visible_devices: GPUs of the processes, as CUDA_VISIBLE_DEVICES. Empty: the trainer's GPUs,
             shared.
         memory_share: Share of each of its GPUs. On a shared GPU the trainer gets the rest less a
             tenth. Source: ours.
@@ -45,7 +45,7 @@ class VllmSettings:
     placement: str = setting("local", choices=("local", "ray"), free=True)
     address: str = setting("", free=True)
     min_replicas: int = setting(1, unit="replicas", minimum=1, free=True)
-    replicas: int = setting(1, unit="sidecars", minimum=0, free=True)
+    replicas: int = setting(1, unit="processes", minimum=0, free=True)
     visible_devices: str = setting("", free=True)
     memory_share: float = setting(0.4, minimum=0.01, maximum=1, free=True)
     sleep: int = setting(0, minimum=0, maximum=2, free=True)

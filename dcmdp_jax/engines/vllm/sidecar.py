@@ -409,7 +409,7 @@ def main() -> None:
         header = connection.receive(timeout_s=60).header
         if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
             raise ValueError(
-                f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}"
+                f"protocol {header.get('protocol')!r}, this process speaks {wire.PROTOCOL}"
             )
         host = EngineHost(header)
         clear_names()
@@ -419,7 +419,7 @@ def main() -> None:
         _serve(connection, host)
         status = 0
     except wire.WireError as error:
-        sys.stderr.write(f"sidecar: {error}\n")
+        sys.stderr.write(f"vLLM process: {error}\n")
     except BaseException as error:  # reported to the trainer, then the process ends
         traceback.print_exc()
         with contextlib.suppress(OSError, ValueError):

@@ -144,7 +144,7 @@ def compare(
     try:
         scored = sampler.score(prompts, completions, temperature=temperature)
     except EngineError as error:
-        logger.warning("neither a noise floor nor the legs of the gap: %s", error)
+        logger.warning("neither a noise floor nor the parts of decode and prefill: %s", error)
         scored = None
 
     floors = {}

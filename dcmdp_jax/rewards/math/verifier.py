@@ -101,7 +101,7 @@ class Verifier(Closing):
             )
         if not budget_s >= 0:
             raise ValueError(
-                f"budget_s = {budget_s}: the budget of a batch must be at least 0 seconds (0: none)"
+                f"budget_s = {budget_s}: the time for a batch must be at least 0 seconds (0: none)"
             )
         self._pool = IsolatedPool(COMPARISON, workers=num_workers, memory_bytes=_MEMORY_BYTES)
         self._timeout_s = timeout_s
