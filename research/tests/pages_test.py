@@ -521,7 +521,7 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
         "token_1",
         "not_rare_1",
     }
-    said = "in {in_time} of {ended} runs that end, and in {warned} of {lived} others"
+    said = "in {in_time} of {ended} runs that collapse, and in {warned} of {lived} others"
     assert said.format(**penalty_warnings(runs)) in page
     norms = json.loads((_KEPT / "penalty_gradients.json").read_text())
     ratio = {
