@@ -24,10 +24,11 @@ Find an option of another framework and the settings of `algorithm` that do the 
 explains them. Options were read in the source, at the framework's commit and date or at the row's own; "old" is more
 than 60 days before the newest, "notes" an unavailable source.
 
-"Slope" is the derivative of the objective in a token's log-prob, by the source, or by ours where the note begins so: pi is the policy now, p the trainer's that made the batch, q the engine's, r = p / q, d = log r, g =
-pi / p, u = pi / q, A the advantage; prod, geo, mean, total, min and max are over the completion, t is the token's
-position, kl the binary KL, and `C` our clip, `where((A>0)&(g>1.24)|(A<0)&(g<0.8), 0, g)`. `tests/translations_test.py`
-compares it with the settings'. Rows without a slope do not concern a token's gradient, or have no counterpart.
+"Slope" is the derivative of the objective in a token's log-prob, by the source, or by ours where the note begins so:
+pi is the policy now, p the trainer's that made the batch, q the engine's, r = p / q, d = log r, g = pi / p, u = pi /
+q, A the advantage; prod, geo, mean, total, min and max are over the completion, t is the token's position, kl the
+binary KL, and `C` our clip, `where((A>0)&(g>1.24)|(A<0)&(g<0.8), 0, g)`. `tests/translations_test.py` compares it
+with the settings'. Rows without a slope do not concern a token's gradient, or have no counterpart.
 
 `python -m docs.translations` writes this page from `dcmdp_jax/integrations/translations.csv`.
 """

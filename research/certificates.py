@@ -359,10 +359,10 @@ _TEXT = """# Certificates: is my model family computed correctly, and what misma
     python -m research.certificates --model=DIR       # ENGINES, and against transformers
     python -m research.certificates --random          # every family at toy size
 
-An engine samples, the training stack in float32 scores. The engines' columns have the mean \\|p - q\\|: p is the trainer's
-probability of a sampled token, q the engine's. KL is the estimate k3 of KL(q || p), the mean of e^d - 1 - d with
-d = log p - log q, in nats, and the largest of the engines. prime-rl's bar for a new model is a KL below BAR over 20
-steps. 4 prompts x 4 completions of 64 tokens.
+An engine samples, the training stack in float32 scores. The engines' columns have the mean \\|p - q\\|: p is the
+trainer's probability of a sampled token, q the engine's. KL is the estimate k3 of KL(q || p), the mean of e^d - 1 - d
+with d = log p - log q, in nats, and the largest of the engines. prime-rl's bar for a new model is a KL below BAR over
+20 steps. 4 prompts x 4 completions of 64 tokens.
 
 "Like" a model: random weights of standard deviation 0.12, in the model's pattern of layers and a toy's
 sizes. They show that a family is computed correctly, not how large a real model's mismatch is.
@@ -370,8 +370,9 @@ sizes. They show that a family is computed correctly, not how large a real model
 TABLE
 
 The last two columns compare with transformers in float32, which reads our export: log-probs (nats) of tokens that the
-embedded engine sampled, and 64 tokens of greedy text of 4 prompts. Both tokenizers give equal ids. Exceptions: DIFFERS. The toys have the built-in task's tokenizer, which transformers reads with
-Qwen2's own pre-tokenizer in a directory of that family.
+embedded engine sampled, and 64 tokens of greedy text of 4 prompts. Both tokenizers give equal ids. Exceptions:
+DIFFERS. The toys have the built-in task's tokenizer, which transformers reads with Qwen2's own pre-tokenizer in a
+directory of that family.
 MISSING
 The tail (p99), the logit difference eps = logit p - logit q, dates, commands and versions:
 `research/tables/certificates.txt`, from `docs/certificates/*.json`.
